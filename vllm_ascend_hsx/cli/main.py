@@ -1,0 +1,61 @@
+"""Dispatches `hsx COMMAND ...` to the function that does it."""
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import NamedTuple, cast
+
+
+class Command(NamedTuple):
+    """One subcommand: the function `module:function` takes the arguments after the command's name, returns an exit code."""
+
+    summary: str
+    target: str
+
+    def run(self, argv: Sequence[str]) -> int:
+        module, _, function = self.target.partition(":")
+        # Imported only now, so that `hsx --help` and `hsx emulate` start without torch.
+        entry = cast(Callable[[list[str]], int | None], getattr(importlib.import_module(module), function))
+        return entry(list(argv)) or 0
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states",
+        "vllm_ascend_hsx.cli.demo:main",
+    ),
+    "emulate": Command(
+        "run a command with emulated Ascend NPUs on the CPU",
+        "vllm_ascend_hsx.emulator.launch:emulate",
+    ),
+}
+
+
+def usage() -> str:
+    """The text of `hsx --help`, one line per command."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: hsx COMMAND [OPTIONS]", "", *lines, "", "`hsx COMMAND --help` shows the options of a command."]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code (2 for a command line that is wrong)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"hsx {version('vllm-ascend-hsx')}")
+        return 0
+    command = COMMANDS.get(arguments[0])
+    if command is None:
+        print(f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    return command.run(arguments[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
