@@ -1,0 +1,29 @@
+# Everything here works in .venv, which `make setup` (called by the others) makes once.
+PYTHON ?= python3.11
+BIN := .venv/bin
+# Each emulated NPU is a process; more threads than cores only wait for each other.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test lint ut e2e clean
+
+setup:
+	@$(PYTHON) tools/setup_emulated.py
+
+demo: setup
+	@$(BIN)/hsx demo
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+ut: setup
+	$(BIN)/pytest tests/ut
+
+e2e: setup
+	$(BIN)/pytest tests/e2e
+
+test: lint ut e2e
+
+clean:
+	rm -rf .venv .venv.lock build dist *.egg-info

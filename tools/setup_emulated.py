@@ -1,0 +1,286 @@
+"""Makes .venv: the exact stack in which unmodified vllm and vllm-ascend run on emulated NPUs. Standard library only.
+
+Every package is pinned and installed without its dependencies, because vllm-ascend asks for another torch and for torch_npu, and pip
+would answer with CUDA builds. torch is whichever CPU build of the pinned version pip finds with the user's own configuration (index,
+find-links); a CUDA build is refused before anything is installed. A second call does nothing; an interrupted one is taken up again.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / "hsx-setup.json"
+LOG = VENV / "hsx-setup.log"
+PIN_FILES = (ROOT / "requirements" / "emulated.txt", ROOT / "requirements" / "dev.txt")
+PYTHON_VERSION = (3, 11)  # the pins were taken on it
+VLLM = "0.23.0"
+FREE_BYTES = 4 << 30
+# Packages whose presence means that something replaced the CPU stack, or that this is no machine to emulate on.
+FOREIGN = re.compile(r"^(nvidia|cuda)-|^torch-npu$|^triton-ascend$")
+
+
+class SetupError(Exception):
+    """A failure with a message for the person who called, which names the remedy."""
+
+
+def canonical(name: str) -> str:
+    """The form in which package names are compared (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_pins(path: Path) -> dict[str, str]:
+    """Returns {canonical name: exact version}; any other kind of line is an error, so that nothing unpinned slips in."""
+    pins: dict[str, str] = {}
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+_-]+)", text)
+        if match is None:
+            raise SetupError(f"{path.name}:{number}: {text!r} is not an exact pin; write name==version")
+        pins[canonical(match[1])] = match[2]
+    return pins
+
+
+def all_pins() -> dict[str, str]:
+    pins: dict[str, str] = {}
+    for path in PIN_FILES:
+        pins.update(read_pins(path))
+    return pins
+
+
+def setup_key() -> str:
+    """Hash of everything the environment is made from; another key means the environment is brought up to date."""
+    digest = hashlib.sha256()
+    for path in (*PIN_FILES, ROOT / "pyproject.toml", Path(__file__)):
+        digest.update(path.read_bytes())
+    digest.update(f"{ROOT} {platform.python_version()} {platform.machine()}".encode())
+    return digest.hexdigest()
+
+
+def is_current() -> bool:
+    try:
+        return bool(json.loads(STAMP.read_text())["key"] == setup_key()) and (VENV / "bin" / "python").exists()
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def check_host() -> None:
+    """Raises SetupError for what this machine lacks, before anything is downloaded."""
+    if sys.version_info[:2] != PYTHON_VERSION:
+        want = ".".join(map(str, PYTHON_VERSION))
+        raise SetupError(
+            f"the emulated stack is pinned for Python {want}, this is {platform.python_version()} ({sys.executable}); "
+            f"call `make PYTHON=/path/to/python{want} ...`"
+        )
+    if sys.platform != "linux":
+        raise SetupError(f"the emulated NPU runs on Linux only, this is {sys.platform}")
+    if shutil.which("g++") is None and shutil.which("c++") is None:
+        raise SetupError("no C++ compiler found (g++); the emulated NPU has one C++ file. Install g++ and call again")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise SetupError(f"{header} is missing; install the development package of this Python (python3.11-dev)")
+    free = shutil.disk_usage(ROOT).free
+    if free < FREE_BYTES and not VENV.exists():
+        raise SetupError(f"{free >> 20} MiB are free in {ROOT}; the set-up needs {FREE_BYTES >> 20} MiB")
+
+
+def venv_works() -> bool:
+    python = VENV / "bin" / "python"
+    if not python.exists():
+        return False
+    probe = [python, "-m", "pip", "--version"]
+    return subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+class Steps:
+    """Numbered steps on the terminal, with elapsed time, while a command's own output goes to the log."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+
+    def run(self, title: str, command: Sequence[str | Path], **environment: str) -> None:
+        """Runs one command; raises SetupError with the end of its output when it fails."""
+        self.done += 1
+        head = f"[{self.done}/{self.total}] {title}"
+        started = time.monotonic()
+        print(f"{head} ...", flush=True)
+        LOG.parent.mkdir(exist_ok=True)
+        with LOG.open("ab") as log:
+            begin = log.tell()
+            log.write(f"$ {' '.join(map(str, command))}\n".encode())
+            log.flush()
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
+            )
+            finished = threading.Event()
+            reporter = threading.Thread(target=self._report, args=(head, started, finished), daemon=True)
+            reporter.start()
+            try:
+                code = process.wait()
+            except BaseException:
+                process.terminate()
+                process.wait()
+                raise
+            finally:
+                finished.set()
+                reporter.join()
+        print(f"{head}: {time.monotonic() - started:.0f} s", flush=True)
+        if code != 0:
+            with LOG.open("rb") as log:
+                log.seek(begin)
+                tail = log.read().decode(errors="replace").splitlines()[-25:]
+            raise SetupError("\n".join([f"{title}: failed (exit code {code}); the whole output is in {LOG}", *tail]))
+
+    @staticmethod
+    def _report(head: str, started: float, finished: threading.Event) -> None:
+        every = 5 if sys.stdout.isatty() else 30
+        while not finished.wait(every):
+            with LOG.open("rb") as log:
+                log.seek(max(0, LOG.stat().st_size - 400))
+                last = log.read().decode(errors="replace").split("\n")[-2:]
+            print(f"{head}: {time.monotonic() - started:.0f} s  {' '.join(last).strip()[:90]}", flush=True)
+
+
+def check_torch_candidate(pip: Sequence[str | Path], version: str) -> None:
+    """Asks pip which torch it would install and refuses a CUDA build by its own metadata, before it is installed."""
+    report = VENV / "hsx-torch.json"
+    command = [*pip, "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", report]
+    result = subprocess.run(
+        [*command, f"torch=={version}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    if result.returncode != 0:
+        raise SetupError(f"pip finds no torch {version}:\n{result.stdout.strip()}")
+    refuse_cuda_metadata(json.loads(report.read_text())["install"][0]["metadata"])
+
+
+def refuse_cuda_metadata(metadata: dict[str, object]) -> None:
+    """Raises SetupError if a torch wheel's metadata asks for CUDA packages."""
+    requires = metadata.get("requires_dist") or []
+    assert isinstance(requires, list)
+    foreign = [text for text in requires if FOREIGN.match(canonical(re.split(r"[^A-Za-z0-9._-]", text)[0]))]
+    if foreign:
+        raise SetupError(
+            f"pip would install torch {metadata['version']}, a CUDA build (it requires {foreign[0]!r} and {len(foreign) - 1} more). "
+            "Let pip find the CPU build: configure PyTorch's CPU index as extra-index-url, or a directory with the wheel as "
+            "find-links (`pip config set ...`, or PIP_EXTRA_INDEX_URL / PIP_FIND_LINKS), and call again"
+        )
+
+
+def check_environment() -> list[str]:
+    """What is wrong with the environment this interpreter runs in: one line each, none when all is well."""
+    installed = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
+    problems = [
+        f"{name} is {installed.get(name, 'missing')}, the pin is {version}"
+        for name, version in {**all_pins(), "vllm": VLLM}.items()
+        # A CPU build calls itself 2.13.0+cpu.
+        if installed.get(name, "").partition("+")[0] != version
+    ]
+    problems += [
+        f"{name} {version} is installed; it does not belong on an emulated NPU"
+        for name, version in sorted(installed.items())
+        if FOREIGN.match(name)
+    ]
+    import torch
+
+    if torch.version.cuda is not None:
+        problems.append(f"torch {torch.__version__} is a CUDA build ({torch.version.cuda}); something replaced the CPU build")
+    for module in ("transformers", "openai", "vllm_ascend_hsx"):
+        try:
+            __import__(module)
+        except ImportError as error:
+            problems.append(f"import {module} fails: {error}")
+    return problems
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Two calls of make in one checkout wait for each other."""
+    with (ROOT / ".venv.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another set-up is running in this checkout; waiting for it", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def set_up() -> None:
+    started = time.monotonic()
+    check_host()
+    if not venv_works():
+        # Half a venv cannot be repaired by pip, because pip is what it lacks.
+        shutil.rmtree(VENV, ignore_errors=True)
+    STAMP.unlink(missing_ok=True)
+    steps = Steps(total=5)
+    python = VENV / "bin" / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    steps.run("virtual environment", [sys.executable, "-m", "venv", VENV])
+    check_torch_candidate(pip, all_pins()["torch"])
+    pins = [part for path in PIN_FILES for part in ("-r", path)]
+    steps.run(f"{len(all_pins())} pinned packages", [*pip, "install", "--no-deps", "--no-compile", *pins])
+    if installed_vllm(python) != VLLM:
+        steps.run(
+            f"vllm {VLLM} from source, without a device",
+            [*pip, "install", "--no-deps", "--no-build-isolation", "--no-binary", "vllm", f"vllm=={VLLM}"],
+            VLLM_TARGET_DEVICE="empty",
+            VLLM_VERSION_OVERRIDE=VLLM,  # without it the version ends in +empty, which vllm-ascend does not know
+        )
+    else:
+        steps.done += 1
+    steps.run("vllm-ascend-hsx", [*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT])
+    steps.run("checks", [python, __file__, "--check"])
+    partial = STAMP.with_suffix(".partial")
+    partial.write_text(json.dumps({"key": setup_key(), "seconds": round(time.monotonic() - started)}))
+    partial.rename(STAMP)
+    print(f"{VENV} is ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def installed_vllm(python: Path) -> str:
+    code = "import importlib.metadata as m; print(next((d.version for d in m.distributions(name='vllm')), ''))"
+    return subprocess.run([python, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Set up .venv with the emulated stack; a second call does nothing.")
+    parser.add_argument("--check", action="store_true", help="only check the environment that runs this")
+    arguments = parser.parse_args()
+    try:
+        if arguments.check:
+            problems = check_environment()
+            if problems:
+                raise SetupError("\n".join(problems))
+            return 0
+        if is_current():
+            return 0
+        with one_at_a_time():
+            if not is_current():
+                set_up()
+    except SetupError as error:
+        print(f"set-up: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("set-up: interrupted; call again to go on", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
