@@ -1,0 +1,156 @@
+"""The cache-only attention backend: a layer that catches rows in the staging cache, outside the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+)
+
+from vllm_ascend_hsx.compat import transfers_to_connector
+from vllm_ascend_hsx.staging import Span, StagingCache
+
+
+@dataclass(frozen=True)
+class CacheOnlyMetadata:
+    """What one step writes: the spans of the requests that this rank extracts; `Span.row` counts rows of the batch."""
+
+    spans: Sequence[Span]
+
+
+class AscendCacheOnlyMetadataBuilder(AttentionMetadataBuilder[CacheOnlyMetadata]):
+    """Builds the metadata of a step.
+
+    The layer is in no KV cache group, so the runner never asks this builder; the proposer does.
+    """
+
+    # The layer runs behind the target's graph, in eager mode: it restricts no graph mode of the target.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CacheOnlyMetadata:
+        """Metadata without spans: nothing is known here of requests, so nothing is caught."""
+        return CacheOnlyMetadata(())
+
+    def build_for_spans(self, spans: Sequence[Span]) -> dict[str, CacheOnlyMetadata]:
+        """Metadata by layer name, as the forward context takes it."""
+        metadata = CacheOnlyMetadata(spans)
+        return dict.fromkeys(self.layer_names, metadata)
+
+
+class AscendCacheOnlyImpl(AttentionImpl[CacheOnlyMetadata]):
+    """Catches rows; computes nothing.
+
+    Args:
+        num_heads: layers of a row.
+        head_size: hidden size.
+    """
+
+    def __init__(self, num_heads: int, head_size: int, scale: float = 1.0, **_: Any) -> None:
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = scale
+
+    def do_kv_cache_update(self, target_rows: Sequence[torch.Tensor], staging: StagingCache, metadata: CacheOnlyMetadata) -> None:
+        """Write the rows of the step's spans into a staging slot, once.
+
+        Args:
+            target_rows: one [tokens, hidden] per collected layer, ascending, model dtype.
+        """
+        staging.write(target_rows, metadata.spans)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError("the cache-only backend computes no attention")
+
+
+class AscendCacheOnlyAttentionBackend(AttentionBackend):
+    """Backend of the one layer of the drafter."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        return "ASCEND_CACHE_ONLY"
+
+    @staticmethod
+    def get_impl_cls() -> type[AscendCacheOnlyImpl]:
+        return AscendCacheOnlyImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AscendCacheOnlyMetadataBuilder]:
+        return AscendCacheOnlyMetadataBuilder
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        raise NotImplementedError("the cache-only layer has no KV cache: its rows are staged outside the KV pool")
+
+
+class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
+    """The layer whose "KV cache" is a staging slot.
+
+    A subclass of vLLM's layer only so that vllm-ascend recognises it (MR:3989, MR:5003); it shares none of its state. Its
+    `get_kv_cache_spec` is None: no KV pool memory, no KV cache group, no page to unify with, no say in the graph mode.
+
+    Args:
+        staging: receives the rows.
+        prefix: the layer's name, unique in the engine; it must contain `cache_only_layers`.
+        vllm_config: whose registry of attention layers takes the layer.
+
+    Raises:
+        ValueError: a layer of that name exists.
+    """
+
+    def __init__(self, staging: StagingCache, prefix: str, vllm_config: Any) -> None:
+        nn.Module.__init__(self)
+        self.layer_name = prefix
+        self.staging = staging
+        self.attn_backend = AscendCacheOnlyAttentionBackend
+        self.impl = AscendCacheOnlyImpl(num_heads=staging.rows.shape[2], head_size=staging.rows.shape[3])
+        # What the connector is handed as "KV layer".
+        self.kv_cache = staging.rows
+        layers = vllm_config.compilation_config.static_forward_context
+        if prefix in layers:
+            raise ValueError(f"a layer named {prefix!r} exists already")
+        layers[prefix] = self
+
+    def forward(self, target_rows: Sequence[torch.Tensor], metadata: CacheOnlyMetadata) -> None:
+        """Catch the rows of a step and hand them to the connector.
+
+        Args:
+            target_rows: one [tokens, hidden] per collected layer, ascending, model dtype.
+            metadata: of this step; also in the forward context.
+        """
+        self.impl.do_kv_cache_update(target_rows, self.staging, metadata)
+        _hand_over(self.layer_name)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.attn_backend
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> None:
+        return None
+
+
+def _hand_over_body(layer_name: str) -> None:
+    """Nothing to compute; the decorator around it calls the connector's save_kv_layer."""
+
+
+_hand_over = transfers_to_connector(_hand_over_body)

@@ -1,0 +1,214 @@
+"""HsxConfig: every option of the connector, typed, validated and documented; and what is read from the engine's own settings."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+CONNECTOR_NAME = "AscendHiddenStatesConnector"
+METHOD = "extract_hidden_states"
+LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+_SIZE = re.compile(r"^\s*(\d+)\s*(B|KiB|MiB|GiB)?\s*$")
+_UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+class HsxConfigError(ValueError):
+    """An option that cannot be used; the message names the option, its value and the remedy."""
+
+    def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:
+        self.option = option
+        super().__init__(f"{CONNECTOR_NAME}: {option}={value!r} {problem}. {remedy}")
+
+
+class HsxConfig(BaseModel):
+    """The options of `kv_connector_extra_config`.
+
+    An unknown key or a value of the wrong type is an `HsxConfigError` (see `HsxConfig.parse`), never a warning: a misspelt option
+    would otherwise be found in the data, weeks later.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    shared_storage_path: str = Field(
+        description="Directory that receives one safetensors file per request. It is created if it does not exist; "
+        "every worker of the server must see it under this path.",
+    )
+    use_synchronization_lock: bool = Field(
+        default=True,
+        description="Hold an flock on `<file>.lock` until the file is complete, so that a reader can sleep until then.",
+    )
+    num_writer_threads: int = Field(
+        default=4, ge=1, le=64, description="Threads per worker that write rows from the pinned ring into files."
+    )
+    staging_slots: int = Field(
+        default=2,
+        ge=1,
+        le=8,
+        description="Device buffers of max_num_batched_tokens rows. With two, a step is copied out while the next one computes.",
+    )
+    pinned_ring_bytes: int = Field(
+        default=32 << 20,
+        ge=1 << 12,
+        description="Pinned host memory per worker that rows pass through on their way to the file; bytes, or a size such as '32MiB'.",
+    )
+
+    @field_validator("pinned_ring_bytes", mode="before")
+    @classmethod
+    def _parse_size(cls, value: object) -> object:
+        if isinstance(value, str):
+            match = _SIZE.match(value)
+            if match is None:
+                raise ValueError("is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'")
+            return int(match[1]) * _UNITS[match[2]]
+        return value
+
+    @field_validator("shared_storage_path")
+    @classmethod
+    def _require_absolute(cls, value: str) -> str:
+        if not Path(value).is_absolute():
+            raise ValueError("is not an absolute path; the server's processes need not share a working directory")
+        return value
+
+    @classmethod
+    def parse(cls, extra_config: dict[str, Any]) -> HsxConfig:
+        """Read `kv_connector_extra_config`.
+
+        Raises:
+            HsxConfigError: an unknown key, a missing one, or a value that cannot be used; the first of them.
+        """
+        try:
+            return cls.model_validate(extra_config)
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = str(first["loc"][0])
+            option = f"kv_connector_extra_config.{key}"
+            if first["type"] == "extra_forbidden":
+                near = difflib.get_close_matches(key, cls.model_fields, n=1)
+                hint = f"Did you mean {near[0]!r}?" if near else f"The options are: {', '.join(cls.model_fields)}."
+                raise HsxConfigError(option, extra_config[key], "is not an option", hint) from None
+            if first["type"] == "missing":
+                raise HsxConfigError(option, None, "is missing", "Set it to the directory that is to receive the files.") from None
+            problem = first["msg"].removeprefix("Value error, ")
+            problem = problem if problem.startswith("is ") else f"cannot be used: {problem}"
+            remedy = f"{key}: {cls.model_fields[key].description}"
+            raise HsxConfigError(option, extra_config[key], problem, remedy) from None
+
+
+@dataclass(frozen=True)
+class ExtractionTarget:
+    """What is extracted, read once from the engine's configuration.
+
+    Attributes:
+        model: the target's name or path, for the file's metadata.
+        layer_ids: residual-stream ids in the user's order; id i is the stream after i layers, `num_layers` the one before the final norm.
+        collected: for each entry of `layer_ids` its place in the list that the target returns, which is in ascending layer order.
+        hidden_size: elements per row and layer.
+        max_tokens: most tokens that one step can hold (`max_num_batched_tokens`).
+    """
+
+    model: str
+    layer_ids: tuple[int, ...]
+    collected: tuple[int, ...]
+    hidden_size: int
+    max_tokens: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_ids)
+
+
+def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, ...]:
+    """Check the ids of the layers to extract; their order is kept, for it is the order of the file.
+
+    Args:
+        layer_ids: what the user gave as `eagle_aux_hidden_state_layer_ids`.
+        num_hidden_layers: layers of the target.
+
+    Raises:
+        HsxConfigError: not a list of integers, empty, a duplicate, or an id outside [0, num_hidden_layers].
+    """
+    option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
+    example = [2, num_hidden_layers // 2, num_hidden_layers - 3, num_hidden_layers] if num_hidden_layers > 6 else [num_hidden_layers]
+    remedy = (
+        f"Give distinct integers from 0 (the embedding output) to {num_hidden_layers} (after the last layer, before the final norm), "
+        f"for example {example}."
+    )
+    if not isinstance(layer_ids, list | tuple) or not layer_ids or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids):
+        raise HsxConfigError(option, layer_ids, "is not a list of layer ids", remedy)
+    for index, layer_id in enumerate(layer_ids):
+        if not 0 <= layer_id <= num_hidden_layers:
+            raise HsxConfigError(option, layer_ids, f"has id {layer_id}, which the target does not have", remedy)
+        if layer_id in layer_ids[:index]:
+            raise HsxConfigError(option, layer_ids, f"has id {layer_id} twice", remedy)
+    return tuple(layer_ids)
+
+
+def read_target(vllm_config: Any) -> ExtractionTarget:
+    """Read what is to be extracted from vLLM's configuration, and refuse what cannot be extracted correctly.
+
+    Args:
+        vllm_config: vllm.config.VllmConfig with the speculative method `extract_hidden_states`.
+
+    Raises:
+        HsxConfigError: another speculative method, unusable layer ids, or a parallel or role setting that is not supported.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method != METHOD:
+        raise HsxConfigError(
+            "speculative_config.method",
+            getattr(speculative, "method", None),
+            "produces no hidden states",
+            f'Start the server with --speculative-config \'{{"method": "{METHOD}", "num_speculative_tokens": 1, ...}}\'.',
+        )
+    if speculative.disable_padded_drafter_batch:
+        raise HsxConfigError(
+            "speculative_config.disable_padded_drafter_batch",
+            True,
+            "passes sampled tokens to the drafter as lists, without the layout of the batch",
+            "Leave it out.",
+        )
+    parallel = vllm_config.parallel_config
+    for option, reason in _ONE_ONLY.items():
+        value = getattr(parallel, option, 1)
+        if value > 1:
+            raise HsxConfigError(option, value, reason, f"Use {option}=1; scale with tensor, data and expert parallelism.")
+    model = vllm_config.model_config
+    layer_ids = validate_layer_ids(
+        getattr(speculative.draft_model_config.hf_config, LAYER_IDS_KEY, None), model.get_total_num_hidden_layers()
+    )
+    ascending = sorted(layer_ids)
+    return ExtractionTarget(
+        model=model.served_model_name if isinstance(model.served_model_name, str) else model.model,
+        layer_ids=layer_ids,
+        collected=tuple(ascending.index(layer_id) for layer_id in layer_ids),
+        hidden_size=model.get_hidden_size(),
+        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+    )
+
+
+_ONE_ONLY = {
+    "pipeline_parallel_size": "leaves each stage with the hidden states of its own layers only",
+    "prefill_context_parallel_size": "reorders the tokens of a batch across ranks",
+    "decode_context_parallel_size": "has not been shown to keep the order of the rows",
+}
+
+
+def require_producer(kv_role: str | None) -> None:
+    """Refuse a role that would have the engine load from us.
+
+    Raises:
+        HsxConfigError: any role but `kv_producer`.
+    """
+    if kv_role != "kv_producer":
+        raise HsxConfigError(
+            "kv_transfer_config.kv_role",
+            kv_role,
+            "makes the engine expect KV data from a connector that only writes hidden states",
+            'Set "kv_role": "kv_producer".',
+        )

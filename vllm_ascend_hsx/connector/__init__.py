@@ -1,0 +1,1 @@
+"""The KV connector: scheduler side, worker side, and what they tell each other."""

@@ -1,0 +1,146 @@
+"""AscendHiddenStatesConnector: the facade that vLLM talks to; the scheduler and the worker each use their half."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from vllm_ascend_hsx.compat import find_layers, tensor_parallel_rank
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, read_target, require_producer
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
+from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.connector.worker import ExtractionWorker, row_dtype_name
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.file import FileSink, check_directory
+from vllm_ascend_hsx.staging import PinnedRing
+
+if TYPE_CHECKING:
+    import torch
+
+
+class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
+    """Writes the hidden states of each request to a file while it runs; loads nothing and holds no KV block.
+
+    Args:
+        vllm_config: vllm.config.VllmConfig.
+        role: scheduler or worker; the other half is not built.
+        kv_cache_config: not read: the rows are not in the KV cache.
+
+    Raises:
+        HsxConfigError: an option that cannot be used.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        require_producer(self._kv_transfer_config.kv_role)
+        config = HsxConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        target = read_target(vllm_config)
+        directory = Path(config.shared_storage_path)
+        check_directory(directory)
+        dtype: torch.dtype = vllm_config.model_config.dtype
+        row_format = RowFormat(
+            layer_ids=target.layer_ids,
+            hidden_size=target.hidden_size,
+            dtype=row_dtype_name(dtype),
+            model=target.model,
+        )
+        self._scheduler: ExtractionScheduler | None = None
+        self._worker: ExtractionWorker | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = ExtractionScheduler(
+                directory,
+                row_format.row_bytes,
+                num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+                max_backlog=config.pinned_ring_bytes,
+            )
+        else:
+            self._worker = self._build_worker(config, directory, row_format, dtype)
+
+    def _build_worker(self, config: HsxConfig, directory: Path, row_format: RowFormat, dtype: torch.dtype) -> ExtractionWorker:
+        from vllm_ascend_hsx.attention import AscendCacheOnlyLayer
+
+        layers = find_layers(self._vllm_config, AscendCacheOnlyLayer)
+        ((self._layer_name, layer),) = layers.items()
+        try:
+            ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, dtype)
+        except ValueError as error:
+            raise HsxConfigError(
+                "kv_connector_extra_config.pinned_ring_bytes", config.pinned_ring_bytes, "is too small", str(error)
+            ) from None
+        return ExtractionWorker(
+            rank=tensor_parallel_rank(),
+            staging=layer.staging,
+            ring=ring,
+            sink=FileSink(directory, row_format, use_lock=config.use_synchronization_lock),
+            device=layer.staging.rows.device,
+            num_writers=config.num_writer_threads,
+        )
+
+    # Scheduler side
+
+    def on_new_request(self, request: Any) -> None:
+        assert self._scheduler is not None
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """There is never anything to load; None has the request wait while its rank is behind with writing."""
+        assert self._scheduler is not None
+        return (None, False) if self._scheduler.must_wait(request.request_id) else (0, False)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        pass
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return self._scheduler.build_metadata(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        report = connector_output.kv_connector_worker_meta
+        if isinstance(report, WorkerReport):
+            self._scheduler.on_worker_report(report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return False, self._scheduler.on_finished(request)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return False, self._scheduler.on_finished(request)
+
+    # Worker side
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, HsxConnectorMetadata)
+        self._worker.start_step(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        pass
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Called for every attention layer of the target too; only the cache-only layer concerns us."""
+        if layer_name == self._layer_name:
+            assert self._worker is not None
+            self._worker.save()
+
+    def wait_for_save(self) -> None:
+        """Nothing to wait for: the rows are in a staging slot, which the engine does not overwrite."""
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        assert self._worker is not None
+        return self._worker.report()
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None

@@ -1,0 +1,59 @@
+"""What the two sides of the connector tell each other, once per step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass(frozen=True)
+class RequestStart:
+    """A request whose first rows are computed in this step.
+
+    Attributes:
+        request_id: vLLM's internal id.
+        path: the file that is to receive its rows.
+        owner: tensor-parallel rank that copies and writes them.
+        token_ids: int64 [rows], the prompt: one row for each.
+    """
+
+    request_id: str
+    path: str
+    owner: int
+    token_ids: np.ndarray
+
+
+@dataclass(frozen=True)
+class RequestEnd:
+    """A request that the scheduler has let go of; no step after this one computes rows of it."""
+
+    request_id: str
+    aborted: bool
+
+
+@dataclass
+class HsxConnectorMetadata(KVConnectorMetadata):
+    """Scheduler to workers. Ends come first: an id may end and start again in one step."""
+
+    ended: list[RequestEnd] = field(default_factory=list)
+    started: list[RequestStart] = field(default_factory=list)
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Workers to scheduler.
+
+    Attributes:
+        outcomes: requests whose file was decided since the last report: None for a complete file or one discarded after an abort, else
+            why it failed.
+        backlog: bytes of rows that were computed but are not yet in their files, by rank.
+    """
+
+    outcomes: dict[str, str | None] = field(default_factory=dict)
+    backlog: dict[int, int] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.outcomes | other.outcomes, self.backlog | other.backlog)

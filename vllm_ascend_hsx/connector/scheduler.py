@@ -1,0 +1,128 @@
+"""Scheduler side: which requests are extracted, by which rank, into which file, and when new ones have to wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.sinks.names import file_name
+
+PATH_KEY = "hidden_states_path"
+ERROR_KEY = "hidden_states_error"
+OPT_OUT_KEY = "hidden_states"
+
+
+@dataclass
+class _Request:
+    path: str
+    num_bytes: int
+    owner: int | None = None
+    error: str | None = None
+    decided: bool = False
+
+
+class ExtractionScheduler:
+    """The state of every request that is extracted, from its arrival to its end.
+
+    Args:
+        directory: where the files go.
+        row_bytes: bytes of one token's rows, all layers.
+        num_ranks: tensor-parallel ranks; each can own requests.
+        max_backlog: bytes computed but not yet written on a rank above which no new request is given to it.
+    """
+
+    def __init__(self, directory: Path, row_bytes: int, num_ranks: int, max_backlog: int) -> None:
+        self._directory = directory
+        self._row_bytes = row_bytes
+        self._max_backlog = max_backlog
+        self._requests: dict[str, _Request] = {}
+        self._refused: dict[str, str] = {}
+        self._ended: list[RequestEnd] = []
+        self._ended_bytes: dict[str, tuple[int, int]] = {}
+        self._outstanding = [0] * num_ranks
+        self._backlog = [0] * num_ranks
+
+    def on_new_request(self, request: Any) -> None:
+        """Decide whether the request is extracted; if so, have it compute every one of its rows.
+
+        Args:
+            request: vllm.v1.request.Request, which has just entered the waiting queue.
+        """
+        wanted = (request.kv_transfer_params or {}).get(OPT_OUT_KEY, True)
+        if wanted is False or request.pooling_params is not None:
+            return
+        if wanted is not True:
+            self._refused[request.request_id] = f"kv_transfer_params.{OPT_OUT_KEY} is {wanted!r}; use true or false"
+        elif request.prompt_token_ids is None:
+            self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
+        elif request.resumable:
+            self._refused[request.request_id] = "streaming input is not supported; send the whole prompt at once"
+        else:
+            path = self._directory / file_name(request.request_id)
+            num_bytes = len(request.prompt_token_ids) * self._row_bytes
+            self._requests[request.request_id] = _Request(str(path), num_bytes)
+            # A cached prefix is not computed, so its rows would be missing. Other requests go on using the prefix cache.
+            request.skip_reading_prefix_cache = True
+
+    def must_wait(self, request_id: str) -> bool:
+        """Whether the request is to be extracted and its owner-to-be is too far behind with writing."""
+        request = self._requests.get(request_id)
+        return request is not None and request.owner is None and self._backlog[self._least_loaded()] > self._max_backlog
+
+    def build_metadata(self, scheduler_output: Any) -> HsxConnectorMetadata:
+        """What the workers have to know of this step.
+
+        Args:
+            scheduler_output: vllm.v1.core.sched.output.SchedulerOutput; not modified.
+        """
+        metadata = HsxConnectorMetadata(ended=self._ended)
+        self._ended = []
+        for new in scheduler_output.scheduled_new_reqs:
+            request = self._requests.get(new.req_id)
+            if request is not None and request.owner is None:
+                request.owner = self._least_loaded()
+                self._outstanding[request.owner] += request.num_bytes
+                token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
+                metadata.started.append(RequestStart(new.req_id, request.path, request.owner, token_ids))
+        return metadata
+
+    def on_worker_report(self, report: WorkerReport) -> None:
+        """Take note of files that were decided and of how far behind the ranks are."""
+        for rank, num_bytes in report.backlog.items():
+            self._backlog[rank] = num_bytes
+        for request_id, error in report.outcomes.items():
+            request = self._requests.get(request_id)
+            if request is not None and not request.decided:
+                assert request.owner is not None
+                request.decided, request.error = True, error
+                self._outstanding[request.owner] -= request.num_bytes
+            elif request_id in self._ended_bytes:
+                owner, num_bytes = self._ended_bytes.pop(request_id)
+                self._outstanding[owner] -= num_bytes
+
+    def on_finished(self, request: Any) -> dict[str, Any] | None:
+        """The request has ended, for whatever reason, scheduled or not.
+
+        Returns:
+            What goes into the response as `kv_transfer_params`: the file's path, and the error if it is known already.
+        """
+        request_id = request.request_id
+        if reason := self._refused.pop(request_id, None):
+            return {ERROR_KEY: reason}
+        state = self._requests.pop(request_id, None)
+        if state is None or state.owner is None:
+            return None
+        self._ended.append(RequestEnd(request_id, aborted=request.status.name in ("FINISHED_ABORTED", "FINISHED_ERROR")))
+        if not state.decided:
+            self._ended_bytes[request_id] = (state.owner, state.num_bytes)
+        answer: dict[str, Any] = {PATH_KEY: state.path}
+        if state.error is not None:
+            answer[ERROR_KEY] = state.error
+        return answer
+
+    def _least_loaded(self) -> int:
+        return min(range(len(self._outstanding)), key=self._outstanding.__getitem__)

@@ -1,0 +1,33 @@
+"""What is plugged in where: the one module that knows vLLM's registries."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from vllm_ascend_hsx.compat import SPEC_DECODE_MODULE, replace_proposer
+from vllm_ascend_hsx.config import CONNECTOR_NAME
+
+DRAFTER_ARCHITECTURE = "ExtractHiddenStatesModel"
+
+
+def register() -> None:
+    """vLLM calls this in every process (entry point group `vllm.general_plugins`), sometimes more than once.
+
+    Nothing of vllm_ascend is imported here: plugins are loaded before its own patches are applied.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.model_executor.models import ModelRegistry
+    from wrapt import register_post_import_hook
+
+    if CONNECTOR_NAME in KVConnectorFactory._registry:
+        return
+    KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME)
+    ModelRegistry.register_model(DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.model:AscendExtractHiddenStatesModel")
+    register_post_import_hook(_use_hsx_proposer, SPEC_DECODE_MODULE)
+
+
+def _use_hsx_proposer(spec_decode: ModuleType) -> None:
+    """Runs when a worker has imported `vllm_ascend.spec_decode`, or at once if it was imported already."""
+    from vllm_ascend_hsx.proposer import HsxProposer
+
+    replace_proposer(spec_decode, HsxProposer)
