@@ -1,0 +1,58 @@
+"""Computes, with transformers on the CPU, the hidden states that an extraction must give."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_ascend_hsx.demo.compare import Comparison, compare
+
+__all__ = ["Comparison", "compare", "reference_hidden_states"]
+
+
+def reference_hidden_states(
+    model_dir: str | Path, token_ids: Sequence[int], layer_ids: Sequence[int], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Returns [tokens, layers, hidden] on the CPU, layers in the order of layer_ids, in dtype (default: float32).
+
+    Id i is the residual stream after i layers: 0 is the output of the embedding, num_hidden_layers is after the last layer and
+    before the final norm. In float32 the reference has next to no rounding of its own, so that a difference is the server's.
+    Raises ValueError for an id out of range and for an empty prompt.
+    """
+    model = _load(str(model_dir), dtype or torch.float32)
+    layers = model.get_decoder().layers
+    wrong = [i for i in layer_ids if not 0 <= i <= len(layers)]
+    if wrong:
+        raise ValueError(f"layer ids {wrong}: {model_dir} has {len(layers)} layers; choose from 0 to {len(layers)}")
+    if not token_ids:
+        raise ValueError("token_ids is empty; a prompt has at least one token")
+    stream: dict[int, torch.Tensor] = {}
+
+    # Hooks on the layers, because output_hidden_states gives the last layer after the final norm.
+    def keep_input(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stream[0] = (args[0] if args else kwargs["hidden_states"])[0]
+
+    def keep_output(index: int) -> Any:
+        def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            stream[index] = (output[0] if isinstance(output, tuple) else output)[0]
+
+        return hook
+
+    handles = [layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)]
+    handles += [layer.register_forward_hook(keep_output(index + 1)) for index, layer in enumerate(layers)]
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack([stream[i] for i in layer_ids], dim=1)
+
+
+@lru_cache(maxsize=1)
+def _load(model_dir: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True).eval()
