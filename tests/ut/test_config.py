@@ -1,0 +1,130 @@
+"""Options: what is refused, and that the refusal names option, value and remedy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, read_target, require_producer, validate_layer_ids
+
+GOOD = {"shared_storage_path": "/data/hidden_states"}
+
+
+def test_defaults_need_only_the_directory() -> None:
+    config = HsxConfig.parse(GOOD)
+    assert config.shared_storage_path == "/data/hidden_states"
+    assert config.pinned_ring_bytes == 32 * 1024 * 1024
+    assert config.use_synchronization_lock is True
+
+
+@pytest.mark.parametrize(
+    ("given_options", "option", "value", "remedy"),
+    [
+        ({}, "shared_storage_path", None, "directory that is to receive"),
+        ({"shared_storage_path": "relative"}, "shared_storage_path", "'relative'", "absolute path"),
+        ({"shared_storage_path": 7}, "shared_storage_path", "7", "Directory that receives"),
+        (GOOD | {"num_writer_thread": 8}, "num_writer_thread", "8", "Did you mean 'num_writer_threads'?"),
+        (GOOD | {"zzz": 1}, "zzz", "1", "The options are: shared_storage_path"),
+        (GOOD | {"num_writer_threads": "8"}, "num_writer_threads", "'8'", "Threads per worker"),
+        (GOOD | {"num_writer_threads": 0}, "num_writer_threads", "0", "greater than or equal to 1"),
+        (GOOD | {"staging_slots": 1.5}, "staging_slots", "1.5", "Device buffers"),
+        (GOOD | {"use_synchronization_lock": "no"}, "use_synchronization_lock", "'no'", "flock"),
+        (GOOD | {"pinned_ring_bytes": "32MB"}, "pinned_ring_bytes", "'32MB'", "KiB, MiB or GiB"),
+        (GOOD | {"pinned_ring_bytes": -1}, "pinned_ring_bytes", "-1", "Pinned host memory"),
+    ],
+)
+def test_a_bad_option_is_refused_with_its_name_value_and_remedy(given_options: dict[str, Any], option: str, value: str, remedy: str) -> None:
+    with pytest.raises(HsxConfigError) as refusal:
+        HsxConfig.parse(given_options)
+    message = str(refusal.value)
+    assert f"kv_connector_extra_config.{option}={value}" in message
+    assert remedy in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(("text", "size"), [("32MiB", 32 << 20), ("1 GiB", 1 << 30), ("8192", 8192), (65536, 65536)])
+def test_sizes_are_bytes_or_numbers_with_a_unit(text: object, size: int) -> None:
+    assert HsxConfig.parse(GOOD | {"pinned_ring_bytes": text}).pinned_ring_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("layer_ids", "problem"),
+    [
+        (None, "is not a list of layer ids"),
+        ([], "is not a list of layer ids"),
+        ("2,3", "is not a list of layer ids"),
+        ([1, "2"], "is not a list of layer ids"),
+        ([1, True], "is not a list of layer ids"),
+        ([2, 99], "has id 99, which the target does not have"),
+        ([-1, 2], "has id -1, which the target does not have"),
+        ([2, 3, 2], "has id 2 twice"),
+    ],
+)
+def test_unusable_layer_ids_are_refused(layer_ids: object, problem: str) -> None:
+    with pytest.raises(HsxConfigError, match=r"from 0 \(the embedding output\) to 36") as refusal:
+        validate_layer_ids(layer_ids, 36)
+    assert problem in str(refusal.value)
+
+
+@given(st.permutations(range(9)))
+def test_the_order_of_layer_ids_is_the_users(layer_ids: list[int]) -> None:
+    assert validate_layer_ids(layer_ids, 8) == tuple(layer_ids)
+
+
+def vllm_config(layer_ids: object = (34, 2, 36), **changes: Any) -> Any:
+    """As much of a VllmConfig as is read."""
+    parallel = {"pipeline_parallel_size": 1, "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
+    speculative = SimpleNamespace(
+        method=changes.get("method", "extract_hidden_states"),
+        disable_padded_drafter_batch=changes.get("disable_padded_drafter_batch", False),
+        draft_model_config=SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=layer_ids)),
+    )
+    return SimpleNamespace(
+        speculative_config=speculative,
+        parallel_config=SimpleNamespace(**{name: changes.get(name, size) for name, size in parallel.items()}),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        model_config=SimpleNamespace(
+            model="/models/target",
+            served_model_name="target",
+            get_hidden_size=lambda: 64,
+            get_total_num_hidden_layers=lambda: 36,
+        ),
+    )
+
+
+def test_the_target_returns_layers_ascending_and_the_file_has_the_users_order() -> None:
+    target = read_target(vllm_config((34, 2, 36)))
+    assert target.layer_ids == (34, 2, 36)
+    # The target collects 2, 34, 36; the first layer of a row, 34, is the second of these.
+    assert target.collected == (1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"method": "eagle3"}, "produces no hidden states"),
+        ({"disable_padded_drafter_batch": True}, "without the layout of the batch"),
+        ({"pipeline_parallel_size": 2}, "its own layers only"),
+        ({"prefill_context_parallel_size": 2}, "reorders the tokens"),
+        ({"decode_context_parallel_size": 2}, "order of the rows"),
+    ],
+)
+def test_settings_that_cannot_be_right_are_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
+    ((option, value),) = change.items()
+    with pytest.raises(HsxConfigError, match=reason) as refusal:
+        read_target(vllm_config(**change))
+    assert f"{option}={value!r}" in str(refusal.value)
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both", None])
+def test_a_role_that_loads_is_refused(role: str | None) -> None:
+    with pytest.raises(HsxConfigError, match=r'Set "kv_role": "kv_producer"'):
+        require_producer(role)
+
+
+def test_the_producer_role_is_taken() -> None:
+    require_producer("kv_producer")

@@ -1,0 +1,182 @@
+"""Scheduler side: who is extracted, who owns it, who waits, and what the response says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
+from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+
+ROW_BYTES = 64
+
+
+def make_scheduler(num_ranks: int = 2) -> ExtractionScheduler:
+    return ExtractionScheduler(Path("/data"), ROW_BYTES, num_ranks=num_ranks, max_backlog=1000)
+
+
+def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
+    """As much of vllm.v1.request.Request as is read."""
+    request = SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=list(range(num_tokens)),
+        kv_transfer_params=None,
+        pooling_params=None,
+        resumable=False,
+        skip_reading_prefix_cache=False,
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+    )
+    vars(request).update(changes)
+    return request
+
+
+def schedule(scheduler: ExtractionScheduler, *requests: Any) -> HsxConnectorMetadata:
+    new = [SimpleNamespace(req_id=request.request_id, prompt_token_ids=request.prompt_token_ids) for request in requests]
+    return scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=new))
+
+
+def test_an_extracted_request_skips_the_prefix_cache_and_its_response_names_the_file() -> None:
+    scheduler, request = make_scheduler(), make_request("cmpl-1")
+    scheduler.on_new_request(request)
+    assert request.skip_reading_prefix_cache is True
+    (start,) = schedule(scheduler, request).started
+    assert start.token_ids.tolist() == request.prompt_token_ids
+    assert scheduler.on_finished(request) == {"hidden_states_path": start.path}
+    assert Path(start.path).parent == Path("/data")
+
+
+@pytest.mark.parametrize(
+    ("change", "answer"),
+    [
+        pytest.param({"kv_transfer_params": {"hidden_states": False}}, None, id="opts out"),
+        pytest.param({"pooling_params": object()}, None, id="pooling"),
+        pytest.param({"kv_transfer_params": {"hidden_states": "no"}}, "'no'; use true or false", id="not a boolean"),
+        pytest.param({"prompt_token_ids": None}, "prompt_embeds", id="embeddings"),
+        pytest.param({"resumable": True}, "streaming input", id="streaming input"),
+    ],
+)
+def test_what_is_not_extracted_keeps_its_prefix_cache_and_is_told_why(change: dict[str, Any], answer: str | None) -> None:
+    scheduler, request = make_scheduler(), make_request("r", **change)
+    scheduler.on_new_request(request)
+    assert request.skip_reading_prefix_cache is False
+    assert schedule(scheduler, request) == HsxConnectorMetadata()
+    params = scheduler.on_finished(request)
+    assert params is None if answer is None else answer in params["hidden_states_error"]
+
+
+def test_a_request_that_was_never_scheduled_leaves_nothing() -> None:
+    scheduler, request = make_scheduler(), make_request("r")
+    scheduler.on_new_request(request)
+    assert scheduler.on_finished(request) is None
+    assert schedule(scheduler) == HsxConnectorMetadata()
+
+
+@pytest.mark.parametrize(("status", "aborted"), [("FINISHED_ABORTED", True), ("FINISHED_ERROR", True), ("FINISHED_STOPPED", False)])
+def test_workers_learn_of_the_end_in_the_next_step_once(status: str, aborted: bool) -> None:
+    scheduler, request = make_scheduler(), make_request("r", status=SimpleNamespace(name=status))
+    scheduler.on_new_request(request)
+    schedule(scheduler, request)
+    scheduler.on_finished(request)
+    (end,) = schedule(scheduler).ended
+    assert (end.request_id, end.aborted) == ("r", aborted)
+    assert schedule(scheduler).ended == []
+
+
+def test_an_error_that_is_known_in_time_is_in_the_response() -> None:
+    scheduler, request = make_scheduler(), make_request("r")
+    scheduler.on_new_request(request)
+    schedule(scheduler, request)
+    scheduler.on_worker_report(WorkerReport({"r": "No space left on device"}, {0: 0}))
+    assert scheduler.on_finished(request)["hidden_states_error"] == "No space left on device"
+
+
+def test_owners_are_the_ranks_with_least_outstanding_bytes() -> None:
+    scheduler = make_scheduler(num_ranks=3)
+    requests = [make_request(f"r{i}", num_tokens) for i, num_tokens in enumerate((50, 10, 20, 5, 30))]
+    for request in requests:
+        scheduler.on_new_request(request)
+    owners = [start.owner for start in schedule(scheduler, *requests).started]
+    assert owners == [0, 1, 2, 1, 1]
+    scheduler.on_worker_report(WorkerReport({"r0": None}))
+    late = make_request("late")
+    scheduler.on_new_request(late)
+    assert schedule(scheduler, late).started[0].owner == 0
+
+
+def test_new_requests_wait_while_every_rank_is_behind_and_started_ones_do_not() -> None:
+    scheduler, running, waiting = make_scheduler(num_ranks=1), make_request("running"), make_request("waiting")
+    other = make_request("other", kv_transfer_params={"hidden_states": False})
+    for request in (running, waiting, other):
+        scheduler.on_new_request(request)
+    schedule(scheduler, running)
+    scheduler.on_worker_report(WorkerReport({}, {0: 1001}))
+    assert scheduler.must_wait("waiting")
+    assert not scheduler.must_wait("running")
+    assert not scheduler.must_wait("other")
+    scheduler.on_worker_report(WorkerReport({}, {0: 1000}))
+    assert not scheduler.must_wait("waiting")
+
+
+def test_reports_of_two_ranks_add_up() -> None:
+    both = WorkerReport({"a": None}, {0: 5}).aggregate(WorkerReport({"b": "broken"}, {1: 7}))
+    assert both == WorkerReport({"a": None, "b": "broken"}, {0: 5, 1: 7})
+
+
+class SchedulerLife(RuleBasedStateMachine):
+    """Requests arrive, are scheduled, decided and finished in any order; ids are used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make_scheduler()
+        self.waiting: list[Any] = []
+        self.running: list[Any] = []
+        self.undecided: dict[str, int] = {}
+
+    @rule(number=st.integers(0, 5), num_tokens=st.integers(1, 40))
+    def arrive(self, number: int, num_tokens: int) -> None:
+        request_id = f"r{number}"
+        if request_id not in self.undecided and all(r.request_id != request_id for r in self.waiting + self.running):
+            request = make_request(request_id, num_tokens)
+            self.scheduler.on_new_request(request)
+            self.waiting.append(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def admit(self) -> None:
+        request = self.waiting.pop(0)
+        (start,) = schedule(self.scheduler, request).started
+        self.running.append(request)
+        self.undecided[request.request_id] = len(start.token_ids)
+
+    @precondition(lambda self: self.undecided)
+    @rule(error=st.sampled_from([None, "broken"]), data=st.data())
+    def decide(self, error: str | None, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.undecided)))
+        del self.undecided[request_id]
+        self.scheduler.on_worker_report(WorkerReport({request_id: error}, {0: 0}))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        request = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        assert "hidden_states_path" in self.scheduler.on_finished(request)
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def abort_waiting(self) -> None:
+        assert self.scheduler.on_finished(self.waiting.pop()) is None
+
+    @invariant()
+    def outstanding_bytes_are_those_of_undecided_requests(self) -> None:
+        assert sum(self.scheduler._outstanding) == sum(self.undecided.values()) * ROW_BYTES
+        assert len(self.scheduler._requests) == len(self.waiting) + len(self.running)
+
+
+SchedulerLife.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSchedulerLife = SchedulerLife.TestCase

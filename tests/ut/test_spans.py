@@ -1,0 +1,78 @@
+"""Spans: which rows of a batch belong to whom, and that cutting and merging loses and swaps none."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_hsx.compat import BatchRow
+from vllm_ascend_hsx.staging import Span, cut, merge_rows, select_spans
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted", "expected"),
+    [
+        pytest.param([("a", 0, 5, 0)], {"a": 5}, [("a", 0, 5, 0)], id="whole prompt"),
+        pytest.param([("a", 0, 4, 0)], {"a": 9}, [("a", 0, 4, 0)], id="first chunk"),
+        pytest.param([("a", 4, 5, 0)], {"a": 9}, [("a", 4, 5, 0)], id="last chunk"),
+        pytest.param([("a", 5, 1, 0)], {"a": 5}, [], id="decode of a prompt-only request"),
+        pytest.param([("a", 3, 4, 0)], {"a": 5}, [("a", 3, 2, 0)], id="resumed: prompt and output in one chunk"),
+        pytest.param([("d", 9, 2, 0), ("a", 0, 3, 2)], {"a": 3}, [("a", 0, 3, 2)], id="behind somebody's decode"),
+        pytest.param([("a", 0, 3, 0), ("b", 0, 2, 3)], {"b": 2}, [("b", 0, 2, 3)], id="another rank's prompt before ours"),
+        pytest.param([], {"a": 5}, [], id="not scheduled"),
+    ],
+)
+def test_spans_are_the_wanted_rows_of_the_batch(layout: list[tuple], wanted: dict[str, int], expected: list[tuple]) -> None:
+    assert select_spans([BatchRow(*row) for row in layout], wanted) == [Span(*span) for span in expected]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[BatchRow], dict[str, int]]:
+    layout, wanted, row = [], {}, 0
+    for index in range(draw(st.integers(0, 8))):
+        request_id = f"r{index}"
+        first, num_rows = draw(st.integers(0, 20)), draw(st.integers(1, 12))
+        layout.append(BatchRow(request_id, first, num_rows, row))
+        row += num_rows
+        if draw(st.booleans()):
+            wanted[request_id] = draw(st.integers(1, 40))
+    return layout, wanted
+
+
+@given(batches())
+def test_every_wanted_row_of_the_batch_is_in_exactly_one_span(batch: tuple[list[BatchRow], dict[str, int]]) -> None:
+    layout, wanted = batch
+    expected = {
+        (row.request_id, row.first + offset): row.row + offset
+        for row in layout
+        for offset in range(row.num_rows)
+        if row.first + offset < wanted.get(row.request_id, 0)
+    }
+    found = [(s.request_id, s.first + k, s.row + k) for s in select_spans(layout, wanted) for k in range(s.num_rows)]
+    assert len(found) == len(expected)
+    assert {(request_id, position): row for request_id, position, row in found} == expected
+
+
+@given(batches())
+def test_merged_ranges_visit_the_rows_of_the_spans_in_order(batch: tuple[list[BatchRow], dict[str, int]]) -> None:
+    spans = select_spans(*batch)
+    visited = [row for first, num_rows in merge_rows(spans) for row in range(first, first + num_rows)]
+    assert visited == [span.row + k for span in spans for k in range(span.num_rows)]
+    assert all(sum(a) < b[0] for a, b in zip(merge_rows(spans), merge_rows(spans)[1:], strict=False))
+
+
+@given(batches(), st.integers(1, 15))
+def test_pieces_hold_every_staged_row_once(batch: tuple[list[BatchRow], dict[str, int]], rows_per_piece: int) -> None:
+    at, staged = 0, []
+    for span in select_spans(*batch):
+        staged.append(span._replace(row=at))
+        at += span.num_rows
+    expected = [(s.request_id, s.first + k, s.row + k) for s in staged for k in range(s.num_rows)]
+    found, end = [], 0
+    for start, num_rows, spans in cut(staged, rows_per_piece):
+        assert start == end
+        assert 0 < num_rows <= rows_per_piece
+        end = start + num_rows
+        found += [(s.request_id, s.first + k, start + s.row + k) for s in spans for k in range(s.num_rows)]
+    assert found == expected
