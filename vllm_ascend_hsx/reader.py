@@ -1,0 +1,221 @@
+"""What consumers import: wait for a request's file, load it, and hear the reason if it failed.
+
+Needs torch, and neither vLLM nor torch_npu. Reads the files of other producers too, as long as they hold the same two tensors.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap as memory_map
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
+from vllm_ascend_hsx.sinks.lock import is_held, wait_until_released
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+
+if TYPE_CHECKING:
+    import torch
+
+# torch's names of the dtypes that a file may hold, by safetensors name.
+_TORCH_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+}
+
+
+class HiddenStatesError(Exception):
+    """There will be no hidden states at `path`.
+
+    Attributes:
+        path: the file that was asked for.
+        reason: why, in one sentence; the server's own where it could leave one.
+    """
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+class HiddenStates(NamedTuple):
+    """One request's hidden states.
+
+    Attributes:
+        hidden_states: [tokens, layers, hidden] in the model's dtype, layers in the order that the server was given.
+        token_ids: int64 [tokens], prompt first, then output.
+        metadata: what the file says about itself; empty if its producer says nothing.
+    """
+
+    hidden_states: torch.Tensor
+    token_ids: torch.Tensor
+    metadata: dict[str, str]
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """Which residual stream each layer is: id i is the stream after i layers. KeyError if the file does not say."""
+        ids: list[int] = json.loads(self.metadata["layer_ids"])
+        return ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of the tokens are the prompt's. KeyError if the file does not say."""
+        return int(self.metadata["num_prompt_tokens"])
+
+
+def load(path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False) -> HiddenStates:
+    """Wait until the file of a request is complete, and load it.
+
+    Sleeps in the kernel on the file's lock, so it returns as soon as the server lets go, be it because the file is complete, because
+    it failed, or because the server died. A file without a lock is complete.
+
+    Args:
+        path: the path that the response named (`kv_transfer_params["hidden_states_path"]`).
+        timeout: seconds to wait for the server at most; None waits for ever.
+        mmap: map the file instead of reading it. Changes to the tensors stay private, but the pages are read when they are used.
+
+    Raises:
+        HiddenStatesError: the server says that the request failed, or it died before the file was complete, or the file does not hold
+            hidden states.
+        TimeoutError: the server is still writing.
+        FileNotFoundError: nothing is there: a wrong path, an aborted request, or a file that somebody has taken away.
+    """
+    path = Path(path)
+    lock_path = _companion(path, LOCK_SUFFIX)
+    wait_until_released(lock_path, timeout)
+    reason = _failure(path)
+    if reason is not None:
+        raise HiddenStatesError(path, reason)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if not lock_path.exists():
+            raise FileNotFoundError(
+                errno.ENOENT, "no hidden states, no lock and no error are there; was the request aborted?", str(path)
+            ) from None
+        raise HiddenStatesError(
+            path,
+            "the server died before the file was complete: it left the lock file, which nobody holds, and no data",
+        ) from None
+    try:
+        header = read_header(fd)
+        _check(header)
+        hidden_states = _tensor(fd, header.tensors[HIDDEN_STATES], mmap)
+        token_ids = _tensor(fd, header.tensors[TOKEN_IDS], mmap)
+    except FormatError as error:
+        raise HiddenStatesError(path, f"this is not a file of hidden states: {error}") from error
+    finally:
+        os.close(fd)
+    return HiddenStates(hidden_states, token_ids, header.metadata)
+
+
+def open_dir(directory: str | Path, *, mmap: bool = False) -> Iterator[tuple[Path, HiddenStates]]:
+    """The complete files of a directory in the order of their names, each loaded when it is asked for.
+
+    Files that a server is still writing are passed over, and so are files that somebody takes away meanwhile.
+
+    Args:
+        directory: where the server stores them.
+        mmap: as for `load`.
+
+    Raises:
+        HiddenStatesError: a file does not hold hidden states.
+        OSError: the directory cannot be read.
+    """
+    with os.scandir(directory) as entries:
+        names = sorted(e.name for e in entries if e.name.endswith(DATA_SUFFIX) and not e.name.startswith("."))
+    for name in names:
+        path = Path(directory, name)
+        if is_held(_companion(path, LOCK_SUFFIX)):
+            continue
+        try:
+            states = load(path, 0, mmap=mmap)
+        except (FileNotFoundError, TimeoutError):
+            continue
+        yield path, states
+
+
+def remove(path: str | Path, *, keep_data: bool = False) -> None:
+    """Remove a request's file and its companions once they are no longer needed; what is not there is no error.
+
+    The server leaves the lock file to its consumers, because other readers need it: call this after `load`.
+
+    Args:
+        path: as for `load`.
+        keep_data: remove the companions only.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    path = Path(path)
+    doomed = [_companion(path, LOCK_SUFFIX), _companion(path, ERROR_SUFFIX)]
+    # The lock first: without it a reader takes what is there for complete, with it and no data it would report a dead server.
+    for each in doomed if keep_data else [*doomed, path]:
+        with suppress(FileNotFoundError):
+            os.unlink(each)
+
+
+def _companion(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)
+
+
+def _failure(path: Path) -> str | None:
+    """The server's reason why there is no file, or None if it has not left one."""
+    try:
+        text = _companion(path, ERROR_SUFFIX).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    try:
+        return str(json.loads(text)["reason"])
+    except (ValueError, TypeError, KeyError):
+        return f"the server reports a failure that cannot be understood: {text[:200]!r}"
+
+
+def _check(header: Header) -> None:
+    missing = {HIDDEN_STATES, TOKEN_IDS} - header.tensors.keys()
+    if missing:
+        raise FormatError(f"it has no {' and no '.join(sorted(missing))}")
+    states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
+    if len(ids.shape) != 1 or states.shape[:1] != ids.shape:
+        raise FormatError(f"{TOKEN_IDS} {list(ids.shape)} does not fit {HIDDEN_STATES} {list(states.shape)}")
+    for tensor in (states, ids):
+        if tensor.dtype not in _TORCH_DTYPES:
+            raise FormatError(f"a tensor is {tensor.dtype}")
+
+
+def _tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[info.dtype])
+    if info.begin == info.end:
+        return torch.empty(info.shape, dtype=dtype)
+    if mapped and info.begin % dtype.itemsize == 0:  # other producers need not align their tensors
+        view = memory_map.mmap(fd, info.end, flags=memory_map.MAP_PRIVATE, prot=memory_map.PROT_READ | memory_map.PROT_WRITE)
+        count = (info.end - info.begin) // dtype.itemsize
+        return torch.frombuffer(view, dtype=dtype, count=count, offset=info.begin).reshape(info.shape)
+    buffer = torch.empty(info.end - info.begin, dtype=torch.uint8)
+    _read_at(fd, buffer.numpy().data, info.begin)
+    return buffer.view(dtype).reshape(info.shape)
+
+
+def _read_at(fd: int, into: memoryview, offset: int) -> None:
+    """Fill `into` from the file; the system may give less at a time than is asked for (never more than 2 GiB)."""
+    while into:
+        read = os.preadv(fd, [into], offset)
+        if read == 0:
+            raise FormatError(f"it ended at byte {offset} while it was read")
+        into = into[read:]
+        offset += read

@@ -1,0 +1,1 @@
+"""Where extracted rows go: the contract (base) and its implementations (file)."""

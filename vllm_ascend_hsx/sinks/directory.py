@@ -1,0 +1,97 @@
+"""The directory that files are published in: checked with one clear error at start-up, then open as a descriptor."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from pathlib import Path
+
+from vllm_ascend_hsx.sinks.names import partial_name
+
+OPTION = "shared_storage_path"
+LOCK_OPTION = "use_synchronization_lock"
+
+
+class StorageDirectoryError(ValueError):
+    """The storage directory cannot be used; the message names the option, its value and the remedy."""
+
+    def __init__(self, path: Path, problem: str, remedy: str) -> None:
+        super().__init__(f"{OPTION}={str(path)!r} {problem}. {remedy}")
+        self.path = path
+
+
+def check_directory(path: Path, *, use_lock: bool = True) -> None:
+    """Create the directory if need be, and try in it everything a request will need: create, lock, write, rename, remove.
+
+    Args:
+        path: the directory; a symbolic link to one is followed, for the administrator chose it.
+        use_lock: whether files will be locked, so that a filesystem without flock is refused.
+
+    Raises:
+        StorageDirectoryError: a file could not be published there.
+    """
+    dir_fd = open_directory(path)
+    try:
+        _try_to_publish(path, dir_fd, use_lock)
+    finally:
+        os.close(dir_fd)
+
+
+def open_directory(path: Path) -> int:
+    """A descriptor of the directory, which is created if it does not exist.
+
+    Raises:
+        StorageDirectoryError: it is not a directory, or cannot be created or opened.
+    """
+    try:
+        os.makedirs(path, exist_ok=True)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise StorageDirectoryError(
+            path, f"cannot be a directory: {error.filename} is not one", "Name a directory, or remove what stands there."
+        ) from error
+    except OSError as error:
+        raise StorageDirectoryError(
+            path,
+            f"cannot be created or opened: {error.strerror}",
+            "Create it, writable for the user that runs the server, or name another one.",
+        ) from error
+    except ValueError as error:
+        raise StorageDirectoryError(path, f"is not a path: {error}", "Name a directory.") from error
+
+
+def _try_to_publish(path: Path, dir_fd: int, use_lock: bool) -> None:
+    token = secrets.token_hex(4)
+    first, second = partial_name("probe", token), partial_name("probe.renamed", token)
+    try:
+        fd = os.open(first, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+    except OSError as error:
+        raise StorageDirectoryError(
+            path,
+            f"cannot be written: {error.strerror}",
+            f"Make it writable for the user that runs the server (uid {os.geteuid()}), or name another one.",
+        ) from error
+    name = first
+    try:
+        if use_lock:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise StorageDirectoryError(
+                    path,
+                    f"is on a filesystem without flock: {error.strerror}",
+                    f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false and let readers wait "
+                    "for the file to appear.",
+                ) from error
+        try:
+            os.pwrite(fd, b"x", 0)
+            os.rename(first, second, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            name = second
+        except OSError as error:
+            raise StorageDirectoryError(
+                path, f"cannot hold a file: {error.strerror}", "Free space or raise the quota there, or name another one."
+            ) from error
+    finally:
+        os.close(fd)
+        os.unlink(name, dir_fd=dir_fd)

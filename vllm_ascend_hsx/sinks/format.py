@@ -1,0 +1,148 @@
+"""The bytes of a hidden-states file: a safetensors file whose header has a reserved size, so that offsets are known at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import vllm_ascend_hsx
+from vllm_ascend_hsx.sinks.base import RowFormat
+
+FORMAT_VERSION = "1"
+PRODUCER = "vllm-ascend-hsx"
+HIDDEN_STATES = "hidden_states"
+TOKEN_IDS = "token_ids"
+LAYER_ID_MEANING = "residual stream after i layers, before the final norm (0: embedding output)"
+
+PAGE = 4096
+_LENGTH = struct.Struct("<Q")
+_TOKEN_ID_BYTES = 8
+# Room for the numbers and digests that are known only at the end: eight of at most 20 digits, and a checksum with its name.
+_LATE_BYTES = 320
+_MAX_HEADER = 100_000_000  # safetensors' own limit (safetensors 0.8.0, MAX_HEADER_SIZE)
+
+# Bytes per element of every dtype that a file which we read may hold, by safetensors name.
+DTYPE_BYTES = {
+    "F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+
+
+class FormatError(ValueError):
+    """A file is not a complete safetensors file; the message says in what way."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file: safetensors dtype name, shape, and its bytes [begin, end) counted from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the header of a safetensors file says."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, TensorInfo]
+
+
+class FileLayout:
+    """Where everything of one request's file stands: header space, then rows by position, then the token ids."""
+
+    def __init__(self, row_format: RowFormat, request_id: str) -> None:
+        self._row_format = row_format
+        self._request_id = request_id
+        needed = _LENGTH.size + len(self._header_json(0, 0)) + _LATE_BYTES
+        self.data_start = -(-needed // PAGE) * PAGE
+
+    def row_offset(self, position: int) -> int:
+        """Offset in the file of the row of a token position; known before the number of tokens is."""
+        return self.data_start + position * self._row_format.row_bytes
+
+    def file_size(self, tokens: int) -> int:
+        return self.row_offset(tokens) + tokens * _TOKEN_ID_BYTES
+
+    def header(self, tokens: int, num_prompt_tokens: int) -> bytes:
+        """The first `data_start` bytes of the file, padded with the spaces that safetensors allows."""
+        text = self._header_json(tokens, num_prompt_tokens)
+        size = self.data_start - _LENGTH.size
+        assert len(text) <= size, f"header of {len(text)} bytes does not fit in the {size} reserved"
+        return _LENGTH.pack(size) + text.ljust(size)
+
+    def _header_json(self, tokens: int, num_prompt_tokens: int) -> bytes:
+        row_format = self._row_format
+        rows_end = tokens * row_format.row_bytes
+        header = {
+            "__metadata__": {
+                "format_version": FORMAT_VERSION,
+                "producer": PRODUCER,
+                "producer_version": vllm_ascend_hsx.__version__,
+                "model": _valid_unicode(row_format.model),
+                "layer_ids": json.dumps(list(row_format.layer_ids)),
+                "layer_id_meaning": LAYER_ID_MEANING,
+                "dtype": row_format.dtype,
+                "num_prompt_tokens": str(num_prompt_tokens),
+                "num_output_tokens": str(tokens - num_prompt_tokens),
+                "request_id": _valid_unicode(self._request_id),
+            },
+            HIDDEN_STATES: {
+                "dtype": row_format.dtype,
+                "shape": [tokens, *row_format.row_shape],
+                "data_offsets": [0, rows_end],
+            },
+            TOKEN_IDS: {
+                "dtype": "I64",
+                "shape": [tokens],
+                "data_offsets": [rows_end, rows_end + tokens * _TOKEN_ID_BYTES],
+            },
+        }
+        return json.dumps(header, separators=(",", ":")).encode("ascii")
+
+
+def read_header(fd: int) -> Header:
+    """Read and check the header of the safetensors file open at `fd`.
+
+    Raises:
+        FormatError: not a safetensors file, or shorter than its header says.
+        OSError: it cannot be read.
+    """
+    size = os.fstat(fd).st_size
+    prefix = os.pread(fd, _LENGTH.size, 0)
+    if len(prefix) < _LENGTH.size:
+        raise FormatError(f"it has {size} bytes, too few for a safetensors file")
+    length: int = _LENGTH.unpack(prefix)[0]
+    data_start = _LENGTH.size + length
+    if length > _MAX_HEADER or data_start > size:
+        raise FormatError(f"it has {size} bytes, and its first 8 say that the header alone has {length}")
+    try:
+        entries = json.loads(os.pread(fd, length, _LENGTH.size))
+        metadata = entries.pop("__metadata__", {})
+        tensors = {name: _tensor_info(entry, data_start) for name, entry in entries.items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise FormatError(f"its header cannot be understood: {error}") from error
+    for name, tensor in tensors.items():
+        if tensor.end > size:
+            raise FormatError(f"{name} ends at byte {tensor.end}, and the file has {size}")
+    return Header(metadata, tensors)
+
+
+def _tensor_info(entry: dict[str, Any], data_start: int) -> TensorInfo:
+    begin, end = entry["data_offsets"]
+    shape = tuple(int(extent) for extent in entry["shape"])
+    needed = DTYPE_BYTES[entry["dtype"]]
+    for extent in shape:
+        needed *= extent
+    if begin < 0 or end - begin != needed:
+        raise ValueError(f"a tensor {entry['dtype']} {list(shape)} at bytes [{begin}, {end})")
+    return TensorInfo(entry["dtype"], shape, data_start + begin, data_start + end)
+
+
+def _valid_unicode(text: str) -> str:
+    """Lone surrogates, which a JSON request can carry, spelt out: safetensors refuses a header that holds them."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,251 @@
+"""The companion lock of a file: a writer holds an flock on `<path>.lock`, and readers sleep in the kernel until it lets go.
+
+A writer leaves the lock file behind, released, when it has published data or an error. It must: vLLM's `load_hidden_states` opens the
+lock file without asking whether it exists (example_hidden_states_connector.py:51, vLLM 0.23.0), and the waiting reader of speculators
+removes it itself and fails if it is gone (hs_connectors/transfer.py:23 and 203, hs-connectors 0.9.0). Consumers remove it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from vllm_ascend_hsx.sinks.names import partial_name
+
+_OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_CREATE = _OPEN | os.O_CREAT | os.O_EXCL
+_ATTEMPTS = 8  # each is lost only to somebody who changed the name between two of our calls
+
+
+class LockHeldError(Exception):
+    """Somebody else is writing this file."""
+
+
+class HeldLock:
+    """An exclusive flock on the file `name` in the directory open at `dir_fd`. Ended by `release` or `remove`, once."""
+
+    def __init__(self, dir_fd: int, name: str, fd: int) -> None:
+        self._dir_fd = dir_fd
+        self._name = name
+        self._fd = fd
+
+    @classmethod
+    def acquire(cls, dir_fd: int, name: str, mode: int) -> HeldLock:
+        """Create the lock file and hold it; never blocks, follows no symbolic link.
+
+        A file that stands there already is taken over unless another writer holds it.
+
+        Raises:
+            LockHeldError: another writer holds it.
+            OSError: it cannot be created.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                fd = os.open(name, _CREATE, mode, dir_fd=dir_fd)
+            except FileExistsError:
+                taken = _take_over(dir_fd, name, mode)
+                if taken is not None:
+                    return cls(dir_fd, name, taken)
+                continue
+            if _flock_now(fd, fcntl.LOCK_EX):
+                os.fchmod(fd, mode)
+                return cls(dir_fd, name, fd)
+            os.close(fd)  # a reader that knew the name was faster
+        raise LockHeldError
+
+    def release(self) -> None:
+        """Wake the readers; the lock file stays."""
+        _unlock_and_close(self._fd)
+
+    def remove(self) -> None:
+        """Remove the lock file, if it is still ours, and wake the readers."""
+        try:
+            if _is_named(self._fd, self._name, self._dir_fd):
+                with suppress(FileNotFoundError):  # a consumer may remove it between the two calls
+                    os.unlink(self._name, dir_fd=self._dir_fd)
+        finally:
+            self.release()
+
+
+def _take_over(dir_fd: int, name: str, mode: int) -> int | None:
+    """A descriptor that holds the lock file `name`, which exists: an earlier request's, or planted. None if it has gone meanwhile."""
+    try:
+        fd = os.open(name, _OPEN, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return None
+    except OSError:  # a symbolic link, a socket, not ours to open: put ours in its place
+        return _put_in_place(dir_fd, name, mode)
+    held = -1
+    try:
+        if _flock_now(fd, fcntl.LOCK_EX):
+            if not _is_named(fd, name, dir_fd):
+                return None
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                os.fchmod(fd, mode)
+                held = fd
+                return held
+        elif not _flock_now(fd, fcntl.LOCK_SH):
+            raise LockHeldError
+        # Only readers hold it, of what stood here before, and they keep it; a new one takes its name. Our own lock on the old one
+        # keeps other writers from adopting it meanwhile.
+        return _put_in_place(dir_fd, name, mode)
+    finally:
+        if held < 0:
+            _unlock_and_close(fd)
+
+
+def _put_in_place(dir_fd: int, name: str, mode: int) -> int:
+    """Replace whatever is called `name` by a lock file that is held before it can be seen."""
+    hidden = partial_name(name, secrets.token_hex(4))
+    fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fchmod(fd, mode)
+        os.rename(hidden, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except BaseException:
+        os.unlink(hidden, dir_fd=dir_fd)
+        os.close(fd)
+        raise
+    return fd
+
+
+def _flock_now(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _unlock_and_close(fd: int) -> None:
+    try:
+        # Not left to close(): a child forked meanwhile would keep the lock with its copy of the descriptor.
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    finally:
+        os.close(fd)
+
+
+def _is_named(fd: int, name: str | Path, dir_fd: int | None = None) -> bool:
+    """Whether `name` is still a name of the file open at `fd`."""
+    try:
+        named = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(named, os.fstat(fd))
+
+
+def is_held(path: Path) -> bool:
+    """Whether a writer holds the lock file at `path` now; False if there is none."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _flock_now(fd, fcntl.LOCK_SH)
+    finally:
+        _unlock_and_close(fd)
+
+
+def wait_until_released(path: Path, timeout: float | None) -> bool:
+    """Sleep until no writer holds the lock file at `path`.
+
+    Args:
+        path: the lock file.
+        timeout: seconds to wait at most; None waits for ever.
+
+    Returns:
+        Whether there was a lock file.
+
+    Raises:
+        TimeoutError: a writer still holds it.
+        OSError: it cannot be opened, or its filesystem has no flock.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    seen = False
+    while True:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return seen
+        seen = True
+        try:
+            if not _flock_now(fd, fcntl.LOCK_SH):
+                if deadline is None:
+                    fcntl.flock(fd, fcntl.LOCK_SH)
+                else:
+                    _sleep_on(path, fd, deadline)
+            if _is_named(fd, path):
+                return True
+            # The name has gone, or belongs to another request now: look again.
+        finally:
+            _unlock_and_close(fd)
+
+
+class _Sleeper(threading.Thread):
+    """A thread asleep in flock(), for callers that must be able to give up: the call itself has no timeout."""
+
+    def __init__(self, key: tuple[int, int], path: Path, fd: int) -> None:
+        super().__init__(name=f"hsx-lock-{path.name}", daemon=True)
+        self._key = key
+        self._fd = fd
+        self._woken = threading.Event()
+        self._error: OSError | None = None
+
+    def run(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_SH)
+        except OSError as error:
+            self._error = error
+        finally:
+            with _sleepers_mutex:
+                del _sleepers[self._key]
+                _unlock_and_close(self._fd)
+            self._woken.set()
+
+    def join_until(self, deadline: float) -> bool:
+        if not self._woken.wait(max(0.0, deadline - time.monotonic())):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+# One thread per lock file, however often a reader gives up and comes back: by (device, inode).
+_sleepers: dict[tuple[int, int], _Sleeper] = {}
+_sleepers_mutex = threading.Lock()
+
+
+def _sleep_on(path: Path, fd: int, deadline: float) -> None:
+    status = os.fstat(fd)
+    key = (status.st_dev, status.st_ino)
+    with _sleepers_mutex:
+        sleeper = _sleepers.get(key)
+        if sleeper is None:
+            own = os.dup(fd)
+            try:
+                sleeper = _Sleeper(key, path, own)
+                sleeper.start()
+            except BaseException:
+                os.close(own)
+                raise
+            _sleepers[key] = sleeper
+    if not sleeper.join_until(deadline):
+        raise TimeoutError(f"{path}: still locked by its writer when the time to wait was over")
+
+
+def _forget_sleepers() -> None:
+    """In a forked child: the threads are not there, so their descriptors go, and whoever waits starts its own."""
+    global _sleepers_mutex
+    _sleepers_mutex = threading.Lock()
+    for sleeper in _sleepers.values():
+        os.close(sleeper._fd)
+    _sleepers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_sleepers)

@@ -1,0 +1,56 @@
+"""From a request id to file names: the one place where what a client sends becomes part of a path."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+DATA_SUFFIX = ".safetensors"
+LOCK_SUFFIX = ".lock"
+ERROR_SUFFIX = ".error"
+PARTIAL_SUFFIX = ".partial"
+
+NAME_MAX = 255  # bytes of one path component on every Linux filesystem (NAME_MAX in linux/limits.h)
+# What a companion adds to the name of the data: the longest is `.<name>.error.<8 hex digits>.partial`.
+COMPANION_ROOM = 32
+
+# '~' joins prefix and hash, and is in no id that is used unchanged: a changed id can never meet an unchanged one.
+_UNCHANGED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_HASH_DIGITS = 32
+_ID_MAX = NAME_MAX - COMPANION_ROOM - len(DATA_SUFFIX)
+
+
+def file_name(request_id: str) -> str:
+    """The name of a request's data file.
+
+    An id of letters, digits, '_', '-' and '.' that starts with none of the latter two is used as it is. Any other is made so, cut to
+    length, and followed by '~' and 128 bits of its SHA-256: two ids never share a file. The result is one path component of at most
+    `NAME_MAX - COMPANION_ROOM` ASCII characters that starts with no dot and ends with `DATA_SUFFIX`.
+
+    Args:
+        request_id: any string, of any length; lone surrogates are allowed.
+    """
+    if len(request_id) <= _ID_MAX and _UNCHANGED.fullmatch(request_id):
+        return request_id + DATA_SUFFIX
+    digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
+    prefix = _UNSAFE.sub("_", request_id[: _ID_MAX - _HASH_DIGITS - 1]).lstrip(".-")
+    return f"{prefix}~{digest}{DATA_SUFFIX}"
+
+
+def partial_name(name: str, token: str = "") -> str:
+    """The hidden name under which `name` is made before it is renamed; `token` tells several of them apart."""
+    return f".{name}.{token}{PARTIAL_SUFFIX}" if token else f".{name}{PARTIAL_SUFFIX}"
+
+
+def refusal(name: str) -> str | None:
+    """Why `name` cannot be the data file's name, or None if it can; holds for names that do not come from `file_name` too."""
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        return "it is not the name of a file, or not printable"
+    if name.startswith("."):
+        return "it starts with a dot, and hidden names are for files that are not complete yet"
+    if not name.endswith(DATA_SUFFIX):
+        return f"it does not end with {DATA_SUFFIX}"
+    if len(name.encode("utf-8")) > NAME_MAX - COMPANION_ROOM:
+        return f"it is longer than {NAME_MAX - COMPANION_ROOM} bytes"
+    return None
