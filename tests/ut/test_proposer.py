@@ -1,0 +1,184 @@
+"""Contracts of the proposer against a mocked runner: what it asks of other ranks, in which order, and what it refuses."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import CUDAGraphMode
+
+from vllm_ascend_hsx.attention import AscendCacheOnlyMetadataBuilder
+from vllm_ascend_hsx.compat import IncompatibleVersionError, replace_proposer
+from vllm_ascend_hsx.proposer import HsxProposer
+
+LAYER = "cache_only_layers.4"
+
+
+class Runner:
+    """As much of NPUModelRunner as the proposer calls; records the calls, answers as one of two DP ranks would be answered."""
+
+    def __init__(self, tp_size: int = 4, other_rank_tokens: int = 0) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.sync_arguments: list[dict[str, Any]] = []
+        self.tp_size = tp_size
+        self.other_rank_tokens = other_rank_tokens
+        self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=[])
+
+    def _pad_for_sequence_parallelism(self, num_tokens: int) -> int:
+        self.calls.append(("pad", num_tokens))
+        return -(-num_tokens // self.tp_size) * self.tp_size
+
+    def _sync_metadata_across_dp(self, num_tokens: int, **arguments: Any) -> tuple[int, torch.Tensor, CUDAGraphMode]:
+        self.calls.append(("sync", num_tokens))
+        self.sync_arguments.append(arguments)
+        most = max(num_tokens, self.other_rank_tokens)
+        return most, torch.tensor([most, most], dtype=torch.int32), arguments["cudagraph_mode"]
+
+
+class Model:
+    """Stands for the drafter; records what it was given."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def __call__(self, target_rows: list[torch.Tensor], metadata: Any) -> None:
+        self.given.append(metadata.spans)
+
+
+def make_proposer(runner: Any, dp_size: int = 2) -> HsxProposer:
+    """A proposer as after load_model, without an engine."""
+    proposer = HsxProposer.__new__(HsxProposer)
+    proposer.runner = runner
+    proposer.dp_rank = 0
+    proposer.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=dp_size))
+    proposer.staging = SimpleNamespace(wanted={})
+    proposer.model = Model()
+    proposer.attn_metadata_builder = AscendCacheOnlyMetadataBuilder(None, [LAYER], None, torch.device("cpu"))
+    return proposer
+
+
+def propose(proposer: HsxProposer, num_tokens: int, starts: list[int]) -> torch.Tensor:
+    return proposer.propose(
+        sampled_token_ids=torch.tensor([[7, -1]] * (len(starts) - 1)),
+        target_hidden_states=[torch.zeros(num_tokens, 2)],
+        common_attn_metadata=SimpleNamespace(query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32)),
+    )
+
+
+def test_tokens_are_padded_for_sequence_parallelism_before_the_ranks_agree() -> None:
+    runner = Runner(tp_size=4)
+    mode, num_tokens, across_dp = make_proposer(runner)._determine_batch_execution_and_padding(6)
+    assert runner.calls == [("pad", 6), ("sync", 8)]
+    assert (mode, num_tokens, across_dp.tolist()) == (CUDAGraphMode.NONE, 8, [8, 8])
+
+
+def test_only_the_runners_own_collective_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("posted a [4, dp] collective into the group of the runner's [2, dp] one")
+
+    monkeypatch.setattr("vllm.v1.spec_decode.extract_hidden_states.coordinate_batch_across_dp", forbidden)
+    monkeypatch.setattr("vllm.forward_context.coordinate_batch_across_dp", forbidden)
+    runner = Runner()
+    propose(make_proposer(runner), 6, [0, 6])
+    assert [name for name, _ in runner.calls] == ["pad", "sync"]
+    assert runner.sync_arguments == [{"is_draft_model": True, "cudagraph_mode": CUDAGraphMode.NONE, "allow_dp_padding": True}]
+
+
+@given(busy=st.integers(1, 300), idle=st.integers(1, 300), tp_size=st.sampled_from([1, 2, 4, 8]))
+def test_idle_dp_rank_issues_the_same_collectives(busy: int, idle: int, tp_size: int) -> None:
+    busy_runner, idle_runner = Runner(tp_size), Runner(tp_size)
+    propose(make_proposer(busy_runner), busy, [0, busy])
+    make_proposer(idle_runner).dummy_run(idle, with_prefill=True, num_reqs=1, in_graph_capturing=False, is_profile=False)
+    assert [name for name, _ in busy_runner.calls] == [name for name, _ in idle_runner.calls] == ["pad", "sync"]
+    assert busy_runner.sync_arguments == idle_runner.sync_arguments
+    assert all(tokens % tp_size == 0 for runner in (busy_runner, idle_runner) for name, tokens in runner.calls if name == "sync")
+
+
+def test_the_agreed_number_of_tokens_is_used_when_another_rank_has_more() -> None:
+    _, num_tokens, across_dp = make_proposer(Runner(other_rank_tokens=40))._determine_batch_execution_and_padding(6)
+    assert (num_tokens, across_dp.tolist()) == (40, [40, 40])
+
+
+def test_one_dp_rank_agrees_with_nobody() -> None:
+    runner = Runner(tp_size=4)
+    assert make_proposer(runner, dp_size=1)._determine_batch_execution_and_padding(6) == (CUDAGraphMode.NONE, 8, None)
+    assert runner.calls == [("pad", 6)]
+
+
+def test_collectives_do_not_depend_on_whether_a_rank_extracts(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    class Context:
+        def __init__(self, *arguments: Any) -> None:
+            entered.append(arguments)
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr("vllm_ascend_hsx.proposer.forward_context", Context)
+    calls = []
+    for wanted in ({}, {"b": 9}):
+        runner = Runner(tp_size=2)
+        runner.input_batch = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens_cpu=[12, 0])
+        proposer = make_proposer(runner)
+        proposer.staging.wanted = wanted
+        propose(proposer, 7, [0, 2, 7])
+        calls.append(runner.calls)
+    assert calls[0] == calls[1] == [("pad", 7), ("sync", 8)]
+    # The rank that extracts entered the forward context with the agreed counts, never without them.
+    ((metadata, _, num_tokens, across_dp),) = entered
+    assert metadata[LAYER].spans == [("b", 0, 5, 2)]
+    assert (num_tokens, across_dp.tolist()) == (8, [8, 8])
+
+
+def test_the_draft_of_a_request_is_its_first_sampled_token() -> None:
+    assert propose(make_proposer(Runner()), 4, [0, 3, 4]).tolist() == [[7], [7]]
+
+
+class RunnerWithoutHooks:
+    """The v2 runner of vllm-ascend 0.23.0 in this respect."""
+
+
+@pytest.mark.parametrize(
+    ("runner", "missing"),
+    [(None, "got None"), (RunnerWithoutHooks(), "_pad_for_sequence_parallelism and _sync_metadata_across_dp")],
+)
+def test_a_runner_that_cannot_keep_ranks_in_step_is_refused_at_start(runner: Any, missing: str) -> None:
+    with pytest.raises(IncompatibleVersionError, match=missing):
+        HsxProposer(vllm_config=None, device=torch.device("cpu"), runner=runner)
+
+
+@pytest.mark.parametrize("spec_decode", [SimpleNamespace(), SimpleNamespace(AscendExtractHiddenStatesProposer=dict)])
+def test_a_wheel_without_the_expected_proposer_is_refused(spec_decode: Any) -> None:
+    with pytest.raises(IncompatibleVersionError, match="checked against vllm"):
+        replace_proposer(spec_decode, HsxProposer)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "discarded", "expected", "counts"),
+    [
+        pytest.param([[5, -1]], [], [5], [1], id="draft rejected"),
+        pytest.param([[5, 6]], [], [6], [2], id="draft accepted: both tokens count"),
+        pytest.param([[5]], [], [5], [1], id="no draft"),
+        pytest.param([[-1, -1]], [], [90], [0], id="nothing sampled"),
+        pytest.param([[5, -1], [8, 9]], [0], [90, 9], [1, 2], id="first request in the middle of its prompt"),
+    ],
+)
+def test_the_next_token_is_the_last_accepted_one(
+    sampled: list[list[int]], discarded: list[int], expected: list[int], counts: list[int]
+) -> None:
+    number = len(sampled)
+    batch = SimpleNamespace(
+        num_reqs=number, req_ids=[f"r{i}" for i in range(number)], num_tokens_no_spec=torch.full((number,), 4), vocab_size=100
+    )
+    requests = {request_id: SimpleNamespace(get_token_id=lambda index: 87 + index) for request_id in batch.req_ids}
+    indices = torch.tensor([*discarded, 0, 0], dtype=torch.int64)
+    next_ids, num_valid = make_proposer(Runner()).prepare_next_token_ids_padded(
+        torch.tensor(sampled, dtype=torch.int32), requests, batch, indices, len(discarded)
+    )
+    assert next_ids.tolist() == expected
+    assert num_valid.tolist() == counts
