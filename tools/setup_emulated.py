@@ -239,7 +239,8 @@ def set_up() -> None:
     if installed_vllm(python) != VLLM:
         steps.run(
             f"vllm {VLLM} from source, without a device",
-            [*pip, "install", "--no-deps", "--no-build-isolation", "--no-binary", "vllm", f"vllm=={VLLM}"],
+            # No cache: pip would take a wheel that was built earlier for another device.
+            [*pip, "install", "--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", "vllm", f"vllm=={VLLM}"],
             VLLM_TARGET_DEVICE="empty",
             VLLM_VERSION_OVERRIDE=VLLM,  # without it the version ends in +empty, which vllm-ascend does not know
         )

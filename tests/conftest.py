@@ -1,0 +1,26 @@
+"""Fixtures that more than one part of the tests uses."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports transformers or vllm: no test may ask the network for a model.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_minimax_m2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a four-layer MiniMax-M2 with random weights."""
+    from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
+
+    return build_minimax_m2(tmp_path_factory.mktemp("models") / "minimax_m2")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a four-layer dense Qwen3 with random weights."""
+    from vllm_ascend_hsx.demo.tiny_models import build_qwen3
+
+    return build_qwen3(tmp_path_factory.mktemp("models") / "qwen3")

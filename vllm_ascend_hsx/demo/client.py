@@ -1,0 +1,67 @@
+"""Sends the demo's prompts with the openai client and returns where the server put the hidden states."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from openai import OpenAI
+
+from vllm_ascend_hsx.demo.prompts import Prompt
+
+EXTRA_BODY = {"return_token_ids": True}
+
+
+class Answer(NamedTuple):
+    """What one request came back with: the prompt as the server tokenized it, and the file of its hidden states."""
+
+    prompt: Prompt
+    token_ids: list[int]
+    path: Path
+
+
+class AnswerError(RuntimeError):
+    """A response without what extraction promises."""
+
+
+def send_all(
+    url: str, prompts: Sequence[Prompt], *, timeout: float, on_answer: Callable[[int], None] = lambda count: None
+) -> list[Answer]:
+    """Sends wave after wave, the prompts of a wave at the same time; returns the answers in the order of the prompts.
+
+    Calls on_answer(how many are there) after each wave. Raises AnswerError, or openai's error for a request that failed or took
+    longer than timeout seconds.
+    """
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
+    model = client.models.list().data[0].id
+    answers: list[Answer] = []
+    with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
+        for _, wave in groupby(prompts, key=lambda prompt: prompt.wave):
+            answers += pool.map(lambda prompt: send(client, model, prompt), list(wave))
+            on_answer(len(answers))
+    return answers
+
+
+def send(client: OpenAI, model: str, prompt: Prompt) -> Answer:
+    """Sends one prompt, asking for one token; raises AnswerError if the response names no file."""
+    response: Any
+    if prompt.kind == "chat":
+        response = client.chat.completions.create(
+            model=model,
+            messages=[{"role": "user", "content": str(prompt.content)}],
+            max_tokens=1,
+            temperature=0,
+            extra_body=EXTRA_BODY,
+        )
+        token_ids = response.prompt_token_ids
+    else:
+        response = client.completions.create(
+            model=model, prompt=prompt.content, max_tokens=1, temperature=0, extra_body=EXTRA_BODY
+        )
+        token_ids = response.choices[0].prompt_token_ids
+    params = getattr(response, "kv_transfer_params", None) or {}
+    path = params.get("hidden_states_path")
+    if not path:
+        raise AnswerError(f"the response to a {prompt.kind} prompt has no hidden_states_path; its kv_transfer_params are {params}")
+    return Answer(prompt, token_ids, Path(path))

@@ -1,0 +1,79 @@
+"""What the demo shows: how far the server's start has come, and the table of results."""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_ascend_hsx.demo.verify import Row
+
+# What the server says, in the order in which a start goes by, and what that means. The last that occurs in the log counts.
+PHASES = (
+    (r"^\$ ", "importing vllm and vllm-ascend"),
+    (r"non-default args", "reading the configuration"),
+    (r"Initializing a V1 LLM engine", "starting the engines"),
+    (r"rank \d+ in world size", "starting the workers and their communication"),
+    (r"Starting to load model|Loading model", "loading weights"),
+    (r"Loading weights took", "measuring the memory that is left"),
+    (r"Available KV cache memory|KV cache size", "making the KV cache"),
+    (r"init engine .* took", "starting the API server"),
+    (r"Started server process", "waiting for the first answer"),
+)
+QUIET_SECONDS = 20.0
+
+
+class StartProgress:
+    """Shows elapsed time and phase while the server starts: one live line on a terminal, a line per phase elsewhere."""
+
+    def __init__(self, console: Console, log: Path, title: str) -> None:
+        self._console = console
+        self._log = log
+        self._title = title
+        self._phase = ""
+        self._shown_at = -QUIET_SECONDS
+        self._status = console.status(title)
+
+    def __enter__(self) -> "StartProgress":
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def __call__(self, elapsed: float) -> None:
+        phase = phase_of(self._log)
+        text = f"{self._title}: {elapsed:.0f} s, {phase}"
+        self._status.update(text)
+        changed = phase != self._phase
+        if not self._console.is_terminal and (changed or elapsed - self._shown_at >= QUIET_SECONDS):
+            self._console.print(text, highlight=False)
+            self._shown_at = elapsed
+        self._phase = phase
+
+
+def phase_of(log: Path) -> str:
+    """What the server that writes this log is doing."""
+    text = log.read_text(errors="replace")
+    reached = [meaning for pattern, meaning in PHASES if re.search(pattern, text, re.MULTILINE)]
+    return reached[-1] if reached else "starting"
+
+
+def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int]) -> None:
+    """Prints one line per request."""
+    table = Table(title=f"hidden states of layers {', '.join(map(str, layer_ids))} against the reference", title_justify="left")
+    for heading in ("#", "request"):
+        table.add_column(heading)
+    for heading in ("tokens", "shape", "bytes", "max |difference|"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict", overflow="fold")
+    for number, row in enumerate(rows, start=1):
+        difference = "" if math.isnan(row.max_difference) else f"{row.max_difference:.4f}"
+        shape = " × ".join(map(str, row.shape))
+        colour = "green" if row.passed else "red"
+        table.add_row(
+            str(number), row.request, str(row.tokens), shape, f"{row.size:,}", difference, f"[{colour}]{row.verdict}[/{colour}]"
+        )
+    console.print(table)

@@ -1,0 +1,151 @@
+"""Starts a server process with everything it starts in turn, waits until it answers, and stops all of it."""
+
+import contextlib
+import http.client
+import os
+import select
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+POLL_SECONDS = 0.5
+STOP_SECONDS = 30.0
+KILL_SECONDS = 10.0
+LOG_TAIL_LINES = 40
+
+
+class ServerError(RuntimeError):
+    """The server ended or stayed silent; the message holds the end of its log and where the log is."""
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def group_members(group: int) -> list[int]:
+    """The processes of a process group that still run; one that has ended and waits for its parent does not count."""
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            # A process may end while we look.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                if int(its_group) == group and state not in "ZX":
+                    members.append(int(entry.name))
+    return members
+
+
+def _wait_for_ends(pids: Sequence[int], timeout: float) -> None:
+    """Returns when all of these processes, which need not be our children, have ended, or after timeout seconds."""
+    deadline = time.monotonic() + timeout
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        finally:
+            os.close(descriptor)
+
+
+class Server:
+    """One `vllm serve` in a session of its own, so that a signal reaches every process of it. Use as a context manager.
+
+    Args:
+        command: the command line.
+        port: where it will answer GET /health.
+        log: file that takes its output; overwritten.
+        environment: added to this process's environment.
+    """
+
+    def __init__(self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]) -> None:
+        self.command = list(command)
+        self.port = port
+        self.log = log
+        self.environment = dict(environment)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> "Server":
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            log.write(f"$ {shlex.join(self.command)}\n".encode())
+            log.flush()
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def wait_ready(self, timeout: float, on_wait: Callable[[float], None] = lambda elapsed: None) -> float:
+        """Waits until /health answers 200 and returns the seconds it took; calls on_wait(elapsed) about twice a second.
+
+        Raises ServerError when the server ends or the timeout (seconds) passes.
+        """
+        started = time.monotonic()
+        while not self._healthy():
+            elapsed = time.monotonic() - started
+            self.check_running()
+            if elapsed > timeout:
+                raise ServerError(f"the server did not answer within {timeout:.0f} s\n{self.log_tail()}")
+            on_wait(elapsed)
+            assert self.process is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the wait ends early if the server does
+                self.process.wait(POLL_SECONDS)
+        return time.monotonic() - started
+
+    def check_running(self) -> None:
+        """Raises ServerError if the server has ended."""
+        assert self.process is not None
+        code = self.process.poll()
+        if code is not None:
+            raise ServerError(f"the server ended with exit code {code}\n{self.log_tail()}")
+
+    def log_tail(self) -> str:
+        """The last lines of the log, and where it is."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        return "\n".join([f"the last lines of {self.log}:", *lines[-LOG_TAIL_LINES:]])
+
+    def stop(self) -> None:
+        """Ends every process of the server: SIGTERM, and SIGKILL for what is left STOP_SECONDS later. Harmless when called again."""
+        if self.process is None:
+            return
+        for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
+            deadline = time.monotonic() + seconds
+            if group_members(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):  # the last of them may end between the two lines
+                    os.killpg(self.process.pid, number)
+            # Members can still start others, hence the loop.
+            while (members := group_members(self.process.pid)) and (left := deadline - time.monotonic()) > 0:
+                _wait_for_ends(members, left)
+        self.process.wait()
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
