@@ -1,0 +1,17 @@
+"""References, in plain torch, for the operators and Triton kernels that vllm-ascend calls on the device.
+
+``register()`` declares the operators; ``patch_hooks()`` says what must be applied to which module after its import; ``find(name)``
+is the operator behind ``torch_npu.<name>``. An operator without a reference is declared too and raises NotImplementedError with
+its name when called.
+"""
+
+from .hooks import patch_hooks, put_empty_libraries
+from .registration import declare, find
+
+__all__ = ["find", "patch_hooks", "register"]
+
+
+def register() -> None:
+    """Declare every operator with its real schema; idempotent."""
+    declare()
+    put_empty_libraries()

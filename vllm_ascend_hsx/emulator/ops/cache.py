@@ -1,0 +1,91 @@
+"""References for the kernels that write and read the paged KV cache, and for memory formats and prefetching."""
+
+import torch
+
+from .checks import check, check_dtype, check_rank, refuse_options, unsupported
+
+ACL_FORMATS = {2: "ND", 29: "FRACTAL_NZ"}  # the two that vllm-ascend 0.23.0 asks for (utils.py, ACL_FORMAT_*)
+
+
+def _store(op: str, name: str, rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write ``rows`` [T, N, D] to the ``slots`` [T] of ``cache`` [blocks, block_size, N, D]; slot i is row i % block_size of a block."""
+    check_rank(op, name, rows, 3)
+    check_rank(op, f"{name}_cache", cache, 4)
+    check(cache.is_contiguous(), op, f"{name}_cache", f"strides {cache.stride()} must be contiguous")
+    check(rows.dtype == cache.dtype, op, name, f"dtype {rows.dtype} must equal the cache's {cache.dtype}")
+    check(rows.shape[1:] == cache.shape[2:], op, name,
+          f"shape {tuple(rows.shape)} must end like the cache's {tuple(cache.shape)}")
+    check(rows.shape[0] == slots.shape[0], op, name, f"{rows.shape[0]} rows for {slots.shape[0]} slots")
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
+
+
+def _npu_reshape_and_cache(
+    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_indices: torch.Tensor
+) -> None:
+    """Write ``key`` and ``value`` [T, kv_heads, D] into the caches [blocks, block_size, kv_heads, D] at ``slot_indices`` int32 [T].
+
+    A negative slot means: no place for this row, skip it. A slot past the end would be a write out of bounds on hardware, which
+    it does not report; here it raises.
+    """
+    op = "_npu_reshape_and_cache"
+    check_dtype(op, "slot_indices", slot_indices, (torch.int32,))
+    check_rank(op, "slot_indices", slot_indices, 1)
+    capacity = key_cache.shape[0] * key_cache.shape[1]
+    beyond = slot_indices[slot_indices >= capacity]
+    check(beyond.numel() == 0, op, "slot_indices", f"{beyond.tolist()[:8]} lie past the cache's {capacity} slots")
+    for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        check(rows.shape[0] == slot_indices.shape[0], op, name, f"{rows.shape[0]} rows for {slot_indices.shape[0]} slots")
+        kept = slot_indices >= 0
+        _store(op, name, rows[kept], cache, slot_indices[kept].long())
+
+
+def npu_scatter_pa_kv_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    compress_lens: torch.Tensor | None = None,
+    compress_seq_offsets: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    cache_mode: str | None = "PA_NZ",
+) -> None:
+    """As ``_npu_reshape_and_cache``, for ``cache_mode`` "Norm": ``slot_mapping`` int32 or int64, every slot within the cache."""
+    op = "npu_scatter_pa_kv_cache"
+    refuse_options(op, compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets, seq_lens=seq_lens)
+    check(cache_mode in (None, "Norm", "PA_NZ"), op, "cache_mode", f"{cache_mode!r} is not one of Norm, PA_NZ")
+    if cache_mode == "PA_NZ":
+        raise unsupported(op, "cache_mode", cache_mode)
+    check_dtype(op, "slot_mapping", slot_mapping, (torch.int32, torch.int64))
+    check_rank(op, "slot_mapping", slot_mapping, 1)
+    for name, tensor in (("key", key), ("value", value), ("slot_mapping", slot_mapping)):
+        check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
+    capacity = key_cache.shape[0] * key_cache.shape[1]
+    outside = slot_mapping[(slot_mapping < 0) | (slot_mapping >= capacity)]
+    check(outside.numel() == 0, op, "slot_mapping", f"{outside.tolist()[:8]} lie outside the cache's {capacity} slots")
+    _store(op, "key", key, key_cache, slot_mapping.long())
+    _store(op, "value", value, value_cache, slot_mapping.long())
+
+
+def npu_format_cast(
+    input: torch.Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
+) -> torch.Tensor:
+    """A copy of ``input`` in another memory format.
+
+    A format changes where an element lies in the device's memory and not which element an index means, so in the emulator the
+    copy has the same layout. What stays visible is that it is a copy: new memory, and views of the old tensor do not follow.
+    """
+    op = "npu_format_cast"
+    refuse_options(op, customize_dtype=customize_dtype, input_dtype=input_dtype)
+    if acl_format not in ACL_FORMATS:
+        raise unsupported(op, "acl_format", acl_format)
+    return input.clone(memory_format=torch.preserve_format)
+
+
+def npu_prefetch(input: torch.Tensor, dependency: torch.Tensor | None, max_size: int, offset: int = 0) -> None:
+    """Load ``max_size`` bytes of ``input`` into the cache: a hint, without a result that a program could see."""
+    op = "npu_prefetch"
+    check(max_size > 0, op, "max_size", f"{max_size} must be positive")
+    size = input.numel() * input.element_size()
+    check(0 <= offset <= size, op, "offset", f"{offset} lies outside the {size} bytes of input")

@@ -1,0 +1,48 @@
+"""The two ways a reference refuses a call: a wrong argument, and an option that has no reference.
+
+The wording is one and the same for every operator, so that the message alone says which call of which operator to look at.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check(condition: bool, op: str, argument: str, why: str) -> None:
+    """Raise ``ValueError`` naming operator and argument unless ``condition`` holds.
+
+    A check stands for one that the hardware's kernel, or its host-side tiling, makes before it starts.
+    """
+    if not condition:
+        raise ValueError(f"{op}: {argument}: {why}")
+
+
+def check_dtype(op: str, argument: str, tensor: torch.Tensor, allowed: Iterable[torch.dtype]) -> None:
+    """Raise ``ValueError`` unless ``tensor`` has one of the ``allowed`` dtypes."""
+    accepted = tuple(allowed)
+    names = ", ".join(str(dtype) for dtype in accepted)
+    check(tensor.dtype in accepted, op, argument, f"dtype {tensor.dtype} is not supported; supported: {names}")
+
+
+def check_rank(op: str, argument: str, tensor: torch.Tensor, *ranks: int) -> None:
+    """Raise ``ValueError`` unless ``tensor`` has one of the given numbers of dimensions."""
+    wanted = " or ".join(str(rank) for rank in ranks)
+    check(tensor.dim() in ranks, op, argument, f"shape {tuple(tensor.shape)} must have {wanted} dimensions")
+
+
+def unsupported(op: str, option: str, value: object) -> NotImplementedError:
+    """The error for an option that the hardware has and this emulator has no reference for; the caller raises it."""
+    shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+    return NotImplementedError(f"{op}: {option}={shown} has no reference in the emulated NPU")
+
+
+def refuse_options(op: str, **options: object) -> None:
+    """Raise ``NotImplementedError`` for the first option that is set.
+
+    ``None``, ``False``, ``0``, ``""`` and an empty sequence count as not set: they are the defaults of the options passed here.
+    """
+    for option, value in options.items():
+        if isinstance(value, torch.Tensor) or value:
+            raise unsupported(op, option, value)

@@ -1,0 +1,222 @@
+"""References for npu_fused_infer_attention_score, its second version, their ``out`` forms and workspace queries."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .attention import PagedKeys, attend, band_of, check_cumulative, check_heads
+from .checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+
+_MASK_SIZE = 2048  # the compressed causal mask that sparse modes 2, 3 and 4 want
+# By address: vllm-ascend makes one mask per process and keeps it, and reading four million elements per call would show.
+_KNOWN_CAUSAL_MASKS: set[tuple[int, torch.dtype]] = set()
+
+
+def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
+    """Sparse mode 0 is served without a mask; 2, 3 and 4 need the compressed causal one, whose content is checked once."""
+    if sparse_mode == 0:
+        if mask is not None:
+            raise unsupported(op, "atten_mask (with sparse_mode=0)", mask)
+        return
+    check(mask is not None, op, "atten_mask", f"sparse_mode={sparse_mode} needs the compressed {_MASK_SIZE}x{_MASK_SIZE} mask")
+    assert mask is not None
+    check_dtype(op, "atten_mask", mask, (torch.bool, torch.int8, torch.uint8))
+    check(tuple(mask.shape[-2:]) == (_MASK_SIZE, _MASK_SIZE) and mask.numel() == _MASK_SIZE**2, op, "atten_mask",
+          f"shape {tuple(mask.shape)} must be ({_MASK_SIZE}, {_MASK_SIZE}) for sparse_mode={sparse_mode}")
+    known = (mask.data_ptr(), mask.dtype)
+    if known not in _KNOWN_CAUSAL_MASKS:
+        upper = torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.bool).triu(1)
+        check(bool(mask.cpu().view(_MASK_SIZE, _MASK_SIZE).bool().equal(upper)), op, "atten_mask",
+              f"sparse_mode={sparse_mode} needs ones above the diagonal and zeros elsewhere")
+        _KNOWN_CAUSAL_MASKS.add(known)
+
+
+def _check_pages(op: str, cache: torch.Tensor, block_size: int, kv_heads: int, head_dim: int) -> bool:
+    """Whether the paged cache is head-major; raises unless it has one of the two shapes that the TND layout takes."""
+    check_rank(op, "key", cache, 3, 4)
+    head_major = cache.dim() == 4
+    rows, width = (cache.shape[2], cache.shape[1] * cache.shape[3]) if head_major else (cache.shape[1], cache.shape[2])
+    check(0 < block_size <= 512 and block_size % 16 == 0, op, "block_size", f"{block_size} must be a multiple of 16 up to 512")
+    check(rows == block_size, op, "block_size", f"{block_size} is not the block size {rows} of key {tuple(cache.shape)}")
+    check(width == kv_heads * head_dim, op, "key", f"shape {tuple(cache.shape)} does not hold {kv_heads} heads of {head_dim}")
+    check(head_major or width <= 65535, op, "key", f"{width} elements per row is more than the 65535 of this cache layout")
+    return head_major
+
+
+def _fused(
+    op: str,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    q_lengths: Sequence[int] | None,
+    kv_lengths: Sequence[int] | None,
+    block_table: torch.Tensor | None,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    pre_tokens: int,
+    next_tokens: int,
+    layout: str,
+    sparse_mode: int,
+    inner_precise: int,
+    block_size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output like ``query``, log-sum-exp [T, heads, 1] float32) of the TND layout; see ``npu_fused_infer_attention_score``."""
+    if layout != "TND":
+        raise unsupported(op, "input_layout", layout)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_dtype(op, name, tensor, FLOATS)
+        check(tensor.dtype == query.dtype, op, name, f"dtype {tensor.dtype} must equal query's {query.dtype}")
+        check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
+    check(inner_precise in (0, 1, 2, 3), op, "inner_precise", f"{inner_precise} is not one of 0, 1, 2, 3")
+    check_rank(op, "query", query, 3)
+    kv_heads = check_heads(op, heads, kv_heads)
+    check(query.shape[1] == heads, op, "num_heads", f"{heads} does not match query {tuple(query.shape)}")
+    check(key.shape == value.shape, op, "value", f"shape {tuple(value.shape)} must equal key's {tuple(key.shape)}")
+    _check_mask(op, mask, sparse_mode)
+    spans = check_cumulative(op, "actual_seq_lengths", q_lengths or (), query.shape[0])
+    kv_ends = [int(length) for length in kv_lengths or ()]
+    check(len(kv_ends) >= len(spans), op, "actual_seq_lengths_kv", f"{len(kv_ends)} lengths for {len(spans)} sequences")
+    if block_table is None:
+        check(tuple(key.shape[1:]) == (kv_heads, query.shape[2]), op, "key",
+              f"shape {tuple(key.shape)} must be [S, {kv_heads}, {query.shape[2]}]")
+        kv_spans = check_cumulative(op, "actual_seq_lengths_kv", kv_ends, key.shape[0])
+        pairs = [(key[first:last], value[first:last]) for first, last in kv_spans]
+    else:
+        head_major = _check_pages(op, key, block_size, kv_heads, query.shape[2])
+        check(block_table.shape[0] >= len(spans), op, "block_table", f"{block_table.shape[0]} rows for {len(spans)} sequences")
+        keys = PagedKeys(op, key, block_table, kv_heads, head_major)
+        values = PagedKeys(op, value, block_table, kv_heads, head_major)
+        negative = [length for length in kv_ends if length < 0]
+        check(not negative, op, "actual_seq_lengths_kv", f"{negative[:8]} must not be negative")
+        # The table row of a sequence without queries is never read: it may be anything.
+        wanted = [length if first < last else 0 for length, (first, last) in zip(kv_ends, spans, strict=False)]
+        pairs = [(keys.of(sequence, length), values.of(sequence, length)) for sequence, length in enumerate(wanted)]
+    out = torch.empty_like(query)
+    lse = torch.empty(*query.shape[:2], 1, dtype=torch.float32, device=query.device)
+    for (first, last), (k, v) in zip(spans, pairs, strict=False):
+        if first == last:
+            continue
+        band = band_of(op, sparse_mode, pre_tokens, next_tokens, last - first, k.shape[0])
+        rows, sums = attend(query[first:last], k, v, scale, band.hidden(last - first, k.shape[0], query.device))
+        out[first:last] = rows.to(out.dtype)
+        lse[first:last, :, 0] = sums
+    return out, lse
+
+
+def npu_fused_infer_attention_score(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    pse_shift: torch.Tensor | None = None,
+    atten_mask: torch.Tensor | None = None,
+    actual_seq_lengths: Sequence[int] | None = None,
+    actual_seq_lengths_kv: Sequence[int] | None = None,
+    block_table: torch.Tensor | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    pre_tokens: int = 2147483647,
+    next_tokens: int = 2147483647,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    inner_precise: int = 0,
+    block_size: int = 0,
+    softmax_lse_flag: bool = False,
+    **quantisation_rope_and_prefix: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of many sequences laid end to end (layout TND), the keys laid end to end too or in a paged cache.
+
+    query [T, num_heads, D]; ``actual_seq_lengths``: running totals, the last one T. Without ``block_table``: key and value
+    [S, num_key_value_heads, D], ``actual_seq_lengths_kv`` running totals ending at S. With it (int32 [sequences, n]): key and
+    value [blocks, block_size, heads * D] or [blocks, heads, block_size, D], ``actual_seq_lengths_kv`` one length per sequence.
+    ``sparse_mode`` 0, 2, 3, 4: see attention.band_of; ``pre_tokens`` and ``next_tokens`` count in mode 4 only, as on hardware.
+    A sequence without queries is skipped; rows that mean nothing to anybody (padding) are attended like any other.
+
+    Returns (output like query, log-sum-exp [T, num_heads, 1] float32, or an empty tensor unless ``softmax_lse_flag``).
+    Differs from hardware: float32 is taken too (the exactness mode), and any head size.
+    """
+    op = "npu_fused_infer_attention_score"
+    refuse_options(op, pse_shift=pse_shift, **quantisation_rope_and_prefix)
+    out, lse = _fused(
+        op, query, key, value, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, num_heads,
+        num_key_value_heads, scale, pre_tokens, next_tokens, input_layout, sparse_mode, inner_precise, block_size,
+    )
+    return out, lse if softmax_lse_flag else lse.new_empty(0)
+
+
+def npu_fused_infer_attention_score_v2(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    pse_shift: torch.Tensor | None = None,
+    atten_mask: torch.Tensor | None = None,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    block_table: torch.Tensor | None = None,
+    num_query_heads: int = 1,
+    num_key_value_heads: int = 0,
+    softmax_scale: float = 1.0,
+    pre_tokens: int = 2147483647,
+    next_tokens: int = 2147483647,
+    input_layout: str = "BSH",
+    sparse_mode: int = 0,
+    block_size: int = 0,
+    inner_precise: int = 0,
+    return_softmax_lse: bool = False,
+    **quantisation_rope_and_sink: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``npu_fused_infer_attention_score`` under the argument names of its second version."""
+    op = "npu_fused_infer_attention_score_v2"
+    refuse_options(op, pse_shift=pse_shift, **quantisation_rope_and_sink)
+    out, lse = _fused(
+        op, query, key, value, atten_mask, actual_seq_qlen, actual_seq_kvlen, block_table, num_query_heads,
+        num_key_value_heads, softmax_scale, pre_tokens, next_tokens, input_layout, sparse_mode, inner_precise, block_size,
+    )
+    return out, lse if return_softmax_lse else lse.new_empty(0)
+
+
+def _into(out: list[torch.Tensor], results: tuple[torch.Tensor, torch.Tensor], with_lse: object) -> tuple[torch.Tensor, torch.Tensor]:
+    check(len(out) == 2, "npu_fused_infer_attention_score.out", "out", f"{len(out)} tensors given, two wanted")
+    check(out[0].shape == results[0].shape, "npu_fused_infer_attention_score.out", "out",
+          f"shape {tuple(out[0].shape)} must be {tuple(results[0].shape)}")
+    out[0].copy_(results[0])
+    if with_lse:
+        out[1].copy_(results[1])
+    return out[0], out[1]
+
+
+def npu_fused_infer_attention_score_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    workspace: torch.Tensor | None = None,
+    out: list[torch.Tensor],
+    **options: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The form that writes into ``out`` = [output, log-sum-exp]; ``workspace`` is scratch memory, which nothing here needs."""
+    results = npu_fused_infer_attention_score(query, key, value, **options)  # type: ignore[arg-type]
+    return _into(out, results, options.get("softmax_lse_flag"))
+
+
+def npu_fused_infer_attention_score_v2_out(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    workspace: torch.Tensor | None = None,
+    out: list[torch.Tensor],
+    **options: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``npu_fused_infer_attention_score_out`` for the second version."""
+    results = npu_fused_infer_attention_score_v2(query, key, value, **options)  # type: ignore[arg-type]
+    return _into(out, results, options.get("return_softmax_lse"))
+
+
+def get_max_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:
+    """The scratch memory that the kernel wants at most: none here, so an empty uint8 tensor on query's device."""
+    return torch.empty(0, dtype=torch.uint8, device=query.device)

@@ -1,0 +1,228 @@
+"""References for the way of a token through its experts: sorting by expert, the grouped products, and bringing back."""
+
+from collections.abc import Sequence
+
+import torch
+
+from .checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+from .poison import poisoned
+
+_COUNT, _CUMULATIVE = 1, 0
+
+
+def _init_routing(
+    op: str,
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    scale: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    active_num: int,
+    expert_num: int,
+    drop_pad_mode: int,
+    expert_tokens_num_type: int,
+    expert_tokens_num_flag: bool,
+    quant_mode: int,
+    active_expert_range: Sequence[int],
+    row_idx_type: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    check_rank(op, "x", x, 2)
+    check_rank(op, "expert_idx", expert_idx, 2)
+    check_dtype(op, "x", x, FLOATS)
+    check_dtype(op, "expert_idx", expert_idx, (torch.int32,))
+    check(x.shape[0] == expert_idx.shape[0], op, "expert_idx", f"{expert_idx.shape[0]} rows for {x.shape[0]} rows of x")
+    check(expert_num > 0, op, "expert_num", f"{expert_num} must be positive")
+    check(expert_tokens_num_type in (0, 1, 2), op, "expert_tokens_num_type", f"{expert_tokens_num_type} is not one of 0, 1, 2")
+    refuse_options(op, offset=offset, drop_pad_mode=drop_pad_mode, row_idx_type=row_idx_type)
+    if quant_mode != -1:
+        raise unsupported(op, "quant_mode", quant_mode)
+    if not expert_tokens_num_flag or expert_tokens_num_type != _COUNT:
+        raise unsupported(op, "expert_tokens_num_type, expert_tokens_num_flag", (expert_tokens_num_type, expert_tokens_num_flag))
+    first, last = active_expert_range or (0, expert_num)
+    check(0 <= first < last <= expert_num, op, "active_expert_range", f"[{first}, {last}) must lie in [0, {expert_num})")
+    tokens, top_k = expert_idx.shape
+    if 0 < active_num < tokens * top_k:
+        raise unsupported(op, "active_num", active_num)
+    experts = expert_idx.flatten()
+    active = (experts >= first) & (experts < last)
+    # Other ranks' experts sort behind all of ours, the order of arrival is kept within an expert.
+    order = torch.sort(torch.where(active, experts, expert_num), stable=True).indices
+    count = int(active.sum())
+    source = order[:count]
+    expanded = poisoned((tokens * top_k, x.shape[1]), x)
+    expanded[:count] = x[source // top_k]
+    row_idx = torch.full_like(experts, -1)
+    row_idx[source] = torch.arange(count, dtype=torch.int32, device=x.device)
+    per_expert = torch.bincount((experts[active] - first).long(), minlength=last - first)
+    expanded_scale = poisoned((tokens * top_k,), x, torch.float32)
+    if scale is not None:
+        check(tuple(scale.shape) == (tokens,), op, "scale", f"shape {tuple(scale.shape)} must be ({tokens},)")
+        expanded_scale[:count] = scale[source // top_k]
+    return expanded, row_idx, per_expert, expanded_scale
+
+
+def npu_moe_init_routing_custom(
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = 0,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Copy each token once per expert it goes to, sorted by expert: vllm-ascend's own form of the v2 operator.
+
+    x [T, H]; ``expert_idx`` int32 [T, K]. Returns (rows [T*K, H] like x, place int32 [T*K], tokens per expert int64 [active
+    experts], scale float32 [T*K]). ``place[t*K + k]`` is the row that holds token t for its k-th expert, -1 if that expert lies
+    outside ``active_expert_range``. Rows and scales past the active ones are undefined (see poison.py). ``expert_capacity`` means
+    something in drop-pad mode only. Served: quant_mode -1, counts (expert_tokens_num_type 1), gather indices (row_idx_type 0).
+    """
+    return _init_routing(
+        "npu_moe_init_routing_custom", x, expert_idx, scale, offset, active_num, expert_num, drop_pad_mode,
+        expert_tokens_num_type, expert_tokens_num_flag, quant_mode, active_expert_range, row_idx_type,
+    )
+
+
+def npu_moe_init_routing_v2(
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    active_num: int = -1,
+    expert_capacity: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0,
+    x_dtype: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """torch_npu's form of ``npu_moe_init_routing_custom``; see there."""
+    op = "npu_moe_init_routing_v2"
+    if x_dtype is not None:
+        raise unsupported(op, "x_dtype", x_dtype)
+    return _init_routing(
+        op, x, expert_idx, scale, offset, active_num, expert_num, drop_pad_mode,
+        expert_tokens_num_type, expert_tokens_num_flag, quant_mode, active_expert_range, row_idx_type,
+    )
+
+
+def npu_grouped_matmul(
+    x: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    *,
+    bias: Sequence[torch.Tensor] | None = None,
+    group_list: torch.Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    output_dtype: int | None = None,
+    **quantisation_and_tuning: object,
+) -> list[torch.Tensor]:
+    """``[y]`` with rows of group g of ``x[0]`` [M, k] multiplied by ``weight[0][g]`` [groups, k, n] (+ ``bias[0][g]`` [groups, n]).
+
+    ``group_list`` int64 [groups]: running totals of rows (``group_list_type`` 0) or rows per group (1). Products are summed in
+    float32 and rounded to x's dtype. Rows past the last group are undefined (see poison.py). Served: one x, one weight,
+    ``split_item`` 2 or 3, ``group_type`` 0, no quantisation, no activation.
+    """
+    op = "npu_grouped_matmul"
+    refuse_options(op, act_type=act_type, **quantisation_and_tuning)
+    if len(x) != 1 or len(weight) != 1 or weight[0].dim() != 3:
+        shapes = [tuple(tensor.shape) for tensor in (*x, *weight)]
+        raise unsupported(op, "x and weight other than one matrix and one stack of matrices", shapes)
+    if split_item not in (2, 3):
+        raise unsupported(op, "split_item", split_item)
+    if group_type != 0:
+        raise unsupported(op, "group_type", group_type)
+    check(group_list_type in (0, 1), op, "group_list_type", f"{group_list_type} is not one of 0, 1")
+    rows, matrices = x[0], weight[0]
+    check_rank(op, "x", rows, 2)
+    check_dtype(op, "x", rows, FLOATS)
+    check(matrices.dtype == rows.dtype, op, "weight", f"dtype {matrices.dtype} must equal x's {rows.dtype}")
+    check(matrices.shape[1] == rows.shape[1], op, "weight", f"shape {tuple(matrices.shape)} does not fit x {tuple(rows.shape)}")
+    if output_dtype is not None:
+        raise unsupported(op, "output_dtype", output_dtype)
+    check(group_list is not None, op, "group_list", "must be given for group_type 0")
+    assert group_list is not None
+    check_dtype(op, "group_list", group_list, (torch.int64,))
+    groups = matrices.shape[0]
+    check(tuple(group_list.shape) == (groups,), op, "group_list", f"shape {tuple(group_list.shape)} must be ({groups},)")
+    entries = group_list.tolist()
+    ends = entries if group_list_type == _CUMULATIVE else torch.tensor(entries).cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    falling = any(start > end for start, end in zip(starts, ends, strict=True))
+    check(not falling, op, "group_list", f"{entries} names a negative number of rows")
+    check(ends[-1] <= rows.shape[0], op, "group_list", f"{ends[-1]} rows are more than the {rows.shape[0]} of x")
+    if bias is not None:
+        wanted = torch.float16 if rows.dtype == torch.float16 else torch.float32
+        check_dtype(op, "bias", bias[0], (wanted,))
+    y = poisoned((rows.shape[0], matrices.shape[2]), rows)
+    for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if start < end:
+            product = rows[start:end].float() @ matrices[group].float()
+            y[start:end] = (product if bias is None else product + bias[0][group].float()).to(rows.dtype)
+    return [y]
+
+
+def npu_moe_token_permute(
+    tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rows, place)``: ``tokens`` [T, H] once per expert in ``indices`` [T, K], sorted by expert; place int32 [T*K].
+
+    ``num_out_tokens``: how many rows to keep; None or 0 all, negative all but the last ones.
+    """
+    op = "npu_moe_token_permute"
+    refuse_options(op, padded_mode=padded_mode)
+    check_rank(op, "tokens", tokens, 2)
+    check_rank(op, "indices", indices, 1, 2)
+    check_dtype(op, "indices", indices, (torch.int32, torch.int64))
+    top_k = 1 if indices.dim() == 1 else indices.shape[1]
+    check(indices.shape[0] == tokens.shape[0], op, "indices", f"{indices.shape[0]} rows for {tokens.shape[0]} tokens")
+    order = torch.sort(indices.flatten(), stable=True).indices
+    total = indices.numel()
+    wanted = num_out_tokens or 0
+    kept = min(wanted, total) if wanted > 0 else total + wanted
+    place = torch.empty(total, dtype=torch.int32, device=tokens.device)
+    place[order] = torch.arange(total, dtype=torch.int32, device=tokens.device)
+    return tokens[order[:kept] // top_k], place
+
+
+def npu_moe_token_unpermute(
+    permuted_tokens: torch.Tensor,
+    sorted_indices: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Sum over k of ``probs[t, k] * permuted_tokens[sorted_indices[t*K + k]]``: [T, H] like ``permuted_tokens``, float32 inside.
+
+    ``sorted_indices`` int32 [T*K]; ``probs`` [T, K], or None for K = 1 and weight 1.
+    """
+    op = "npu_moe_token_unpermute"
+    refuse_options(op, padded_mode=padded_mode, restore_shape=restore_shape)
+    check_rank(op, "permuted_tokens", permuted_tokens, 2)
+    check_dtype(op, "permuted_tokens", permuted_tokens, FLOATS)
+    check_rank(op, "sorted_indices", sorted_indices, 1)
+    check_dtype(op, "sorted_indices", sorted_indices, (torch.int32,))
+    top_k = 1
+    if probs is not None:
+        check_rank(op, "probs", probs, 2)
+        check_dtype(op, "probs", probs, FLOATS)
+        check(probs.numel() == sorted_indices.numel(), op, "probs", f"shape {tuple(probs.shape)} for {sorted_indices.numel()} indices")
+        top_k = probs.shape[1]
+    outside = sorted_indices[(sorted_indices < 0) | (sorted_indices >= permuted_tokens.shape[0])]
+    check(outside.numel() == 0, op, "sorted_indices", f"{outside.tolist()[:8]} name no row of {tuple(permuted_tokens.shape)}")
+    rows = permuted_tokens[sorted_indices].float().view(-1, top_k, permuted_tokens.shape[1])
+    if probs is not None:
+        rows = rows * probs.float().unsqueeze(-1)
+    return rows.sum(1).to(permuted_tokens.dtype)
