@@ -1,0 +1,125 @@
+"""What the e2e tests do inside the engine's processes: a vLLM plugin, found because its folder is on PYTHONPATH.
+
+HSX_TEST_INSTRUMENTS is a JSON object; its keys name functions of this module, its values are their arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "HSX_TEST_INSTRUMENTS"
+_applied = False
+
+
+def register() -> None:
+    """Apply every instrument named in the environment, once per process."""
+    global _applied
+    if not _applied:
+        _applied = True
+        for name, argument in json.loads(os.environ.get(VARIABLE, "{}")).items():
+            INSTRUMENTS[name](argument)
+
+
+def _after_import(module: str, action: Any) -> None:
+    from wrapt import register_post_import_hook
+
+    register_post_import_hook(action, module)
+
+
+class _Trace:
+    """Appends one JSON line per event to a file of this process."""
+
+    def __init__(self, directory: str) -> None:
+        self.file = (Path(directory) / f"trace-{os.getpid()}.jsonl").open("a", buffering=1)
+
+    def write(self, **event: Any) -> None:
+        self.file.write(json.dumps(event) + "\n")
+
+
+def trace_collectives(directory: str) -> None:
+    """Record every all_reduce in a DP group, and which batch it belongs to.
+
+    Events: {"batch": "busy" | "idle", "dp_rank", "tp_rank"} when a step begins, {"collective": ..., "shape", "dtype", "drafter"}.
+    """
+    trace = _Trace(directory)
+
+    def wrap(runner_module: Any) -> None:
+        import torch.distributed as dist
+        from vllm.distributed import get_dp_group, get_tensor_model_parallel_rank
+
+        runner = runner_module.NPUModelRunner
+        original_reduce = dist.all_reduce
+
+        @functools.wraps(original_reduce)
+        def all_reduce(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+            if group is not None and group in (get_dp_group().cpu_group, get_dp_group().device_group):
+                trace.write(collective="all_reduce", shape=list(tensor.shape), dtype=str(tensor.dtype))
+            return original_reduce(tensor, *args, group=group, **kwargs)
+
+        dist.all_reduce = all_reduce
+
+        def marked(method: Any, kind: str) -> Any:
+            @functools.wraps(method)
+            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if kind == "idle" or args[0].total_num_scheduled_tokens:
+                    trace.write(batch=kind, dp_rank=get_dp_group().rank_in_group, tp_rank=get_tensor_model_parallel_rank())
+                return method(self, *args, **kwargs)
+
+            return call
+
+        runner.execute_model = marked(runner.execute_model, "busy")
+        runner._dummy_run = marked(runner._dummy_run, "idle")
+
+    _after_import("vllm_ascend.worker.model_runner_v1", wrap)
+
+
+def trace_files(directory: str) -> None:
+    """Record which process opens a file for which request, with our connector or vLLM's."""
+    trace = _Trace(directory)
+
+    def ours(sink_module: Any) -> None:
+        original = sink_module.FileSink.open
+
+        def open_file(self: Any, request_id: str, path: Any) -> Any:
+            trace.write(written=str(path), process=os.getpid())
+            return original(self, request_id, path)
+
+        sink_module.FileSink.open = open_file
+
+    def upstreams(connector_module: Any) -> None:
+        original = connector_module.save_file
+
+        def save_file(tensors: Any, path: str) -> None:
+            trace.write(written=str(path), process=os.getpid())
+            original(tensors, path)
+
+        connector_module.save_file = save_file
+
+    _after_import("vllm_ascend_hsx.sinks.file", ours)
+    _after_import("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", upstreams)
+
+
+def unfixed_proposer(what: list[str]) -> None:
+    """Put vLLM's own methods, which vllm-ascend #9689 replaced, in the place of ours.
+
+    "coordinate": vLLM's `_determine_batch_execution_and_padding`: no padding, and a [4, dp] collective.
+    "dummy_run": idle ranks call it too, as they did before that fix.
+    """
+
+    def swap(proposer_module: Any) -> None:
+        from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
+
+        proposer = proposer_module.HsxProposer
+        if "coordinate" in what:
+            proposer._determine_batch_execution_and_padding = ExtractHiddenStatesProposer._determine_batch_execution_and_padding
+        if "silent_dummy_run" in what:
+            proposer.dummy_run = lambda self, *args, **kwargs: None
+
+    _after_import("vllm_ascend_hsx.proposer", swap)
+
+
+INSTRUMENTS = {function.__name__: function for function in (trace_collectives, trace_files, unfixed_proposer)}

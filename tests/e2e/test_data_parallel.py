@@ -1,0 +1,145 @@
+"""DP=2 x TP=2, expert parallel, sequence parallelism, over HTTP: busy and idle ranks agree, and every file is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from harness import compare_file, process_environment, read_trace, tokens
+
+from vllm_ascend_hsx.demo.options import ServeOptions
+from vllm_ascend_hsx.demo.server import Server, ServerError, free_port
+
+LAYER_IDS = (4, 1, 3)
+START_SECONDS = 280
+
+
+def serve(directory: Path, model: Path, instruments: dict[str, Any], *, late: bool) -> Server:
+    options = ServeOptions(
+        model=str(model),
+        storage=directory / "hidden_states",
+        layer_ids=LAYER_IDS,
+        port=free_port(),
+        max_num_batched_tokens=64,
+        extra=("--enforce-eager", "--gpu-memory-utilization", "0.4"),
+    )
+    environment = process_environment(npus=4, late=late, instruments=instruments) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
+    return Server(options.command(), port=options.port, log=directory / "server.log", environment=environment)
+
+
+def complete(server: Server, model: Path, prompt: list[int], *, timeout: float = 120, headers: dict[str, str] | None = None) -> Any:
+    """POST /v1/completions; the JSON answer."""
+    response = httpx.post(
+        f"{server.url}/v1/completions",
+        json={"model": str(model), "prompt": prompt, "max_tokens": 1, "temperature": 0, "return_token_ids": True},
+        headers=headers,
+        timeout=timeout,
+    )
+    response.raise_for_status()
+    return response.json()
+
+
+@dataclass
+class Served:
+    """What was asked of the server and what it answered, by name."""
+
+    model: Path
+    storage: Path
+    prompts: dict[str, list[int]]
+    answers: dict[str, Any]
+    trace: dict[int, list[dict[str, Any]]]
+    log: str
+
+
+# One at a time, so that the other DP rank is idle; then together, so that both are busy, with lengths that TP does not divide.
+ALONE = {"alone-3": tokens(3), "alone-6": tokens(6), "alone-chunked": tokens(201)}
+TOGETHER = {f"together-{length}": tokens(length, seed=1) for length in (1, 5, 7, 17, 33, 64, 100, 150)}
+
+
+@pytest.fixture(scope="module")
+def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    directory = tmp_path_factory.mktemp("dp2tp2")
+    traces = directory / "traces"
+    traces.mkdir()
+    with serve(directory, tiny_minimax_m2, {"trace_collectives": str(traces)}, late=True) as server:
+        server.wait_ready(START_SECONDS)
+        try:
+            answers = {name: complete(server, tiny_minimax_m2, prompt) for name, prompt in ALONE.items()}
+            hostile = {"X-Request-Id": "a/b/../../c"}
+            answers["hostile-id"] = complete(server, tiny_minimax_m2, tokens(12), headers=hostile)
+            with ThreadPoolExecutor(len(TOGETHER)) as pool:
+                found = pool.map(lambda prompt: complete(server, tiny_minimax_m2, prompt), TOGETHER.values())
+                answers |= dict(zip(TOGETHER, found, strict=True))
+        except httpx.HTTPError as error:
+            raise AssertionError(f"{error!r}\n{server.log_tail()}") from error
+    yield Served(
+        tiny_minimax_m2,
+        directory / "hidden_states",
+        {**ALONE, "hostile-id": tokens(12), **TOGETHER},
+        answers,
+        read_trace(traces),
+        server.log.read_text(errors="replace"),
+    )
+
+
+@pytest.mark.parametrize("name", [*ALONE, "hostile-id", *TOGETHER])
+@pytest.mark.timeout(600)
+def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
+    path = Path(served.answers[name]["kv_transfer_params"]["hidden_states_path"])
+    assert path.parent == served.storage
+    comparison = compare_file(path, served.model, served.prompts[name], LAYER_IDS)
+    assert comparison.matches, comparison
+
+
+def batches(events: list[dict[str, Any]]) -> list[tuple[str, list[tuple[Any, ...]]]]:
+    """(busy or idle, the collectives of that batch) in order."""
+    found: list[tuple[str, list[tuple[Any, ...]]]] = []
+    for event in events:
+        if "batch" in event:
+            found.append((event["batch"], []))
+        else:
+            found[-1][1].append((event["collective"], tuple(event["shape"]), event["dtype"]))
+    return found
+
+
+def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
+    by_rank = {}
+    for events in served.trace.values():
+        if events:
+            first = next(event for event in events if "batch" in event)
+            by_rank[first["dp_rank"], first["tp_rank"]] = batches(events)
+    assert sorted(by_rank) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    kinds = [{kind for kind, _ in found} for found in by_rank.values()]
+    assert all(kind == {"busy", "idle"} for kind in kinds)
+    # One collective a batch, from the target's runner; the drafter, which is not MoE, adds none, on busy and idle ranks alike.
+    one = [("all_reduce", (2, 2), "torch.int32")]
+    assert {kind: collectives for found in by_rank.values() for kind, collectives in found} == {"busy": one, "idle": one}
+    for tp_rank in (0, 1):
+        sequences = [[c for _, collectives in by_rank[dp_rank, tp_rank] for c in collectives] for dp_rank in (0, 1)]
+        assert sequences[0] == sequences[1]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("methods", "failure"),
+    [
+        pytest.param(["coordinate"], r"(?i)size|mismatch|timed out|timeout", id="collectives of two sizes in one group"),
+    ],
+)
+def test_upstreams_method_stops_the_server(tiny_minimax_m2: Path, tmp_path: Path, methods: list[str], failure: str) -> None:
+    with serve(tmp_path, tiny_minimax_m2, {"unfixed_proposer": methods}, late=False) as server:
+        try:
+            server.wait_ready(START_SECONDS)
+            for prompt in (tokens(6), tokens(7), tokens(9)):
+                complete(server, tiny_minimax_m2, prompt, timeout=60)
+        except (ServerError, httpx.HTTPError) as error:
+            symptom = f"{error!r}\n{server.log.read_text(errors='replace')}"
+        else:
+            raise AssertionError("three requests were answered; the ranks agreed")
+    assert json.dumps(symptom)

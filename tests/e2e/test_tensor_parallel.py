@@ -1,0 +1,69 @@
+"""TP=2, expert parallel, sequence parallelism: every rank sees all rows, one of them writes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from harness import Run, read_trace, run_engine, tokens
+
+FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
+# Lengths that TP does not divide: padding rows stand behind the last real one.
+LENGTHS = (1, 7, 33, 101, 64, 6)
+SCRIPT = [
+    *(["add", f"r{length}", tokens(length), {"max_tokens": 3}] for length in LENGTHS[:3]),
+    ["step", 2],
+    *(["add", f"r{length}", tokens(length), {"max_tokens": 1}] for length in LENGTHS[3:]),
+    ["drain"],
+]
+
+
+def writers(directory: Path) -> dict[str, set[int]]:
+    """The processes that wrote each file."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for process, events in read_trace(directory).items():
+        for event in events:
+            found[event["written"]].add(process)
+    return found
+
+
+def run_tp2(directory: Path, model: Path, *, ours: bool) -> tuple[Run, dict[str, set[int]]]:
+    traces = directory / "traces"
+    traces.mkdir(parents=True)
+    run = run_engine(
+        directory,
+        model,
+        SCRIPT,
+        ours=ours,
+        late=ours,
+        instruments={"trace_files": str(traces)},
+        environ=FLASHCOMM,
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+    )
+    return run, writers(traces)
+
+
+@pytest.fixture(scope="module")
+def run(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, set[int]]]:
+    run, written = run_tp2(tmp_path_factory.mktemp("tp2"), tiny_minimax_m2, ours=True)
+    assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
+    return run, written
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rows_are_those_of_the_request(run: tuple[Run, dict[str, set[int]]], length: int) -> None:
+    comparison = run[0].compare(f"r{length}")
+    assert comparison.matches, comparison
+
+
+def test_defect_20_one_rank_writes_a_file_and_all_ranks_share_the_work(
+    run: tuple[Run, dict[str, set[int]]], tiny_minimax_m2: Path, tmp_path: Path
+) -> None:
+    _, written = run
+    assert len(written) == len(LENGTHS)
+    assert all(len(processes) == 1 for processes in written.values())
+    assert len(set().union(*written.values())) == 2
+    _, upstream = run_tp2(tmp_path / "upstream", tiny_minimax_m2, ours=False)
+    assert any(len(processes) == 2 for processes in upstream.values())
