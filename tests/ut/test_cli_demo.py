@@ -25,6 +25,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
     monkeypatch.setattr(ServeOptions, "command", command)
     monkeypatch.setattr(demo, "_environment", lambda options: {})
+    monkeypatch.setattr(demo, "_compile_emulator", lambda console: None)
     monkeypatch.setattr("vllm_ascend_hsx.demo.server.STOP_SECONDS", 1.0)
     return monkeypatch
 
@@ -125,6 +126,7 @@ from vllm_ascend_hsx.cli import demo
 from vllm_ascend_hsx.demo.options import ServeOptions
 ServeOptions.command = lambda self: [sys.executable, "-c", "import signal; signal.pause()", str(self.storage)]
 demo._environment = lambda options: {{}}
+demo._compile_emulator = lambda console: None
 sys.exit(demo.main(["--model", {str(tiny_minimax_m2)!r}, "--output", {str(tmp_path)!r}, "--no-reference"]))
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -106,6 +106,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
     server = Server(serve.command(), port=serve.port, log=work / "server.log", environment=_environment(options))
     console.print(f"model {model}\nlog   {server.log}\nfiles {serve.storage}", highlight=False, soft_wrap=True)
     prompts = demo_prompts(config["vocab_size"])
+    if options.device == "emulated":
+        _compile_emulator(console)
     try:
         with server:
             with StartProgress(console, server.log, title) as progress:
@@ -141,6 +143,17 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
         # One thread per emulated NPU: the cores are shared by all of them.
         environment |= {"OMP_NUM_THREADS": "1", **emulated(npus=npus, hbm_bytes=HBM_BYTES, late=options.late)}
     return environment
+
+
+def _compile_emulator(console: Console) -> None:
+    """Compiles the emulated NPU if the cache does not have it, so that the server's start is not charged with it."""
+    from vllm_ascend_hsx.emulator.build import BuildError, library
+
+    with console.status("compiling the emulated NPU, once (about a minute)"):
+        try:
+            library()
+        except BuildError as error:
+            raise DemoError(str(error)) from error
 
 
 def _device_options(device: str) -> tuple[str, ...]:

@@ -1,0 +1,99 @@
+"""The README's commands and options are the ones that the code and CI use."""
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from vllm_ascend_hsx.cli import demo
+from vllm_ascend_hsx.config import HsxConfig, validate_layer_ids
+from vllm_ascend_hsx.demo.client import EXTRA_BODY
+from vllm_ascend_hsx.demo.options import ServeOptions, kv_transfer_config, speculative_config
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def blocks(label: str) -> list[str]:
+    """The code blocks that follow a `<!-- label -->`."""
+    found = re.findall(rf"<!-- {label} -->\n```\w+\n(.*?)```", README, re.DOTALL)
+    assert found, f"README.md has no block marked {label}"
+    return found
+
+
+def options_of(command: str) -> dict[str, str]:
+    words = shlex.split(command)
+    return dict(zip(words, words[1:], strict=False))
+
+
+def test_the_json_options_are_the_demo_s_and_are_accepted() -> None:
+    options = options_of(blocks("serve")[0])
+    speculative = json.loads(options["--speculative-config"])
+    transfer = json.loads(options["--kv-transfer-config"])
+    layer_ids = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+    assert speculative == speculative_config(layer_ids)
+    assert transfer == kv_transfer_config(transfer["kv_connector_extra_config"]["shared_storage_path"])
+    HsxConfig.parse(transfer["kv_connector_extra_config"])
+    assert validate_layer_ids(layer_ids, 62) == tuple(layer_ids)
+
+
+def test_the_options_of_the_server_are_options_that_the_demo_gives_it() -> None:
+    command = ServeOptions(model="m", storage=Path("/files"), layer_ids=(1,), port=1).command()
+    assert {word for word in options_of(blocks("serve")[0]) if word.startswith("--")} <= set(command)
+
+
+def test_the_request_is_the_demo_s() -> None:
+    (code,) = blocks("request")
+    compile(code, "README.md", "exec")
+    assert f"extra_body={json.dumps(EXTRA_BODY).replace('true', 'True')}" in code
+    assert 'kv_transfer_params["hidden_states_path"]' in code
+
+
+def test_reading_works_as_written(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    path = tmp_path / "request.safetensors"
+    rows = torch.randn(3, 2, 4).to(torch.bfloat16)
+    save_file({"hidden_states": rows, "token_ids": torch.arange(3)}, path, {"layer_ids": "[2, 1]"})
+    names: dict[str, object] = {"path": str(path)}
+    (code,) = blocks("read")
+    exec(code.replace("states.layer_ids ", "layer_ids = states.layer_ids "), names)
+    assert torch.equal(names["states"].hidden_states, rows)  # type: ignore[attr-defined]
+    assert names["layer_ids"] == [2, 1]
+    assert not path.exists()
+
+
+def test_the_demo_command_for_hardware_is_one_that_hsx_accepts() -> None:
+    words = shlex.split(blocks("npu-demo")[0])
+    assert words[:2] == ["hsx", "demo"]
+    assert demo.parse_arguments(words[2:]).device == "npu"
+
+
+def test_every_demo_command_of_the_hardware_checklist_is_one_that_hsx_accepts() -> None:
+    commands = re.findall(r"\| `hsx demo (.*?)` \|", (ROOT / "docs" / "hardware-checklist.md").read_text())
+    assert len(commands) >= 3
+    for command in commands:
+        assert demo.parse_arguments(shlex.split(command)).device == "npu"
+
+
+def test_every_make_command_is_a_target() -> None:
+    named = set(re.findall(r"\bmake ([a-z]\w*)(?=[`\s])", README))
+    assert {"demo", "test", "lint"} <= named
+    assert named <= set(re.findall(r"^([a-z0-9]+):", MAKEFILE, re.MULTILINE))
+
+
+def test_ci_runs_the_readme_s_test_command() -> None:
+    commands = [line for block in blocks("commands") for line in block.splitlines()]
+    test = re.search(r"## Tests\n\n<!-- commands -->\n```bash\n(.*?)\n```", README)
+    assert test is not None
+    assert test[1] in commands
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith(f"exec {test[1]}")
+
+
+@pytest.mark.parametrize("name", re.findall(r"\]\((?!http)([^)#]+)\)", README))
+def test_every_link_leads_to_a_file(name: str) -> None:
+    assert (ROOT / name).exists()

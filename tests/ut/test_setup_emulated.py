@@ -1,0 +1,111 @@
+"""The set-up of the emulated stack: only exact pins, no CUDA, nothing done twice."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def setup() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("setup_emulated", ROOT / "tools" / "setup_emulated.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pins_name_what_the_issue_asks_for(setup: ModuleType) -> None:
+    pins = setup.all_pins()
+    assert (pins["torch"], pins["vllm-ascend"], pins["transformers"], setup.VLLM) == ("2.13.0", "0.23.0", "5.5.4", "0.23.0")
+
+
+def test_no_pin_is_a_package_that_needs_an_accelerator(setup: ModuleType) -> None:
+    assert [name for name in setup.all_pins() if setup.FOREIGN.match(name)] == []
+
+
+@pytest.mark.parametrize("line", ["numpy>=1.26", "numpy", "-e .", "git+https://x/y", "numpy==2.*"])
+def test_anything_but_an_exact_pin_is_an_error(line: str, setup: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "pins.txt"
+    path.write_text(f"# first\n{line}\n")
+    with pytest.raises(setup.SetupError, match=r"pins\.txt:2: .* is not an exact pin"):
+        setup.read_pins(path)
+
+
+def test_a_cuda_build_is_refused_by_its_own_requirements(setup: ModuleType) -> None:
+    requires = ["sympy>=1.13.3", 'nvidia-nccl-cu13==2.29.7; platform_system == "Linux"', "cuda-bindings<14"]
+    with pytest.raises(setup.SetupError, match=r"torch 2\.13\.0, a CUDA build .*find-links"):
+        setup.refuse_cuda_metadata({"version": "2.13.0", "requires_dist": requires})
+    setup.refuse_cuda_metadata({"version": "2.13.0+cpu", "requires_dist": ["sympy>=1.13.3", "filelock"]})
+    setup.refuse_cuda_metadata({"version": "2.13.0+cpu"})
+
+
+def test_this_environment_is_the_pinned_one(setup: ModuleType) -> None:
+    assert setup.check_environment() == []
+
+
+def test_a_package_that_replaced_another_is_found(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Distribution:
+        def __init__(self, name: str, version: str) -> None:
+            self.metadata = {"Name": name}
+            self.version = version
+
+    installed = [Distribution(name, version) for name, version in {**setup.all_pins(), "vllm": "0.23.0"}.items()]
+    wrong = [d for d in installed if d.metadata["Name"] != "numpy"]
+    wrong += [Distribution("numpy", "2.0.0"), Distribution("nvidia_nccl_cu13", "2.29.7")]
+    monkeypatch.setattr(setup.importlib.metadata, "distributions", lambda: wrong)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    problems = "\n".join(setup.check_environment())
+    assert f"numpy is 2.0.0, the pin is {setup.all_pins()['numpy']}" in problems
+    assert "nvidia-nccl-cu13 2.29.7 is installed" in problems
+    assert "is a CUDA build (13.0)" in problems
+
+
+def test_a_finished_set_up_is_not_done_again_until_something_changes(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv = tmp_path / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").touch()
+    pins = tmp_path / "pins.txt"
+    pins.write_text("numpy==2.3.5\n")
+    monkeypatch.setattr(setup, "VENV", venv)
+    monkeypatch.setattr(setup, "STAMP", venv / "stamp.json")
+    monkeypatch.setattr(setup, "PIN_FILES", (pins,))
+    assert not setup.is_current()
+    (venv / "stamp.json").write_text(json.dumps({"key": setup.setup_key()}))
+    assert setup.is_current()
+    (venv / "stamp.json").write_text('{"key": ')
+    assert not setup.is_current()
+    (venv / "stamp.json").write_text(json.dumps({"key": setup.setup_key()}))
+    pins.write_text("numpy==2.3.6\n")
+    assert not setup.is_current()
+
+
+def test_another_python_is_told_which_one_is_needed(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "PYTHON_VERSION", (3, 99))
+    with pytest.raises(setup.SetupError, match=r"pinned for Python 3\.99.*make PYTHON="):
+        setup.check_host()
+
+
+def test_a_failed_step_shows_the_end_of_its_output_and_where_the_rest_is(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "LOG", tmp_path / "log")
+    with pytest.raises(setup.SetupError, match=r"building: failed .exit code 4.*log") as failure:
+        setup.Steps(1).run("building", [sys.executable, "-c", "import sys; print('no room on disk'); sys.exit(4)"])
+    assert "no room on disk" in str(failure.value)
+
+
+def test_half_a_virtual_environment_is_seen(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "VENV", tmp_path)
+    assert not setup.venv_works()
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    assert not setup.venv_works()
