@@ -85,7 +85,8 @@ class FileSink(Sink):
                 raise SinkError(request_id, path, "another request or server is writing this file") from None
             except OSError as error:
                 if lock is not None:
-                    lock.remove()
+                    with suppress(OSError):  # the first error is the one to report
+                        lock.remove()
                 raise SinkError(request_id, path, _describe("it cannot be opened", error)) from error
             file = FileSinkFile(self, request_id, path, name, lock, superseded)
             self._files[name] = file

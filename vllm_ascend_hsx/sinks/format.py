@@ -122,7 +122,7 @@ def read_header(fd: int) -> Header:
         raise FormatError(f"it has {size} bytes, and its first 8 say that the header alone has {length}")
     try:
         entries = json.loads(os.pread(fd, length, _LENGTH.size))
-        metadata = entries.pop("__metadata__", {})
+        metadata = dict(entries.pop("__metadata__", {}))
         tensors = {name: _tensor_info(entry, data_start) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FormatError(f"its header cannot be understood: {error}") from error
@@ -138,7 +138,7 @@ def _tensor_info(entry: dict[str, Any], data_start: int) -> TensorInfo:
     needed = DTYPE_BYTES[entry["dtype"]]
     for extent in shape:
         needed *= extent
-    if begin < 0 or end - begin != needed:
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != needed:
         raise ValueError(f"a tensor {entry['dtype']} {list(shape)} at bytes [{begin}, {end})")
     return TensorInfo(entry["dtype"], shape, data_start + begin, data_start + end)
 

@@ -53,9 +53,14 @@ class HeldLock:
                 if taken is not None:
                     return cls(dir_fd, name, taken)
                 continue
-            if _flock_now(fd, fcntl.LOCK_EX):
-                os.fchmod(fd, mode)
-                return cls(dir_fd, name, fd)
+            held = cls(dir_fd, name, fd)
+            try:
+                if _flock_now(fd, fcntl.LOCK_EX):
+                    os.fchmod(fd, mode)
+                    return held
+            except BaseException:
+                held.remove()
+                raise
             os.close(fd)  # a reader that knew the name was faster
         raise LockHeldError
 
@@ -87,8 +92,7 @@ def _take_over(dir_fd: int, name: str, mode: int) -> int | None:
             if not _is_named(fd, name, dir_fd):
                 return None
             if stat.S_ISREG(os.fstat(fd).st_mode):
-                os.fchmod(fd, mode)
-                held = fd
+                held = fd  # with the mode it has: it may belong to another user
                 return held
         elif not _flock_now(fd, fcntl.LOCK_SH):
             raise LockHeldError
@@ -109,8 +113,7 @@ def _put_in_place(dir_fd: int, name: str, mode: int) -> int:
         os.fchmod(fd, mode)
         os.rename(hidden, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
-        os.unlink(hidden, dir_fd=dir_fd)
-        os.close(fd)
+        HeldLock(dir_fd, hidden, fd).remove()
         raise
     return fd
 

@@ -1,0 +1,151 @@
+"""What the tests of sinks and reader share: rows that tell their position, traced system calls, and other readers' lock protocols."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Generator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from safetensors.torch import load_file
+
+from vllm_ascend_hsx.sinks.base import RowFormat
+
+FORMAT = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
+
+
+def make_rows(first: int, last: int, version: int = 0) -> npt.NDArray[np.uint16]:
+    """Rows of positions [first, last) as bf16 bit patterns, [count, layers, hidden]: no two rows, layers or versions are alike."""
+    positions = np.arange(first, last, dtype=np.uint32).reshape(-1, 1, 1)
+    layers = np.arange(FORMAT.num_layers, dtype=np.uint32).reshape(1, -1, 1)
+    elements = np.arange(FORMAT.hidden_size, dtype=np.uint32).reshape(1, 1, -1)
+    mixed = (positions * 7919 + layers * 104729 + elements * 1299709 + version * 15485863) * np.uint32(2654435761)
+    return (mixed >> np.uint32(16)).astype(np.uint16)
+
+
+def token_ids(tokens: int) -> npt.NDArray[np.int64]:
+    return np.arange(tokens, dtype=np.int64) * 3 + 1_000_000_007
+
+
+def listing(directory: Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def open_fds() -> set[tuple[str, str]]:
+    """Descriptors of this process with what they point to."""
+    fds = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            fds.add((name, os.readlink(f"/proc/self/fd/{name}")))
+        except FileNotFoundError:  # the descriptor of the listing itself
+            continue
+    return fds
+
+
+class Traced:
+    """Stands in for a module: `checkpoint(name)` is called before each call of one of its functions, and may raise."""
+
+    def __init__(self, module: ModuleType, checkpoint: Callable[[str], None]) -> None:
+        self._module = module
+        self._checkpoint = checkpoint
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._module, name)
+        if not callable(attribute) or isinstance(attribute, type) or name in ("fspath", "strerror"):  # no system calls
+            return attribute
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                self._checkpoint(name)
+            except OSError:
+                if name == "close":  # a close that fails closes nevertheless
+                    attribute(*args, **kwargs)
+                raise
+            return attribute(*args, **kwargs)
+
+        return call
+
+
+def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
+    """Let `checkpoint` see every system call of the file sink and its lock, and of nothing else in the process."""
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.file.os", Traced(os, checkpoint))
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.lock.os", Traced(os, checkpoint))
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.lock.fcntl", Traced(fcntl, checkpoint))
+
+
+Reader = Generator[None, None, "dict[str, Any] | None"]
+
+
+def speculators_reader(path: Path) -> Reader:
+    """The steps of hs-connectors 0.9.0's FileTransfer (transfer.py:25 and 124), one system call each."""
+    lock = f"{path}.lock"
+    locked = os.path.exists(lock)
+    yield
+    if locked:
+        fd = os.open(lock, os.O_RDWR)
+        try:
+            while True:
+                yield
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    continue
+            yield
+        finally:
+            os.close(fd)
+        yield
+        os.remove(lock)
+        yield
+    if not os.path.exists(path):
+        return None
+    yield
+    return load_file(path)
+
+
+def vllm_reader(path: Path) -> Reader:
+    """The steps of vLLM 0.23.0's load_hidden_states (example_hidden_states_connector.py:47), with its blocking call made in steps."""
+    with open(f"{path}.lock") as lock:
+        while True:
+            yield
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                continue
+        yield
+        return load_file(path)
+
+
+class Stepped:
+    """Runs a reader a step at a time, then to its end."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.running = False
+        self.done = False
+        self.result: dict[str, Any] | None = None
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            if self.done:
+                return
+            self.running = True
+            try:
+                next(self._reader)
+            except StopIteration as stop:
+                self.done = True
+                self.result = stop.value
+            finally:
+                self.running = False
+
+    def finish(self) -> dict[str, Any] | None:
+        for _ in range(100):
+            self.step()
+        assert self.done, "the reader still waits for a lock that nobody should hold"
+        return self.result

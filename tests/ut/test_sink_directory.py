@@ -1,0 +1,187 @@
+"""The storage directory: refused at start-up with one clear error, and nothing outside it touched afterwards."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sink_harness import FORMAT, Traced, listing, make_rows, open_fds, token_ids
+
+from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.sinks import directory as directory_module
+from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.names import file_name
+
+
+def test_a_directory_that_can_be_used_is_created_and_left_empty(tmp_path: Path) -> None:
+    before = open_fds()
+    check_directory(tmp_path / "a" / "b")
+    assert listing(tmp_path / "a" / "b") == []
+    assert open_fds() == before
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("/proc/no/such", "cannot be created or opened"),
+        ("/dev/null", "cannot be a directory: /dev/null is not one"),
+        ("/dev/null/x", "cannot be a directory"),
+        ("/proc/self", "cannot be written"),
+        ("/tmp/a\0b", "is not a path"),
+    ],
+    ids=ascii,
+)
+def test_a_directory_that_cannot_be_used_is_one_error_with_option_value_and_remedy(path: str, problem: str) -> None:
+    before = open_fds()
+    for use in (check_directory, lambda path: FileSink(path, FORMAT)):
+        with pytest.raises(StorageDirectoryError) as raised:
+            use(Path(path))
+        assert str(raised.value).startswith(f"shared_storage_path={path!r} {problem}")
+        assert str(raised.value).endswith(".")
+        assert len(str(raised.value).split(". ")) >= 2, "a remedy follows the problem"
+    assert open_fds() == before
+
+
+def test_a_directory_of_another_user_is_refused() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o555)
+        source = str(pathlib.Path(directory_module.__file__).parents[2])
+        result = subprocess.run(
+            [sys.executable, "-c", "import sys; from pathlib import Path\n"
+             "from vllm_ascend_hsx.sinks.directory import check_directory, StorageDirectoryError\n"
+             "import os; os.geteuid() or os.seteuid(65534)\n"
+             "try: check_directory(Path(sys.argv[1]))\n"
+             "except StorageDirectoryError as error: print(error)", directory],
+            capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": source},
+        )  # fmt: skip
+        assert result.stdout.startswith(f"shared_storage_path={directory!r} cannot be written: Permission denied. Make it writable")
+        assert listing(Path(directory)) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def checkpoint(call: str) -> None:
+        if call == "flock":
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(directory_module, "fcntl", Traced(directory_module.fcntl, checkpoint))
+    with pytest.raises(StorageDirectoryError, match="without flock.*use_synchronization_lock"):
+        check_directory(tmp_path)
+    check_directory(tmp_path, use_lock=False)
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("failing", ["pwrite", "rename"])
+def test_a_full_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    def checkpoint(call: str) -> None:
+        if call == failing:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    before = open_fds()
+    monkeypatch.setattr(directory_module, "os", Traced(os, checkpoint))
+    with pytest.raises(StorageDirectoryError, match="cannot hold a file: Disk quota exceeded"):
+        check_directory(tmp_path)
+    assert listing(tmp_path) == []
+    assert open_fds() == before
+
+
+# What a request can name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../escaped.safetensors",
+        "sub/inside.safetensors",
+        "/etc/passwd.safetensors",
+        "..",
+        ".",
+        ".hidden.safetensors",
+        "nul\0.safetensors",
+        "\udc80.safetensors",
+        "no-suffix",
+        "x" * 300 + ".safetensors",
+    ],
+    ids=ascii,
+)
+def test_a_path_that_is_not_a_plain_name_in_the_directory_is_refused(tmp_path: Path, path: str) -> None:
+    directory = tmp_path / "storage"
+    with FileSink(directory, FORMAT) as sink:
+        (directory / "sub").mkdir()
+        with pytest.raises(SinkError) as raised:
+            sink.open("r", directory / path)
+    assert raised.value.request_id == "r"
+    assert listing(tmp_path) == ["storage"]
+    assert listing(directory) == ["sub"]
+    assert listing(directory / "sub") == []
+
+
+def test_a_relative_directory_stays_where_it_was_when_the_process_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with FileSink(Path("storage"), FORMAT) as sink:
+        monkeypatch.chdir("/")
+        for parent in (Path("storage"), tmp_path / "storage"):
+            file = sink.open("r", parent / "r.safetensors")
+            file.write(0, make_rows(0, 1))
+            file.commit(token_ids(1), 1)
+            assert load(tmp_path / "storage" / "r.safetensors", 0).token_ids.shape == (1,)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.text(st.characters(exclude_categories=()), max_size=60) | st.text("./\0~a", max_size=20) | st.just("x" * 10_000))
+def test_whatever_a_request_is_called_its_file_is_in_the_directory_and_nothing_else_is(request_id: str) -> None:
+    with tempfile.TemporaryDirectory() as above:
+        directory = Path(above, "storage")
+        with FileSink(directory, FORMAT) as sink:
+            path = directory / file_name(request_id)
+            file = sink.open(request_id, path)
+            file.write(0, make_rows(0, 2))
+            file.commit(token_ids(2), 1)
+            assert load(path, 0).hidden_states.shape == (2, 3, 8)
+            sink.open(request_id, path).fail("x")
+        assert listing(Path(above)) == ["storage"]
+        assert set(listing(directory)) == {f"{path.name}.lock", f"{path.name}.error"}
+
+
+@pytest.mark.parametrize("suffix", ["", ".lock", ".error"])
+@pytest.mark.parametrize("end", ["commit", "fail", "discard"])
+def test_symbolic_links_planted_in_the_directory_are_not_followed(tmp_path: Path, suffix: str, end: str) -> None:
+    directory = tmp_path / "storage"
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    with FileSink(directory, FORMAT) as sink:
+        (directory / f"r.safetensors{suffix}").symlink_to(victim)
+        file = sink.open("r", directory / "r.safetensors")
+        for name in (f".r.safetensors.{sink.token}.partial", f".r.safetensors.error.{sink.token}.partial"):
+            (directory / name).symlink_to(victim)
+        with pytest.raises(SinkError, match="EEXIST"):
+            file.write(0, make_rows(0, 2))
+        for name in listing(directory):
+            if name.startswith(".r") and "superseded" not in name:
+                (directory / name).unlink()
+        file.write(0, make_rows(0, 2))
+        {"commit": lambda: file.commit(token_ids(2), 2), "fail": lambda: file.fail("x"), "discard": file.discard}[end]()
+        assert not any(path.is_symlink() for path in directory.iterdir())
+    assert victim.read_text() == "precious"
+    assert (tmp_path / "victim").stat().st_nlink == 1
+
+
+def test_a_directory_planted_under_a_files_name_fails_that_request_only(tmp_path: Path) -> None:
+    with FileSink(tmp_path, FORMAT) as sink:
+        (tmp_path / "a.safetensors").mkdir()
+        (tmp_path / "b.safetensors.lock").mkdir()
+        for name in ("a", "b"):
+            with pytest.raises(SinkError, match="EISDIR|ENOTEMPTY|EEXIST"):
+                sink.open(name, tmp_path / f"{name}.safetensors")
+        sink.open("c", tmp_path / "c.safetensors").discard()
+    assert listing(tmp_path) == ["a.safetensors", "b.safetensors.lock"]

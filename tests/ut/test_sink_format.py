@@ -1,0 +1,131 @@
+"""The bytes of the file: reserved header, known offsets, metadata that every safetensors reader accepts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from sink_harness import FORMAT
+
+import vllm_ascend_hsx
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.format import PAGE, FileLayout, FormatError, read_header
+
+
+@given(
+    st.text(st.characters(exclude_categories=()), max_size=300) | st.integers(0, 20_000).map(lambda n: "\0" * n),
+    st.lists(st.integers(0, 200), min_size=1, max_size=80, unique=True),
+    st.text(st.characters(exclude_categories=()), max_size=100),
+    st.integers(0, 2**40),
+)
+@example("", [0], "", 2**40)
+def test_the_header_always_fits_in_the_space_reserved_before_the_length_was_known(
+    request_id: str, layer_ids: list[int], model: str, tokens: int
+) -> None:
+    layout = FileLayout(RowFormat(tuple(layer_ids), 4, "F16", model), request_id)
+    header = layout.header(tokens, tokens // 2)
+    assert len(header) == layout.data_start
+    assert layout.data_start % PAGE == 0
+    assert int.from_bytes(header[:8], "little") == layout.data_start - 8
+    offsets = json.loads(header[8:])["token_ids"]["data_offsets"]
+    assert layout.row_offset(tokens) == layout.data_start + offsets[0]
+    assert layout.file_size(tokens) == layout.data_start + offsets[1]
+
+
+def test_an_ordinary_header_takes_one_page() -> None:
+    layers = tuple(range(62))
+    assert FileLayout(RowFormat(layers, 3072, "BF16", "/models/MiniMax-M2"), "cmpl-" + "f" * 60).data_start == PAGE
+
+
+@pytest.mark.parametrize("request_id", ["cmpl-1", "a\0b", "\ud800", 'quote"back\\slash', "雪", "x" * 10_000], ids=ascii)
+def test_the_metadata_reads_back_with_safetensors(tmp_path: Path, request_id: str) -> None:
+    path = tmp_path / "f"
+    layout = FileLayout(FORMAT, request_id)
+    path.write_bytes(layout.header(2, 1).ljust(layout.file_size(2), b"\1"))
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        assert set(file.keys()) == {"hidden_states", "token_ids"}
+    assert metadata == {
+        "format_version": "1",
+        "producer": "vllm-ascend-hsx",
+        "producer_version": vllm_ascend_hsx.__version__,
+        "model": "tiny",
+        "layer_ids": "[2, 0, 3]",
+        "layer_id_meaning": "residual stream after i layers, before the final norm (0: embedding output)",
+        "dtype": "BF16",
+        "num_prompt_tokens": "1",
+        "num_output_tokens": "1",
+        "request_id": request_id if request_id != "\ud800" else "\\ud800",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (((), 8, "BF16"), "names no layer"),
+        (((1,), 0, "BF16"), "hidden_size=0"),
+        (((1,), 8, "F8"), "Use one of BF16, F16, F32"),
+        (((1,), 3, "BF16"), "rows of 6 bytes"),
+    ],
+)
+def test_a_row_format_that_cannot_be_stored_is_refused(arguments: tuple[tuple[int, ...], int, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        RowFormat(*arguments)
+
+
+def test_our_reading_of_a_header_agrees_with_safetensors_own_writer(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    tensors = {"hidden_states": torch.ones(5, 2, 3, dtype=torch.bfloat16), "token_ids": torch.arange(5), "extra": torch.ones(1)}
+    save_file(tensors, path, metadata={"a": "b"})
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        header = read_header(fd)
+    finally:
+        os.close(fd)
+    assert header.metadata == {"a": "b"}
+    assert {name: (t.dtype, t.shape) for name, t in header.tensors.items()} == {
+        "hidden_states": ("BF16", (5, 2, 3)),
+        "token_ids": ("I64", (5,)),
+        "extra": ("F32", (1,)),
+    }
+    data = path.read_bytes()
+    ids = header.tensors["token_ids"]
+    assert data[ids.begin : ids.end] == torch.arange(5).numpy().tobytes()
+
+
+def _file(header: object, data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "too few"),
+        (b"\xff" * 100, "the header alone"),
+        ((200).to_bytes(8, "little") + b"{}", "the header alone"),
+        ((2).to_bytes(8, "little") + b"{x", "cannot be understood"),
+        (_file([1]), "cannot be understood"),
+        (_file({"t": {"dtype": "F99", "shape": [1], "data_offsets": [0, 1]}}, b"x"), "cannot be understood"),
+        (_file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 1]}}, b"x"), r"bytes \[0, 1\)"),
+        (_file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [-2, 0]}}, b"x"), "cannot be understood"),
+        (_file({"t": {"dtype": "U8", "shape": [-1], "data_offsets": [1, 0]}}, b"x"), "cannot be understood"),
+        (_file({"t": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"x"), "t ends at byte"),
+    ],
+)
+def test_what_is_not_a_complete_safetensors_file_is_named(tmp_path: Path, content: bytes, words: str) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(content)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with pytest.raises(FormatError, match=words):
+            read_header(fd)
+    finally:
+        os.close(fd)
