@@ -24,9 +24,7 @@ HBM_BYTES = 2 << 30
 UPSTREAM_PLUGINS = "ascend,ascend_kv_connector,ascend_model,ascend_model_loader,ascend_service_profiling,hsx_test_instruments"
 
 
-def process_environment(
-    *, npus: int, ours: bool = True, late: bool = True, instruments: Mapping[str, Any] | None = None
-) -> dict[str, str]:
+def process_environment(*, npus: int, ours: bool = True, late: bool = True, instruments: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The environment of a process on the emulated NPU, to be added to the current one."""
     added = environment(npus=npus, hbm_bytes=HBM_BYTES, late=late)
     folders = [str(HERE / "instruments"), added.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]

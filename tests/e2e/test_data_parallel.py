@@ -78,7 +78,7 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> I
                 answers |= dict(zip(TOGETHER, found, strict=True))
         except httpx.HTTPError as error:
             raise AssertionError(f"{error!r}\n{server.log_tail()}") from error
-    yield Served(
+    return Served(
         tiny_minimax_m2,
         directory / "hidden_states",
         {**ALONE, "hostile-id": tokens(12), **TOGETHER},

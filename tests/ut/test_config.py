@@ -37,7 +37,9 @@ def test_defaults_need_only_the_directory() -> None:
         (GOOD | {"pinned_ring_bytes": -1}, "pinned_ring_bytes", "-1", "Pinned host memory"),
     ],
 )
-def test_a_bad_option_is_refused_with_its_name_value_and_remedy(given_options: dict[str, Any], option: str, value: str, remedy: str) -> None:
+def test_a_bad_option_is_refused_with_its_name_value_and_remedy(
+    given_options: dict[str, Any], option: str, value: str, remedy: str
+) -> None:
     with pytest.raises(HsxConfigError) as refusal:
         HsxConfig.parse(given_options)
     message = str(refusal.value)

@@ -1,0 +1,264 @@
+"""Staging on an emulated NPU in late mode: whatever the steps are, the writers read the rows that were computed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch_npu  # noqa: F401 - brings torch.npu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, Span, StagingCache
+
+LAYERS, HIDDEN, MAX_TOKENS = 3, 8, 24
+COLLECTED = (2, 0, 1)
+DEVICE = torch.device("npu:0")
+DTYPE = torch.bfloat16
+
+
+class Pipeline:
+    """Staging, ring, copier and one writer thread, which waits at a gate so that a test decides when rows are read."""
+
+    def __init__(self, *, slots: int = 2, ring_rows: int = 10) -> None:
+        self.staging = StagingCache(
+            num_slots=slots,
+            max_tokens=MAX_TOKENS,
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
+            dtype=DTYPE,
+            device=DEVICE,
+            collected=COLLECTED,
+        )
+        self.ring = PinnedRing(ring_rows * LAYERS * HIDDEN * DTYPE.itemsize, (LAYERS, HIDDEN), DTYPE)
+        self.pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self.errors: list[Exception] = []
+        self.read: dict[tuple[str, int], torch.Tensor] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.copier = Copier(self.ring, DEVICE, self.pieces.put, lambda spans, error: self.errors.append(error))
+        self.writer = threading.Thread(target=self._write)
+        self.writer.start()
+
+    def _write(self) -> None:
+        while (piece := self.pieces.get()) is not None:
+            self.gate.wait()
+            for span in piece.spans:
+                try:
+                    for offset, row in enumerate(piece.read(span).clone()):
+                        self.read[span.request_id, span.first + offset] = row
+                except Exception as error:  # noqa: BLE001 - the test looks at it
+                    self.errors.append(error)
+                finally:
+                    piece.release()
+
+    def step(self, rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
+        """What proposer and connector do in a step; the target's output is overwritten afterwards, as a graph's replay does."""
+        on_device = [layer.to(DEVICE) for layer in rows]
+        self.staging.write(on_device, spans)
+        slot = self.staging.take()
+        assert slot is not None
+        self.copier.submit(slot)
+        for layer in on_device:
+            layer.fill_(-1.0)
+
+    def close(self) -> None:
+        self.gate.set()
+        self.copier.close()
+        self.pieces.put(None)
+        self.writer.join()
+        if self.errors:
+            raise self.errors[0]
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Callable[..., Pipeline]]:
+    made: list[Pipeline] = []
+
+    def make(**options: Any) -> Pipeline:
+        made.append(Pipeline(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        if each.writer.is_alive():
+            each.close()
+
+
+def target_output(num_tokens: int, seed: int) -> list[torch.Tensor]:
+    """One [tokens, hidden] per collected layer, no two rows alike."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(num_tokens, HIDDEN, generator=generator).to(DTYPE) for _ in range(LAYERS)]
+
+
+def expected_row(rows: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+    return torch.stack([rows[source][index] for source in COLLECTED])
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[list[Span]]:
+    """Batches of several requests, of which some rows are wanted."""
+    found, positions = [], dict.fromkeys("abcd", 0)
+    for _ in range(draw(st.integers(1, 7))):
+        spans, row = [], 0
+        for request_id in draw(st.permutations("abcd")):
+            num_rows = draw(st.integers(1, 6))
+            if draw(st.booleans()):
+                spans.append(Span(request_id, positions[request_id], num_rows, row))
+                positions[request_id] += num_rows
+            row += num_rows
+        if spans:
+            found.append(spans)
+    return found
+
+
+def run_steps(pipeline: Pipeline, batches: Sequence[Sequence[Span]]) -> dict[tuple[str, int], torch.Tensor]:
+    expected = {}
+    for seed, spans in enumerate(batches):
+        rows = target_output(MAX_TOKENS, seed)
+        pipeline.step(rows, spans)
+        for span in spans:
+            for offset in range(span.num_rows):
+                expected[span.request_id, span.first + offset] = expected_row(rows, span.row + offset)
+    pipeline.close()
+    return expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches=steps(), slots=st.integers(1, 3), ring_rows=st.integers(2, 40))
+def test_every_row_arrives_as_it_was_computed(batches: list[list[Span]], slots: int, ring_rows: int) -> None:
+    pipeline = Pipeline(slots=slots, ring_rows=ring_rows)
+    expected = run_steps(pipeline, batches)
+    assert pipeline.read.keys() == expected.keys()
+    for key, row in expected.items():
+        assert torch.equal(pipeline.read[key], row), key
+    assert pipeline.ring.free_buffers == min(PinnedRing.BUFFERS, ring_rows)
+
+
+def test_rows_without_a_span_are_not_written() -> None:
+    pipeline = Pipeline()
+    pipeline.staging.rows.fill_(7.0)
+    run_steps(pipeline, [[Span("a", 0, 3, 1)]])
+    # Three rows at the front of the first slot; padding and other requests' rows went nowhere.
+    assert (pipeline.staging.rows[0, 3:] == 7.0).all()
+    assert (pipeline.staging.rows[1:] == 7.0).all()
+    assert not (pipeline.staging.rows[0, :3] == 7.0).any()
+
+
+FULL = [[Span("a", 0, 12, 0)], [Span("b", 0, 12, 3)], [Span("c", 0, 12, 5)], [Span("d", 0, 12, 1)]]
+
+
+def _no_wait_for_the_write(pipeline: Pipeline) -> None:
+    for slot in pipeline.staging.slots:
+        slot.written = torch.npu.Event()
+        slot.written.record = lambda stream: None
+
+
+def _no_wait_for_the_copy_before_the_slot_is_reused(pipeline: Pipeline) -> None:
+    for slot in pipeline.staging.slots:
+        slot.copied.record = lambda stream: None
+
+
+def _no_wait_for_the_copy_to_be_issued(pipeline: Pipeline) -> None:
+    for slot in pipeline.staging.slots:
+        slot.issued.wait = lambda timeout=None: True
+
+
+def _no_wait_for_the_copy_before_it_is_read(pipeline: Pipeline) -> None:
+    original = pipeline.copier._deliver
+
+    def deliver(piece: Piece) -> None:
+        piece.copied = type("NoEvent", (), {"synchronize": lambda self: None})()
+        original(piece)
+
+    pipeline.copier._deliver = deliver
+
+
+def _ring_is_free_too_early(pipeline: Pipeline) -> None:
+    original = pipeline.copier._deliver
+
+    def deliver(piece: Piece) -> None:
+        original(piece)
+        pipeline.ring.free(piece._buffer)
+
+    pipeline.copier._deliver = deliver
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        _no_wait_for_the_write,
+        _no_wait_for_the_copy_before_the_slot_is_reused,
+        _no_wait_for_the_copy_to_be_issued,
+        _no_wait_for_the_copy_before_it_is_read,
+        _ring_is_free_too_early,
+    ],
+)
+def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
+    pipeline: Callable[..., Pipeline], sabotage: Callable[[Pipeline], None]
+) -> None:
+    sabotaged = pipeline(slots=1, ring_rows=16)
+    sabotage(sabotaged)
+    # The writer is held back, so that the ring is full and the copier behind.
+    sabotaged.gate.clear()
+    release = threading.Timer(0.3, sabotaged.gate.set)
+    release.start()
+    try:
+        expected = run_steps(sabotaged, FULL)
+    except RuntimeError as error:
+        assert "race" in str(error).lower()
+        return
+    finally:
+        release.cancel()
+    assert any(not torch.equal(sabotaged.read[key], row) for key, row in expected.items())
+
+
+def test_a_target_that_returns_something_else_is_refused() -> None:
+    pipeline = Pipeline()
+    try:
+        with pytest.raises(ValueError, match=r"2 layers of torch\.bfloat16, expected 3"):
+            pipeline.staging.write([layer.to(DEVICE) for layer in target_output(4, 0)[:2]], FULL[0])
+        with pytest.raises(ValueError, match=r"torch\.float32, expected 3 of torch\.bfloat16"):
+            pipeline.staging.write([layer.float().to(DEVICE) for layer in target_output(4, 0)], FULL[0])
+    finally:
+        pipeline.close()
+
+
+def test_a_copy_that_cannot_be_issued_is_told_and_the_next_one_works() -> None:
+    pipeline = Pipeline()
+    original, failed = pipeline.ring.acquire, []
+
+    def acquire() -> Any:
+        if not failed:
+            failed.append(True)
+            raise RuntimeError("device lost")
+        return original()
+
+    pipeline.ring.acquire = acquire
+    expected = {}
+    for seed, spans in enumerate(FULL[:2]):
+        rows = target_output(MAX_TOKENS, seed)
+        pipeline.step(rows, spans)
+        expected |= {(s.request_id, s.first + k): expected_row(rows, s.row + k) for s in spans for k in range(s.num_rows)}
+    with pytest.raises(RuntimeError, match="device lost"):
+        pipeline.close()
+    assert {request_id for request_id, _ in pipeline.read} == {"b"}
+    assert all(torch.equal(row, expected[key]) for key, row in pipeline.read.items())
+
+
+@pytest.mark.parametrize(("ring_rows", "buffers", "rows_per_buffer"), [(2, 2, 1), (10, 8, 1), (40, 8, 5)])
+def test_a_ring_is_pinned_and_never_larger_than_asked(ring_rows: int, buffers: int, rows_per_buffer: int) -> None:
+    row_bytes = LAYERS * HIDDEN * DTYPE.itemsize
+    ring = PinnedRing(ring_rows * row_bytes, (LAYERS, HIDDEN), DTYPE)
+    assert ring.num_bytes == buffers * rows_per_buffer * row_bytes <= ring_rows * row_bytes
+    assert (ring.free_buffers, ring.rows_per_buffer) == (buffers, rows_per_buffer)
+    assert ring.acquire()[1].is_pinned()
+
+
+def test_a_ring_that_holds_less_than_two_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="give at least 96 bytes"):
+        PinnedRing(95, (LAYERS, HIDDEN), DTYPE)

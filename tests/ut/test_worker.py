@@ -1,0 +1,283 @@
+"""Worker side on an emulated NPU in late mode, with real files: each request is decided once, and a fault stays its own."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch_npu  # noqa: F401 - brings torch.npu
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.worker import ExtractionWorker, row_dtype_name
+from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.staging import PinnedRing, Span, StagingCache
+
+LAYERS, HIDDEN, MAX_TOKENS = 2, 4, 16
+FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=HIDDEN, dtype="F32", model="tiny")
+DEVICE = torch.device("npu:0")
+
+
+class Engine:
+    """A worker with the calls that an engine makes; keeps what every row must be."""
+
+    def __init__(self, directory: Path, rank: int = 0) -> None:
+        self.directory = directory
+        staging = StagingCache(
+            num_slots=2,
+            max_tokens=MAX_TOKENS,
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+            device=DEVICE,
+            collected=(1, 0),
+        )
+        self.staging = staging
+        self.sink = FileSink(directory, FORMAT)
+        self.ring = PinnedRing(6 * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
+        self.worker = ExtractionWorker(rank=rank, staging=staging, ring=self.ring, sink=self.sink, device=DEVICE, num_writers=2)
+        self.outcomes: dict[str, str | None] = {}
+        self.steps = 0
+
+    def path(self, request_id: str) -> Path:
+        return self.directory / f"{request_id}.safetensors"
+
+    def start(self, request_id: str, num_tokens: int, owner: int = 0) -> RequestStart:
+        return RequestStart(request_id, str(self.path(request_id)), owner, np.arange(num_tokens, dtype=np.int64))
+
+    def value(self, request_id: str, position: int) -> float:
+        return float(sum(request_id.encode()) * 1000 + position)
+
+    def step(self, metadata: HsxConnectorMetadata, spans: list[tuple[str, int, int]]) -> None:
+        """One engine step; spans are (request, first position, rows), in batch order."""
+        self.worker.start_step(metadata)
+        rows, staged = torch.zeros(MAX_TOKENS, HIDDEN), []
+        at = 0
+        for request_id, first, num_rows in spans:
+            for offset in range(num_rows):
+                rows[at + offset] = self.value(request_id, first + offset)
+            if self.staging.wanted.get(request_id, 0) > first:
+                staged.append(Span(request_id, first, min(num_rows, self.staging.wanted[request_id] - first), at))
+            at += num_rows
+        if staged:
+            self.staging.write([rows.to(DEVICE), (rows + 0.5).to(DEVICE)], staged)
+        self.worker.save()
+        self.steps += 1
+        self.collect()
+
+    def collect(self) -> None:
+        report = self.worker.report()
+        if report is not None:
+            self.outcomes |= report.outcomes
+
+    def close(self) -> None:
+        self.worker.close()
+        self.collect()
+
+    def assert_file_is_right(self, request_id: str, num_tokens: int) -> None:
+        tensors = load_file(self.path(request_id))
+        expected = torch.tensor([self.value(request_id, position) for position in range(num_tokens)])
+        # Layer ids (3, 1): the first layer of a row is the second that the target collects.
+        assert torch.equal(tensors["hidden_states"][:, 0], (expected + 0.5).unsqueeze(1).expand(-1, HIDDEN))
+        assert torch.equal(tensors["hidden_states"][:, 1], expected.unsqueeze(1).expand(-1, HIDDEN))
+        assert tensors["token_ids"].tolist() == list(range(num_tokens))
+
+    def visible(self) -> set[str]:
+        return {path.name for path in self.directory.iterdir() if not path.name.endswith(".lock")}
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path / "out")
+    yield engine
+    engine.worker.close()
+
+
+def started(*starts: RequestStart) -> HsxConnectorMetadata:
+    return HsxConnectorMetadata(started=list(starts))
+
+
+def ended(request_id: str, aborted: bool = False) -> HsxConnectorMetadata:
+    return HsxConnectorMetadata(ended=[RequestEnd(request_id, aborted)])
+
+
+def test_a_file_is_published_with_its_last_row_and_not_at_the_end_of_the_request(engine: Engine) -> None:
+    engine.step(started(engine.start("a", 12)), [("a", 0, 8)])
+    engine.step(HsxConnectorMetadata(), [("a", 8, 4)])
+    engine.close()
+    assert engine.outcomes == {"a": None}
+    engine.assert_file_is_right("a", 12)
+
+
+def test_rows_of_other_owners_are_ignored(engine: Engine) -> None:
+    engine.step(started(engine.start("mine", 3), engine.start("theirs", 5, owner=1)), [("theirs", 0, 5), ("mine", 0, 3)])
+    engine.close()
+    assert engine.visible() == {"mine.safetensors"}
+    engine.assert_file_is_right("mine", 3)
+
+
+def test_a_preempted_request_computes_its_rows_again(engine: Engine) -> None:
+    engine.step(started(engine.start("a", 10)), [("a", 0, 6)])
+    engine.step(HsxConnectorMetadata(), [("a", 0, 8)])
+    engine.step(HsxConnectorMetadata(), [("a", 8, 4)])  # the prompt's last two, then output of before the preemption
+    engine.close()
+    engine.assert_file_is_right("a", 10)
+
+
+def test_an_aborted_request_leaves_nothing(engine: Engine) -> None:
+    engine.step(started(engine.start("a", 10), engine.start("b", 4)), [("a", 0, 6), ("b", 0, 4)])
+    engine.step(ended("a", aborted=True), [])
+    engine.close()
+    assert engine.outcomes == {"a": None, "b": None}
+    assert engine.visible() == {"b.safetensors"}
+    assert not engine.path("a").with_name("a.safetensors.lock").exists()
+
+
+def test_a_request_that_ends_without_all_rows_fails_and_says_which(engine: Engine) -> None:
+    engine.step(started(engine.start("a", 10)), [("a", 0, 4)])
+    engine.step(HsxConnectorMetadata(), [("a", 7, 2)])
+    engine.step(ended("a"), [])
+    engine.close()
+    assert engine.outcomes["a"] == "the request ended without rows for token positions [(4, 7), (9, 10)]"
+    assert engine.visible() == {"a.safetensors.error"}
+
+
+def test_an_id_can_be_used_again_in_the_step_in_which_it_ended(engine: Engine) -> None:
+    engine.step(started(engine.start("a", 10)), [("a", 0, 4)])
+    both = HsxConnectorMetadata(ended=[RequestEnd("a", True)], started=[engine.start("b", 5)])
+    engine.step(both, [("b", 0, 5)])
+    engine.step(ended("b"), [])
+    engine.step(started(engine.start("b", 7)), [("b", 0, 7)])
+    engine.close()
+    engine.assert_file_is_right("b", 7)
+
+
+def test_a_file_that_cannot_be_opened_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = engine.sink.open
+
+    def open_file(request_id: str, path: Path) -> object:
+        if request_id == "a":
+            raise SinkError(request_id, path, "Too many open files")
+        return original(request_id, path)
+
+    monkeypatch.setattr(engine.sink, "open", open_file)
+    engine.step(started(engine.start("a", 3), engine.start("b", 3)), [("a", 0, 3), ("b", 0, 3)])
+    engine.step(ended("a"), [])
+    engine.close()
+    assert engine.outcomes == {"a": "Too many open files", "b": None}
+    engine.assert_file_is_right("b", 3)
+
+
+def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = engine.sink.open
+
+    def open_file(request_id: str, path: Path) -> object:
+        file = original(request_id, path)
+        if request_id == "a":
+
+            def write(first: int, rows: object) -> None:
+                raise SinkError(request_id, path, "No space left on device")
+
+            monkeypatch.setattr(file, "write", write)
+        return file
+
+    monkeypatch.setattr(engine.sink, "open", open_file)
+    engine.step(started(engine.start("a", 9), engine.start("b", 7)), [("a", 0, 9), ("b", 0, 7)])
+    engine.close()
+    assert engine.outcomes == {"a": "No space left on device", "b": None}
+    assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
+    engine.assert_file_is_right("b", 7)
+    assert engine.ring.free_buffers == 6
+    assert engine.worker._backlog == 0
+
+
+def test_a_copy_that_fails_fails_the_requests_of_its_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def acquire() -> object:
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.ring, "acquire", acquire)
+        engine.step(started(engine.start("a", 3)), [("a", 0, 3)])
+        issued = engine.staging.slots[0].issued
+        assert issued.wait(10)
+    engine.step(started(engine.start("b", 3)), [("b", 0, 3)])
+    engine.close()
+    assert engine.outcomes == {"a": "copy from the device failed: device lost", "b": None}
+    assert engine.worker._backlog == 0
+
+
+def test_what_is_incomplete_when_the_worker_closes_fails_and_no_thread_is_left(engine: Engine) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    engine.step(started(engine.start("a", 10), engine.start("b", 2)), [("a", 0, 4), ("b", 0, 2)])
+    engine.close()
+    assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("hsx-")]
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 0
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> list[tuple[str, int, str]]:
+    """Requests with the number of their tokens and how they end."""
+    return [
+        (f"r{index}", draw(st.integers(1, 30)), draw(st.sampled_from(["completes", "completes", "aborted early", "preempted"])))
+        for index in range(draw(st.integers(1, 7)))
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests=lives(), data=st.data())
+def test_every_request_is_decided_once_and_every_file_is_right(
+    tmp_path_factory: pytest.TempPathFactory, requests: list[tuple[str, int, str]], data: st.DataObject
+) -> None:
+    engine = Engine(tmp_path_factory.mktemp("run") / "out")
+    waiting, done, ends = list(requests), dict.fromkeys((r[0] for r in requests), 0), []
+    running: list[tuple[str, int, str]] = []
+    preempted: set[str] = set()
+    while waiting or running:
+        metadata = HsxConnectorMetadata(ended=ends)
+        ends = []
+        if waiting and (not running or data.draw(st.booleans())):
+            running.append(waiting.pop(0))
+            metadata.started.append(engine.start(running[-1][0], running[-1][1]))
+        budget, spans = MAX_TOKENS, []
+        for request_id, num_tokens, fate in list(running):
+            num_rows = min(budget, num_tokens - done[request_id], data.draw(st.integers(1, 8)))
+            if num_rows <= 0:
+                continue
+            spans.append((request_id, done[request_id], num_rows))
+            budget -= num_rows
+            done[request_id] += num_rows
+            finished = done[request_id] == num_tokens
+            if fate == "aborted early" and not finished:
+                running.remove((request_id, num_tokens, fate))
+                ends.append(RequestEnd(request_id, True))
+            elif fate == "preempted" and request_id not in preempted and not finished:
+                preempted.add(request_id)
+                done[request_id] = 0
+            elif finished:
+                running.remove((request_id, num_tokens, fate))
+                ends.append(RequestEnd(request_id, False))
+        engine.step(metadata, spans)
+    engine.step(HsxConnectorMetadata(ended=ends), [])
+    engine.close()
+    complete = {request_id: num for request_id, num, _ in requests if done[request_id] == num}
+    assert engine.outcomes == dict.fromkeys(r[0] for r in requests)
+    assert engine.visible() == {f"{request_id}.safetensors" for request_id in complete}
+    for request_id, num_tokens in complete.items():
+        engine.assert_file_is_right(request_id, num_tokens)
+    assert engine.ring.free_buffers == 6
+    assert engine.worker._backlog == 0
+
+
+def test_a_dtype_that_files_do_not_hold_is_refused() -> None:
+    assert row_dtype_name(torch.bfloat16) == "BF16"
+    with pytest.raises(ValueError, match=r"torch\.float64 cannot be stored"):
+        row_dtype_name(torch.float64)
