@@ -1,0 +1,113 @@
+"""Compiles the C++ part of the emulated NPU once, into a cache, and says where it is."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+from filelock import FileLock
+
+SOURCES = Path(__file__).parent / "csrc"
+MODULE = "hsx_npu"
+# Everything is one translation unit: torch's headers cost far more than our code.
+FLAGS = (
+    *("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-interference-size"),
+    f"-DTORCH_EXTENSION_NAME={MODULE}",
+)
+
+
+class BuildError(RuntimeError):
+    """The C++ part cannot be built; the message says why and what to do."""
+
+
+def cache_directory() -> Path:
+    """Where compiled files are kept: HSX_EMULATOR_CACHE, else the user's cache directory."""
+    chosen = os.environ.get("HSX_EMULATOR_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ascend-hsx" / "emulator"
+
+
+def library() -> Path:
+    """The compiled extension module, built first if it is not in the cache.
+
+    Safe when several processes ask at once: one builds, the others wait.
+
+    Raises:
+        BuildError: no compiler, no Python headers, no cache directory, or the compiler failed.
+    """
+    import torch
+
+    target = cache_directory() / f"{MODULE}-{_key(torch.__version__)}.so"
+    if target.exists():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(
+            f"emulated NPU: cannot create the cache directory {target.parent} ({error.strerror}); "
+            "set HSX_EMULATOR_CACHE to a directory that can be written"
+        ) from error
+    with FileLock(target.with_suffix(".lock")):
+        if not target.exists():
+            _compile(target, Path(torch.__file__).parent)
+    return target
+
+
+def _key(torch_version: str) -> str:
+    """What the compiled file depends on, as a short name: sources, flags, torch, Python, compiler."""
+    digest = hashlib.sha256()
+    for part in (*FLAGS, torch_version, sys.version, sysconfig.get_platform(), _compiler_name()):
+        digest.update(part.encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode())
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _compiler_name() -> str:
+    return os.environ.get("CXX") or "c++"
+
+
+def _compile(target: Path, torch_root: Path) -> None:
+    compiler = shutil.which(_compiler_name())
+    if compiler is None:
+        raise BuildError(
+            f"emulated NPU: no C++ compiler: {_compiler_name()!r} is not on PATH. "
+            "Install g++ (11 or newer), or name another compiler in CXX"
+        )
+    headers = sysconfig.get_path("include")
+    if not Path(headers, "Python.h").exists():
+        raise BuildError(f"emulated NPU: no Python headers in {headers}. Install them (Debian and Ubuntu: python3-dev)")
+    handle, draft = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    command = [
+        compiler,
+        *FLAGS,
+        *(f"-I{path}" for path in (torch_root / "include", torch_root / "include/torch/csrc/api/include", headers)),
+        str(SOURCES / "npu.cpp"),
+        "-o",
+        draft,
+        f"-L{torch_root / 'lib'}",
+        *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+    ]
+    print("hsx: compiling the emulated NPU, once (half a minute to a minute) ...", file=sys.stderr, flush=True)
+    started = time.monotonic()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            # The last lines may be notes; the first error is the cause.
+            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-5:]
+            raise BuildError("emulated NPU: the compiler failed:\n" + "\n".join(errors[:10]) + "\ncommand: " + " ".join(command))
+        os.chmod(draft, 0o644)
+        os.replace(draft, target)
+    finally:
+        Path(draft).unlink(missing_ok=True)
+    print(f"hsx: compiled in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)

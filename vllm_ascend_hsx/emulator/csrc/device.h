@@ -1,0 +1,164 @@
+// What torch asks of an accelerator: device guard, hooks, generators.
+#pragma once
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "relabel.h"
+#include "streams.h"
+
+namespace hsx {
+
+// A generator of an npu: draws with a CPU generator of its own, so that CPU and npu seeds do not disturb each other.
+class NpuGenerator final : public c10::GeneratorImpl {
+ public:
+  explicit NpuGenerator(int device, std::optional<at::Generator> cpu = std::nullopt)
+      : c10::GeneratorImpl(
+            c10::Device(kNpu, static_cast<c10::DeviceIndex>(device)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        cpu_(cpu.has_value() ? *cpu : at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val)) {}
+
+  const at::Generator& cpu() const { return cpu_; }
+  void set_current_seed(uint64_t seed) override { cpu_.unsafeGetGeneratorImpl()->set_current_seed(seed); }
+  void set_offset(uint64_t) override { TORCH_CHECK_NOT_IMPLEMENTED(false, "the emulated NPU's generator has no offset"); }
+  uint64_t get_offset() const override { TORCH_CHECK_NOT_IMPLEMENTED(false, "the emulated NPU's generator has no offset"); }
+  uint64_t current_seed() const override { return cpu_.unsafeGetGeneratorImpl()->current_seed(); }
+  uint64_t seed() override { return cpu_.unsafeGetGeneratorImpl()->seed(); }
+  void set_state(const c10::TensorImpl& state) override { cpu_.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return cpu_.unsafeGetGeneratorImpl()->get_state(); }
+  static c10::DeviceType device_type() { return kNpu; }
+
+ private:
+  NpuGenerator* clone_impl() const override { return new NpuGenerator(device_.index(), cpu_.clone()); }
+  at::Generator cpu_;
+};
+
+inline const at::Generator& default_generator_handle(int device) {
+  static auto* all = new std::vector<at::Generator>([] {
+    std::vector<at::Generator> v;
+    for (int d = 0; d < kMaxDevices; ++d) v.push_back(at::make_generator<NpuGenerator>(d));
+    return v;
+  }());
+  return all->at(device);
+}
+
+inline const NpuGenerator& default_generator(int device) {
+  return *static_cast<const NpuGenerator*>(default_generator_handle(device).unsafeGetGeneratorImpl());
+}
+
+inline at::Generator cpu_generator(const at::Generator& g, int device, const std::string& op) {
+  const auto* npu = dynamic_cast<const NpuGenerator*>(g.unsafeGetGeneratorImpl());
+  TORCH_CHECK(npu != nullptr, op, ": Expected a 'npu' device type for generator but found '", g.device().type(), "'");
+  TORCH_CHECK(
+      g.device().index() == device, op, ": Expected a generator of npu:", device, " but found one of ", g.device().str());
+  return npu->cpu();
+}
+
+struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr c10::DeviceType static_type = kNpu;
+  c10::DeviceType type() const override { return kNpu; }
+  static int index(c10::Device d) { return d.has_index() ? d.index() : current_device(); }
+  static StreamState& state(const c10::Stream& s) { return Engine::get().stream(s.device_index(), s.id()); }
+  static c10::Stream handle(const StreamState& s) {
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kNpu, static_cast<c10::DeviceIndex>(s.device)), s.id);
+  }
+
+  c10::Device getDevice() const override { return {kNpu, current_device()}; }
+  c10::Device exchangeDevice(c10::Device d) const override {
+    const c10::Device before = getDevice();
+    setDevice(d);
+    return before;
+  }
+  void setDevice(c10::Device d) const override {
+    if (!d.has_index() || d.index() == current_device()) return;
+    check_device(d.index());
+    current_device() = d.index();
+  }
+  void uncheckedSetDevice(c10::Device d) const noexcept override {
+    if (d.has_index()) current_device() = d.index();
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
+
+  c10::Stream getStream(c10::Device d) const override { return handle(current_stream(index(d))); }
+  c10::Stream getDefaultStream(c10::Device d) const override { return handle(Engine::get().stream(index(d), 0)); }
+  c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getNewStream(d, 0); }
+  c10::Stream getNewStream(c10::Device d, int) const override {
+    create_context();
+    check_device(index(d));
+    return handle(Engine::get().new_stream(index(d)));
+  }
+  c10::Stream exchangeStream(c10::Stream s) const override {
+    const int device = s.device_index();
+    c10::Stream before = getStream(s.device());
+    current_stream_ids().at(device) = s.id();
+    return before;
+  }
+  bool queryStream(const c10::Stream& s) const override { return Engine::get().query(state(s)); }
+  void synchronizeStream(const c10::Stream& s) const override { Engine::get().synchronize(state(s)); }
+  void synchronizeDevice(const c10::DeviceIndex d) const override { Engine::get().synchronize_device(d); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override { npu_allocator().recordStream(data, s); }
+
+  void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag flag) const override {
+    create_context();
+    if (*event == nullptr) {
+      auto* fresh = new EventState();
+      fresh->timing = flag == c10::EventFlag::BACKEND_DEFAULT;
+      *event = fresh;
+    }
+    Engine::get().record(*static_cast<EventState*>(*event), state(s));
+  }
+  void block(void* event, const c10::Stream& s) const override {
+    if (event != nullptr) Engine::get().wait(state(s), *static_cast<EventState*>(event));
+  }
+  bool queryEvent(void* event) const override { return event == nullptr || Engine::get().query(*static_cast<EventState*>(event)); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) Engine::get().synchronize(*static_cast<EventState*>(event));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<EventState*>(event); }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
+    const auto* a = static_cast<EventState*>(first);
+    const auto* b = static_cast<EventState*>(second);
+    TORCH_CHECK(a != nullptr && b != nullptr, "Both events must be recorded before calculating elapsed time.");
+    TORCH_CHECK(a->timing && b->timing, "Both events must be created with argument 'enable_timing=True'.");
+    TORCH_CHECK(*a->reached != 0 && *b->reached != 0, "Both events must be completed before calculating elapsed time.");
+    return static_cast<double>(*b->reached - *a->reached) / 1e6;
+  }
+};
+
+struct NpuHooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return device_count() > 0; }
+  void init() const override { create_context(); }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return context_created(); }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(device_count()); }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(c10::DeviceIndex d) const override {
+    create_context();
+    check_device(d);
+    current_device() = d;
+  }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override {
+    const c10::DeviceIndex before = current_device();
+    if (d >= 0) setCurrentDevice(d);
+    return before;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return exchangeDevice(d); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override {
+    const int device = d < 0 ? current_device() : d;
+    check_device(device);
+    return default_generator_handle(device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex d) const override {
+    return at::make_generator<NpuGenerator>(d < 0 ? current_device() : d);
+  }
+  at::Device getDeviceFromPtr(void*) const override {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "the emulated NPU has no device pointers of its own");
+  }
+  bool isPinnedPtr(const void* ptr) const override { return pinned_block(ptr) != nullptr; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    resize_storage(storage.unsafeGetStorageImpl(), bytes);
+  }
+};
+
+}  // namespace hsx

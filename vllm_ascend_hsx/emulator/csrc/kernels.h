@@ -1,0 +1,220 @@
+// The kernels that are not the CPU's: allocation, copies between host and device, metadata, and what makes the host wait.
+#pragma once
+
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+
+#include "fallback.h"
+
+namespace hsx {
+
+inline int target_device(std::optional<c10::Device> device) {
+  create_context();
+  if (!device.has_value() || !device->has_index()) return ready_device();
+  check_device(device->index());
+  return device->index();
+}
+
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : before_(current_device()) { current_device() = static_cast<c10::DeviceIndex>(device); }
+  ~OnDevice() { current_device() = before_; }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  c10::DeviceIndex before_;
+};
+
+inline void refuse_pinned(std::optional<bool> pin) {
+  TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
+}
+
+inline at::Tensor empty_kernel(
+    c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<c10::Device> device,
+    std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
+  refuse_pinned(pin);
+  OnDevice on(target_device(device));
+  return at::detail::empty_generic(
+      C10_AS_INTARRAYREF_SLOW(sizes), &npu_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      at::dtype_or_default(dtype), format);
+}
+
+inline at::Tensor empty_strided_kernel(
+    c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<c10::Device> device, std::optional<bool> pin) {
+  refuse_pinned(pin);
+  return empty_npu(
+      C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), at::dtype_or_default(dtype), target_device(device));
+}
+
+inline const std::string* copy_name() {
+  static const std::string* name = intern("aten::copy_");
+  return name;
+}
+
+inline bool needs_temporary(const at::Tensor& from, const at::Tensor& to) {
+  return from.scalar_type() != to.scalar_type() || !from.is_contiguous() || !to.is_contiguous() || !from.sizes().equals(to.sizes()) ||
+      from.is_conj() != to.is_conj() || from.is_neg() != to.is_neg();
+}
+
+inline void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  to.copy_(from);
+}
+
+// A pinned tensor as queued work sees it: its bytes kept alive, its sizes as they are now.
+inline at::Tensor pinned_view(const at::Tensor& t, const Block& block) {
+  return at::from_blob(
+      t.data_ptr(), t.sizes(), t.strides(), [keep = block.memory](void*) {}, t.options().pinned_memory(false));
+}
+
+inline void device_to_device(const at::Tensor& from, const at::Tensor& to) {
+  Engine& engine = Engine::get();
+  StreamState& s = current_stream(from.device().index());
+  StreamState& d = current_stream(to.device().index());
+  if (config().late && &s != &d) engine.wait_stream(s, d);
+  order(s, copy_name(), {{from, false}, {to, true}});
+  Relabel relabel(to.device().index());
+  const at::Tensor a = relabel.to_cpu(from), b = relabel.to_cpu(to);
+  if (engine.defers(s)) engine.push(s, {copy_name(), [a, b] { copy_bytes(b, a); }});
+  else copy_bytes(b, a);
+  if (config().late && &s != &d) engine.wait_stream(d, s);
+}
+
+inline void host_to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  Engine& engine = Engine::get();
+  StreamState& s = current_stream(to.device().index());
+  const bool async = non_blocking && from.is_pinned() && !needs_temporary(from, to);
+  order(s, copy_name(), {{from, false}, {to, true}});
+  Relabel relabel(to.device().index());
+  const at::Tensor b = relabel.to_cpu(to);
+  if (async) {
+    if (engine.defers(s)) {
+      engine.push(s, {copy_name(), [a = pinned_view(from, *pinned_block(from.data_ptr())), b] { copy_bytes(b, a); }});
+      return;
+    }
+    if (config().late) engine.deliver(s, pinned_block(from.data_ptr()));
+    copy_bytes(b, from);
+    return;
+  }
+  if (config().late) engine.synchronize(s);
+  copy_bytes(b, from);
+}
+
+inline void device_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  Engine& engine = Engine::get();
+  StreamState& s = current_stream(from.device().index());
+  const bool async = non_blocking && to.is_pinned() && to.is_contiguous();
+  order(s, copy_name(), {{from, false}, {to, true}});
+  Relabel relabel(from.device().index());
+  const at::Tensor a = relabel.to_cpu(from);
+  if (async && config().late) {
+    const Block* block = pinned_block(to.data_ptr());
+    const at::Tensor b = pinned_view(to, *block);
+    const at::Tensor source = s.is_default() ? a.clone() : a;
+    engine.push(s, {copy_name(), [source, b] { copy_bytes(b, source); }, block});
+    return;
+  }
+  if (config().late && !async) engine.synchronize(s);
+  copy_bytes(to, a);
+}
+
+inline at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const bool from_npu = from.device().type() == kNpu, to_npu = to.device().type() == kNpu;
+  for (const at::Tensor& t : {from, to}) {
+    TORCH_CHECK(
+        t.device().type() == kNpu || t.device().is_cpu(), "copies between npu and ", t.device().type(), " are not supported");
+    TORCH_CHECK(t.layout() == c10::kStrided, "the emulated NPU supports strided tensors only, got layout ", t.layout());
+  }
+  create_context();
+  if (to.numel() == 0) return to;
+  if (from_npu && to_npu) {
+    device_to_device(from, to);
+  } else if (to_npu) {
+    host_to_device(from, to, non_blocking);
+  } else {
+    device_to_host(from, to, non_blocking);
+  }
+  return to;
+}
+
+inline at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  to.resize_(from.sizes());
+  return copy_from(from, to, false);
+}
+
+inline at::Scalar item_kernel(const at::Tensor& t) {
+  static const std::string* name = intern("aten::_local_scalar_dense");
+  StreamState& s = current_stream(t.device().index());
+  order(s, name, {{t, false}});
+  if (config().late) Engine::get().synchronize(s);
+  Relabel relabel(t.device().index());
+  return relabel.to_cpu(t).item();
+}
+
+inline const at::Tensor& resize_kernel(const at::Tensor& t, c10::SymIntArrayRef symbolic, std::optional<at::MemoryFormat> format) {
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(symbolic);
+  c10::TensorImpl* impl = t.unsafeGetTensorImpl();
+  if (t.sizes().equals(sizes) && !format.has_value()) return t;
+  impl->set_sizes_contiguous(sizes);
+  if (format.has_value() && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
+  const size_t needed = t.numel() == 0 ? 0 : (t.storage_offset() + t.numel()) * t.dtype().itemsize();
+  if (needed > t.storage().nbytes()) resize_storage(t.storage().unsafeGetStorageImpl(), needed);
+  return t;
+}
+
+inline at::Tensor& set_storage_kernel(at::Tensor& t, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  return at::native::set_storage_cpu_(
+      t, std::move(source), offset.expect_int(), C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
+}
+
+inline at::Tensor& set_whole_storage_kernel(at::Tensor& t, at::Storage source) {
+  const int64_t n = static_cast<int64_t>(source.nbytes() / t.dtype().itemsize());
+  return at::native::set_storage_cpu_(t, std::move(source), 0, {n}, {1});
+}
+
+inline at::Tensor view_kernel(const at::Tensor& t, c10::SymIntArrayRef sizes) { return at::native::view(t, C10_AS_INTARRAYREF_SLOW(sizes)); }
+
+inline at::Tensor as_strided_kernel(const at::Tensor& t, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      t, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides),
+      offset.has_value() ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
+}
+
+inline at::Tensor reshape_alias_kernel(const at::Tensor& t, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  return at::native::_reshape_alias(t, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
+}
+
+// Zeroes large blocks by giving the pages back, so that a KV cache costs host memory only where it is used.
+inline at::Tensor& zero_kernel(at::Tensor& t) {
+  Block* block = block_of(t);
+  const size_t bytes = t.numel() * t.dtype().itemsize();
+  StreamState& s = current_stream(t.device().index());
+  if (block == nullptr || !block->memory->mapped || !t.is_contiguous() || bytes < kMapped || Engine::get().defers(s)) {
+    static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::zero_", "");
+    Stack stack{t};
+    fallback(op, &stack);
+    return t;
+  }
+  static const std::string* name = intern("aten::zero_");
+  order(s, name, {{t, true}});
+  char* first = static_cast<char*>(t.data_ptr());
+  constexpr size_t kPage = 4096;
+  char* page = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(first), kPage));
+  const size_t whole = (first + bytes - page) / kPage * kPage;
+  std::memset(first, 0, page - first);
+  if (madvise(page, whole, MADV_DONTNEED) != 0) std::memset(page, 0, whole);
+  std::memset(page + whole, 0, first + bytes - (page + whole));
+  return t;
+}
+
+inline void record_stream_kernel(at::Tensor& t, c10::Stream stream) {
+  npu_allocator().recordStream(t.storage().data_ptr(), stream);
+}
+
+}  // namespace hsx

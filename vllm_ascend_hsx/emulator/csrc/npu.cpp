@@ -1,0 +1,64 @@
+// Registers the emulated NPU with torch and exposes it to vllm_ascend_hsx.emulator. Built by build.py.
+#include <torch/extension.h>
+
+#include "device.h"
+#include "fallback.h"
+#include "kernels.h"
+#include "hccl.h"
+
+namespace hsx {
+
+REGISTER_ALLOCATOR(c10::DeviceType::PrivateUse1, &npu_allocator());
+C10_REGISTER_GUARD_IMPL(PrivateUse1, NpuGuard);
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty_kernel);
+  m.impl("empty_strided", empty_strided_kernel);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", item_kernel);
+  m.impl("resize_", resize_kernel);
+  m.impl("set_.source_Storage_storage_offset", set_storage_kernel);
+  m.impl("set_.source_Storage", set_whole_storage_kernel);
+  m.impl("view", view_kernel);
+  m.impl("as_strided", as_strided_kernel);
+  m.impl("_reshape_alias", reshape_alias_kernel);
+  m.impl("unfold", at::native::unfold);
+  m.impl("zero_", zero_kernel);
+  m.impl("record_stream", record_stream_kernel);
+}
+
+void start(int npus, size_t hbm, bool late) {
+  static bool started = false;
+  TORCH_CHECK(!started, "the emulated NPU is already running in this process");
+  started = true;
+  config() = {npus, hbm, late};
+  static auto* hooks = new NpuHooks();
+  at::RegisterPrivateUse1HooksInterface(hooks);
+  at::setHostAllocator(c10::DeviceType::PrivateUse1, &pinned_allocator());
+}
+
+}  // namespace hsx
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace hsx;
+  m.def("start", &start);
+  m.def("create_context", &create_context);
+  m.def("context_created", &context_created);
+  m.def("forked", [] { return process_state().forked.load(); });
+  m.def("device_count", &device_count);
+  m.def("current_device", [] { return static_cast<int>(current_device()); });
+  m.def("set_device", [](int d) {
+    create_context();
+    check_device(d);
+    current_device() = static_cast<c10::DeviceIndex>(d);
+  });
+  m.def("empty_cache", [] { npu_allocator().emptyCache({0, 0}); });
+  m.def("memory_info", [](int d) { return npu_allocator().getMemoryInfo(static_cast<c10::DeviceIndex>(d)); });
+  m.def("default_generator", [](int d) { return default_generator_handle(d); });
+  m.def("pending", [](int d, int64_t id) { return Engine::get().pending(Engine::get().stream(d, id)); });
+  m.def("late", [] { return config().late; });
+  bind_hccl(m);
+}

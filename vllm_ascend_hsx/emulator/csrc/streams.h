@@ -1,0 +1,444 @@
+// Streams and events: what runs when, and what is known to have happened before what.
+//
+// Normal mode: every operator runs when it is called, so every stream is always idle. The clocks are not used.
+//
+// Late mode: the default stream runs its operators when they are called, every other stream queues them. A queue runs only as
+// far as something needs it: the host synchronizes, or a stream that must run now waits for an event. Copies from the default
+// stream into pinned memory are taken at once but delivered to the host late, by the same rules.
+// A loop that polls query() ends, because from the third "no" on each query runs one queued item. A queue longer than
+// kQueueLimit runs its oldest items, as a full hardware queue would.
+//
+// Late mode also checks order. Each stream, each event and the host carry a vector clock; an access that conflicts with an
+// earlier one on another stream, and that no wait, event or host synchronization orders after it, is an error. What the host
+// itself reads or writes (numpy, CPU operators on pinned memory) cannot be seen; a missing wait there shows as stale bytes.
+// The host counts as one thread: synchronizing in one thread orders the launches of all.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <Python.h>
+#include <c10/core/Stream.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <numeric>
+#include <thread>
+
+#include "config.h"
+#include "memory.h"
+#include "races.h"
+
+namespace hsx {
+
+constexpr int kPoolStreams = 32;  // streams per device before ids are handed out again
+constexpr size_t kQueueLimit = 4096;
+constexpr int kPatientQueries = 2;
+
+// Gives the GIL back while a thread blocks, so that the thread it waits for can use Python.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+struct Item {
+  const std::string* name;
+  std::function<void()> run;
+  const void* host = nullptr;  // pinned block that a delivery of the default stream writes
+};
+
+struct StreamState {
+  int device = 0;
+  c10::StreamId id = 0;
+  int slot = 0;  // index into clocks, unique in the process
+  std::deque<Item> queue;
+  uint64_t issued = 0, executed = 0;
+  bool running = false;
+  std::thread::id runner;
+  Clock clock;
+  uint64_t host_version = 0;
+  int refused_queries = 0;
+  bool is_default() const { return id == 0; }
+};
+
+struct EventState {
+  bool timing = false;
+  StreamState* stream = nullptr;
+  uint64_t position = 0;
+  Clock clock;
+  std::shared_ptr<std::atomic<int64_t>> reached;  // nanoseconds; 0 until the stream got there
+  int refused_queries = 0;
+};
+
+class Engine {
+ public:
+  static Engine& get() {
+    static auto* engine = new Engine();
+    return *engine;
+  }
+
+  std::unique_lock<std::mutex> lock() {
+    std::unique_lock<std::mutex> guard(mutex_, std::try_to_lock);
+    if (!guard.owns_lock()) {
+      WithoutGil relaxed;
+      guard.lock();
+    }
+    return guard;
+  }
+
+  StreamState& stream(int device, c10::StreamId id) {
+    auto guard = lock();
+    return find(device, id);
+  }
+
+  // A stream of the device's pool. Order is tracked from the first one on.
+  StreamState& new_stream(int device) {
+    auto guard = lock();
+    const int n = pool_next_[device]++ % kPoolStreams;
+    tracking_ = config().late;
+    return find(device, n + 1);
+  }
+
+  // A stream outside the pool (hccl's own).
+  StreamState& private_stream(int device) {
+    auto guard = lock();
+    tracking_ = config().late;
+    return find(device, kPoolStreams + 1 + private_next_++);
+  }
+
+  bool tracking() const { return tracking_; }
+  bool defers(const StreamState& s) const { return config().late && !s.is_default(); }
+
+  // Called for each operator launched on s, before it runs or is queued.
+  uint64_t launch(StreamState& s) {
+    auto guard = lock();
+    see_host(s);
+    const uint64_t epoch = s.clock.get(s.slot) + 1;
+    s.clock.set(s.slot, epoch);
+    return epoch;
+  }
+
+  void push(StreamState& s, Item item) {
+    auto guard = lock();
+    s.queue.push_back(std::move(item));
+    ++s.issued;
+    if (s.queue.size() > kQueueLimit) {
+      const uint64_t upto = s.executed + s.queue.size() / 2;
+      guard.unlock();
+      drain(s, upto);
+    }
+  }
+
+  // Runs the stream's queue up to a position. Errors of the queued work surface here.
+  void drain(StreamState& s, uint64_t upto) {
+    auto guard = lock();
+    if (s.executed >= upto) return;
+    const auto self = std::this_thread::get_id();
+    while (s.executed < upto) {
+      if (s.running) {
+        TORCH_CHECK(s.runner != self, "emulated NPU: a queued operator waits for its own stream");
+        WithoutGil relaxed;
+        idle_.wait(guard);
+        continue;
+      }
+      Item item = std::move(s.queue.front());
+      s.queue.pop_front();
+      s.running = true;
+      s.runner = self;
+      guard.unlock();
+      std::exception_ptr failure;
+      try {
+        item.run();
+      } catch (...) {
+        failure = std::current_exception();
+      }
+      item.run = nullptr;  // lets go of its memory before anybody can see the item as done
+      guard = lock();
+      s.running = false;
+      ++s.executed;
+      idle_.notify_all();
+      if (failure) {
+        guard.unlock();
+        rethrow(failure, *item.name, s);
+      }
+    }
+  }
+
+  void record(EventState& e, StreamState& s) {
+    auto guard = lock();
+    see_host(s);
+    if (tracking_) s.clock.set(s.slot, s.clock.get(s.slot) + 1);
+    e.stream = &s;
+    e.clock = s.clock;
+    e.refused_queries = 0;
+    auto reached = std::make_shared<std::atomic<int64_t>>(0);
+    e.reached = reached;
+    if (s.queue.empty() && !s.running) {
+      *reached = now();
+    } else {
+      s.queue.push_back({intern("record_event"), [reached] { *reached = now(); }});
+      ++s.issued;
+    }
+    e.position = s.issued;
+  }
+
+  // s does nothing that is launched from here on before e has happened.
+  void wait(StreamState& s, const EventState& e) {
+    if (e.stream == nullptr) return;
+    StreamState& on = *e.stream;
+    const uint64_t position = e.position;
+    {
+      auto guard = lock();
+      see_host(s);
+      s.clock.join(e.clock);
+      if (&on == &s || on.executed >= position) return;
+      if (defers(s)) {
+        s.queue.push_back({intern("wait_event"), [this, &on, position] { drain(on, position); }});
+        ++s.issued;
+        return;
+      }
+    }
+    drain(on, position);
+  }
+
+  // s does nothing that is launched from here on before all that was launched on `on`.
+  void wait_stream(StreamState& s, StreamState& on) {
+    EventState e;
+    record(e, on);
+    wait(s, e);
+  }
+
+  void synchronize(EventState& e) {
+    if (e.stream == nullptr) return;
+    drain(*e.stream, e.position);
+    auto guard = lock();
+    host_saw(e.clock);
+  }
+
+  void synchronize(StreamState& s) {
+    uint64_t upto;
+    Clock clock;
+    {
+      auto guard = lock();
+      upto = s.issued;
+      clock = s.clock;
+    }
+    drain(s, upto);
+    auto guard = lock();
+    host_saw(clock);
+  }
+
+  void synchronize_device(int device) {
+    std::vector<StreamState*> all;
+    {
+      auto guard = lock();
+      for (auto& entry : streams_)
+        if (entry.first.first == device) all.push_back(entry.second.get());
+    }
+    for (StreamState* s : all) synchronize(*s);
+  }
+
+  bool query(EventState& e) {
+    if (e.stream == nullptr) return true;
+    return query(*e.stream, e.position, e.clock, e.refused_queries);
+  }
+
+  bool query(StreamState& s) {
+    uint64_t upto;
+    Clock clock;
+    {
+      auto guard = lock();
+      upto = s.issued;
+      clock = s.clock;
+    }
+    return query(s, upto, clock, s.refused_queries);
+  }
+
+  // Delivers what the default stream still owes to this pinned block, or (nullptr) to anybody.
+  void deliver(StreamState& s, const void* host) {
+    uint64_t upto = 0;
+    {
+      auto guard = lock();
+      uint64_t position = s.executed + (s.running ? 1 : 0);
+      for (const Item& item : s.queue) {
+        ++position;
+        if (item.host == host) upto = position;
+      }
+    }
+    drain(s, upto);
+  }
+
+  Clock clock_of(const StreamState& s) {
+    auto guard = lock();
+    Clock clock = s.clock;
+    clock.join(host_);
+    return clock;
+  }
+
+  // The stream whose clock component is `slot`.
+  std::string describe(int slot) {
+    auto guard = lock();
+    const StreamState& s = *by_slot_.at(slot);
+    return (s.is_default() ? "the default stream" : "stream " + std::to_string(s.id)) + " of npu:" + std::to_string(s.device);
+  }
+
+  StreamState& by_slot(int slot) {
+    auto guard = lock();
+    return *by_slot_.at(slot);
+  }
+
+  size_t pending(const StreamState& s) {
+    auto guard = lock();
+    return s.queue.size();
+  }
+
+ private:
+  StreamState& find(int device, c10::StreamId id) {
+    auto& entry = streams_[{device, id}];
+    if (!entry) {
+      entry = std::make_unique<StreamState>();
+      entry->device = device;
+      entry->id = id;
+      entry->slot = static_cast<int>(by_slot_.size());
+      by_slot_.push_back(entry.get());
+    }
+    return *entry;
+  }
+
+  void see_host(StreamState& s) {
+    if (s.host_version == host_version_) return;
+    s.clock.join(host_);
+    s.host_version = host_version_;
+  }
+
+  void host_saw(const Clock& clock) {
+    if (!tracking_) return;
+    host_.join(clock);
+    ++host_version_;
+  }
+
+  bool query(StreamState& s, uint64_t upto, const Clock& clock, int& refused) {
+    {
+      auto guard = lock();
+      if (s.executed >= upto) {
+        refused = 0;
+        host_saw(clock);
+        return true;
+      }
+      if (refused++ < kPatientQueries || s.running) return false;
+      upto = s.executed + 1;
+    }
+    drain(s, upto);
+    return false;
+  }
+
+  static int64_t now() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
+  [[noreturn]] static void rethrow(const std::exception_ptr& failure, const std::string& name, const StreamState& s) {
+    try {
+      std::rethrow_exception(failure);
+    } catch (const c10::Error& e) {
+      TORCH_CHECK(
+          false, "NPU error of ", name, ", launched earlier on stream ", s.id, " of npu:", s.device,
+          " and reported where the host waited for it: ", e.what_without_backtrace());
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable idle_;
+  std::map<std::pair<int, c10::StreamId>, std::unique_ptr<StreamState>> streams_;
+  std::vector<StreamState*> by_slot_;
+  std::map<int, int> pool_next_;
+  int private_next_ = 0;
+  Clock host_;
+  uint64_t host_version_ = 0;
+  bool tracking_ = false;
+};
+
+inline std::vector<c10::StreamId>& current_stream_ids() {
+  static thread_local std::vector<c10::StreamId> ids(kMaxDevices, 0);
+  return ids;
+}
+
+inline StreamState& current_stream(int device) { return Engine::get().stream(device, current_stream_ids()[device]); }
+
+// ---- allocation and streams (declared in memory.h) ----------------------------------------------------------------------
+
+inline int current_slot(int device) { return Engine::get().tracking() ? current_stream(device).slot : 0; }
+
+// A freed block goes back to the pool of the stream it was allocated on. What other streams still do with it, without that
+// stream knowing, is remembered: the next allocation there may get these bytes.
+inline void keep_hazards(Block& block) {
+  Engine& engine = Engine::get();
+  if (!engine.tracking() || block.log.accesses.empty()) return;
+  const Clock owner = engine.clock_of(engine.by_slot(block.owner_slot));
+  FreedBlock freed{block.rounded, block.owner_slot, {}};
+  for (const Access& a : block.log.accesses) {
+    const bool recorded = std::find(block.recorded.begin(), block.recorded.end(), a.slot) != block.recorded.end();
+    if (a.slot != block.owner_slot && !recorded && a.epoch > owner.get(a.slot)) freed.accesses.push_back(a);
+  }
+  if (freed.accesses.empty()) return;
+  DeviceMemory& m = device_memory(block.device);
+  std::lock_guard<std::mutex> lock(m.mutex);
+  if (m.hazards.size() >= AccessLog::kLimit) m.hazards.erase(m.hazards.begin());
+  m.hazards.push_back(std::move(freed));
+}
+
+inline void check_hazards(int device, int slot, size_t rounded) {
+  Engine& engine = Engine::get();
+  if (!engine.tracking()) return;
+  DeviceMemory& m = device_memory(device);
+  {
+    std::lock_guard<std::mutex> lock(m.mutex);
+    if (m.hazards.empty()) return;
+  }
+  const Clock owner = engine.clock_of(engine.by_slot(slot));
+  const std::string* op = nullptr;
+  int other = 0;
+  size_t bytes = 0;
+  {
+    std::lock_guard<std::mutex> lock(m.mutex);
+    for (auto it = m.hazards.begin(); it != m.hazards.end();) {
+      if (it->owner_slot != slot) {
+        ++it;
+        continue;
+      }
+      auto open = std::find_if(
+          it->accesses.begin(), it->accesses.end(), [&](const Access& a) { return a.epoch > owner.get(a.slot); });
+      if (open == it->accesses.end()) {
+        it = m.hazards.erase(it);
+        continue;
+      }
+      if (it->rounded >= rounded) {
+        op = open->op;
+        other = open->slot;
+        bytes = it->rounded;
+        m.hazards.erase(it);
+        break;
+      }
+      ++it;
+    }
+  }
+  TORCH_CHECK(
+      op == nullptr, "NPU stream race: a block of ", bytes, " bytes was freed while ", *op, " on ", engine.describe(other),
+      " may still use it, and ", engine.describe(slot),
+      " now allocates memory that may be the same bytes. Use Tensor.record_stream(), or wait for that stream first.");
+}
+
+inline void NpuAllocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
+  Block* block = npu_block(data);
+  if (block == nullptr || !Engine::get().tracking()) return;
+  block->recorded.push_back(Engine::get().stream(stream.device_index(), stream.id()).slot);
+}
+
+}  // namespace hsx

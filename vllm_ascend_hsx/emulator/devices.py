@@ -1,0 +1,109 @@
+"""Which NPU: number, choice and properties of the devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from vllm_ascend_hsx.emulator.native import core
+from vllm_ascend_hsx.emulator.settings import Settings
+
+Device: TypeAlias = "torch.device | str | int | None"
+
+# One Atlas 800I A2 card; the numbers that software reads to choose kernels (vllm_ascend/utils.py:850 wants 220 to 225 for A2).
+SOC_VERSION = 222
+NAME = "Ascend910B3"
+
+
+@dataclass(frozen=True)
+class Properties:
+    """torch.npu.get_device_properties."""
+
+    name: str
+    total_memory: int
+    cube_core_num: int = 20
+    vector_core_num: int = 40
+    L2_cache_size: int = 192 << 20
+    uuid: str | None = None
+
+
+def index_of(device: Device) -> int:
+    """The device's index; of the current device for None and for "npu" without index. Raises ValueError for another type."""
+    if device is None:
+        return core.current_device()
+    if isinstance(device, int):
+        return core.current_device() if device < 0 else device
+    device = torch.device(device)
+    if device.type != "npu":
+        raise ValueError(f"Expected a npu device, but got: {device}")
+    return core.current_device() if device.index is None else device.index
+
+
+def device_count() -> int:
+    """How many NPUs ASCEND_RT_VISIBLE_DEVICES leaves of the emulated machine; fixed once a device has been used."""
+    return core.device_count()
+
+
+def is_available() -> bool:
+    """Whether there is an NPU."""
+    return device_count() > 0
+
+
+def current_device() -> int:
+    """The index of this thread's current device."""
+    return core.current_device()
+
+
+def set_device(device: Device) -> None:
+    """Makes it this thread's current device. Raises RuntimeError if there is no such device."""
+    core.set_device(index_of(device))
+
+
+def synchronize(device: Device = None) -> None:
+    """Blocks until all work of all streams of the device is done."""
+    core.create_context()
+    torch.accelerator.synchronize(index_of(device))
+
+
+def get_device_name(device: Device = None) -> str:
+    """The name of the chip that is emulated."""
+    index_of(device)
+    return NAME
+
+
+def get_device_properties(device: Device = None) -> Properties:
+    """Name, memory and core counts of the device."""
+    index = index_of(device)
+    if not 0 <= index < device_count():
+        raise RuntimeError(f"Invalid NPU device id {index}: {device_count()} device(s) are visible")
+    return Properties(NAME, Settings.from_environment().hbm_bytes)
+
+
+def get_soc_version() -> int:
+    """The number by which CANN knows the chip."""
+    return SOC_VERSION
+
+
+class device:
+    """``with torch.npu.device(d):`` d is the current device; afterwards the one before is again."""
+
+    def __init__(self, device: Device) -> None:
+        self.idx = index_of(device)
+
+    def __enter__(self) -> None:
+        self._before = core.current_device()
+        if self.idx != self._before:
+            core.set_device(self.idx)
+
+    def __exit__(self, *_: object) -> None:
+        if self.idx != self._before:
+            core.set_device(self._before)
+
+
+class device_of(device):
+    """``with torch.npu.device_of(t):`` the device of an npu tensor is the current one; no change for other tensors."""
+
+    def __init__(self, obj: torch.Tensor) -> None:
+        super().__init__(obj.device if obj.device.type == "npu" else None)

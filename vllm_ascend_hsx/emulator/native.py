@@ -1,0 +1,24 @@
+"""Loads the C++ part and starts the emulated devices in this process."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import ModuleType
+
+from vllm_ascend_hsx.emulator.build import MODULE, library
+from vllm_ascend_hsx.emulator.settings import Settings
+
+
+def _load() -> ModuleType:
+    settings = Settings.from_environment()
+    spec = importlib.util.spec_from_file_location(MODULE, library())
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.start(settings.npus, settings.hbm_bytes, settings.late)
+    return module
+
+
+# pybind module of csrc/npu.cpp; loaded once per process, when this module is first imported.
+core = _load()

@@ -1,0 +1,157 @@
+"""The module ``torch.npu``."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from vllm_ascend_hsx.emulator import memory, random
+from vllm_ascend_hsx.emulator.devices import (
+    current_device,
+    device,
+    device_count,
+    device_of,
+    get_device_name,
+    get_device_properties,
+    get_soc_version,
+    is_available,
+    set_device,
+    synchronize,
+)
+from vllm_ascend_hsx.emulator.memory import (
+    empty_cache,
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    reset_accumulated_memory_stats,
+    reset_max_memory_allocated,
+    reset_peak_memory_stats,
+)
+from vllm_ascend_hsx.emulator.missing import NotEmulated, unknown
+from vllm_ascend_hsx.emulator.native import core
+from vllm_ascend_hsx.emulator.random import (
+    get_rng_state,
+    get_rng_state_all,
+    initial_seed,
+    manual_seed,
+    manual_seed_all,
+    seed,
+    seed_all,
+    set_rng_state,
+    set_rng_state_all,
+)
+from vllm_ascend_hsx.emulator.streams import (
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+)
+
+__all__ = [
+    "Event",
+    "Stream",
+    "StreamContext",
+    "current_device",
+    "current_stream",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "empty_cache",
+    "get_amp_supported_dtype",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "get_soc_version",
+    "init",
+    "initial_seed",
+    "is_available",
+    "is_bf16_supported",
+    "is_current_stream_capturing",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "random",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
+    "set_compile_mode",
+    "set_device",
+    "set_rng_state",
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "synchronize",
+]
+
+# Settings that choose between ways of computing the same; the emulator has one way.
+config = SimpleNamespace(allow_internal_format=False)
+
+# Graph capture: nothing here may be used, but vllm-ascend names all of it when it is imported.
+NPUGraph = NotEmulated("torch.npu.NPUGraph")
+ExternalEvent = NotEmulated("torch.npu.ExternalEvent")
+graph = NotEmulated("torch.npu.graph")
+graph_pool_handle = NotEmulated("torch.npu.graph_pool_handle")
+graph_task_group_begin = NotEmulated("torch.npu.graph_task_group_begin")
+graph_task_group_end = NotEmulated("torch.npu.graph_task_group_end")
+graph_task_update_begin = NotEmulated("torch.npu.graph_task_update_begin")
+graph_task_update_end = NotEmulated("torch.npu.graph_task_update_end")
+make_graphed_callables = NotEmulated("torch.npu.make_graphed_callables")
+
+
+def is_current_stream_capturing() -> bool:
+    """False: the emulated NPU captures no graphs."""
+    return False
+
+
+def set_compile_mode(jit_compile: bool = False) -> None:
+    """Accepted without effect: the emulated NPU compiles no operators."""
+
+
+def init() -> None:
+    """Makes this process use the devices; done by itself on first use."""
+    core.create_context()
+
+
+_lazy_init = init
+
+
+def is_initialized() -> bool:
+    """Whether this process has used a device."""
+    return core.context_created()
+
+
+def _is_in_bad_fork() -> bool:
+    return core.forked()
+
+
+def is_bf16_supported() -> bool:
+    """True."""
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """The types that autocast may use."""
+    return [torch.float16, torch.bfloat16, torch.float32]
+
+
+def __getattr__(name: str) -> Any:
+    unknown("torch.npu", name)

@@ -1,0 +1,85 @@
+"""Makes torch know the device "npu" and fills the package ``torch_npu``. Run when torch_npu is imported."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
+
+from vllm_ascend_hsx.emulator import hccl, import_hooks, npu, ops, streams
+from vllm_ascend_hsx.emulator.missing import NotEmulated, unknown
+
+VERSION = "2.10.0.post4"  # the torch_npu that vllm-ascend 0.23.0 requires
+
+
+def install(package: ModuleType) -> None:
+    """Registers device, c10d backend and operators with torch, and gives the package its names and submodules.
+
+    Args:
+        package: the module ``torch_npu`` that is being imported.
+    """
+    rename_privateuse1_backend("npu")
+    torch._register_device_module("npu", npu)
+    generate_methods_for_privateuse1_backend(for_storage=True)
+    sys.modules["torch.npu"] = npu
+    torch.version.cann = "8.5.0"  # type: ignore[attr-defined]  # vllm_ascend/utils.py:484 asks whether there is one
+    hccl.register()
+    ops.register()
+    import_hooks.install(ops.patch_hooks())
+    _fill(package)
+
+
+def _fill(package: ModuleType) -> None:
+    name = package.__name__
+
+    def attribute(wanted: str) -> Any:
+        if wanted.startswith("__"):
+            raise AttributeError(wanted)
+        found = ops.find(wanted)
+        return unknown(name, wanted) if found is None else found
+
+    namespace = vars(package)
+    namespace.update(
+        __version__=VERSION,
+        __getattr__=attribute,
+        Format=NotEmulated(f"{name}.Format"),
+        empty_with_format=NotEmulated(f"{name}.empty_with_format"),
+        get_npu_format=NotEmulated(f"{name}.get_npu_format"),
+    )
+    _submodule(package, "npu", npu)
+    _submodule(package, "npu.streams", streams)
+    _submodule(package, "_C", _weak_ref_tensor=NotEmulated(f"{name}._C._weak_ref_tensor"), _NPUTaskGroupHandle=object)
+    _submodule(package, "_C._distributed_c10d", ProcessGroupHCCL=hccl.ProcessGroupHCCL)
+    _submodule(package, "op_plugin")
+    _submodule(package, "op_plugin.atb")
+    # vllm-ascend calls it to load CANN's ATB operators; here they are declared with all others (ops.register).
+    _submodule(package, "op_plugin.atb._atb_ops", _register_atb_extensions=lambda: None)
+    _submodule(package, "_inductor")  # imported for its effect on torch.compile, of which there is none here
+    _submodule(package, "multiprocessing")
+    _submodule(
+        package, "multiprocessing.reductions", rebuild_npu_tensor=NotEmulated(f"{name}.multiprocessing.reductions.rebuild_npu_tensor")
+    )
+    _submodule(package, "atb", npu_paged_cache_load=NotEmulated(f"{name}.atb.npu_paged_cache_load"))
+    _submodule(package, "profiler", __getattr__=lambda wanted: _not_emulated(f"{name}.profiler", wanted))
+    _submodule(package, "profiler.dynamic_profile", step=NotEmulated(f"{name}.profiler.dynamic_profile.step"))
+
+
+def _not_emulated(module: str, name: str) -> NotEmulated:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return NotEmulated(f"{module}.{name}")
+
+
+def _submodule(package: ModuleType, path: str, module: ModuleType | None = None, **names: Any) -> ModuleType:
+    full = f"{package.__name__}.{path}"
+    if module is None:
+        module = ModuleType(full, "Part of the emulated torch_npu.")
+        module.__path__ = []
+    vars(module).update(names)
+    sys.modules[full] = module
+    parent, _, last = full.rpartition(".")
+    setattr(sys.modules[parent], last, module)
+    return module

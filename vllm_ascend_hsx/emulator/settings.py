@@ -1,0 +1,63 @@
+"""What the environment asks of the emulated machine: number of NPUs, memory of each, late mode."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+MAX_NPUS = 64  # csrc/config.h: kMaxDevices
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class SettingError(ValueError):
+    """An option that cannot be used; the message names the option, its value and the remedy."""
+
+    def __init__(self, option: str, value: object, remedy: str) -> None:
+        super().__init__(f"emulated NPU: {option}={value!r} cannot be used: {remedy}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The emulated machine."""
+
+    npus: int = 8
+    hbm_bytes: int = 2 << 30  # of each NPU
+    late: bool = False
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        """Reads HSX_EMULATOR_NPUS, HSX_EMULATOR_HBM and HSX_EMULATOR_LATE. Raises SettingError."""
+        environ = os.environ
+        return cls(
+            parse_npus("HSX_EMULATOR_NPUS", environ.get("HSX_EMULATOR_NPUS", str(cls.npus))),
+            parse_size("HSX_EMULATOR_HBM", environ.get("HSX_EMULATOR_HBM", str(cls.hbm_bytes))),
+            parse_flag("HSX_EMULATOR_LATE", environ.get("HSX_EMULATOR_LATE", "0")),
+        )
+
+
+def parse_npus(option: str, text: str) -> int:
+    """A number of NPUs, 1 to 64. Raises SettingError."""
+    if not text.strip().isdecimal() or not 1 <= int(text) <= MAX_NPUS:
+        raise SettingError(option, text, f"give a number from 1 to {MAX_NPUS}")
+    return int(text)
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes from a size such as 1073741824, 512MiB or 1.5G (units are powers of 1024). Raises SettingError."""
+    match = _SIZE.match(text)
+    if match is None:
+        raise SettingError(option, text, "give a size such as 512MiB or 2GiB")
+    unit = (match[2] or "").upper()[:1]
+    size = int(float(match[1]) * _UNITS[unit])
+    if size < 32 << 20:
+        raise SettingError(option, text, "an emulated NPU needs at least 32MiB")
+    return size
+
+
+def parse_flag(option: str, text: str) -> bool:
+    """True for 1, False for 0 or nothing. Raises SettingError."""
+    if text.strip() not in ("", "0", "1"):
+        raise SettingError(option, text, "give 0 or 1")
+    return text.strip() == "1"

@@ -1,0 +1,1 @@
+"""CANN's Python binding, as far as vllm-ascend imports it."""

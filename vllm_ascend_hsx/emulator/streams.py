@@ -1,0 +1,104 @@
+"""torch.npu.Stream and torch.npu.Event. The order they give work is in csrc/streams.h."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vllm_ascend_hsx.emulator.devices import Device, index_of
+
+
+class Stream(torch.Stream):
+    """A queue of work on one NPU. Work on different streams is unordered unless an event or a synchronization orders it."""
+
+    def __new__(cls, device: Device = None, priority: int = 0, **kwargs: Any) -> Stream:
+        if "stream_id" in kwargs:
+            return super().__new__(cls, **kwargs)
+        return super().__new__(cls, device=torch.device("npu", index_of(device)), priority=priority)
+
+    def wait_event(self, event: torch.Event) -> None:
+        """Work given to this stream from here on waits for the event; the host does not."""
+        event.wait(self)
+
+    def wait_stream(self, stream: torch.Stream) -> None:
+        """Work given to this stream from here on waits for all that the other stream has been given."""
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: torch.Event | None = None) -> torch.Event:
+        """Marks the present end of the stream's work with the event (a new one if none is given)."""
+        if event is None:
+            event = Event()
+        event.record(self)
+        return event
+
+    @property
+    def npu_stream(self) -> int:
+        """The stream's id on its device; 0 is the default stream."""
+        return self.stream_id
+
+    def __repr__(self) -> str:
+        return f"<torch.npu.Stream device={self.device} npu_stream={self.stream_id:#x}>"
+
+
+class Event(torch.Event):
+    """A mark in a stream's work that other streams and the host can wait for."""
+
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+        if interprocess:
+            raise NotImplementedError("torch.npu.Event(interprocess=True) is not implemented by the emulated NPU")
+        return super().__new__(cls, device=torch.device("npu", index_of(None)), enable_timing=enable_timing, blocking=blocking)
+
+    def record(self, stream: torch.Stream | None = None) -> None:
+        """Marks the present end of the stream's work; of the current stream if none is given."""
+        super().record(current_stream() if stream is None else stream)
+
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Work given to the stream (default: the current one) from here on waits for the event; the host does not."""
+        super().wait(current_stream() if stream is None else stream)
+
+
+def _typed(stream: torch.Stream) -> Stream:
+    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
+def current_stream(device: Device = None) -> Stream:
+    """The stream that work of this thread goes to on the device (default: the current one)."""
+    return _typed(torch.accelerator.current_stream(index_of(device)))
+
+
+def default_stream(device: Device = None) -> Stream:
+    """The device's default stream, number 0."""
+    index = index_of(device)
+    return Stream(stream_id=0, device_index=index, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
+
+
+def set_stream(stream: torch.Stream | None) -> None:
+    """Makes it the current stream of its device in this thread (and the device current); None changes nothing."""
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+
+
+class StreamContext:
+    """``with torch.npu.stream(s):`` work goes to s; afterwards device and streams are as before."""
+
+    def __init__(self, stream: torch.Stream | None) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        if self.stream is None:
+            return
+        self._device = index_of(None)
+        self._there = current_stream(self.stream.device)
+        set_stream(self.stream)
+
+    def __exit__(self, *_: object) -> None:
+        if self.stream is None:
+            return
+        set_stream(self._there)
+        torch.accelerator.set_device_index(self._device)
+
+
+def stream(stream: torch.Stream | None) -> StreamContext:
+    """The context in which work goes to the stream; None: no change."""
+    return StreamContext(stream)
