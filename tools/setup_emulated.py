@@ -184,9 +184,8 @@ def refuse_cuda_metadata(metadata: dict[str, object]) -> None:
         )
 
 
-def check_environment() -> list[str]:
-    """What is wrong with the environment this interpreter runs in: one line each, none when all is well."""
-    installed = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
+def find_problems(installed: dict[str, str], cuda: str | None) -> list[str]:
+    """What is wrong with an environment of these packages {canonical name: version}, whose torch has this torch.version.cuda."""
     problems = [
         f"{name} is {installed.get(name, 'missing')}, the pin is {version}"
         for name, version in {**all_pins(), "vllm": VLLM}.items()
@@ -198,10 +197,17 @@ def check_environment() -> list[str]:
         for name, version in sorted(installed.items())
         if FOREIGN.match(name)
     ]
+    if cuda is not None:
+        problems.append(f"torch is a CUDA build ({cuda}); something replaced the CPU build")
+    return problems
+
+
+def check_environment() -> list[str]:
+    """What is wrong with the environment this interpreter runs in: one line each, none when all is well."""
     import torch
 
-    if torch.version.cuda is not None:
-        problems.append(f"torch {torch.__version__} is a CUDA build ({torch.version.cuda}); something replaced the CPU build")
+    installed = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}
+    problems = find_problems(installed, torch.version.cuda)
     for module in ("transformers", "openai", "vllm_ascend_hsx"):
         try:
             __import__(module)
@@ -229,7 +235,7 @@ def set_up() -> None:
         # Half a venv cannot be repaired by pip, because pip is what it lacks.
         shutil.rmtree(VENV, ignore_errors=True)
     STAMP.unlink(missing_ok=True)
-    steps = Steps(total=5)
+    steps = Steps(total=6)
     python = VENV / "bin" / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     steps.run("virtual environment", [sys.executable, "-m", "venv", VENV])
@@ -247,6 +253,9 @@ def set_up() -> None:
     else:
         steps.done += 1
     steps.run("vllm-ascend-hsx", [*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT])
+    # Otherwise the first server's eight processes would all do it at once.
+    site_packages = sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)})
+    steps.run("byte code", [python, "-m", "compileall", "-q", "-j", "0", "-x", r"[\\/](tests?|testing)[\\/]", site_packages])
     steps.run("checks", [python, __file__, "--check"])
     partial = STAMP.with_suffix(".partial")
     partial.write_text(json.dumps({"key": setup_key(), "seconds": round(time.monotonic() - started)}))

@@ -19,12 +19,20 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 """
 SILENT = "import signal; print('measuring memory', flush=True); signal.pause()"
-FAILS = "import sys; print('no such model', flush=True); sys.exit(7)"
+FAILS = """
+import sys
+print("WARNING: OSError: a limit")
+print("(Worker_TP1) ERROR ValueError: no such model")
+print("\\n".join(["RuntimeError: the worker died"] * 50), flush=True)
+sys.exit(7)
+"""
 
 
 def make(code: str, tmp_path: Path) -> Server:
     port = free_port()
-    return Server([sys.executable, "-c", code, str(port)], port=port, log=tmp_path / "log", environment={})
+    script = tmp_path / "server.py"  # not -c, for the log begins with the command line
+    script.write_text(code)
+    return Server([sys.executable, str(script), str(port)], port=port, log=tmp_path / "log", environment={})
 
 
 def test_stop_ends_even_a_child_that_ignores_sigterm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,10 +56,10 @@ def test_everything_is_stopped_when_the_caller_is_interrupted(tmp_path: Path, mo
     assert group_members(server.process.pid) == []
 
 
-def test_a_server_that_ends_is_reported_with_its_exit_code_and_its_last_words(tmp_path: Path) -> None:
+def test_a_server_that_ends_is_reported_with_its_exit_code_and_the_first_error(tmp_path: Path) -> None:
     with make(FAILS, tmp_path) as server, pytest.raises(ServerError, match="exit code 7") as failure:
         server.wait_ready(30)
-    assert "no such model" in str(failure.value)
+    assert "first error in the log: (Worker_TP1) ERROR ValueError: no such model" in str(failure.value)
     assert str(server.log) in str(failure.value)
 
 

@@ -39,7 +39,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-reference", action="store_true", help="check shapes, token ids and finiteness only; for large models")
     parser.add_argument("--late", action="store_true", help="emulated NPUs run work on other streams as late as allowed")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where log and hidden states go (default: a new temporary directory)")
-    parser.add_argument("--start-timeout", type=float, metavar="S", help="seconds for the server's start (default: 300, npu: 1800)")
+    parser.add_argument("--start-timeout", type=float, metavar="S", help="seconds for the server's start (default: 600, npu: 1800)")
     parser.add_argument("--request-timeout", type=float, default=120.0, metavar="S", help="seconds for one request (default: 120)")
     parser.add_argument("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for `vllm serve`, after --")
     options = parser.parse_args(argv)
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     try:
         with server:
             with StartProgress(console, server.log, title) as progress:
-                seconds = server.wait_ready(options.start_timeout or {"npu": 1800.0}.get(options.device, 300.0), progress)
+                seconds = server.wait_ready(options.start_timeout or (1800.0 if options.device == "npu" else 600.0), progress)
             console.print(f"{title}: answers after {seconds:.0f} s", highlight=False)
             try:
                 with console.status(f"sending {len(prompts)} prompts"):

@@ -45,7 +45,8 @@ class ServeOptions(NamedTuple):
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
-            *("--data-parallel-size", str(self.data_parallel_size)),
+            # One API server: a second would only cost memory and time to start.
+            *("--data-parallel-size", str(self.data_parallel_size), "--api-server-count", "1"),
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *(("--enable-expert-parallel",) if self.expert_parallel else ()),
             *("--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)),

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import os
+import re
 import select
 import shlex
 import signal
@@ -16,7 +17,9 @@ from types import TracebackType
 POLL_SECONDS = 0.5
 STOP_SECONDS = 30.0
 KILL_SECONDS = 10.0
-LOG_TAIL_LINES = 40
+LOG_TAIL_LINES = 25
+# The line that ends a traceback, wherever a logger puts it. Later ones are mostly other processes that miss the first.
+FIRST_ERROR = re.compile(r"^.*?\b[A-Za-z_.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 
 class ServerError(RuntimeError):
@@ -122,9 +125,11 @@ class Server:
             raise ServerError(f"the server ended with exit code {code}\n{self.log_tail()}")
 
     def log_tail(self) -> str:
-        """The last lines of the log, and where it is."""
-        lines = self.log.read_text(errors="replace").splitlines()
-        return "\n".join([f"the last lines of {self.log}:", *lines[-LOG_TAIL_LINES:]])
+        """The first error in the log, its last lines, and where it is."""
+        text = self.log.read_text(errors="replace")
+        errors = (line for line in FIRST_ERROR.findall(text) if "WARNING" not in line)
+        first = [f"the first error in the log: {line}" for line in errors][:1]
+        return "\n".join([*first, f"the last lines of {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]])
 
     def stop(self) -> None:
         """Ends every process of the server: SIGTERM, and SIGKILL for what is left STOP_SECONDS later. Harmless when called again."""
