@@ -121,7 +121,7 @@ def check_cumulative(op: str, argument: str, lengths: Sequence[int], rows: int) 
     ends = [int(end) for end in lengths]
     check(bool(ends), op, argument, "must be given for the TND layout")
     starts = [0, *ends[:-1]]
-    falling = [index for index, (start, end) in enumerate(zip(starts, ends, strict=True)) if end < start]
-    check(not falling, op, argument, f"running totals {ends[:8]}... fall at index {falling[:1]}")
+    for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        check(start <= end, op, argument, f"running totals {ends} fall at index {index}")
     check(ends[-1] == rows, op, argument, f"the last running total {ends[-1]} must equal the {rows} rows of the TND tensor")
     return list(zip(starts, ends, strict=True))

@@ -2,8 +2,9 @@
 
 Blocks are torch tensors on the host, scalars 0-dimensional ones; only loads and stores touch device memory, and they do so with
 the emulated device's own operators, so that a kernel keeps its place in the order of its stream. Every access is checked against
-the tensor that the pointer came from: an access outside it raises, where hardware would read or write something else.
-A function of ``tl`` that is not here raises NotImplementedError with its name.
+the tensor that the pointer came from: a write outside it raises, where hardware would destroy something else; a read next to it
+gives POISON, as hardware gives whatever lies there (vllm-ascend's rejection kernels read element -1 and throw it away); a read
+further away raises, as hardware may fault. A function of ``tl`` that is not here raises NotImplementedError with its name.
 """
 
 import builtins
@@ -13,6 +14,9 @@ from typing import Any
 
 import torch
 
+from .poison import POISON
+
+_NEIGHBOURHOOD = 512  # bytes around a tensor that a read may touch without a fault: the device aligns allocations to as many
 Value = Any  # a block, a scalar, or a Python number: kernels mix them freely
 
 
@@ -49,30 +53,31 @@ class Pointer:
     def __sub__(self, offsets: Value) -> "Pointer":
         return self + (-offsets)
 
-    def _places(self, mask: Value, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """(offsets, mask), broadcast against each other and checked: every offset whose mask is set lies inside the tensor."""
+    def _places(self, mask: Value, what: str, margin: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(offsets, mask, inside), of one shape; every offset whose mask is set lies in the tensor or ``margin`` elements from it."""
         active = torch.as_tensor(True if mask is None else mask, dtype=torch.bool)
         offsets, active = torch.broadcast_tensors(self._offsets.long(), active)
-        outside = offsets[active & ((offsets < 0) | (offsets >= self._memory.numel()))]
-        if outside.numel():
+        size = self._memory.numel()
+        far = offsets[active & ((offsets < -margin) | (offsets >= size + margin))]
+        if far.numel():
             raise IndexError(
-                f"Triton kernel {PROGRAM.kernel}, program {PROGRAM.index}: {what} {self._name} at {outside.tolist()[:8]}, "
-                f"which lies outside its {self._memory.numel()} elements"
+                f"Triton kernel {PROGRAM.kernel}, program {PROGRAM.index}: {what} {self._name} at {far.tolist()[:8]}, "
+                f"which lies outside its {size} elements"
             )
-        return offsets, active
+        return offsets, active, (offsets >= 0) & (offsets < size)
 
     def read(self, mask: Value, other: Value) -> torch.Tensor:
         """The block of elements; where the mask is not set ``other``, or 0 if none is given, as Ascend's backend has it."""
-        offsets, active = self._places(mask, "reads")
+        offsets, active, inside = self._places(mask, "reads", _NEIGHBOURHOOD // self.dtype.itemsize)
         filler = torch.as_tensor(0 if other is None else other).to(self.dtype)
-        if not self._memory.numel():
-            return filler.expand(offsets.shape).clone()
-        safe = torch.where(active, offsets, 0).flatten().to(self._memory.device)
-        found = self._memory.index_select(0, safe).cpu().view(offsets.shape)
+        found = torch.as_tensor(POISON).to(self.dtype).expand(offsets.shape).clone()
+        there = active & inside
+        if bool(there.any()):
+            found[there] = self._memory.index_select(0, offsets[there].to(self._memory.device)).cpu()
         return torch.where(active, found, filler)
 
     def write(self, value: Value, mask: Value, accumulate: bool = False) -> None:
-        offsets, active = self._places(mask, "writes")
+        offsets, active, _ = self._places(mask, "writes", 0)
         block = torch.as_tensor(value)
         shape = torch.broadcast_shapes(offsets.shape, block.shape)
         offsets, active, block = offsets.expand(shape), active.expand(shape), block.expand(shape)

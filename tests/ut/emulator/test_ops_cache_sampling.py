@@ -1,0 +1,158 @@
+"""Writing the paged cache, formats, and the sampling filter, against their definitions."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_hsx.emulator.ops import cache, sampling
+
+Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def scatter(key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    cache.npu_scatter_pa_kv_cache(key, value, keys, values, slots, cache_mode="Norm")
+
+
+def caches(blocks: int = 3, block_size: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((blocks, block_size, 2, 3), -7.0), torch.full((blocks, block_size, 2, 5), -8.0)
+
+
+def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(count * 6.0).view(count, 2, 3), torch.arange(count * 10.0).view(count, 2, 5)
+
+
+@given(slots=st.lists(st.integers(0, 11), max_size=12, unique=True), writer=st.sampled_from([cache._npu_reshape_and_cache, scatter]))
+@settings(max_examples=40, deadline=None)
+def test_row_i_lands_in_slot_i_and_nothing_else_changes(slots: list[int], writer: Writer) -> None:
+    (keys, values), (key, value) = caches(), rows(len(slots))
+    writer(key, value, keys, values, torch.tensor(slots, dtype=torch.int32))
+    for slot in range(12):
+        block, place = slot // 4, slot % 4
+        if slot in slots:
+            assert torch.equal(keys[block, place], key[slots.index(slot)])
+            assert torch.equal(values[block, place], value[slots.index(slot)])
+        else:
+            assert (keys[block, place] == -7).all()
+            assert (values[block, place] == -8).all()
+
+
+def test_slot_minus_one_is_skipped_and_does_not_reach_the_last_block() -> None:
+    (keys, values), (key, value) = caches(), rows(3)
+    cache._npu_reshape_and_cache(key, value, keys, values, torch.tensor([-1, 5, -1], dtype=torch.int32))
+    assert torch.equal(keys[1, 1], key[1])
+    assert (keys == -7).sum() == keys.numel() - 6
+    assert (values[2] == -8).all()
+
+
+def test_a_format_cast_is_a_copy_with_the_same_elements() -> None:
+    weight = torch.arange(6.0).view(2, 3).t()
+    cast = cache.npu_format_cast(weight, 29)
+    assert torch.equal(cast, weight)
+    assert cast.stride() == weight.stride()
+    weight.zero_()
+    assert cast.sum() == 15
+
+
+def test_prefetch_changes_nothing() -> None:
+    weight = torch.arange(4.0)
+    assert cache.npu_prefetch(weight, None, 100) is None
+    assert weight.tolist() == [0, 1, 2, 3]
+
+
+def slots_as(dtype: torch.dtype, *values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+WRONG_CALLS = {
+    "int64 slots": (lambda: cache._npu_reshape_and_cache(*rows(1), *caches(), slots_as(torch.int64, 0)), "slot_indices: dtype torch.int64"),
+    "a slot past the end": (
+        lambda: cache._npu_reshape_and_cache(*rows(2), *caches(), slots_as(torch.int32, 0, 12)), r"slot_indices: \[12\] lie past"),
+    "rows without a slot": (
+        lambda: cache._npu_reshape_and_cache(*rows(2), *caches(), slots_as(torch.int32, 0)), "key: 2 rows for 1 slots"),
+    "another dtype than the cache's": (
+        lambda: cache._npu_reshape_and_cache(
+            *(row.bfloat16() for row in rows(1)), *caches(), slots_as(torch.int32, 0)), "key: dtype"),
+    "another head size than the cache's": (
+        lambda: cache._npu_reshape_and_cache(rows(1)[1], rows(1)[1], *caches(), slots_as(torch.int32, 0)), "key: shape"),
+    "slot -1 where the kernel does not skip": (
+        lambda: scatter(*rows(1), *caches(), slots_as(torch.int32, -1)), r"slot_mapping: \[-1\] lie outside"),
+    "rows that are not contiguous": (
+        lambda: scatter(rows(2)[0][:, ::2], rows(2)[1], *caches(), slots_as(torch.int32, 1, 2)), "key: strides"),
+    "prefetch of nothing": (lambda: cache.npu_prefetch(torch.ones(2), None, 0), "max_size"),
+    "prefetch past the end": (lambda: cache.npu_prefetch(torch.ones(2), None, 8, 9), "offset"),
+    "neither k nor p": (lambda: sampling.npu_top_k_top_p(torch.ones(1, 4)), "p: p and k must not both be None"),
+    "int64 k": (lambda: sampling.npu_top_k_top_p(torch.ones(1, 4), k=torch.tensor([1])), "k: dtype"),
+    "k past the vocabulary": (
+        lambda: sampling.npu_top_k_top_p(torch.ones(1, 4), k=slots_as(torch.int32, 5)), r"k: \[5\] must lie in 1..4"),
+    "p in another dtype": (
+        lambda: sampling.npu_top_k_top_p(torch.ones(1, 4), p=torch.tensor([0.5], dtype=torch.float16)), "p: dtype"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_argument_is_refused_by_name(name: str) -> None:
+    call, message = WRONG_CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: cache.npu_scatter_pa_kv_cache(*rows(1), *caches(), slots_as(torch.int32, 0)), "cache_mode='PA_NZ'"),
+        (lambda: cache.npu_format_cast(torch.ones(2), 4), "acl_format=4"),
+    ],
+)
+def test_an_option_without_a_reference_is_named(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(NotImplementedError, match=message):
+        call()
+
+
+def survivors(row: list[float], k: int | None, p: float | None) -> set[int]:
+    """The indices that the documentation's nine steps leave, for one row."""
+    order = sorted(range(len(row)), key=lambda i: row[i])
+    alive = set(order)
+    if k is not None:
+        smallest = row[order[len(row) - k]]
+        alive = {i for i in order if row[i] >= smallest}
+    if p is not None:
+        top = max(row)
+        total = sum(math.exp(row[i] - top) for i in alive)
+        below = 0.0
+        for i in order[:-1]:
+            below += math.exp(row[i] - top) / total if i in alive else 0.0
+            if below <= 1 - p:
+                alive.discard(i)
+    return alive
+
+
+@given(
+    logits=st.lists(st.integers(-20, 20), min_size=1, max_size=12),
+    k=st.one_of(st.none(), st.integers(1, 12)),
+    p=st.one_of(st.none(), st.sampled_from([0.1, 0.5, 0.83, 0.999])),
+)
+@settings(max_examples=100, deadline=None)
+def test_top_k_and_top_p_leave_what_the_definition_leaves(logits: list[int], k: int | None, p: float | None) -> None:
+    if k is None and p is None:
+        k = 1
+    k = None if k is None else min(k, len(logits))
+    row = [value / 4 for value in logits]
+    out = sampling.npu_top_k_top_p(
+        torch.tensor([row]),
+        None if p is None else torch.tensor([p]),
+        None if k is None else torch.tensor([k], dtype=torch.int32),
+    )
+    kept = survivors(row, k, p)
+    assert [i for i, value in enumerate(out[0].tolist()) if value != -math.inf] == sorted(kept)
+    assert all(out[0, i] == row[i] for i in kept)
+
+
+def test_each_row_has_its_own_limits() -> None:
+    out = sampling.npu_top_k_top_p(
+        torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3), torch.tensor([1.0, 0.5, 0.9]), torch.tensor([4, 4, 1], dtype=torch.int32)
+    )
+    assert (out > -math.inf).sum(1).tolist() == [4, 1, 1]

@@ -1,0 +1,80 @@
+"""The operators stand behind their real schemas: wrong arguments, host tensors and missing references are errors with names."""
+
+import inspect
+
+import pytest
+import torch
+
+import vllm_ascend_hsx.emulator.ops as ops
+from vllm_ascend_hsx.emulator.ops.registration import REFERENCES
+from vllm_ascend_hsx.emulator.ops.schemas import NAMESPACES, schemas
+
+ALL_REFERENCES = [(namespace, name) for namespace in NAMESPACES for name in REFERENCES[namespace]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _declared() -> None:
+    ops.register()
+    ops.register()  # a second time changes nothing
+
+
+def schema_of(namespace: str, name: str) -> torch.FunctionSchema:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")._schema
+
+
+@pytest.mark.parametrize(("namespace", "name"), ALL_REFERENCES)
+def test_a_reference_takes_what_its_schema_declares(namespace: str, name: str) -> None:
+    """A default that differed would never be seen: torch drops arguments that equal the schema's default before the call."""
+    parameters = dict(inspect.signature(REFERENCES[namespace][name]).parameters)
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    declared = {argument.name: argument for argument in schema_of(namespace, name).arguments}
+    for argument in declared.values():
+        if argument.name not in parameters:
+            assert takes_any, f"{argument.name} of the schema is not taken"
+            assert argument.kwarg_only, f"{argument.name} may be given by position"
+            continue
+        parameter = parameters[argument.name]
+        if argument.has_default_value():
+            default = argument.default_value
+            assert (parameter.default or None) == (default or None), f"{argument.name}: {parameter.default} is not {default}"
+        else:
+            assert parameter.default is inspect.Parameter.empty, f"{argument.name} has a default that the schema lacks"
+    named = {n for n, p in parameters.items() if p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)}
+    assert named <= declared.keys(), f"{named - declared.keys()} are not in the schema"
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_every_schema_is_declared_once_as_it_stands_in_the_file(namespace: str) -> None:
+    for name in schemas(namespace):
+        schema = schema_of(namespace, name)
+        assert schema.name == f"{namespace}::{name.partition('.')[0]}"
+        assert schema.overload_name == name.partition(".")[2]
+
+
+def test_an_argument_that_the_operator_does_not_have_is_an_error_of_the_schema() -> None:
+    with pytest.raises((RuntimeError, TypeError), match="npu_swiglu"):
+        torch.ops.npu.npu_swiglu(torch.ones(2, 4), axis=-1)
+    with pytest.raises((RuntimeError, TypeError), match="npu_rms_norm"):
+        torch.ops.npu.npu_rms_norm(torch.ones(2, 4), "gamma")
+
+
+@pytest.mark.parametrize(("namespace", "name"), [("npu", "npu_swiglu"), ("_C_ascend", "npu_add_rms_norm_bias")])
+def test_host_tensors_are_refused_as_on_hardware(namespace: str, name: str) -> None:
+    arguments = {"npu_swiglu": (torch.ones(2, 4),), "npu_add_rms_norm_bias": (torch.ones(2, 4),) * 3}[name]
+    with pytest.raises(NotImplementedError, match=f"{namespace}::{name}.*CPU"):
+        getattr(getattr(torch.ops, namespace), name)(*arguments)
+
+
+@pytest.mark.parametrize("name", ["npu_swiglu", "_npu_reshape_and_cache", "npu_moe_distribute_dispatch_v2"])
+def test_torch_npu_names_are_found_in_both_of_its_namespaces(name: str) -> None:
+    assert ops.find(name) is not None
+
+
+def test_a_name_that_torch_npu_does_not_have_is_not_found() -> None:
+    assert ops.find("npu_does_not_exist") is None
+
+
+def test_an_operator_of_vllm_ascend_that_does_not_exist_is_an_error_with_its_name() -> None:
+    with pytest.raises(AttributeError, match="does_not_exist"):
+        torch.ops._C_ascend.does_not_exist  # noqa: B018

@@ -1,0 +1,297 @@
+"""The emulated Triton runs kernels as their sources say, and its references agree with the sources of vLLM and vllm-ascend."""
+
+import ast
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_ascend_hsx.emulator.ops import patch_hooks
+from vllm_ascend_hsx.emulator.ops.poison import POISON
+from vllm_ascend_hsx.emulator.ops.triton_kernels import REFERENCES, Kernel, make_triton
+from vllm_ascend_hsx.emulator.ops.triton_language import tl
+
+triton = make_triton()
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# ---- the language ----
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    tl.store(out_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) + tl.load(y_ptr + offsets, mask=mask), mask=mask)
+
+
+@triton.jit
+def histogram_kernel(values_ptr, counts_ptr, count, BLOCK: tl.constexpr):
+    for start in tl.range(tl.program_id(axis=0) * BLOCK, count, tl.num_programs(axis=0) * BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        mask = offsets < count
+        tl.atomic_add(counts_ptr + tl.load(values_ptr + offsets, mask=mask, other=0), 1, mask=mask)
+
+
+@triton.jit
+def running_best_kernel(x_ptr, value_ptr, place_ptr, columns, BLOCK: tl.constexpr = 4):
+    row = tl.program_id(0).to(tl.int64)
+    best, where = tl.full((), -float("inf"), tl.float32), tl.full((), -1, tl.int64)
+    for start in range(0, columns, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * columns + offsets, mask=offsets < columns, other=-float("inf"))
+        found = tl.argmax(x, axis=0)
+        value = tl.get_element(x, (found,))
+        if value > best:
+            best, where = value, start + found
+    tl.store(value_ptr + row, best)
+    tl.store(place_ptr + row, where)
+
+
+@triton.jit
+def double_kernel(x_ptr, place):
+    tl.store(x_ptr + place, tl.load(x_ptr + place) * 2)
+
+
+@triton.jit
+def caller_kernel(x_ptr):
+    double_kernel(x_ptr, tl.program_id(1))
+
+
+def test_masked_programs_cover_exactly_the_elements() -> None:
+    x, y, out = random(10), random(10, seed=1), torch.full((12,), -1.0)
+    add_kernel[(3,)](x, y, out, 10, BLOCK=4)
+    assert torch.equal(out[:10], x + y)
+    assert out[10:].tolist() == [-1, -1]
+
+
+def test_a_pointer_starts_where_its_tensor_does() -> None:
+    x, out = random(10), torch.zeros(4)
+    add_kernel[(1,)](x[3:7], x[5:9], out, 4, BLOCK=4)
+    assert torch.equal(out, x[3:7] + x[5:9])
+
+
+def test_grid_stride_loops_and_atomic_adds_count_every_element_once() -> None:
+    values, counts = torch.tensor([1, 3, 1, 0, 1, 3, 2]), torch.zeros(4, dtype=torch.int32)
+    histogram_kernel[(2,)](values, counts, 7, BLOCK=2)
+    assert counts.tolist() == [1, 3, 1, 2]
+
+
+def test_control_flow_on_loaded_values_and_default_constexpr() -> None:
+    x = random(3, 10)
+    values, places = torch.empty(3), torch.empty(3, dtype=torch.int64)
+    running_best_kernel[(3,)](x, values, places, 10)
+    assert torch.equal(values, x.max(1).values)
+    assert torch.equal(places, x.argmax(1))
+
+
+def test_a_kernel_may_call_another_and_the_grid_has_three_axes() -> None:
+    x = torch.ones(3)
+    caller_kernel[(2, 3)](x)
+    assert x.tolist() == [4, 4, 4]
+
+
+def test_a_write_outside_the_tensor_names_kernel_pointer_and_place() -> None:
+    with pytest.raises(IndexError, match=r"add_kernel, program \(1, 0, 0\): writes out_ptr at \[4, 5, 6, 7\], .* 4 elements"):
+        add_kernel[(2,)](random(8), random(8), torch.zeros(4), 8, BLOCK=4)
+
+
+def test_a_read_next_to_the_tensor_gives_something_useless_and_one_far_away_is_an_error() -> None:
+    out = torch.zeros(8)
+    add_kernel[(2,)](random(4), torch.zeros(8), out, 8, BLOCK=4)
+    assert torch.equal(out[:4], random(4))
+    assert (out[4:] == POISON).all()
+    with pytest.raises(IndexError, match=r"reads x_ptr at \[132, "):
+        add_kernel[(34,)](random(4), torch.zeros(136), torch.zeros(136), 136, BLOCK=4)
+
+
+def test_what_the_language_lacks_is_named() -> None:
+    kernel = triton.jit(lambda x_ptr: tl.dot_scaled(x_ptr))
+    with pytest.raises(NotImplementedError, match=r"tl\.dot_scaled"):
+        kernel[(1,)](torch.zeros(1))
+
+
+def test_an_argument_that_a_kernel_does_not_have_is_an_error_and_a_launch_option_is_not() -> None:
+    add_kernel[(1,)](random(4), random(4), torch.zeros(4), 4, BLOCK=4, num_warps=4, multibuffer=False)
+    with pytest.raises(TypeError, match="WIDTH"):
+        add_kernel[(1,)](random(4), random(4), torch.zeros(4), 4, BLOCK=4, WIDTH=1)
+    with pytest.raises(TypeError, match="BLOCK"):
+        add_kernel[(1,)](random(4), random(4), torch.zeros(4), 4)
+
+
+def test_a_kernel_is_launched_and_not_called() -> None:
+    with pytest.raises(RuntimeError, match="must be launched"):
+        add_kernel(random(4), random(4), torch.zeros(4), 4, 4)
+
+
+def test_more_programs_than_the_device_launches_at_once_are_refused() -> None:
+    with pytest.raises(ValueError, match="65535"):
+        double_kernel[(65536,)](torch.zeros(1), 0)
+
+
+def test_autotuning_takes_the_first_configuration_and_heuristics_are_computed() -> None:
+    tuned = triton.autotune(configs=[triton.Config({"BLOCK": 2}), triton.Config({"BLOCK": 8})], key=["count"])(Kernel(add_kernel.fn))
+    assert tuned.bind(1, 2, 3, 4)["BLOCK"] == 2
+    guessed = triton.heuristics({"BLOCK": lambda given: given["count"] * 2})(Kernel(add_kernel.fn))
+    assert guessed.bind(1, 2, 3, 4)["BLOCK"] == 8
+
+
+def test_the_hook_makes_vllm_see_triton() -> None:
+    module = ModuleType("vllm.triton_utils")
+    module.HAS_TRITON = False
+    patch_hooks()["vllm.triton_utils"](module)
+    assert module.HAS_TRITON is True
+    assert module.triton.next_power_of_2(5) == 8
+    assert module.tl.float32 is torch.float32
+
+
+# ---- references against the sources that vllm and vllm-ascend carry ----
+
+
+def kernels_of(package: str, path: str, **names: Any) -> dict[str, Kernel]:
+    """The functions under ``triton.jit`` in a file of an installed package, without importing the package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        pytest.skip(f"{package} is not installed: its kernels' sources are what the references are compared with")
+    tree = ast.parse((Path(spec.origin).parent / path).read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and "triton.jit" in map(_name, node.decorator_list)]
+    scope: dict[str, Any] = {"tl": tl, "triton": triton, **names}
+    exec(compile(tree, path, "exec", dont_inherit=True), scope)
+    return {name: value for name, value in scope.items() if isinstance(value, Kernel)}
+
+
+def _name(decorator: ast.expr) -> str:
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
+def same(kernel: Kernel, reference: str, grid: tuple[int, ...], make: Callable[[], dict[str, Any]], **tolerance: float) -> None:
+    """Source and reference, started from equal arguments, leave equal tensors."""
+    by_source, by_reference = make(), make()
+    kernel.interpret(grid, kernel.bind(**by_source))
+    REFERENCES[reference](grid, kernel.bind(**by_reference))
+    for name, value in by_source.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(by_reference[name], value, msg=lambda text, n=name: f"{n}: {text}", **tolerance)
+
+
+@pytest.mark.parametrize(("ranks", "rank", "turn"), [(1, 0, 1), (2, 1, 1), (2, 0, 4)])
+def test_slot_mapping_reference_equals_the_kernels_source(ranks: int, rank: int, turn: int) -> None:
+    kernel = kernels_of("vllm", "v1/worker/block_table.py")["_compute_slot_mapping_kernel"]
+    positions = torch.tensor([5, 6, 7, 0, 31, 9, 9])
+
+    def arguments() -> dict[str, Any]:
+        return {
+            "num_tokens": 5, "max_num_tokens": 12, "query_start_loc_ptr": torch.tensor([0, 3, 3, 5], dtype=torch.int32),
+            "positions_ptr": positions, "block_table_ptr": torch.arange(32, dtype=torch.int32).view(4, 8) * 3 + 1,
+            "block_table_stride": 8, "block_size": 4, "slot_mapping_ptr": torch.full((12,), 99, dtype=torch.int32),
+            "TOTAL_CP_WORLD_SIZE": ranks, "TOTAL_CP_RANK": rank, "CP_KV_CACHE_INTERLEAVE_SIZE": turn, "PAD_ID": -1, "BLOCK_SIZE": 4,
+        }
+
+    same(kernel, "vllm.v1.worker.block_table._compute_slot_mapping_kernel", (4,), arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("from_cache", [True, False])
+def test_rope_reference_equals_the_kernels_source(from_cache: bool, neox: bool, dtype: torch.dtype) -> None:
+    kernel = kernels_of("vllm_ascend", "ops/triton/rope.py")["_triton_rope"]
+    cache, positions = random(9, 8, seed=2, dtype=dtype), torch.tensor([3, 8, 0])
+
+    def arguments() -> dict[str, Any]:
+        cos, sin = cache[positions].chunk(2, -1)
+        return {
+            "q_ptr": random(3, 4, 16, dtype=dtype), "q_row_stride": 64, "k_ptr": random(3, 2, 16, seed=1, dtype=dtype), "k_row_stride": 32,
+            "cos_ptr": None if from_cache else cos.contiguous(), "cos_row_stride": 4,
+            "sin_ptr": None if from_cache else sin.contiguous(), "sin_row_stride": 4,
+            "cos_sin_ptr": cache if from_cache else None, "cos_sin_row_stride": 8, "pos_ptr": positions if from_cache else None,
+            "num_tokens": 3, "n_qh": 4, "n_kh": 2, "hd": 16, "rope_dim": 8, "pad_rope_dim": 8, "BLOCK_SIZE_HEAD": 4,
+            "IS_NEOX_STYLE": neox, "USE_COS_SIN": from_cache,
+        }
+
+    same(kernel, "vllm_ascend.ops.triton.rope._triton_rope", (2,), arguments)
+
+
+SPLIT = "vllm_ascend.ops.triton.linearnorm.split_qkv_tp_rmsnorm_rope"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rotary_dim", [8, 4])
+def test_split_and_normalise_references_equal_the_kernels_sources(rotary_dim: int, dtype: torch.dtype) -> None:
+    kernels = kernels_of(
+        "vllm_ascend", "ops/triton/linearnorm/split_qkv_tp_rmsnorm_rope.py", extract_slice=tl.extract_slice, insert_slice=tl.insert_slice
+    )
+
+    def split() -> dict[str, Any]:
+        return {
+            "input_ptr": random(5, 48, dtype=dtype), "q_out_ptr": torch.zeros(5, 32, dtype=dtype),
+            "k_out_ptr": torch.zeros(5, 8, dtype=dtype), "v_out_ptr": torch.zeros(5, 8, dtype=dtype), "qk_var_ptr": torch.zeros(5, 2),
+            "num_tokens": 5, "q_cols": 32, "k_cols": 8, "q_cols_pow2": 32, "k_cols_pow2": 8, "qkv_stride": 48,
+            "q_inv_size": 1 / 32, "k_inv_size": 1 / 8,
+        }
+
+    same(kernels["_split_qkv_and_compute_local_qk_var_kernel"],
+         f"{SPLIT}._split_qkv_and_compute_local_qk_var_kernel", (3,), split)
+
+    def normalise() -> dict[str, Any]:
+        angles = random(5, rotary_dim // 2, seed=3)
+        return {
+            "q_ptr": random(5, 32, dtype=dtype), "k_ptr": random(5, 8, seed=1, dtype=dtype),
+            "cos_ptr": torch.cat((angles.cos(), angles.cos()), -1).to(dtype),
+            "sin_ptr": torch.cat((angles.sin(), angles.sin()), -1).to(dtype),
+            "cs_row_stride": rotary_dim, "q_weight_ptr": random(32, seed=4, dtype=dtype), "k_weight_ptr": random(8, seed=5, dtype=dtype),
+            "qk_global_var_ptr": random(5, 2, seed=6).abs(), "eps": 1e-6, "inv_tp_world": 0.5, "num_tokens": 5, "q_cols": 32, "k_cols": 8,
+            "q_num_heads": 4, "k_num_heads": 1, "head_dim": 8, "rotary_dim": rotary_dim, "HALF": rotary_dim // 2,
+        }
+
+    same(kernels["_apply_global_rmsnorm_kernel"], f"{SPLIT}._apply_global_rmsnorm_kernel", (2,), normalise)
+
+
+# ---- kernels that run from their source: do they give what their callers expect? ----
+
+
+def test_penalties_follow_their_definition() -> None:
+    kernel = kernels_of("vllm_ascend", "ops/triton/penalty.py")["apply_all_penalties_kernel"]
+    logits = random(2, 5)
+    seen = torch.tensor([[True, False, False, True, False], [False] * 5])
+    counts = torch.tensor([[0, 2, 0, 1, 0], [0, 0, 0, 0, 3]], dtype=torch.int32)
+    repetition, frequency, presence = torch.tensor([2.0, 1.5]), torch.tensor([0.5, 0.25]), torch.tensor([1.0, 0.125])
+    expected = logits.double().clone()
+    for row in range(2):
+        for token in range(5):
+            if seen[row, token] or counts[row, token]:
+                expected[row, token] *= 1 / repetition[row] if expected[row, token] > 0 else repetition[row]
+            expected[row, token] -= frequency[row] * counts[row, token] + presence[row] * (counts[row, token] > 0)
+    kernel[(2,)](
+        logits, seen, counts > 0, counts, repetition, frequency, presence, num_seqs=2, vocab_size=5, stride_logits_seq=5,
+        stride_logits_vocab=1, stride_prompt_mask_seq=5, stride_prompt_mask_vocab=1, stride_output_mask_seq=5,
+        stride_output_mask_vocab=1, stride_bin_counts_seq=5, stride_bin_counts_vocab=1, BLOCK_SIZE=4,
+    )
+    torch.testing.assert_close(logits.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 4])
+def test_greedy_rejection_keeps_drafts_up_to_the_first_mistake(block: int) -> None:
+    kernels = kernels_of("vllm_ascend", "ops/triton/reject_sample.py", get_element=tl.get_element)
+    drafts, target = torch.tensor([7, 8, 9, 5]), torch.tensor([7, 1, 9, 5])
+    output = torch.full((3, 3), -1, dtype=torch.int32)
+    kernels["rejection_greedy_sample_triton"][(-(-3 // block),)](
+        output, torch.tensor([2, 2, 4], dtype=torch.int32), drafts, target, torch.tensor([100, 101, 102]), None, 3, 2, BLOCK_SIZE=block
+    )
+    # Two drafts, the second wrong; no draft, so the bonus token alone; two right ones and the bonus token.
+    assert output.tolist() == [[7, 1, -1], [101, -1, -1], [9, 5, 102]]
+
+
+def test_one_draft_each_takes_the_short_kernel() -> None:
+    kernels = kernels_of("vllm_ascend", "ops/triton/reject_sample.py", get_element=tl.get_element)
+    output = torch.full((2, 2), -1, dtype=torch.int32)
+    kernels["rejection_greedy_sample_spec_len_1_triton"][(2,)](
+        output, torch.tensor([7, 8]), torch.tensor([7, 1]), torch.tensor([100, 101]), 2, BLOCK_SIZE=1
+    )
+    assert output.tolist() == [[7, 100], [1, -1]]
