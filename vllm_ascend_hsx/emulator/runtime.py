@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-from vllm_ascend_hsx.emulator import hccl, import_hooks, npu, ops, streams
+from vllm_ascend_hsx.emulator import hccl, import_hooks, npu, ops, streams, torchvision_stub
 from vllm_ascend_hsx.emulator.missing import NotEmulated, unknown
 
 VERSION = "2.10.0.post4"  # the torch_npu that vllm-ascend 0.23.0 requires
@@ -29,6 +29,7 @@ def install(package: ModuleType) -> None:
     hccl.register()
     ops.register()
     import_hooks.install(ops.patch_hooks())
+    torchvision_stub.install()
     _fill(package)
 
 

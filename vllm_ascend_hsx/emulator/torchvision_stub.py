@@ -1,0 +1,53 @@
+"""Stands in for torchvision where none is installed: transformers and vLLM import it on paths that serve text only.
+
+A torchvision built for another torch breaks those imports, and the emulated stack has no image models; so its names may be imported,
+and raise NotImplementedError when they are used.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from vllm_ascend_hsx.emulator.missing import NotEmulated
+
+
+class InterpolationMode(enum.Enum):
+    """The enumeration that transformers reads when it is imported."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
+class _Stub(ModuleType):
+    def __getattr__(self, name: str) -> NotEmulated:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return NotEmulated(f"{self.__name__}.{name}")
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Stub(spec.name, __doc__)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(__version__="0.0.0", InterpolationMode=InterpolationMode)
+
+
+def install() -> None:
+    """Provides ``torchvision`` if nothing else does."""
+    if importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.append(_Finder())
