@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode

@@ -45,7 +45,15 @@ class Engine:
         self.ring = PinnedRing(6 * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
         self.worker = ExtractionWorker(rank=rank, staging=staging, ring=self.ring, sink=self.sink, device=DEVICE, num_writers=2)
         self.outcomes: dict[str, str | None] = {}
-        self.steps = 0
+        self._decided = threading.Condition()
+        report_decision = self.worker._on_decided
+
+        def on_decided(request_id: str, error: str | None) -> None:
+            with self._decided:
+                report_decision(request_id, error)
+                self._decided.notify_all()
+
+        self.worker._on_decided = on_decided
 
     def path(self, request_id: str) -> Path:
         return self.directory / f"{request_id}.safetensors"
@@ -70,8 +78,11 @@ class Engine:
         if staged:
             self.staging.write([rows.to(DEVICE), (rows + 0.5).to(DEVICE)], staged)
         self.worker.save()
-        self.steps += 1
         self.collect()
+
+    def wait_until_decided(self, request_id: str) -> None:
+        with self._decided:
+            assert self._decided.wait_for(lambda: request_id in self.worker._outcomes, timeout=30)
 
     def collect(self) -> None:
         report = self.worker.report()
@@ -150,14 +161,23 @@ def test_a_request_that_ends_without_all_rows_fails_and_says_which(engine: Engin
     assert engine.visible() == {"a.safetensors.error"}
 
 
-def test_an_id_can_be_used_again_in_the_step_in_which_it_ended(engine: Engine) -> None:
-    engine.step(started(engine.start("a", 10)), [("a", 0, 4)])
-    both = HsxConnectorMetadata(ended=[RequestEnd("a", True)], started=[engine.start("b", 5)])
-    engine.step(both, [("b", 0, 5)])
-    engine.step(ended("b"), [])
-    engine.step(started(engine.start("b", 7)), [("b", 0, 7)])
+def test_an_id_can_be_used_again_once_its_file_is_decided(engine: Engine) -> None:
+    engine.step(started(engine.start("b", 5)), [("b", 0, 5)])
+    engine.wait_until_decided("b")
+    again = HsxConnectorMetadata(ended=[RequestEnd("b", False)], started=[engine.start("b", 7)])
+    engine.step(again, [("b", 0, 7)])
     engine.close()
+    assert engine.outcomes == {"b": None}
     engine.assert_file_is_right("b", 7)
+
+
+def test_an_id_whose_file_is_still_being_written_fails_and_leaves_that_file_alone(engine: Engine) -> None:
+    engine.step(started(engine.start("b", 9)), [("b", 0, 5)])
+    engine.step(started(engine.start("b", 7)), [])
+    assert engine.outcomes["b"] == "another request or server is writing this file"
+    engine.step(HsxConnectorMetadata(), [("b", 5, 4)])
+    engine.close()
+    engine.assert_file_is_right("b", 9)
 
 
 def test_a_file_that_cannot_be_opened_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
