@@ -14,11 +14,12 @@ from vllm_ascend_hsx.demo.verify import Row
 PHASES = (
     (r"^\$ ", "importing vllm and vllm-ascend"),
     (r"non-default args", "reading the configuration"),
-    (r"Initializing a V1 LLM engine", "starting the engines"),
-    (r"rank \d+ in world size", "starting the workers and their communication"),
-    (r"Starting to load model|Loading model", "loading weights"),
-    (r"Loading weights took", "measuring the memory that is left"),
-    (r"Available KV cache memory|KV cache size", "making the KV cache"),
+    (r"Started DP Coordinator", "starting the engines, one per DP rank"),
+    (r"Initializing a V1 LLM engine", "starting the workers, one per NPU"),
+    (r"rank \d+ in world size", "connecting the workers"),
+    (r"Starting to load model", "loading weights"),
+    (r"Loading model weights took", "measuring the memory that is left"),
+    (r"KV cache size", "warming up"),
     (r"init engine .* took", "starting the API server"),
     (r"Started server process", "waiting for the first answer"),
 )
