@@ -96,6 +96,17 @@ def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
     ]
 
 
+def keep_until_copied(runner: Any, counts: torch.Tensor) -> None:
+    """Keep the memory of `counts` until the runner's copy stream has read it.
+
+    Reason: `_copy_valid_sampled_token_count` (MR:1640) copies the numbers of accepted tokens to the host on a side stream and drops the
+    tensor in the next step, which may come before the copy has run; its memory would be given to the next allocation.
+    """
+    stream = getattr(runner, "valid_sampled_token_count_copy_stream", None)
+    if stream is not None:
+        counts.record_stream(stream)
+
+
 def forward_context(
     metadata: dict[str, Any], vllm_config: Any, num_tokens: int, num_tokens_across_dp: torch.Tensor | None
 ) -> AbstractContextManager[None]:

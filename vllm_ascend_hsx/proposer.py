@@ -8,7 +8,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
-from vllm_ascend_hsx.compat import batch_layout, find_layers, forward_context, require_runner_hooks
+from vllm_ascend_hsx.compat import batch_layout, find_layers, forward_context, keep_until_copied, require_runner_hooks
 from vllm_ascend_hsx.config import HsxConfig, read_target
 from vllm_ascend_hsx.model import connector_options
 from vllm_ascend_hsx.staging import select_spans
@@ -150,6 +150,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         discarded[discard_request_indices[:num_discarded_requests]] = True
         valid = (sampled_token_ids >= 0) & (sampled_token_ids < gpu_input_batch.vocab_size)
         counts = valid.sum(dim=1, dtype=torch.int32)
+        keep_until_copied(self.runner, counts)
         newest = sampled_token_ids.gather(1, (counts.to(torch.int64) - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
         next_token_ids = torch.where((counts > 0) & ~discarded, newest.to(torch.int32), backup)
         return next_token_ids, counts

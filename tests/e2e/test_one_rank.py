@@ -62,7 +62,7 @@ def test_ordinary_requests_still_hit_the_prefix_cache(run: Run) -> None:
 
 def test_float32_rows_are_exact(float32_qwen3: Path, tmp_path: Path) -> None:
     script = [["add", "chunked", LONG, {"max_tokens": 1}], ["add", "short", tokens(9), {"max_tokens": 3}], ["drain"]]
-    run = run_engine(tmp_path, float32_qwen3, script, layer_ids=LAYER_IDS)
+    run = run_engine(tmp_path, float32_qwen3, script, layer_ids=LAYER_IDS, dtype="float32")
     assert run.error is None, run.error
     differences = [run.compare(request_id).max_abs_difference for request_id in ("chunked", "short")]
     assert max(differences) <= 1e-5
@@ -76,6 +76,7 @@ def test_a_ring_smaller_than_a_step_delays_rows_and_loses_none(float32_qwen3: Pa
         float32_qwen3,
         [*script, ["drain"]],
         layer_ids=LAYER_IDS,
+        dtype="float32",
         connector_options={"pinned_ring_bytes": 5 * row_bytes, "staging_slots": 1, "num_writer_threads": 2},
     )
     assert run.error is None, run.error
