@@ -170,7 +170,7 @@ inline void run_now(const c10::OperatorHandle& op, const OpTraits& t, Stack* sta
   for (size_t i = begin; i < stack->size(); ++i)
     for_each_tensor((*stack)[i], [&](const at::Tensor& x) {
       at::Tensor y = relabel.to_npu(x);
-      if (track != nullptr && !t.view && !t.mutates) made.push_back({y, true});
+      if (track != nullptr && Engine::get().tracking() && !t.view && !t.mutates) made.push_back({y, true});
       return y;
     });
   if (!made.empty()) order(*track, t.name, made);
@@ -333,7 +333,7 @@ inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
   StreamState& s = current_stream(call.device);
   const bool host = t.host || call.masks;
   if (!host && engine.defers(s) && queue(op, t, stack, begin, call.device, s)) return;
-  order(s, t.name, touches_of(t, *stack, begin));
+  if (engine.tracking()) order(s, t.name, touches_of(t, *stack, begin));
   if (host) engine.synchronize(s);
   else if (engine.defers(s)) engine.drain(s, s.issued);
   run_now(op, t, stack, begin, call.device, &s);

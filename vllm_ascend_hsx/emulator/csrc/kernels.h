@@ -213,6 +213,12 @@ inline at::Tensor& zero_kernel(at::Tensor& t) {
   return t;
 }
 
+inline at::Tensor convolution_kernel(
+    const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::SymIntArrayRef stride,
+    c10::SymIntArrayRef padding, c10::SymIntArrayRef dilation, bool transposed, c10::SymIntArrayRef output_padding, c10::SymInt groups) {
+  return at::convolution_symint(input, weight, bias, stride, padding, dilation, transposed, output_padding, std::move(groups));
+}
+
 inline void record_stream_kernel(at::Tensor& t, c10::Stream stream) {
   npu_allocator().recordStream(t.storage().data_ptr(), stream);
 }

@@ -28,7 +28,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("zero_", zero_kernel);
   m.impl("record_stream", record_stream_kernel);
+  m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
+
+// Devices that are not torch's own get this name for a convolution; over CPU tensors it is one.
+TORCH_LIBRARY_IMPL(aten, CPU, m) { m.impl("convolution_overrideable", convolution_kernel); }
+
+// A copy resolves conjugate and negative views itself; torch's own fallbacks would resolve them by a copy, for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 void start(int npus, size_t hbm, bool late) {
   static bool started = false;
@@ -59,6 +67,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("memory_info", [](int d) { return npu_allocator().getMemoryInfo(static_cast<c10::DeviceIndex>(d)); });
   m.def("default_generator", [](int d) { return default_generator_handle(d); });
   m.def("pending", [](int d, int64_t id) { return Engine::get().pending(Engine::get().stream(d, id)); });
+  m.def("set_late", [](bool late) { Engine::get().set_late(late); });
+  m.def("set_hbm", [](size_t bytes) { config().hbm = bytes; });
   m.def("late", [] { return config().late; });
   bind_hccl(m);
 }

@@ -103,18 +103,18 @@ class Engine {
   StreamState& new_stream(int device) {
     auto guard = lock();
     const int n = pool_next_[device]++ % kPoolStreams;
-    tracking_ = config().late;
+    side_streams_ = true;
     return find(device, n + 1);
   }
 
   // A stream outside the pool (hccl's own).
   StreamState& private_stream(int device) {
     auto guard = lock();
-    tracking_ = config().late;
+    side_streams_ = true;
     return find(device, kPoolStreams + 1 + private_next_++);
   }
 
-  bool tracking() const { return tracking_; }
+  bool tracking() const { return side_streams_ && config().late; }
   bool defers(const StreamState& s) const { return config().late && !s.is_default(); }
 
   // Called for each operator launched on s, before it runs or is queued.
@@ -175,7 +175,7 @@ class Engine {
   void record(EventState& e, StreamState& s) {
     auto guard = lock();
     see_host(s);
-    if (tracking_) s.clock.set(s.slot, s.clock.get(s.slot) + 1);
+    if (tracking()) s.clock.set(s.slot, s.clock.get(s.slot) + 1);
     e.stream = &s;
     e.clock = s.clock;
     e.refused_queries = 0;
@@ -295,6 +295,14 @@ class Engine {
     return *by_slot_.at(slot);
   }
 
+  // For tests: late mode can change while nothing is queued.
+  void set_late(bool late) {
+    auto guard = lock();
+    for (auto& entry : streams_)
+      TORCH_CHECK(entry.second->queue.empty(), "emulated NPU: late mode cannot change while work is queued");
+    config().late = late;
+  }
+
   size_t pending(const StreamState& s) {
     auto guard = lock();
     return s.queue.size();
@@ -320,7 +328,7 @@ class Engine {
   }
 
   void host_saw(const Clock& clock) {
-    if (!tracking_) return;
+    if (!tracking()) return;
     host_.join(clock);
     ++host_version_;
   }
@@ -362,7 +370,7 @@ class Engine {
   int private_next_ = 0;
   Clock host_;
   uint64_t host_version_ = 0;
-  bool tracking_ = false;
+  std::atomic<bool> side_streams_{false};
 };
 
 inline std::vector<c10::StreamId>& current_stream_ids() {
