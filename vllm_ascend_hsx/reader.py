@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
-from vllm_ascend_hsx.sinks.lock import is_held, wait_until_released
+from vllm_ascend_hsx.sinks.lock import wait_until_released
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 
 if TYPE_CHECKING:
@@ -139,11 +139,9 @@ def open_dir(directory: str | Path, *, mmap: bool = False) -> Iterator[tuple[Pat
         names = sorted(e.name for e in entries if e.name.endswith(DATA_SUFFIX) and not e.name.startswith("."))
     for name in names:
         path = Path(directory, name)
-        if is_held(_companion(path, LOCK_SUFFIX)):
-            continue
         try:
             states = load(path, 0, mmap=mmap)
-        except (FileNotFoundError, TimeoutError):
+        except (FileNotFoundError, TimeoutError):  # taken away, still written
             continue
         yield path, states
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,28 @@ def open_fds() -> set[tuple[str, str]]:
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return fds
+
+
+def wait_for_sleepers(lock: Path, count: int = 1) -> None:
+    """Until so many flock() calls sleep on the file, by the kernel's own list."""
+    inode = os.stat(lock).st_ino
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        waiting = [line for line in Path("/proc/locks").read_text().splitlines() if "->" in line and f":{inode} " in line]
+        if len(waiting) >= count:
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"nobody sleeps on {lock}")
+
+
+def is_held(lock: Path) -> bool:
+    """Whether a writer holds the lock file now."""
+    with open(lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 class Traced:

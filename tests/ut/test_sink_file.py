@@ -377,6 +377,38 @@ def test_ends_that_race_agree_on_one_outcome(sink: FileSink, tmp_path: Path) -> 
     assert outcomes
 
 
+@pytest.mark.parametrize("second", ["fail", "discard", "close"])
+def test_an_end_that_comes_during_a_commit_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str) -> None:
+    sink = FileSink(tmp_path, FORMAT)
+    file = open_file(sink, tmp_path)
+    file.write(0, make_rows(0, 2))
+    renaming, go_on = threading.Event(), threading.Event()
+    ended: list[list[str]] = []
+
+    def checkpoint(call: str) -> None:
+        if call == "rename":
+            renaming.set()
+            assert go_on.wait(10)
+
+    def end() -> None:
+        {"fail": lambda: file.fail("late"), "discard": file.discard, "close": sink.close}[second]()
+        ended.append(listing(tmp_path))
+
+    trace(monkeypatch, checkpoint)
+    committer = threading.Thread(target=lambda: file.commit(token_ids(2), 2))
+    committer.start()
+    assert renaming.wait(10)
+    ender = threading.Thread(target=end)
+    ender.start()
+    ender.join(0.05)
+    go_on.set()
+    committer.join(10)
+    ender.join(10)
+    assert ended == [["cmpl-1.safetensors", "cmpl-1.safetensors.lock"]]
+    assert np.array_equal(bits(load_file(file.path)["hidden_states"]), make_rows(0, 2))
+    sink.close()
+
+
 def test_closing_the_sink_fails_what_is_open_and_nothing_else(tmp_path: Path) -> None:
     before = open_fds()
     sink = FileSink(tmp_path, FORMAT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,18 +18,20 @@ from sink_harness import (
     Reader,
     Stepped,
     Traced,
+    is_held,
     listing,
     make_rows,
     speculators_reader,
     token_ids,
     trace,
     vllm_reader,
+    wait_for_sleepers,
 )
 
 from vllm_ascend_hsx.reader import HiddenStatesError, load, remove
 from vllm_ascend_hsx.sinks import lock as lock_module
 from vllm_ascend_hsx.sinks.file import FileSink, FileSinkFile
-from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError, is_held
+from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError, wait_until_released
 
 READERS = {"speculators": speculators_reader, "vLLM": vllm_reader}
 
@@ -247,6 +250,22 @@ def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(tmp_path
     assert is_held(tmp_path / "f.lock")
     os.close(readers[0])
     held.release()
+
+
+def test_a_reader_goes_on_to_the_lock_that_took_the_name_while_it_slept(tmp_path: Path) -> None:
+    name = tmp_path / "f.lock"
+    first = acquire(tmp_path)
+    woken = threading.Event()
+    reader = threading.Thread(target=lambda: (wait_until_released(name, 30), woken.set()), daemon=True)
+    reader.start()
+    wait_for_sleepers(name)
+    name.unlink()
+    second = acquire(tmp_path)
+    first.release()
+    wait_for_sleepers(name)
+    assert not woken.is_set()
+    second.release()
+    assert woken.wait(30)
 
 
 def test_removing_a_lock_spares_the_one_that_took_its_name(tmp_path: Path) -> None:

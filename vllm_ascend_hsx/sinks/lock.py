@@ -143,18 +143,6 @@ def _is_named(fd: int, name: str | Path, dir_fd: int | None = None) -> bool:
     return os.path.samestat(named, os.fstat(fd))
 
 
-def is_held(path: Path) -> bool:
-    """Whether a writer holds the lock file at `path` now; False if there is none."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        return not _flock_now(fd, fcntl.LOCK_SH)
-    finally:
-        _unlock_and_close(fd)
-
-
 def wait_until_released(path: Path, timeout: float | None) -> bool:
     """Sleep until no writer holds the lock file at `path`.
 
@@ -225,6 +213,11 @@ _sleepers_mutex = threading.Lock()
 
 
 def _sleep_on(path: Path, fd: int, deadline: float) -> None:
+    if time.monotonic() >= deadline or not _sleeper_of(path, fd).join_until(deadline):
+        raise TimeoutError(f"{path}: still locked by its writer when the time to wait was over")
+
+
+def _sleeper_of(path: Path, fd: int) -> _Sleeper:
     status = os.fstat(fd)
     key = (status.st_dev, status.st_ino)
     with _sleepers_mutex:
@@ -238,8 +231,7 @@ def _sleep_on(path: Path, fd: int, deadline: float) -> None:
                 os.close(own)
                 raise
             _sleepers[key] = sleeper
-    if not sleeper.join_until(deadline):
-        raise TimeoutError(f"{path}: still locked by its writer when the time to wait was over")
+        return sleeper
 
 
 def _forget_sleepers() -> None:

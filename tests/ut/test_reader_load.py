@@ -1,0 +1,417 @@
+"""What consumers get: the rows, or the reason, as soon as there is one."""
+
+from __future__ import annotations
+
+import ast
+import fcntl
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from sink_harness import FORMAT, listing, make_rows, open_fds, token_ids, wait_for_sleepers
+
+import vllm_ascend_hsx
+from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load, open_dir, remove
+from vllm_ascend_hsx.sinks import lock as lock_module
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
+from vllm_ascend_hsx.sinks.file import FileSink, FileSinkFile
+
+SOURCE = str(Path(vllm_ascend_hsx.__file__).parents[1])
+
+
+@pytest.fixture
+def sink(tmp_path: Path) -> Iterator[FileSink]:
+    with FileSink(tmp_path, FORMAT) as sink:
+        yield sink
+
+
+def written(sink: FileSink, directory: Path, request_id: str = "cmpl-1", tokens: int = 5) -> FileSinkFile:
+    """A file with all its rows, not committed yet."""
+    file = sink.open(request_id, directory / f"{request_id}.safetensors")
+    file.write(0, make_rows(0, tokens))
+    return file
+
+
+def committed(sink: FileSink, directory: Path, request_id: str = "cmpl-1", tokens: int = 5) -> Path:
+    file = written(sink, directory, request_id, tokens)
+    file.commit(token_ids(tokens), tokens - 1)
+    return file.path
+
+
+def assert_rows(states: HiddenStates, tokens: int) -> None:
+    assert states.hidden_states.dtype == torch.bfloat16
+    assert states.hidden_states.shape == (tokens, *FORMAT.row_shape)
+    assert np.array_equal(states.hidden_states.view(torch.uint16).numpy(), make_rows(0, tokens))
+    assert np.array_equal(states.token_ids.numpy(), token_ids(tokens))
+
+
+# Loading
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 700])
+def test_a_complete_file_is_loaded_at_once(sink: FileSink, tmp_path: Path, tokens: int, mmap: bool) -> None:
+    file = written(sink, tmp_path, tokens=tokens)
+    file.commit(token_ids(tokens), tokens)
+    states = load(file.path, 0, mmap=mmap)
+    assert_rows(states, tokens)
+    assert states.layer_ids == [2, 0, 3]
+    assert states.num_prompt_tokens == tokens
+    assert states.metadata["request_id"] == "cmpl-1"
+    assert_rows(load(str(file.path), 0, mmap=mmap), tokens)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_changing_what_was_loaded_changes_no_file(sink: FileSink, tmp_path: Path, mmap: bool) -> None:
+    path = committed(sink, tmp_path)
+    load(path, 0, mmap=mmap).hidden_states.zero_()
+    assert_rows(load(path, 0), 5)
+
+
+def test_a_mapped_file_can_be_removed_while_it_is_used(sink: FileSink, tmp_path: Path) -> None:
+    states = load(committed(sink, tmp_path, tokens=3000), 0, mmap=True)
+    remove(tmp_path / "cmpl-1.safetensors")
+    assert_rows(states, 3000)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_a_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: bool) -> None:
+    states = torch.randn(3, 1, 3).to(torch.bfloat16)
+    path = tmp_path / "f.safetensors"
+    save_file({"hidden_states": states, "token_ids": torch.arange(3), "extra": torch.ones(7, dtype=torch.bool)}, path)
+    loaded = load(path, 0, mmap=mmap)
+    assert torch.equal(loaded.hidden_states, states)
+    assert torch.equal(loaded.token_ids, torch.arange(3))
+    assert loaded.metadata == {}
+    header = json.dumps(
+        {
+            "hidden_states": {"dtype": "BF16", "shape": [3, 1, 3], "data_offsets": [0, 18]},
+            "token_ids": {"dtype": "I64", "shape": [3], "data_offsets": [18, 42]},
+        }
+    ).encode()
+    odd = len(header).to_bytes(8, "little") + header + states.view(torch.uint8).numpy().tobytes() + np.arange(3).tobytes()
+    path.write_bytes(odd)
+    loaded = load(path, 0, mmap=mmap)
+    assert torch.equal(loaded.hidden_states, states)
+    assert torch.equal(loaded.token_ids, torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ({"token_ids": torch.arange(3)}, "it has no hidden_states"),
+        ({"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(2)}, r"token_ids \[2\] does not fit hidden_states \[3, 1, 4\]"),
+        ({"hidden_states": torch.ones(3, 1, 4, dtype=torch.uint8), "token_ids": torch.arange(3)}, "a tensor is U8"),
+        (None, "too few"),
+    ],
+)
+def test_a_file_that_holds_no_hidden_states_is_named(tmp_path: Path, tensors: dict[str, torch.Tensor] | None, words: str) -> None:
+    path = tmp_path / "f.safetensors"
+    before = open_fds()
+    if tensors is None:
+        path.touch()
+    else:
+        save_file(tensors, path)
+    with pytest.raises(HiddenStatesError, match=words):
+        load(path, 0)
+    assert open_fds() == before
+
+
+# Waiting
+
+
+READ_AND_REPORT = """
+import sys
+from vllm_ascend_hsx import HiddenStatesError, load
+try:
+    states = load(sys.argv[1], timeout=float(sys.argv[2]) if sys.argv[2] != "None" else None)
+    print(list(states.hidden_states.shape), states.token_ids.tolist())
+except (HiddenStatesError, FileNotFoundError, TimeoutError) as error:
+    print(type(error).__name__, getattr(error, "reason", error))
+assert not any(name.split(".")[0] in ("vllm", "torch_npu", "vllm_ascend") for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("timeout", ["60", "None"])
+@pytest.mark.parametrize(
+    ("end", "report"),
+    [
+        (lambda file: file.commit(token_ids(2), 2), f"[2, 3, 8] {token_ids(2).tolist()}"),
+        (lambda file: file.fail("no luck"), "HiddenStatesError no luck"),
+        (lambda file: file.discard(), "FileNotFoundError"),
+    ],
+    ids=["commit", "fail", "discard"],
+)
+def test_a_reader_asleep_in_another_process_wakes_when_the_file_ends(
+    sink: FileSink, tmp_path: Path, end: Callable[[FileSinkFile], None], report: str, timeout: str
+) -> None:
+    file = written(sink, tmp_path)
+    reader = subprocess.Popen(
+        [sys.executable, "-c", READ_AND_REPORT, file.path, timeout],
+        env={**os.environ, "PYTHONPATH": SOURCE},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_sleepers(Path(f"{file.path}.lock"))
+    end(file)
+    output, _ = reader.communicate(timeout=60)
+    assert output.startswith(report)
+    assert reader.returncode == 0
+
+
+def test_many_readers_of_one_file_all_wake(sink: FileSink, tmp_path: Path) -> None:
+    file = written(sink, tmp_path)
+    results: list[HiddenStates] = []
+    threads = [threading.Thread(target=lambda: results.append(load(file.path, 30))) for _ in range(5)]
+    threads += [threading.Thread(target=lambda: results.append(load(file.path, None))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_for_sleepers(Path(f"{file.path}.lock"), 4)  # those with a timeout share one call
+    file.commit(token_ids(5), 5)
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 8
+    for states in results:
+        assert_rows(states, 5)
+
+
+@pytest.mark.parametrize("timeout", [0, 0.05])
+def test_a_reader_gives_up_when_its_time_is_over(sink: FileSink, tmp_path: Path, timeout: float) -> None:
+    file = written(sink, tmp_path)
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match="still locked by its writer"):
+        load(file.path, timeout)
+    assert timeout <= time.monotonic() - started < timeout + 5
+
+
+def test_giving_up_often_costs_one_thread_and_one_descriptor_until_the_file_ends(sink: FileSink, tmp_path: Path) -> None:
+    file = written(sink, tmp_path)
+    threads, fds = threading.active_count(), open_fds()
+    for _ in range(20):
+        with pytest.raises(TimeoutError):
+            load(file.path, 0.001)
+    assert threading.active_count() == threads + 1
+    assert len(open_fds()) == len(fds) + 1
+    (sleeper,) = lock_module._sleepers.values()
+    file.commit(token_ids(5), 5)
+    sleeper.join(30)
+    assert threading.active_count() == threads
+    assert len(open_fds()) == len(fds) - 2, "the sleeper's, the lock's and the data's"
+
+
+def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(sink: FileSink, tmp_path: Path) -> None:
+    file = written(sink, tmp_path)
+    with pytest.raises(TimeoutError):
+        load(file.path, 0.001)
+    file.commit(token_ids(5), 5)
+    path = committed(sink, tmp_path, tokens=2)
+    assert_rows(load(path, 30), 2)
+
+
+def test_a_forked_process_waits_with_a_thread_of_its_own(sink: FileSink, tmp_path: Path) -> None:
+    """As the workers of torch's DataLoader do, after the parent has begun to wait."""
+    file = written(sink, tmp_path)
+    with pytest.raises(TimeoutError):
+        load(file.path, 0.001)
+    context = multiprocessing.get_context("fork")
+    receive, send = context.Pipe(duplex=False)
+    child = context.Process(target=lambda: send.send(load(file.path, 30).token_ids.tolist()))
+    child.start()
+    wait_for_sleepers(Path(f"{file.path}.lock"), 2)
+    file.commit(token_ids(5), 5)
+    assert receive.poll(30)
+    assert receive.recv() == token_ids(5).tolist()
+    child.join(30)
+    assert child.exitcode == 0
+
+
+# Reasons
+
+
+def test_the_reason_of_a_failure_is_raised(sink: FileSink, tmp_path: Path) -> None:
+    file = written(sink, tmp_path)
+    file.fail("rows [3, 5) could not be written: No space left on device (ENOSPC)")
+    with pytest.raises(HiddenStatesError) as raised:
+        load(file.path, 0)
+    assert raised.value.reason == "rows [3, 5) could not be written: No space left on device (ENOSPC)"
+    assert raised.value.path == file.path
+    assert str(file.path) in str(raised.value)
+
+
+def test_a_server_that_stopped_in_order_says_so(tmp_path: Path) -> None:
+    sink = FileSink(tmp_path, FORMAT)
+    file = written(sink, tmp_path)
+    sink.close()
+    with pytest.raises(HiddenStatesError, match=SERVER_STOPPED):
+        load(file.path, 0)
+
+
+KILLED_SERVER = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.file import FileSink
+sink = FileSink(Path(sys.argv[1]), RowFormat((1,), 8, "BF16"))
+file = sink.open("cmpl-1", Path(sys.argv[1], "cmpl-1.safetensors"))
+file.write(0, np.ones((2, 1, 8), np.uint16))
+print("written", flush=True)
+signal.pause()
+"""
+
+
+def test_a_reader_is_not_fooled_by_a_killed_server(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-c", KILLED_SERVER, tmp_path], env={**os.environ, "PYTHONPATH": SOURCE}, stdout=subprocess.PIPE, text=True
+    )
+    assert server.stdout is not None
+    with server.stdout:
+        assert server.stdout.readline() == "written\n"
+    path = tmp_path / "cmpl-1.safetensors"
+    with pytest.raises(TimeoutError):
+        load(path, 0)
+    server.kill()
+    server.wait()
+    with pytest.raises(HiddenStatesError, match="the server died before the file was complete"):
+        load(path, 30)
+
+
+def test_nothing_there_is_a_file_not_found(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"was the request aborted.*cmpl-1\.safetensors"):
+        load(tmp_path / "cmpl-1.safetensors", 0)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"reason":', '{"why": 1}'])
+def test_an_error_file_that_cannot_be_understood_is_still_an_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "f.safetensors.error").write_text(text)
+    with pytest.raises(HiddenStatesError, match="cannot be understood"):
+        load(tmp_path / "f.safetensors", 0)
+
+
+# Directories
+
+
+def test_a_directory_gives_its_complete_files_one_at_a_time(sink: FileSink, tmp_path: Path) -> None:
+    for number in range(4):
+        committed(sink, tmp_path, f"r{number}", tokens=number + 1)
+    sink.open("failed", tmp_path / "failed.safetensors").fail("x")
+    open_one = written(sink, tmp_path, "open")
+    (tmp_path / "notes.txt").write_text("not ours")
+    opened = open_dir(tmp_path)
+    path, states = next(opened)
+    assert path == tmp_path / "r0.safetensors"
+    assert_rows(states, 1)
+    remove(tmp_path / "r1.safetensors")
+    assert [path.name for path, _ in opened] == ["r2.safetensors", "r3.safetensors"]
+    open_one.discard()
+
+
+def test_a_file_that_another_producer_still_writes_is_passed_over(tmp_path: Path) -> None:
+    save_file({"hidden_states": torch.ones(1, 1, 4), "token_ids": torch.arange(1)}, tmp_path / "f.safetensors")
+    with open(tmp_path / "f.safetensors.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert list(open_dir(tmp_path)) == []
+    assert len(list(open_dir(tmp_path))) == 1
+
+
+def test_a_broken_file_in_a_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(b"12345")
+    with pytest.raises(HiddenStatesError, match=r"broken\.safetensors"):
+        list(open_dir(tmp_path))
+
+
+@pytest.mark.parametrize(("keep_data", "left"), [(False, []), (True, ["cmpl-1.safetensors"])])
+def test_remove_takes_the_file_and_its_companions(sink: FileSink, tmp_path: Path, keep_data: bool, left: list[str]) -> None:
+    path = committed(sink, tmp_path)
+    remove(path, keep_data=keep_data)
+    remove(path, keep_data=keep_data)
+    assert listing(tmp_path) == left
+
+
+# Other people's readers
+
+
+def vllm_functions() -> dict[str, Any]:
+    """vLLM's own reader: its two functions, taken out of the installed source without importing vLLM (10 s, and it wants a device)."""
+    source = distribution("vllm").locate_file("vllm/distributed/kv_transfer/kv_connector/v1/example_hidden_states_connector.py")
+    wanted = ("load_hidden_states", "cleanup_hidden_states")
+    module = ast.parse(Path(str(source)).read_text())
+    module.body = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
+    namespace: dict[str, Any] = {"fcntl": fcntl, "os": os, "torch": torch, "load_file": load_file}
+    exec(compile(module, str(source), "exec"), namespace)
+    return namespace
+
+
+def has(package: str) -> bool:
+    try:
+        distribution(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has("vllm"), reason="compares with the reader of the installed vLLM, and none is installed")
+def test_vllms_own_reader_sleeps_until_commit_and_loads_before_and_after(sink: FileSink, tmp_path: Path) -> None:
+    functions = vllm_functions()
+    file = written(sink, tmp_path)
+    results: list[dict[str, torch.Tensor]] = []
+    thread = threading.Thread(target=lambda: results.append(functions["load_hidden_states"](str(file.path))))
+    thread.start()
+    wait_for_sleepers(Path(f"{file.path}.lock"))
+    assert results == []
+    file.commit(token_ids(5), 5)
+    thread.join(30)
+    results.append(functions["load_hidden_states"](str(file.path)))
+    for result in results:
+        assert_rows(HiddenStates(result["hidden_states"], result["token_ids"], {}), 5)
+    functions["cleanup_hidden_states"](str(file.path))
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.skipif(not has("hs-connectors"), reason="compares with speculators' reader: pip install --no-deps hs-connectors")
+def test_speculators_own_reader_waits_until_commit_and_loads_before_and_after(sink: FileSink, tmp_path: Path) -> None:
+    from hs_connectors.transfer import FileTransfer
+
+    transfer = FileTransfer(tmp_path)
+    file = written(sink, tmp_path, "hs_0")
+    results: list[dict[str, torch.Tensor] | None] = []
+    thread = threading.Thread(target=lambda: results.append(transfer.get_generated({"hidden_states_path": str(file.path)})))
+    thread.start()
+    thread.join(0.25)  # it polls, so nothing tells that it waits
+    assert results == []
+    file.commit(token_ids(5), 5)
+    thread.join(30)
+    results.append(transfer.get_cached(0))
+    for result in results:
+        assert result is not None
+        assert_rows(HiddenStates(result["hidden_states"], result["token_ids"], {}), 5)
+    transfer.delete(str(file.path))
+    assert listing(tmp_path) == []
+
+
+def test_the_package_offers_the_reader_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, vllm_ascend_hsx as hsx\n"
+        "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "for name in hsx.__all__: getattr(hsx, name)\n"
+        "assert set(hsx.__all__) <= set(dir(hsx))\n"
+        "assert 'torch' not in sys.modules\n"
+        "try: hsx.no_such_name\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, text=True, check=True
+    )
+    assert "no_such_name" in result.stdout
