@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from vllm_ascend_hsx.demo.options import ServeOptions
     from vllm_ascend_hsx.demo.prompts import demo_prompts
     from vllm_ascend_hsx.demo.report import StartProgress, show_rows
-    from vllm_ascend_hsx.demo.server import Server, ServerError, free_port
+    from vllm_ascend_hsx.demo.server import STOP_SECONDS, Server, ServerError, free_port
     from vllm_ascend_hsx.demo.verify import verify
 
     model = _model_directory(options, console)
@@ -110,18 +110,19 @@ def run(options: argparse.Namespace, console: Console) -> int:
         _compile_emulator(console)
     try:
         with server:
-            with StartProgress(console, server.log, title) as progress:
-                seconds = server.wait_ready(options.start_timeout or (1800.0 if options.device == "npu" else 600.0), progress)
-            console.print(f"{title}: answers after {seconds:.0f} s", highlight=False)
             try:
+                with StartProgress(console, server.log, title) as progress:
+                    seconds = server.wait_ready(options.start_timeout or (1800.0 if options.device == "npu" else 600.0), progress)
+                console.print(f"{title}: answers after {seconds:.0f} s", highlight=False)
                 with console.status(f"sending {len(prompts)} prompts"):
                     answers = send_all(server.url, prompts, timeout=options.request_timeout)
+                with console.status("comparing with transformers"):
+                    rows = [verify(answer, layer_ids, reference) for answer in answers]
             except (OpenAIError, AnswerError) as error:
                 raise DemoError(f"a request failed: {error}\n{server.log_tail()}") from error
-            with console.status("comparing with transformers"):
-                rows = [verify(answer, layer_ids, reference) for answer in answers]
-            with console.status("stopping the server"):
-                server.stop()
+            finally:
+                with console.status(f"stopping the server (up to {STOP_SECONDS:.0f} s)"):
+                    server.stop()
     except ServerError as error:
         raise DemoError(str(error)) from error
     show_rows(console, rows, layer_ids)

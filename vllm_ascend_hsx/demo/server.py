@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 POLL_SECONDS = 0.5
-STOP_SECONDS = 30.0
+STOP_SECONDS = 15.0
 KILL_SECONDS = 10.0
 LOG_TAIL_LINES = 25
 # The line that ends a traceback, wherever a logger puts it. Later ones are mostly other processes that miss the first.
