@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.emulator.devices import Device, index_of
+from vllm_ascend_hsx.emulator.native import core
 
 
 class Stream(torch.Stream):
@@ -56,6 +57,10 @@ class Event(torch.Event):
     def wait(self, stream: torch.Stream | None = None) -> None:
         """Work given to the stream (default: the current one) from here on waits for the event; the host does not."""
         super().wait(current_stream() if stream is None else stream)
+
+    def elapsed_time(self, end_event: torch.Event) -> float:
+        """Milliseconds from this event to the other. Raises RuntimeError unless both have timing and have happened."""
+        return core.elapsed_time(self.event_id, end_event.event_id)
 
 
 def _typed(stream: torch.Stream) -> Stream:

@@ -201,10 +201,6 @@ inline bool infer(const c10::OperatorHandle& op, const Stack& stack, size_t begi
   return true;
 }
 
-inline void poison(const at::Tensor& t) {
-  if (t.numel() != 0) std::memset(t.storage().unsafeGetStorageImpl()->mutable_data(), 0xFF, t.storage().nbytes());
-}
-
 inline at::Tensor empty_npu(c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype, int device) {
   const c10::DeviceIndex before = current_device();
   current_device() = static_cast<c10::DeviceIndex>(device);
@@ -299,7 +295,6 @@ inline bool queue(const c10::OperatorHandle& op, const OpTraits& t, Stack* stack
     for_each_tensor(v, [&](const at::Tensor& m) {
       if (!m.defined()) return m;
       at::Tensor y = empty_npu(m.sizes(), m.strides(), m.scalar_type(), device);
-      poison(y);
       targets.push_back(relabel.to_cpu(y));
       made.push_back({y, true});
       return y;

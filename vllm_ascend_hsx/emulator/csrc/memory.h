@@ -178,6 +178,7 @@ inline void empty_device_cache(int device) {
 int current_slot(int device);
 void keep_hazards(Block& block);
 void check_hazards(int device, int slot, size_t rounded);
+void poison_fresh(int device, Memory& memory);
 
 inline void release_block(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
@@ -197,7 +198,11 @@ inline c10::DataPtr new_block(int device, size_t bytes, std::shared_ptr<Memory> 
   block->owner_slot = current_slot(device);
   check_hazards(device, block->owner_slot, block->rounded);
   charge(device, bytes, block->rounded);
-  block->memory = memory ? std::move(memory) : host_memory(bytes);
+  if (memory == nullptr) {
+    memory = host_memory(bytes);
+    poison_fresh(device, *memory);
+  }
+  block->memory = std::move(memory);
   void* ptr = block->memory->ptr;
   return {ptr, block.release(), &release_block, c10::Device(kNpu, static_cast<c10::DeviceIndex>(device))};
 }
@@ -292,6 +297,8 @@ struct PinnedAllocator final : at::HostAllocator {
     block->requested = bytes;
     block->rounded = std::max<size_t>(bytes, 1);
     block->memory = host_memory(block->rounded);
+    // In late mode a copy that has not arrived must not be mistaken for data (streams.h: poison_fresh).
+    if (config().late && !block->memory->mapped) std::memset(block->memory->ptr, 0xFF, block->rounded);
     void* ptr = block->memory->ptr;
     {
       PinnedIndex& index = pinned_index();

@@ -65,6 +65,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("empty_cache", [] { npu_allocator().emptyCache({0, 0}); });
   m.def("memory_info", [](int d) { return npu_allocator().getMemoryInfo(static_cast<c10::DeviceIndex>(d)); });
+  // By torch.Event.event_id; torch's own elapsed_time refuses subclasses of torch.Event.
+  m.def("elapsed_time", [](int64_t first, int64_t second) {
+    return NpuGuard().elapsedTime(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second), 0);
+  });
   m.def("default_generator", [](int d) { return default_generator_handle(d); });
   m.def("pending", [](int d, int64_t id) { return Engine::get().pending(Engine::get().stream(d, id)); });
   m.def("set_late", [](bool late) { Engine::get().set_late(late); });

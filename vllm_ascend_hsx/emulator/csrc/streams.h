@@ -443,6 +443,11 @@ inline void check_hazards(int device, int slot, size_t rounded) {
       " now allocates memory that may be the same bytes. Use Tensor.record_stream(), or wait for that stream first.");
 }
 
+// In late mode new device memory holds 0xFF (NaN, -1), as it may on hardware: what nobody has written must not look like data.
+inline void poison_fresh(int device, Memory& memory) {
+  if (config().late && (!memory.mapped || Engine::get().defers(current_stream(device)))) std::memset(memory.ptr, 0xFF, memory.bytes);
+}
+
 inline void NpuAllocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {
   Block* block = npu_block(data);
   if (block == nullptr || !Engine::get().tracking()) return;
