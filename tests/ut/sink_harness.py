@@ -132,7 +132,7 @@ def speculators_reader(path: Path) -> Reader:
 
 
 def vllm_reader(path: Path) -> Reader:
-    """The steps of vLLM 0.23.0's load_hidden_states (example_hidden_states_connector.py:47), with its blocking call made in steps."""
+    """The steps of vLLM 0.23.0's load_hidden_states (example_hidden_states_connector.py:45), with its blocking call made in steps."""
     with open(f"{path}.lock") as lock:
         while True:
             yield

@@ -579,11 +579,13 @@ def test_a_fault_at_any_system_call_of_an_end_neither_lies_nor_leaks(
 ) -> None:
     calls_made = 0
     fail_at = -1
+    failed_call = ""
 
     def checkpoint(call: str) -> None:
-        nonlocal calls_made
+        nonlocal calls_made, failed_call
         calls_made += 1
         if calls_made == fail_at:
+            failed_call = call
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     for fail_at in itertools.count(1):
@@ -612,6 +614,7 @@ def test_a_fault_at_any_system_call_of_an_end_neither_lies_nor_leaks(
                 assert np.array_equal(bits(load_file(file.path)["hidden_states"]), make_rows(0, 2))
             assert not Path(f"{file.path}.lock").exists() or not is_locked(file.path)
             assert open_fds() == inside
+            assert failed_call == "unlink" or not any(name.startswith(".") for name in listing(directory))
             if raised:
                 assert "EIO" in reason_of(file.path)
             elif reached:

@@ -1,8 +1,8 @@
 """The companion lock of a file: a writer holds an flock on `<path>.lock`, and readers sleep in the kernel until it lets go.
 
 A writer leaves the lock file behind, released, when it has published data or an error. It must: vLLM's `load_hidden_states` opens the
-lock file without asking whether it exists (example_hidden_states_connector.py:51, vLLM 0.23.0), and the waiting reader of speculators
-removes it itself and fails if it is gone (hs_connectors/transfer.py:23 and 203, hs-connectors 0.9.0). Consumers remove it.
+lock file without asking whether it exists (example_hidden_states_connector.py:59, vLLM 0.23.0), and the waiting reader of speculators
+removes it itself and fails if it is gone (hs_connectors/transfer.py:43 and 126, hs-connectors 0.9.0). Consumers remove it.
 """
 
 from __future__ import annotations
