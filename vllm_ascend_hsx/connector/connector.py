@@ -19,7 +19,8 @@ from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerRepor
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.worker import ExtractionWorker, row_dtype_name
 from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.sinks.file import FileSink, check_directory
+from vllm_ascend_hsx.sinks.directory import check_directory
+from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.staging import PinnedRing
 
 if TYPE_CHECKING:
