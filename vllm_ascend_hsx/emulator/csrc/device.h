@@ -10,27 +10,71 @@
 
 namespace hsx {
 
-// A generator of an npu: draws with a CPU generator of its own, so that CPU and npu seeds do not disturb each other.
+// A generator of an npu: a seed and an offset, as Philox has them. A random operator draws from what (seed, offset) give and moves
+// the offset on, so that setting it back repeats the draw: vllm-ascend does so for a token whose sample it throws away
+// (model_runner_v1.py:2666). Numbers differ from hardware's; the steps of the offset do not.
 class NpuGenerator final : public c10::GeneratorImpl {
  public:
-  explicit NpuGenerator(int device, std::optional<at::Generator> cpu = std::nullopt)
+  explicit NpuGenerator(int device)
       : c10::GeneratorImpl(
-            c10::Device(kNpu, static_cast<c10::DeviceIndex>(device)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
-        cpu_(cpu.has_value() ? *cpu : at::make_generator<at::CPUGeneratorImpl>(c10::default_rng_seed_val)) {}
+            c10::Device(kNpu, static_cast<c10::DeviceIndex>(device)), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)) {}
 
-  const at::Generator& cpu() const { return cpu_; }
-  void set_current_seed(uint64_t seed) override { cpu_.unsafeGetGeneratorImpl()->set_current_seed(seed); }
-  void set_offset(uint64_t) override { TORCH_CHECK_NOT_IMPLEMENTED(false, "the emulated NPU's generator has no offset"); }
-  uint64_t get_offset() const override { TORCH_CHECK_NOT_IMPLEMENTED(false, "the emulated NPU's generator has no offset"); }
-  uint64_t current_seed() const override { return cpu_.unsafeGetGeneratorImpl()->current_seed(); }
-  uint64_t seed() override { return cpu_.unsafeGetGeneratorImpl()->seed(); }
-  void set_state(const c10::TensorImpl& state) override { cpu_.unsafeGetGeneratorImpl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return cpu_.unsafeGetGeneratorImpl()->get_state(); }
+  // The host generator for one operator.
+  at::Generator draw() {
+    const uint64_t stream = mixed(seed_ ^ mixed(offset_ + 1));
+    offset_ += kStep;
+    return at::make_generator<at::CPUGeneratorImpl>(stream);
+  }
+  void set_current_seed(uint64_t seed) override {
+    seed_ = seed;
+    offset_ = 0;
+  }
+  void set_offset(uint64_t offset) override {
+    TORCH_CHECK(offset % 4 == 0, "offset must be a multiple of 4, not ", offset);
+    offset_ = offset;
+  }
+  uint64_t get_offset() const override { return offset_; }
+  uint64_t current_seed() const override { return seed_; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom());
+    return seed_;
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    at::detail::check_rng_state(state);
+    TORCH_CHECK(state.numel() == sizeof(State), "RNG state has ", state.numel(), " bytes; a state of an npu has ", sizeof(State));
+    State read;
+    std::memcpy(&read, state.data(), sizeof(read));
+    seed_ = read.seed;
+    set_offset(read.offset);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    const State state{seed_, offset_};
+    at::Tensor bytes = at::detail::empty_cpu({static_cast<int64_t>(sizeof(state))}, at::kByte);
+    std::memcpy(bytes.mutable_data_ptr(), &state, sizeof(state));
+    return bytes.getIntrusivePtr();
+  }
   static c10::DeviceType device_type() { return kNpu; }
 
  private:
-  NpuGenerator* clone_impl() const override { return new NpuGenerator(device_.index(), cpu_.clone()); }
-  at::Generator cpu_;
+  struct State {
+    uint64_t seed, offset;
+  };
+  // torch_npu asks for 10 numbers per element and operator and rounds up to a multiple of 4 (NPUGeneratorImpl::philox_engine_inputs).
+  static constexpr uint64_t kStep = 12;
+  static uint64_t mixed(uint64_t x) {  // splitmix64
+    x += 0x9e3779b97f4a7c15u;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+  NpuGenerator* clone_impl() const override {
+    auto* copy = new NpuGenerator(device_.index());
+    copy->seed_ = seed_;
+    copy->offset_ = offset_;
+    return copy;
+  }
+  uint64_t seed_ = c10::default_rng_seed_val;
+  uint64_t offset_ = 0;
 };
 
 inline const at::Generator& default_generator_handle(int device) {
@@ -42,16 +86,13 @@ inline const at::Generator& default_generator_handle(int device) {
   return all->at(device);
 }
 
-inline const NpuGenerator& default_generator(int device) {
-  return *static_cast<const NpuGenerator*>(default_generator_handle(device).unsafeGetGeneratorImpl());
-}
-
-inline at::Generator cpu_generator(const at::Generator& g, int device, const std::string& op) {
-  const auto* npu = dynamic_cast<const NpuGenerator*>(g.unsafeGetGeneratorImpl());
+// The host generator from which an operator on a device draws, given the npu generator that it was called with.
+inline at::Generator draw_from(const at::Generator& g, int device, const std::string& op) {
+  auto* npu = dynamic_cast<NpuGenerator*>(g.unsafeGetGeneratorImpl());
   TORCH_CHECK(npu != nullptr, op, ": Expected a 'npu' device type for generator but found '", g.device().type(), "'");
   TORCH_CHECK(
       g.device().index() == device, op, ": Expected a generator of npu:", device, " but found one of ", g.device().str());
-  return npu->cpu();
+  return npu->draw();
 }
 
 struct NpuGuard final : c10::impl::DeviceGuardImplInterface {

@@ -131,7 +131,7 @@ inline void use_cpu_device(c10::IValue& v) {
 inline void use_cpu_generator(const OpTraits& t, Stack& stack, size_t begin, int device) {
   if (t.generator < 0) return;
   c10::IValue& v = stack[begin + t.generator];
-  v = v.isNone() ? default_generator(device).cpu() : cpu_generator(v.toGenerator(), device, *t.name);
+  v = draw_from(v.isNone() ? default_generator_handle(device) : v.toGenerator(), device, *t.name);
 }
 
 inline void run_on_cpu(const c10::OperatorHandle& op, Stack* stack) {
