@@ -68,6 +68,10 @@ def main() -> int:
         run(json.loads(job_path.read_text()), result)
     except BaseException:  # noqa: BLE001 - the test decides what the failure means
         result["error"] = traceback.format_exc()
+    finally:
+        # Threads that an instrument holds back would keep this process from ending.
+        if instruments := sys.modules.get("hsx_test_instruments"):
+            instruments.release_writers.set()
     result_path.write_text(json.dumps(result))
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -122,4 +123,23 @@ def unfixed_proposer(what: list[str]) -> None:
     _after_import("vllm_ascend_hsx.proposer", swap)
 
 
-INSTRUMENTS = {function.__name__: function for function in (trace_collectives, trace_files, unfixed_proposer)}
+release_writers = threading.Event()
+
+
+def held_writers(_: Any) -> None:
+    """vLLM's connector: its writer threads wait, as if the disk were slow, until the driver sets `release_writers` at its end."""
+
+    def hold(connector_module: Any) -> None:
+        connector = connector_module.ExampleHiddenStatesConnector
+        original = connector._write_tensors
+
+        def write_tensors(*args: Any) -> None:
+            release_writers.wait()
+            original(*args)
+
+        connector._write_tensors = staticmethod(write_tensors)
+
+    _after_import("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", hold)
+
+
+INSTRUMENTS = {function.__name__: function for function in (trace_collectives, trace_files, unfixed_proposer, held_writers)}
