@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import cache, fused_attention, matmul, moe_experts, moe_gating, norm, paged_attention, rotary, sampling
+from . import cache, collectives, fused_attention, matmul, moe_experts, moe_gating, norm, paged_attention, rotary, sampling
 from .schemas import NAMESPACES, schemas
 
 Reference = Callable[..., Any]
@@ -32,6 +32,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
         "npu_grouped_matmul": moe_experts.npu_grouped_matmul,
         "npu_moe_token_permute": moe_experts.npu_moe_token_permute,
         "npu_moe_token_unpermute": moe_experts.npu_moe_token_unpermute,
+        "npu_mm_reduce_scatter_base": collectives.npu_mm_reduce_scatter_base,
         "npu_top_k_top_p": sampling.npu_top_k_top_p,
     },
     "atb": {
