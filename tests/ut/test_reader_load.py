@@ -31,6 +31,15 @@ from vllm_ascend_hsx.sinks.file import FileSink, FileSinkFile
 SOURCE = str(Path(vllm_ascend_hsx.__file__).parents[1])
 
 
+@pytest.fixture(autouse=True)
+def no_sleeper_outlives_its_test() -> Iterator[None]:
+    yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("hsx-lock-"):
+            thread.join(30)
+            assert not thread.is_alive()
+
+
 @pytest.fixture
 def sink(tmp_path: Path) -> Iterator[FileSink]:
     with FileSink(tmp_path, FORMAT) as sink:

@@ -572,6 +572,26 @@ def test_rows_that_could_not_be_written_can_be_written_again(sink: FileSink, tmp
     assert np.array_equal(bits(load_file(file.path)["hidden_states"]), make_rows(0, 4))
 
 
+def test_a_write_that_a_network_filesystem_reports_at_close_is_not_published(
+    sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = open_file(sink, tmp_path)
+    file.write(0, make_rows(0, 2))
+    closes = 0
+
+    def checkpoint(call: str) -> None:
+        nonlocal closes
+        if call == "close":
+            closes += 1
+            if closes == 1:
+                raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    trace(monkeypatch, checkpoint)
+    with pytest.raises(SinkError, match="EDQUOT"):
+        file.commit(token_ids(2), 2)
+    assert listing(tmp_path) == ["cmpl-1.safetensors.error", "cmpl-1.safetensors.lock"]
+
+
 @pytest.mark.parametrize("end", ["commit", "fail", "discard"])
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "name used before"])
 def test_a_fault_at_any_system_call_of_an_end_neither_lies_nor_leaks(

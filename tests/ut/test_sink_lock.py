@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -250,6 +252,23 @@ def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(tmp_path
     assert is_held(tmp_path / "f.lock")
     os.close(readers[0])
     held.release()
+
+
+def test_a_lease_on_the_lock_file_does_not_hold_up_the_worker(tmp_path: Path) -> None:
+    """Whoever may write the file can make open() wait for 45 s (/proc/sys/fs/lease-break-time)."""
+    acquire(tmp_path).release()
+    lessee = os.open(tmp_path / "f.lock", os.O_RDWR)
+    ignored = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease by this signal
+    fcntl.fcntl(lessee, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    try:
+        started = time.monotonic()
+        held = acquire(tmp_path)
+        assert time.monotonic() - started < 20
+        assert is_held(tmp_path / "f.lock")
+        held.release()
+    finally:
+        os.close(lessee)
+        signal.signal(signal.SIGIO, ignored)
 
 
 def test_a_reader_goes_on_to_the_lock_that_took_the_name_while_it_slept(tmp_path: Path) -> None:
