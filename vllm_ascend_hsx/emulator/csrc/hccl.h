@@ -287,7 +287,7 @@ class HcclBackend final : public c10d::Backend {
 
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     at::Tensor& t = single(tensors, "send");
-    return launch(OpType::SEND, "hccl::send", {t}, {}, true, [&] {
+    return launch(OpType::SEND, "hccl::send", {t}, {}, true, Lane::kSend, [&] {
       const int64_t n = sent_[{to, tag}]++;
       reap();
       at::Tensor frame = frame_of(describe("send", t), t);
@@ -301,7 +301,7 @@ class HcclBackend final : public c10d::Backend {
     const int64_t n = received_[{from, tag}]++;
     const Description mine = describe("send", t);
     // Posted now, so that it can meet its sender; completed when something waits for the stream.
-    StreamState& s = comm_stream(t.device().index());
+    StreamState& s = own_stream(t.device().index(), Lane::kReceive);
     Engine::get().wait_stream(s, current_stream(t.device().index()));
     order(s, intern("hccl::recv"), {{t, true}});
     Relabel relabel(t.device().index());
@@ -324,14 +324,22 @@ class HcclBackend final : public c10d::Backend {
   }
 
  private:
+  // Streams of the group's own. A send must not wait for a receive that was posted before it: its peer may do the same.
+  enum class Lane { kCollective, kSend, kReceive };
+
   template <class Body>
   WorkPtr launch(OpType type, const char* name, const Tensors& reads, const Tensors& writes, bool async, Body body) {
+    return launch(type, name, reads, writes, async, Lane::kCollective, body);
+  }
+
+  template <class Body>
+  WorkPtr launch(OpType type, const char* name, const Tensors& reads, const Tensors& writes, bool async, Lane lane, Body body) {
     const int device = (reads.empty() ? writes : reads).at(0).device().index();
     create_context();
     ++sequence_;
     Engine& engine = Engine::get();
     StreamState& current = current_stream(device);
-    StreamState& s = async ? comm_stream(device) : current;
+    StreamState& s = async ? own_stream(device, lane) : current;
     if (&s != &current) engine.wait_stream(s, current);
     std::vector<Touch> touches;
     for (const at::Tensor& t : reads) touches.push_back({t, false});
@@ -346,8 +354,8 @@ class HcclBackend final : public c10d::Backend {
     return c10::make_intrusive<HcclWork>(rank_, type, s, writes);
   }
 
-  StreamState& comm_stream(int device) {
-    auto& s = streams_[device];
+  StreamState& own_stream(int device, Lane lane) {
+    auto& s = streams_[{device, lane}];
     if (s == nullptr) s = &Engine::get().private_stream(device);
     return *s;
   }
@@ -556,7 +564,7 @@ class HcclBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::string name_;
   uint64_t sequence_ = 0;
-  std::map<int, StreamState*> streams_;
+  std::map<std::pair<int, Lane>, StreamState*> streams_;
   std::map<std::pair<int, int>, int64_t> sent_, received_;
   std::vector<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sending_;
 };

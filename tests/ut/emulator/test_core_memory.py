@@ -1,0 +1,170 @@
+"""Device memory is counted truthfully, and pinned memory says that it is pinned."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("any_mode")
+MIB = 1 << 20
+DEVICE = 5  # no other test leaves tensors there
+
+
+@pytest.fixture(autouse=True)
+def clean_device() -> None:
+    gc.collect()
+    torch.npu.empty_cache()
+    torch.npu.reset_peak_memory_stats(DEVICE)
+    assert torch.npu.memory_allocated(DEVICE) == 0
+
+
+def megabytes(n: int) -> torch.Tensor:
+    return torch.empty(n * MIB, dtype=torch.uint8, device=f"npu:{DEVICE}")
+
+
+def test_allocated_memory_follows_the_tensors() -> None:
+    x = megabytes(3)
+    assert torch.npu.memory_allocated(DEVICE) == 3 * MIB
+    view = x[:MIB].view(2, -1)
+    assert torch.npu.memory_allocated(DEVICE) == 3 * MIB
+    del x
+    assert torch.npu.memory_allocated(DEVICE) == 3 * MIB
+    del view
+    assert torch.npu.memory_allocated(DEVICE) == 0
+
+
+def test_sizes_are_rounded_as_the_allocator_rounds_them() -> None:
+    x = torch.empty(3, dtype=torch.uint8, device=f"npu:{DEVICE}")
+    assert torch.npu.memory_allocated(DEVICE) == 512
+    stats = torch.npu.memory_stats(DEVICE)
+    assert stats["requested_bytes.all.current"] == 3
+    del x
+
+
+def test_results_of_operators_are_counted_on_their_device() -> None:
+    x = megabytes(1).fill_(1)
+    y = x + x
+    indices = x[:4].nonzero()
+    assert torch.npu.memory_allocated(DEVICE) == 2 * MIB + 512
+    del y, indices
+
+
+def test_reserved_memory_stays_until_the_cache_is_emptied() -> None:
+    x = megabytes(8)
+    del x
+    assert (torch.npu.memory_allocated(DEVICE), torch.npu.memory_reserved(DEVICE)) == (0, 8 * MIB)
+    y = megabytes(6)  # out of the cache
+    assert torch.npu.memory_reserved(DEVICE) == 8 * MIB
+    torch.npu.empty_cache()
+    assert torch.npu.memory_reserved(DEVICE) == 6 * MIB
+    del y
+    torch.accelerator.empty_cache()
+    assert torch.npu.memory_reserved(DEVICE) == 0
+
+
+def test_peaks_last_until_they_are_reset() -> None:
+    x = megabytes(6)
+    del x
+    assert torch.npu.max_memory_allocated(DEVICE) == 6 * MIB
+    torch.npu.reset_peak_memory_stats(DEVICE)
+    assert torch.npu.max_memory_allocated(DEVICE) == 0
+    assert torch.npu.memory_stats(torch.device("npu", DEVICE))["allocated_bytes.all.peak"] == 0
+
+
+def test_free_memory_falls_by_what_is_reserved() -> None:
+    free, total = torch.npu.mem_get_info(DEVICE)
+    assert free == total
+    x = megabytes(4)
+    assert torch.npu.mem_get_info(DEVICE) == (total - 4 * MIB, total)
+    assert torch.accelerator.get_memory_info(DEVICE) == (total - 4 * MIB, total)
+    del x
+    torch.npu.empty_cache()
+    assert torch.npu.mem_get_info(DEVICE)[0] == total
+
+
+def test_the_counters_that_vllm_reads_are_there() -> None:
+    x = megabytes(1)
+    stats = torch.accelerator.memory_stats(DEVICE)
+    for name in ("allocated_bytes.all.peak", "reserved_bytes.all.current", "active_bytes.all.current", "num_ooms", "num_alloc_retries"):
+        assert name in stats
+    assert torch.accelerator.memory_reserved(DEVICE) == torch.npu.memory_reserved(DEVICE) == 2 * MIB
+    del x
+
+
+def test_a_device_without_room_says_so_and_goes_on(set_hbm: Callable[[int], None]) -> None:
+    set_hbm(64 * MIB)
+    x = megabytes(40)
+    with pytest.raises(torch.OutOfMemoryError, match=r"NPU out of memory. Tried to allocate 30.00 MiB \(NPU 5; 64.00 MiB total.*--hbm"):
+        megabytes(30)
+    assert torch.npu.memory_stats(DEVICE)["num_ooms"] >= 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        x.to(torch.float32)
+    y = megabytes(20)
+    del x, y
+    z = megabytes(60)  # what was cached in smaller pieces is given back first
+    del z
+
+
+def test_a_resized_storage_is_counted() -> None:
+    x = megabytes(1)
+    x.resize_(4 * MIB)
+    assert torch.npu.memory_allocated(DEVICE) == 4 * MIB
+    x.untyped_storage().resize_(0)
+    assert torch.npu.memory_allocated(DEVICE) == 0
+
+
+def test_a_large_zero_tensor_costs_no_host_memory_until_it_is_written() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    before = resident()
+    x = torch.zeros(512 * MIB, dtype=torch.uint8, device=f"npu:{DEVICE}")
+    assert torch.npu.memory_allocated(DEVICE) == 512 * MIB
+    assert resident() - before < 64 * MIB
+    assert int(x[:MIB].max()) == 0
+    del x
+
+
+# ---- pinned memory ----
+
+PINNED: dict[str, Callable[[], torch.Tensor]] = {
+    "pin_memory()": lambda: torch.ones(5).pin_memory(),
+    "empty": lambda: torch.empty(5, pin_memory=True),
+    "zeros": lambda: torch.zeros(5, pin_memory=True),
+    "a slice": lambda: torch.zeros(5, 3, pin_memory=True)[2:, 1],
+    "numpy's view of it": lambda: torch.from_numpy(torch.zeros(5, pin_memory=True).numpy()),
+    "a non-blocking copy": lambda: torch.ones(5, device="npu").to("cpu", non_blocking=True),
+}
+PAGEABLE: dict[str, Callable[[], torch.Tensor]] = {
+    "empty": lambda: torch.empty(5),
+    "a copy of pinned memory": lambda: torch.ones(5).pin_memory().clone(),
+    "a blocking copy": lambda: torch.ones(5, device="npu").cpu(),
+    "device memory": lambda: torch.ones(5, device="npu"),
+}
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_is_pinned(name: str) -> None:
+    assert PINNED[name]().is_pinned()
+
+
+@pytest.mark.parametrize("name", PAGEABLE)
+def test_is_not_pinned(name: str) -> None:
+    assert not PAGEABLE[name]().is_pinned()
+
+
+def test_memory_is_no_longer_pinned_when_it_is_freed() -> None:
+    for k in range(20):
+        torch.zeros(1 << k, pin_memory=True)
+        assert not torch.zeros(1 << k).is_pinned()  # malloc gives the same bytes again for most of these sizes
+
+
+def test_device_tensors_cannot_be_pinned() -> None:
+    with pytest.raises(RuntimeError, match="pin"):
+        torch.ones(1, device="npu").pin_memory()
+    with pytest.raises(RuntimeError, match="pinned"):
+        torch.empty(1, device="npu", pin_memory=True)
