@@ -1,6 +1,6 @@
 """What ``triton`` is in the emulator: ``jit`` and its relatives, and the launch of a kernel.
 
-The final environment has no Triton package, so vLLM would answer HAS_TRITON = False and vllm-ascend would leave the paths that
+The emulated stack has no Triton package, so vLLM would answer HAS_TRITON = False and vllm-ascend would leave the paths that
 it takes on hardware (MiniMax-M2 would not run at all: vllm::split_qkv_tp_rmsnorm_rope exists only with Triton). With this in
 place HAS_TRITON is True, every path is the one of hardware, and a launch runs the kernel's own, unmodified source in the host
 language of triton_language.py, or the reference in plain torch that triton_refs.py has for it.
