@@ -104,6 +104,14 @@ def test_a_directory_without_a_model_is_named(tmp_path: Path, capsys: pytest.Cap
     assert "no config.json there" in capsys.readouterr().out.replace("\n", " ")
 
 
+def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(
+    tiny_minimax_m2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo.os, "sysconf", lambda name: 1)
+    assert demo.main(["--model", str(tiny_minimax_m2)]) == 1
+    assert "call again with --no-reference" in capsys.readouterr().out.replace("\n", " ")
+
+
 @pytest.mark.parametrize(("layers", "ids"), [(1, (0, 1)), (4, (1, 2, 4)), (62, (2, 31, 59, 62))])
 def test_default_layers_end_with_the_last(layers: int, ids: tuple[int, ...]) -> None:
     assert demo._layer_ids(None, layers) == ids

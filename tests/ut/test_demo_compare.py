@@ -112,6 +112,14 @@ def test_a_finer_dtype_has_a_finer_tolerance(dtype: torch.dtype) -> None:
     assert not compare(noise.to(dtype), states()).matches
 
 
+def test_deep_layers_may_have_gathered_more_rounding() -> None:
+    """Six per cent is a mistake after four layers and rounding after thirty-six."""
+    noise = (states() + 0.06 * states(seed=3)).to(torch.bfloat16)
+    assert not compare(noise, states()).matches
+    assert not compare(noise, states(), [1, 2, 36]).matches
+    assert compare(noise, states(), [36, 48, 62]).matches
+
+
 def test_no_tokens_match_no_tokens() -> None:
     assert compare(states(0), states(0)).matches
 

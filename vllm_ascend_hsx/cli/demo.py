@@ -90,7 +90,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     model = _model_directory(options, console)
     config = _model_config(model)
     layer_ids = _layer_ids(options.layers, config["num_hidden_layers"])
-    reference = None if options.no_reference else _reference(model, options.device)
+    reference = None if options.no_reference else _reference(model)
     work = options.output or Path(tempfile.mkdtemp(prefix="hsx-demo-"))
     serve = ServeOptions(
         model=str(model),
@@ -195,21 +195,21 @@ def _layer_ids(text: str | None, layers: int) -> tuple[int, ...]:
     return ids
 
 
-def _reference(model: Path, device: str) -> Any:
+def _reference(model: Path) -> Any:
     """The function that computes the expected states; refuses a model that does not fit in this machine's memory."""
     import torch
 
     from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
-    # A large model is held in its own dtype, half the memory of the more exact float32.
-    dtype = None if device == "emulated" else torch.bfloat16
-    needed = sum(path.stat().st_size for path in model.glob("*.safetensors")) * (2 if dtype is None else 1)
+    stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if needed > available:
+    if stored > available:
         raise DemoError(
-            f"the reference needs about {needed >> 30} GiB of memory and {available >> 30} GiB are free; "
+            f"the reference needs about {stored >> 30} GiB of memory and {available >> 30} GiB are free; "
             "call again with --no-reference to check shapes, token ids and finiteness only"
         )
+    # float32 has next to no rounding of its own, but takes twice the memory of the weights as they are stored.
+    dtype = torch.float32 if 2 * stored <= available else torch.bfloat16
 
     def reference(token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
         return reference_hidden_states(model, token_ids, layer_ids, dtype)

@@ -46,7 +46,7 @@ def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None
         finite = bool(states.hidden_states.isfinite().all())
         verdict = "finite, not compared" if finite else "NaN or infinity"
         return Row(prompt.kind, shape[0], shape, size, math.nan, finite, verdict)
-    result = compare(states.hidden_states, reference(answer.token_ids, layer_ids))
+    result = compare(states.hidden_states, reference(answer.token_ids, layer_ids), layer_ids)
     return Row(
         prompt.kind, shape[0], shape, size, result.max_abs_difference, result.matches, result.reason or result.verdict
     )
