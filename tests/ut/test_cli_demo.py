@@ -107,7 +107,7 @@ def test_a_directory_without_a_model_is_named(tmp_path: Path, capsys: pytest.Cap
 def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(
     tiny_minimax_m2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo.os, "sysconf", lambda name: 1)
+    monkeypatch.setattr(demo, "_available_memory", lambda: 1)
     assert demo.main(["--model", str(tiny_minimax_m2)]) == 1
     assert "call again with --no-reference" in capsys.readouterr().out.replace("\n", " ")
 

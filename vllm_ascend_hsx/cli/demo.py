@@ -202,7 +202,7 @@ def _reference(model: Path) -> Any:
     from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
     stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = _available_memory()
     if stored > available:
         raise DemoError(
             f"the reference needs about {stored >> 30} GiB of memory and {available >> 30} GiB are free; "
@@ -215,6 +215,12 @@ def _reference(model: Path) -> Any:
         return reference_hidden_states(model, token_ids, layer_ids, dtype)
 
     return reference
+
+
+def _available_memory() -> int:
+    """Bytes that this machine can give to new processes without swapping, caches included."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
