@@ -100,6 +100,7 @@ struct FreedBlock {
   size_t rounded;
   int owner_slot;
   std::vector<Access> accesses;
+  std::weak_ptr<Memory> memory;  // alive while queued work still uses it
 };
 
 struct DeviceMemory {
