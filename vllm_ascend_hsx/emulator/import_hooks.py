@@ -45,7 +45,7 @@ class PatchingFinder(MetaPathFinder):
             spec = importlib.util.find_spec(name)
         finally:
             self._searching.discard(name)
-        if spec is not None and spec.loader is not None:
+        if spec is not None and spec.loader is not None and not isinstance(spec.loader, _PatchingLoader):
             spec.loader = _PatchingLoader(spec.loader, self.patches[name])
         return spec
 

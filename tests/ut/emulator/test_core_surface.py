@@ -1,0 +1,163 @@
+"""What vllm-ascend finds in torch_npu and torch.npu: something real, or an error with the full name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch_npu
+
+from vllm_ascend_hsx.emulator import import_hooks
+from vllm_ascend_hsx.emulator.missing import NotEmulated
+
+
+def named_in_vllm_ascend() -> dict[str, set[str]]:
+    """Every dotted name under torch_npu. and torch.npu. in the installed wheel, and the files that have it."""
+    found: dict[str, set[str]] = {}
+    spec = importlib.util.find_spec("vllm_ascend")
+    assert spec is not None
+    root = Path(next(iter(spec.submodule_search_locations or [])))
+    for path in root.rglob("*.py"):
+        if "_cann_ops_custom" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and (name := dotted(node)).startswith(("torch_npu.", "torch.npu.")):
+                found.setdefault(name, set()).add(path.name)
+    return found
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+NAMES = named_in_vllm_ascend()
+# Names of newer torch_npu versions, which vllm-ascend looks up with a default or after a hasattr().
+NEWER = {
+    "torch_npu.float4_e2m1fn_x2",
+    "torch_npu.float8_e8m0fnu",
+    "torch_npu.hifloat8",
+}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_name_of_vllm_ascend_is_there_or_says_that_it_is_not(name: str) -> None:
+    first, *rest = name.split(".")
+    found: object = importlib.import_module(first)
+    for part in rest:
+        if name in NEWER and part == rest[-1]:
+            with pytest.raises(AttributeError, match=name):
+                getattr(found, part)
+            return
+        found = getattr(found, part)
+    if isinstance(found, NotEmulated):
+        with pytest.raises(NotImplementedError, match=name.removeprefix("torch_npu.").removeprefix("torch.npu.").split(".")[0]):
+            found()
+
+
+def test_unknown_names_are_errors_with_the_full_name() -> None:
+    for module, name in ((torch_npu, "npu_no_such_operator"), (torch.npu, "no_such_function"), (torch_npu, "no_such_thing")):
+        assert not hasattr(module, name)
+        with pytest.raises(
+            NotImplementedError, match=f"{module.__name__.replace('vllm_ascend_hsx.emulator', 'torch')}.{name} does not exist"
+        ):
+            getattr(module, name)
+
+
+NOT_EMULATED = (
+    "torch_npu.profiler.profile",
+    "torch_npu.npu.NPUGraph",
+    "torch_npu.npu.ExternalEvent",
+    "torch_npu.npu.graph",
+    "torch_npu.npu.memory.MemPool",
+    "torch_npu._C._weak_ref_tensor",
+    "torch_npu.multiprocessing.reductions.rebuild_npu_tensor",
+    "acl.rt.memcpy",
+)
+
+
+@pytest.mark.parametrize("name", NOT_EMULATED)
+def test_what_is_not_emulated_can_be_imported_and_raises_when_used(name: str) -> None:
+    module, _, last = name.rpartition(".")
+    with pytest.raises(NotImplementedError, match=f"{last} is not implemented by the emulated NPU"):
+        getattr(importlib.import_module(module), last)()
+
+
+def test_the_modules_that_vllm_ascend_imports_are_there() -> None:
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+    from torch_npu.op_plugin.atb._atb_ops import _register_atb_extensions
+    from torch_npu.profiler import dynamic_profile
+
+    importlib.import_module("torch_npu._inductor")
+    assert _register_atb_extensions() is None
+    assert callable(ProcessGroupHCCL.Options)
+    assert isinstance(dynamic_profile, ModuleType)
+    assert torch_npu.npu is torch.npu is sys.modules["torch.npu"]
+    assert torch.distributed.is_hccl_available()
+    assert torch_npu.__version__ == version("torch_npu")
+
+
+def test_operators_are_torch_s_own() -> None:
+    assert torch_npu.npu_rms_norm is torch.ops.npu.npu_rms_norm
+    with pytest.raises((RuntimeError, TypeError), match="npu_rms_norm"):
+        torch_npu.npu_rms_norm(torch.ones(2, device="npu"), gama=torch.ones(2, device="npu"))
+
+
+def test_the_soc_is_the_one_that_the_wheel_is_built_for() -> None:
+    from vllm_ascend.utils import check_ascend_device_type, enable_custom_op
+
+    check_ascend_device_type()
+    assert enable_custom_op()
+
+
+def test_device_functions_agree_with_torch_accelerator() -> None:
+    assert torch.accelerator.current_accelerator() == torch.device("npu")
+    assert torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == torch.npu.device_count() == 8
+    with torch.npu.device(3):
+        assert torch.accelerator.current_device_index() == torch.npu.current_device() == 3
+        assert torch.device("npu").index is None
+    torch.accelerator.set_device_index(2)
+    assert torch.npu.current_device() == 2
+    torch.npu.set_device("npu:0")
+    assert torch.get_device_module("npu") is torch.npu
+    with pytest.raises(ValueError, match="Expected a npu device"):
+        torch.npu.set_device("cpu")
+
+
+# ---- hooks that run after an import ----
+
+
+def test_a_module_is_patched_before_its_importer_reads_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "hooked_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text("value = 1\n")
+    (package / "reader.py").write_text("from hooked_package.inner import value\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import_hooks.install({"hooked_package.inner": lambda module: setattr(module, "value", module.value + 1)})
+    reader = importlib.import_module("hooked_package.reader")
+    assert reader.value == 2
+    inner = sys.modules["hooked_package.inner"]
+    assert inner.__spec__ is not None
+    assert inner.__file__ == str(package / "inner.py")
+    importlib.reload(inner)
+    assert inner.value == 2
+
+
+def test_a_module_that_is_imported_already_is_patched_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("hooked_already")
+    monkeypatch.setitem(sys.modules, "hooked_already", module)
+    import_hooks.install({"hooked_already": lambda m: setattr(m, "patched", True)})
+    assert module.patched
+    with pytest.raises(ValueError, match="two patches for module hooked_already"):
+        import_hooks.install({"hooked_already": lambda m: None})
+    monkeypatch.delitem(import_hooks._finder.patches, "hooked_already")
