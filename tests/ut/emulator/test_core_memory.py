@@ -102,6 +102,7 @@ def test_a_device_without_room_says_so_and_goes_on(set_hbm: Callable[[int], None
     assert torch.npu.memory_stats(DEVICE)["num_ooms"] >= 1
     with pytest.raises(RuntimeError, match="out of memory"):
         x.to(torch.float32)
+    assert torch.npu.current_device() == 0
     y = megabytes(20)
     del x, y
     z = megabytes(60)  # what was cached in smaller pieces is given back first

@@ -382,8 +382,8 @@ def play(program: list[Operation], draw: Callable[[], str], leave_out: int | Non
     """Runs the program with every wait it needs but the `leave_out`-th, up to the operation that needed that one."""
     machine, order, waits = Machine(), Order(), 0
     for number, op in enumerate(program):
-        for other in order.missing(op):
-            kind = draw()
+        while missing := order.missing(op):
+            other, kind = missing[0], draw()
             actor = STREAMS if op.by_host else op.stream
             if waits == leave_out:
                 machine.run(number, op)

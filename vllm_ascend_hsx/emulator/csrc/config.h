@@ -92,4 +92,16 @@ inline int ready_device() {
   return current_device();
 }
 
+// Makes a device current for a scope, whatever ends it.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : before_(current_device()) { current_device() = static_cast<c10::DeviceIndex>(device); }
+  ~OnDevice() { current_device() = before_; }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  c10::DeviceIndex before_;
+};
+
 }  // namespace hsx

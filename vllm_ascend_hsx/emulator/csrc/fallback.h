@@ -202,12 +202,9 @@ inline bool infer(const c10::OperatorHandle& op, const Stack& stack, size_t begi
 }
 
 inline at::Tensor empty_npu(c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype, int device) {
-  const c10::DeviceIndex before = current_device();
-  current_device() = static_cast<c10::DeviceIndex>(device);
-  at::Tensor t = at::detail::empty_strided_generic(
+  OnDevice on(device);
+  return at::detail::empty_strided_generic(
       sizes, strides, &npu_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
-  current_device() = before;
-  return t;
 }
 
 // Queues the call; returns false when it cannot be queued faithfully and must run now.

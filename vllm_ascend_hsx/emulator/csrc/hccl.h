@@ -9,61 +9,14 @@
 // never blocks the host, also where hardware would wait for the receiver.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/extension.h>
 
-#include "ordering.h"
-#include "relabel.h"
+#include "hccl_wire.h"
 
 namespace hsx {
 
 using c10d::OpType;
-using Tensors = std::vector<at::Tensor>;
-
-constexpr int64_t kFrame = 4096;
-constexpr int kMaxDims = 8;
-
-// What a rank says about the operator it entered. Plain bytes on the wire.
-struct Description {
-  char op[32] = {};
-  int32_t reduce = -1, root = -1, dtype = -1, dims = 0;
-  int64_t sizes[kMaxDims] = {};
-  int64_t bytes = 0;
-
-  std::string text() const {
-    std::ostringstream out;
-    out << op << " of ";
-    if (dims < 0) {
-      out << "nothing";
-    } else {
-      out << "[";
-      for (int d = 0; d < dims; ++d) out << (d ? ", " : "") << sizes[d];
-      out << "] " << c10::toString(static_cast<at::ScalarType>(dtype));
-    }
-    if (root >= 0) out << ", root " << root;
-    return out.str();
-  }
-};
-static_assert(sizeof(Description) < 512);
-constexpr int64_t kInline = kFrame - static_cast<int64_t>(sizeof(Description));
-
-inline Description describe(const char* op, const at::Tensor& t, int reduce = -1, int root = -1) {
-  Description d;
-  std::strncpy(d.op, op, sizeof(d.op) - 1);
-  d.reduce = reduce;
-  d.root = root;
-  if (!t.defined()) {
-    d.dims = -1;
-    return d;
-  }
-  TORCH_CHECK(t.dim() <= kMaxDims, "hccl: tensors of more than ", kMaxDims, " dimensions are not supported");
-  d.dtype = static_cast<int32_t>(t.scalar_type());
-  d.dims = static_cast<int32_t>(t.dim());
-  for (int i = 0; i < d.dims; ++i) d.sizes[i] = t.size(i);
-  d.bytes = static_cast<int64_t>(t.nbytes());
-  return d;
-}
 
 class HcclWork final : public c10d::Work {
  public:
@@ -100,10 +53,10 @@ class HcclBackend final : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   HcclBackend(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::string name)
-      : Backend(rank, size), gloo_(std::move(gloo)), name_(std::move(name)) {}
+      : Backend(rank, size), wire_(std::move(gloo), rank, size), name_(std::move(name)) {}
 
   const std::string getBackendName() const override { return "hccl"; }
-  void setTimeout(std::chrono::milliseconds timeout) override { gloo_->setTimeout(timeout); }
+  void setTimeout(std::chrono::milliseconds timeout) override { wire_.set_timeout(timeout); }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   // The name under which kernels that communicate themselves would look the group up.
@@ -113,7 +66,7 @@ class HcclBackend final : public c10d::Backend {
     at::Tensor& t = single(tensors, "all_reduce");
     const int reduce = checked(o.reduceOp);
     return launch(OpType::ALLREDUCE, "hccl::all_reduce", {t}, {t}, o.asyncOp, [&] {
-      write(t, reduced(exchange(describe("all_reduce", t, reduce), t, true), t, reduce));
+      write(t, reduced(wire_.exchange(describe("all_reduce", t, reduce), t, true), t, reduce));
     });
   }
 
@@ -122,7 +75,7 @@ class HcclBackend final : public c10d::Backend {
     const int reduce = checked(o.reduceOp);
     const int root = static_cast<int>(o.rootRank);
     return launch(OpType::REDUCE, "hccl::reduce", {t}, rank_ == root ? Tensors{t} : Tensors{}, o.asyncOp, [&] {
-      const Tensors parts = exchange(describe("reduce", t, reduce, root), t, true);
+      const Tensors parts = wire_.exchange(describe("reduce", t, reduce, root), t, true);
       if (rank_ == root) write(t, reduced(parts, t, reduce));
     });
   }
@@ -132,7 +85,7 @@ class HcclBackend final : public c10d::Backend {
     const int root = static_cast<int>(o.rootRank);
     const bool source = rank_ == root;
     return launch(OpType::BROADCAST, "hccl::broadcast", source ? Tensors{t} : Tensors{}, source ? Tensors{} : Tensors{t}, o.asyncOp, [&] {
-      const Tensors parts = exchange(describe("broadcast", t, -1, root), t, true);
+      const Tensors parts = wire_.exchange(describe("broadcast", t, -1, root), t, true);
       if (!source) write(t, parts[root]);
     });
   }
@@ -143,7 +96,7 @@ class HcclBackend final : public c10d::Backend {
     Tensors& out = outputs[0];
     check_tensors(out, "all_gather");
     return launch(OpType::ALLGATHER, "hccl::all_gather", {in}, out, o.asyncOp, [&] {
-      const Tensors parts = exchange(describe("all_gather", in), in, false);
+      const Tensors parts = wire_.exchange(describe("all_gather", in), in, false);
       for (int r = 0; r < size_; ++r) expect_bytes("all_gather", r, parts[r], out[r]);
       for (int r = 0; r < size_; ++r) write(out[r], parts[r]);
     });
@@ -156,7 +109,7 @@ class HcclBackend final : public c10d::Backend {
         "output tensor size must be equal to world_size times input tensor size, and the types the same: output ", shape_text(out), " ",
         out.scalar_type(), ", input ", shape_text(in), " ", in.scalar_type(), ", world_size ", size_);
     return launch(OpType::_ALLGATHER_BASE, "hccl::all_gather_into_tensor", {in}, {out}, o.asyncOp, [&] {
-      write(out, at::cat(exchange(describe("all_gather_into_tensor", in), in, true)));
+      write(out, at::cat(wire_.exchange(describe("all_gather_into_tensor", in), in, true)));
     });
   }
 
@@ -175,7 +128,7 @@ class HcclBackend final : public c10d::Backend {
       check_tensors(outputs[0], "gather");
     }
     return launch(OpType::GATHER, "hccl::gather", {in}, here ? outputs[0] : Tensors{}, o.asyncOp, [&] {
-      const Tensors parts = exchange(describe("gather", in, -1, root), in, true);
+      const Tensors parts = wire_.exchange(describe("gather", in, -1, root), in, true);
       for (int r = 0; here && r < size_; ++r) {
         expect_bytes("gather", r, parts[r], outputs[0][r]);
         write(outputs[0][r], parts[r]);
@@ -195,14 +148,14 @@ class HcclBackend final : public c10d::Backend {
         TORCH_CHECK(t.sizes().equals(out.sizes()) && t.scalar_type() == out.scalar_type(), "hccl scatter: input ", shape_text(t), " does not fit output ", shape_text(out));
     }
     return launch(OpType::SCATTER, "hccl::scatter", here ? inputs[0] : Tensors{}, {out}, o.asyncOp, [&] {
-      agree(describe("scatter", out, -1, root));
+      wire_.agree(describe("scatter", out, -1, root));
       at::Tensor payload = at::zeros({static_cast<int64_t>(out.nbytes()) * size_}, at::kByte);
       if (here) {
         Tensors rows;
         for (const at::Tensor& t : inputs[0]) rows.push_back(bytes(t));
         payload = at::cat(rows);
       }
-      const Tensors parts = gathered(payload);
+      const Tensors parts = wire_.gathered(payload);
       write(out, parts[root].narrow(0, static_cast<int64_t>(out.nbytes()) * rank_, static_cast<int64_t>(out.nbytes())));
     });
   }
@@ -216,7 +169,7 @@ class HcclBackend final : public c10d::Backend {
     for (const at::Tensor& t : in)
       TORCH_CHECK(t.sizes().equals(out.sizes()) && t.scalar_type() == out.scalar_type(), "hccl reduce_scatter: input ", shape_text(t), " does not fit output ", shape_text(out));
     return launch(OpType::REDUCE_SCATTER, "hccl::reduce_scatter", in, {out}, o.asyncOp, [&] {
-      agree(describe("reduce_scatter", out, reduce));
+      wire_.agree(describe("reduce_scatter", out, reduce));
       Tensors rows;
       for (const at::Tensor& t : in) rows.push_back(bytes(t));
       scatter_reduced(out, at::cat(rows), reduce);
@@ -231,7 +184,7 @@ class HcclBackend final : public c10d::Backend {
         "input tensor must be the same size as output size times world size, and of the same type: input ", shape_text(in), " ",
         in.scalar_type(), ", output ", shape_text(out), " ", out.scalar_type(), ", world size ", size_);
     return launch(OpType::_REDUCE_SCATTER_BASE, "hccl::reduce_scatter_tensor", {in}, {out}, o.asyncOp, [&] {
-      agree(describe("reduce_scatter_tensor", in, reduce));
+      wire_.agree(describe("reduce_scatter_tensor", in, reduce));
       scatter_reduced(out, bytes(in), reduce);
     });
   }
@@ -248,7 +201,7 @@ class HcclBackend final : public c10d::Backend {
     TORCH_CHECK(in.scalar_type() == out.scalar_type(), "hccl all_to_all_single: input is ", in.scalar_type(), ", output is ", out.scalar_type());
     const std::vector<int64_t> sends = split_bytes(in, in_splits, "input"), receives = split_bytes(out, out_splits, "output");
     return launch(OpType::ALLTOALL_BASE, "hccl::all_to_all_single", {in}, {out}, o.asyncOp, [&] {
-      write(out, all_to_all("all_to_all_single", describe_type("all_to_all_single", in), bytes(in), sends, receives));
+      write(out, wire_.all_to_all("all_to_all_single", describe_type("all_to_all_single", in), bytes(in), sends, receives));
     });
   }
 
@@ -264,7 +217,7 @@ class HcclBackend final : public c10d::Backend {
         sends.push_back(static_cast<int64_t>(t.nbytes()));
       }
       for (const at::Tensor& t : outs) receives.push_back(static_cast<int64_t>(t.nbytes()));
-      const at::Tensor all = all_to_all("all_to_all", describe_type("all_to_all", ins[0]), at::cat(rows), sends, receives);
+      const at::Tensor all = wire_.all_to_all("all_to_all", describe_type("all_to_all", ins[0]), at::cat(rows), sends, receives);
       int64_t at = 0;
       for (size_t r = 0; r < outs.size(); ++r) {
         write(outs[r], all.narrow(0, at, receives[r]));
@@ -281,44 +234,25 @@ class HcclBackend final : public c10d::Backend {
     check_device(device);
     StreamState& s = current_stream(device);
     Engine::get().synchronize(s);
-    agree(describe("barrier", at::Tensor()));
+    wire_.agree(describe("barrier", at::Tensor()));
     return c10::make_intrusive<HcclWork>(rank_, OpType::BARRIER, s, Tensors{});
   }
 
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     at::Tensor& t = single(tensors, "send");
-    return launch(OpType::SEND, "hccl::send", {t}, {}, true, Lane::kSend, [&] {
-      const int64_t n = sent_[{to, tag}]++;
-      reap();
-      at::Tensor frame = frame_of(describe("send", t), t);
-      post_send(frame, to, wire_tag(tag, n, 0));
-      if (static_cast<int64_t>(t.nbytes()) > kInline) post_send(bytes(t).clone(), to, wire_tag(tag, n, 1));
-    });
+    return launch(OpType::SEND, "hccl::send", {t}, {}, true, Lane::kSend, [&] { wire_.send(describe("send", t), t, to, tag); });
   }
 
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
     at::Tensor& t = single(tensors, "recv");
-    const int64_t n = received_[{from, tag}]++;
-    const Description mine = describe("send", t);
-    // Posted now, so that it can meet its sender; completed when something waits for the stream.
-    StreamState& s = own_stream(t.device().index(), Lane::kReceive);
-    Engine::get().wait_stream(s, current_stream(t.device().index()));
+    const int device = t.device().index();
+    StreamState& s = own_stream(device, Lane::kReceive);
+    Engine::get().wait_stream(s, current_stream(device));
     order(s, intern("hccl::recv"), {{t, true}});
-    Relabel relabel(t.device().index());
-    const at::Tensor target = relabel.to_cpu(t);
-    auto frame = std::make_shared<Tensors>(Tensors{at::empty({kFrame}, at::kByte)});
-    auto posted = gloo_->recv(*frame, from, wire_tag(tag, n, 0));
-    Engine::get().push(s, {intern("hccl::recv"), [this, target, frame, posted, mine, from, tag, n] {
+    Relabel relabel(device);
+    Engine::get().push(s, {intern("hccl::recv"), [complete = wire_.receive(describe("send", t), relabel.to_cpu(t), from, tag)] {
                              WithoutGil relaxed;
-                             posted->wait();
-                             const Description theirs = read_description((*frame)[0]);
-                             check_pair(mine, rank_, theirs, from);
-                             Tensors payload{frame->at(0).narrow(0, sizeof(Description), std::min(mine.bytes, kInline))};
-                             if (mine.bytes > kInline) {
-                               payload = {at::empty({mine.bytes}, at::kByte)};
-                               gloo_->recv(payload, from, wire_tag(tag, n, 1))->wait();
-                             }
-                             std::memcpy(target.data_ptr(), payload[0].data_ptr(), mine.bytes);
+                             complete();
                            }});
     return c10::make_intrusive<HcclWork>(rank_, OpType::RECV, s, tensors);
   }
@@ -384,87 +318,6 @@ class HcclBackend final : public c10d::Backend {
     return static_cast<int>(kind);
   }
 
-  // A tensor's bytes as a CPU tensor, without a copy.
-  static at::Tensor bytes(const at::Tensor& t) {
-    if (t.numel() == 0) return at::empty({0}, at::kByte);
-    Relabel relabel(t.device().index());
-    return relabel.to_cpu(t).view({-1}).view(at::kByte);
-  }
-
-  static void write(const at::Tensor& to, const at::Tensor& from) {
-    if (to.numel() != 0) std::memcpy(to.data_ptr(), from.contiguous().data_ptr(), to.nbytes());
-  }
-
-  static at::Tensor frame_of(const Description& d, const at::Tensor& payload) {
-    at::Tensor frame = at::zeros({kFrame}, at::kByte);
-    std::memcpy(frame.data_ptr(), &d, sizeof d);
-    if (payload.defined() && d.bytes != 0 && d.bytes <= kInline)
-      std::memcpy(static_cast<char*>(frame.data_ptr()) + sizeof d, payload.data_ptr(), d.bytes);
-    return frame;
-  }
-
-  static Description read_description(const at::Tensor& frame) {
-    Description d;
-    std::memcpy(static_cast<void*>(&d), frame.data_ptr(), sizeof d);
-    return d;
-  }
-
-  Tensors gathered(const at::Tensor& mine) {
-    std::vector<Tensors> all(1);
-    for (int r = 0; r < size_; ++r) all[0].push_back(at::empty_like(mine));
-    Tensors in{mine};
-    c10d::AllgatherOptions options;
-    gloo_->allgather(all, in, options)->wait();
-    return all[0];
-  }
-
-  static void check_pair(const Description& mine, int my_rank, const Description& theirs, int their_rank) {
-    const bool same = std::strcmp(mine.op, theirs.op) == 0 && mine.reduce == theirs.reduce && mine.root == theirs.root &&
-        mine.dtype == theirs.dtype && mine.dims == theirs.dims && std::equal(mine.sizes, mine.sizes + kMaxDims, theirs.sizes);
-    TORCH_CHECK(
-        same, "hccl: ranks do not call the same operator: rank ", my_rank, " calls ", mine.text(), ", rank ", their_rank, " calls ",
-        theirs.text(), mine.reduce != theirs.reduce ? " with another reduction" : "");
-  }
-
-  // Tells every rank what this one does and fails when another does something else. `shapes` false: shapes may differ.
-  std::vector<Description> agree(const Description& mine, const at::Tensor& payload = at::Tensor(), bool shapes = true, Tensors* frames = nullptr) {
-    const Tensors all = gathered(frame_of(mine, payload));
-    std::vector<Description> said;
-    for (const at::Tensor& frame : all) said.push_back(read_description(frame));
-    // Every rank reports the same pair: the first rank that differs from rank 0.
-    for (int r = 1; r < size_; ++r) {
-      Description theirs = said[r];
-      if (!shapes) {
-        theirs.dims = said[0].dims;
-        std::copy_n(said[0].sizes, kMaxDims, theirs.sizes);
-      }
-      if (std::memcmp(theirs.op, said[0].op, sizeof theirs.op) != 0) theirs = said[r];
-      check_pair(said[0], 0, theirs, r);
-    }
-    if (frames != nullptr) *frames = all;
-    return said;
-  }
-
-  // Every rank's tensor, flat, in the type it has there.
-  Tensors exchange(const Description& mine, const at::Tensor& t, bool shapes) {
-    Tensors frames;
-    const std::vector<Description> said = agree(mine, t, shapes, &frames);
-    int64_t most = 0;
-    for (const Description& d : said) most = std::max(most, d.bytes);
-    Tensors raw;
-    if (most > kInline) {
-      at::Tensor padded = bytes(t);
-      if (padded.numel() < most) padded = at::cat({padded, at::zeros({most - padded.numel()}, at::kByte)});
-      raw = gathered(padded);
-    }
-    Tensors parts;
-    for (int r = 0; r < size_; ++r) {
-      const at::Tensor flat = most > kInline ? raw[r].narrow(0, 0, said[r].bytes) : frames[r].narrow(0, sizeof(Description), said[r].bytes);
-      parts.push_back(flat.clone().view(t.scalar_type()));
-    }
-    return parts;
-  }
-
   static at::Tensor reduced(const Tensors& parts, const at::Tensor& like, int reduce) {
     using Kind = c10d::ReduceOp::RedOpType;
     const auto dtype = like.scalar_type();
@@ -485,7 +338,7 @@ class HcclBackend final : public c10d::Backend {
   void scatter_reduced(at::Tensor& out, const at::Tensor& in, int reduce) {
     const int64_t share = static_cast<int64_t>(out.nbytes());
     Tensors mine;
-    for (const at::Tensor& part : gathered(in)) mine.push_back(part.narrow(0, share * rank_, share).clone().view(out.scalar_type()));
+    for (const at::Tensor& part : wire_.gathered(in)) mine.push_back(part.narrow(0, share * rank_, share).clone().view(out.scalar_type()));
     write(out, reduced(mine, out, reduce));
   }
 
@@ -514,59 +367,16 @@ class HcclBackend final : public c10d::Backend {
     return out;
   }
 
-  at::Tensor all_to_all(const char* op, const Description& d, const at::Tensor& in, const std::vector<int64_t>& sends, const std::vector<int64_t>& receives) {
-    agree(d);
-    at::Tensor plan = at::empty({2 * size_}, at::kLong);
-    for (int r = 0; r < size_; ++r) {
-      plan.data_ptr<int64_t>()[r] = sends[r];
-      plan.data_ptr<int64_t>()[size_ + r] = receives[r];
-    }
-    const Tensors plans = gathered(plan);
-    int64_t most = 0;
-    for (int from = 0; from < size_; ++from) {
-      const int64_t* p = plans[from].data_ptr<int64_t>();
-      most = std::max(most, std::accumulate(p, p + size_, int64_t(0)));
-      for (int to = 0; to < size_; ++to)
-        TORCH_CHECK(
-            p[to] == plans[to].data_ptr<int64_t>()[size_ + from], "hccl ", op, ": rank ", from, " sends ", p[to], " bytes to rank ", to,
-            ", which expects ", plans[to].data_ptr<int64_t>()[size_ + from]);
-    }
-    if (most == 0) return at::empty({0}, at::kByte);
-    at::Tensor padded = in;
-    if (padded.numel() < most) padded = at::cat({padded, at::zeros({most - padded.numel()}, at::kByte)});
-    const Tensors all = gathered(padded);
-    Tensors mine;
-    for (int from = 0; from < size_; ++from) {
-      const int64_t* p = plans[from].data_ptr<int64_t>();
-      mine.push_back(all[from].narrow(0, std::accumulate(p, p + rank_, int64_t(0)), p[rank_]));
-    }
-    return at::cat(mine);
-  }
-
   void expect_bytes(const char* op, int from, const at::Tensor& part, const at::Tensor& out) const {
     TORCH_CHECK(
         part.numel() == out.numel() && part.scalar_type() == out.scalar_type(), "hccl ", op, ": rank ", from, " gives ", part.numel(),
         " elements of ", part.scalar_type(), ", but rank ", rank_, " has an output of ", shape_text(out), " ", out.scalar_type(), " for it");
   }
 
-  static int wire_tag(int tag, int64_t n, int part) { return ((tag & 0xFF) << 22) | static_cast<int>((2 * n + part) & 0x3FFFFF); }
-
-  void post_send(const at::Tensor& t, int to, int tag) {
-    auto tensors = std::make_shared<Tensors>(Tensors{t});
-    sending_.push_back({gloo_->send(*tensors, to, tag), tensors});
-  }
-
-  void reap() {
-    sending_.erase(
-        std::remove_if(sending_.begin(), sending_.end(), [](const auto& s) { return s.first->isCompleted(); }), sending_.end());
-  }
-
-  c10::intrusive_ptr<c10d::Backend> gloo_;
+  Wire wire_;
   std::string name_;
   uint64_t sequence_ = 0;
   std::map<std::pair<int, Lane>, StreamState*> streams_;
-  std::map<std::pair<int, int>, int64_t> sent_, received_;
-  std::vector<std::pair<WorkPtr, std::shared_ptr<Tensors>>> sending_;
 };
 
 inline void bind_hccl(py::module_& m) {

@@ -19,17 +19,6 @@ inline int target_device(std::optional<c10::Device> device) {
   return device->index();
 }
 
-class OnDevice {
- public:
-  explicit OnDevice(int device) : before_(current_device()) { current_device() = static_cast<c10::DeviceIndex>(device); }
-  ~OnDevice() { current_device() = before_; }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  c10::DeviceIndex before_;
-};
-
 inline void refuse_pinned(std::optional<bool> pin) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
 }

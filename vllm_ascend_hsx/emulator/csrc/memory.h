@@ -175,7 +175,7 @@ inline void empty_device_cache(int device) {
   m.segments.current = m.reserved.current / kSegment;
 }
 
-// Implemented in streams.h, which knows the clocks.
+// Implemented in hazards.h, which knows the clocks.
 int current_slot(int device);
 void keep_hazards(Block& block);
 void check_hazards(int device, int slot, size_t rounded);
@@ -298,7 +298,7 @@ struct PinnedAllocator final : at::HostAllocator {
     block->requested = bytes;
     block->rounded = std::max<size_t>(bytes, 1);
     block->memory = host_memory(block->rounded);
-    // In late mode a copy that has not arrived must not be mistaken for data (streams.h: poison_fresh).
+    // In late mode a copy that has not arrived must not be mistaken for data (hazards.h: poison_fresh).
     if (config().late && !block->memory->mapped) std::memset(block->memory->ptr, 0xFF, block->rounded);
     void* ptr = block->memory->ptr;
     {

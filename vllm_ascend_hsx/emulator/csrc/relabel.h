@@ -3,7 +3,7 @@
 
 #include <ATen/EmptyTensor.h>
 
-#include "memory.h"
+#include "hazards.h"
 
 namespace hsx {
 
