@@ -314,9 +314,15 @@ class Copier:
                 for start, count, spans in cut(slot.spans, self._ring.rows_per_buffer):
                     index, buffer = self._ring.acquire()
                     rows = buffer[:count]
-                    rows.copy_(slot.rows[start : start + count], non_blocking=True)
-                    copied = _npu().Event()
-                    copied.record(self._stream)
+                    try:
+                        rows.copy_(slot.rows[start : start + count], non_blocking=True)
+                        copied = _npu().Event()
+                        copied.record(self._stream)
+                    except Exception:
+                        # No piece will release it, and a ring without buffers stops every later request. The copy may have been issued.
+                        self._stream.synchronize()
+                        self._ring.free(index)
+                        raise
                     self._deliver(Piece(rows, spans, copied, self._ring, index))
             finally:
                 # Also behind a failure: whatever was issued may still be reading the slot.

@@ -259,6 +259,29 @@ def test_a_copy_that_cannot_be_issued_is_told_and_the_next_one_works() -> None:
     assert all(torch.equal(row, expected[key]) for key, row in pipeline.read.items())
 
 
+class Refusing:
+    """A buffer into which no copy can be issued."""
+
+    def __getitem__(self, _rows: slice) -> Refusing:
+        return self
+
+    def copy_(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("the copy was refused")
+
+
+def test_copies_that_fail_give_their_buffers_back() -> None:
+    """A ring that lost its buffers would stop every later request without a word."""
+    pipeline = Pipeline()
+    original = pipeline.ring.acquire
+    pipeline.ring.acquire = lambda: (original()[0], Refusing())
+    for seed in range(PinnedRing.BUFFERS + 1):
+        pipeline.step(target_output(MAX_TOKENS, seed), FULL[0])
+    with pytest.raises(RuntimeError, match="the copy was refused"):
+        pipeline.close()
+    assert len(pipeline.errors) == PinnedRing.BUFFERS + 1
+    assert pipeline.ring.free_buffers == PinnedRing.BUFFERS
+
+
 @pytest.mark.parametrize(("ring_rows", "buffers", "rows_per_buffer"), [(2, 2, 1), (10, 8, 1), (40, 8, 5)])
 def test_a_ring_is_pinned_and_never_larger_than_asked(ring_rows: int, buffers: int, rows_per_buffer: int) -> None:
     row_bytes = LAYERS * HIDDEN * DTYPE.itemsize
