@@ -45,7 +45,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         config = HsxConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         target = read_target(vllm_config)
         directory = Path(config.shared_storage_path)
-        check_directory(directory)
+        check_directory(directory, use_lock=config.use_synchronization_lock)
         dtype: torch.dtype = vllm_config.model_config.dtype
         row_format = RowFormat(
             layer_ids=target.layer_ids,

@@ -50,14 +50,16 @@ def trace_collectives(directory: str) -> None:
 
     def wrap(runner_module: Any) -> None:
         import torch.distributed as dist
-        from vllm.distributed import get_dp_group, get_tensor_model_parallel_rank
+        from vllm.distributed import get_dp_group, get_tensor_model_parallel_rank, parallel_state
 
         runner = runner_module.NPUModelRunner
         original_reduce = dist.all_reduce
 
         @functools.wraps(original_reduce)
         def all_reduce(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
-            if group is not None and group in (get_dp_group().cpu_group, get_dp_group().device_group):
+            # Groups are made, and tested with a collective, before the DP group is.
+            dp = parallel_state._DP
+            if group is not None and dp is not None and group in (dp.cpu_group, dp.device_group):
                 trace.write(collective="all_reduce", shape=list(tensor.shape), dtype=str(tensor.dtype))
             return original_reduce(tensor, *args, group=group, **kwargs)
 
