@@ -260,7 +260,8 @@ class Copier:
         ring: where the rows go.
         device: the worker's NPU.
         deliver: called with each piece, from this thread, once its copy has been issued.
-        on_error: called with the slot and the exception when a copy could not be issued; its rows are lost and someone must say so.
+        on_error: called with the spans of the slot, the number of its rows that were not delivered, and the exception when a copy could not
+            be issued; these rows are lost and someone must say so.
     """
 
     def __init__(
@@ -268,12 +269,13 @@ class Copier:
         ring: PinnedRing,
         device: torch.device,
         deliver: Callable[[Piece], None],
-        on_error: Callable[[Sequence[Span], Exception], None],
+        on_error: Callable[[Sequence[Span], int, Exception], None],
     ) -> None:
         self._ring = ring
         self._device = device
         self._deliver = deliver
         self._on_error = on_error
+        self._delivered = 0  # rows of the slot in hand
         self._stream = _npu().Stream(device=device)
         self._jobs: queue.SimpleQueue[StagingSlot | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hsx-copier", daemon=True)
@@ -289,9 +291,10 @@ class Copier:
         self._jobs.put(action)
 
     def close(self) -> None:
-        """Finish what was submitted and end the thread."""
+        """Finish what was submitted and end the thread. No copy reads a slot after this."""
         self._jobs.put(None)
         self._thread.join()
+        self._stream.synchronize()
 
     def _run(self) -> None:
         _npu().set_device(self._device)
@@ -299,11 +302,11 @@ class Copier:
             if not isinstance(job, StagingSlot):
                 job()
                 continue
-            spans = job.spans
+            self._delivered = 0
             try:
                 self._copy(job)
             except Exception as error:  # noqa: BLE001 - a failed copy costs these requests, not the server
-                self._on_error(spans, error)
+                self._on_error(job.spans, job.num_rows - self._delivered, error)
             finally:
                 job.issued.set()
 
@@ -324,6 +327,7 @@ class Copier:
                         self._ring.free(index)
                         raise
                     self._deliver(Piece(rows, spans, copied, self._ring, index))
+                    self._delivered += count
             finally:
                 # Also behind a failure: whatever was issued may still be reading the slot.
                 slot.copied.record(self._stream)

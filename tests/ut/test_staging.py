@@ -40,7 +40,7 @@ class Pipeline:
         self.read: dict[tuple[str, int], torch.Tensor] = {}
         self.gate = threading.Event()
         self.gate.set()
-        self.copier = Copier(self.ring, DEVICE, self.pieces.put, lambda spans, error: self.errors.append(error))
+        self.copier = Copier(self.ring, DEVICE, self.pieces.put, lambda spans, lost_rows, error: self.errors.append(error))
         self.writer = threading.Thread(target=self._write)
         self.writer.start()
 

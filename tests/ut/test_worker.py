@@ -220,12 +220,18 @@ def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: E
 
 
 def test_a_copy_that_fails_fails_the_requests_of_its_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = engine.ring.acquire, []
+
     def acquire() -> object:
-        raise RuntimeError("device lost")
+        # The second piece of the slot: the first is under way already.
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("device lost")
+        return original()
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.ring, "acquire", acquire)
-        engine.step(started(engine.start("a", 3)), [("a", 0, 3)])
+        engine.step(started(engine.start("a", 9)), [("a", 0, 3)])
         issued = engine.staging.slots[0].issued
         assert issued.wait(10)
     engine.step(started(engine.start("b", 3)), [("b", 0, 3)])

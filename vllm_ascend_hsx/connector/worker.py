@@ -173,11 +173,11 @@ class ExtractionWorker:
             extraction = self._extractions[span.request_id]
             extraction.writer.submit(partial(self._write, extraction, piece, span))
 
-    def _on_copy_error(self, spans: Sequence[Span], error: Exception) -> None:
+    def _on_copy_error(self, spans: Sequence[Span], lost_rows: int, error: Exception) -> None:
         for span in spans:
             extraction = self._extractions[span.request_id]
             extraction.writer.submit(partial(extraction.fail, f"copy from the device failed: {error}"))
-        self._add_backlog(-sum(span.num_rows for span in spans))
+        self._add_backlog(-lost_rows)
 
     def _end(self, request_id: str, aborted: bool) -> None:
         extraction = self._extractions.pop(request_id)
