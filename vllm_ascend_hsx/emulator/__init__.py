@@ -18,7 +18,8 @@ Late mode (HSX_EMULATOR_LATE=1) makes a missing wait a failing test instead of l
   * Two accesses to the same bytes from two streams, of which one writes, need an order (wait_stream, wait_event, a
     synchronization of the host): without one the second raises RuntimeError "NPU stream race" with streams, operators and shape.
     Tracking starts with the first stream that is made; accesses of the host itself cannot be seen.
-  * New memory holds 0xFF bytes. Memory freed while another stream still reads it is overwritten when it may be allocated again
-    (and a warning says so); while another stream still writes it, that allocation raises.
+  * New device memory holds large finite garbage, new pinned memory 0xFF bytes (NaN). Memory freed while another
+    stream still reads it is overwritten with NaN when it may be allocated again (and a warning says so); while another stream
+    still writes it, that allocation raises.
   * Operators without a shape function (Meta kernel) and collectives run at the call, after all that their stream has queued.
 """

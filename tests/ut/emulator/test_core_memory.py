@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from vllm_ascend_hsx.emulator.native import core
+
 pytestmark = pytest.mark.usefixtures("any_mode")
 MIB = 1 << 20
 DEVICE = 5  # no other test leaves tensors there
@@ -128,6 +130,14 @@ def test_a_large_zero_tensor_costs_no_host_memory_until_it_is_written() -> None:
     assert resident() - before < 64 * MIB
     assert int(x[:MIB].max()) == 0
     del x
+
+
+def test_in_late_mode_new_memory_is_no_data() -> None:
+    if not core.late():
+        return
+    on_device = [torch.empty(5, dtype=dtype, device="npu") for dtype in (torch.float32, torch.bfloat16, torch.int32)]
+    assert all(t.abs().min() > 700 and t.isfinite().all() for t in on_device)
+    assert torch.empty(5, pin_memory=True).isnan().all()
 
 
 # ---- pinned memory ----

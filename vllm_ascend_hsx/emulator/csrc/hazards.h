@@ -59,12 +59,14 @@ inline void check_hazards(int device, int slot, size_t rounded) {
       " now allocates memory that may be the same bytes. Use Tensor.record_stream(), or wait for that stream first.");
   TORCH_CHECK(!use->write, "NPU stream race: ", message);
   TORCH_WARN_ONCE("NPU stream race: ", message, " What is read late reads garbage.");
-  if (const auto memory = reused->memory.lock()) std::memset(memory->ptr, 0xFF, memory->bytes);
+  if (const auto memory = reused->memory.lock()) std::memset(memory->ptr, kStale, memory->bytes);
 }
 
-// In late mode new device memory holds 0xFF (NaN, -1), as it may on hardware: what nobody has written must not look like data.
+// In late mode new device memory does not hold zeros by luck: every float type reads a large finite number (784 in bfloat16), every
+// integer one that is no index. Not NaN: vllm-ascend 0.23.0 leaves padding rows of attention unwritten and multiplies what comes
+// of them by routing weights of 0, which is right for any finite garbage.
 inline void poison_fresh(int device, Memory& memory) {
-  if (config().late && (!memory.mapped || Engine::get().defers(current_stream(device)))) std::memset(memory.ptr, 0xFF, memory.bytes);
+  if (config().late && (!memory.mapped || Engine::get().defers(current_stream(device)))) std::memset(memory.ptr, kGarbage, memory.bytes);
 }
 
 inline void NpuAllocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {

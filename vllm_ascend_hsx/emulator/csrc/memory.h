@@ -30,6 +30,9 @@ constexpr size_t kRounding = 512;
 constexpr size_t kSegment = size_t(2) << 20;
 constexpr size_t kMapped = size_t(16) << 20;  // blocks from this size on are their own anonymous mapping
 
+// Late mode: what memory holds that nobody has written, and what is read too late or too early (NaN, -1).
+constexpr int kGarbage = 0x44, kStale = 0xFF;
+
 inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
 // Host bytes that stand for device (or pinned) memory.
@@ -298,8 +301,8 @@ struct PinnedAllocator final : at::HostAllocator {
     block->requested = bytes;
     block->rounded = std::max<size_t>(bytes, 1);
     block->memory = host_memory(block->rounded);
-    // In late mode a copy that has not arrived must not be mistaken for data (hazards.h: poison_fresh).
-    if (config().late && !block->memory->mapped) std::memset(block->memory->ptr, 0xFF, block->rounded);
+    // In late mode a copy that has not arrived must not be mistaken for data.
+    if (config().late && !block->memory->mapped) std::memset(block->memory->ptr, kStale, block->rounded);
     void* ptr = block->memory->ptr;
     {
       PinnedIndex& index = pinned_index();
