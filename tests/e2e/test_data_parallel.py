@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from harness import compare_file, process_environment, read_trace, tokens
 
 from vllm_ascend_hsx.demo.options import ServeOptions
-from vllm_ascend_hsx.demo.server import Server, ServerError, free_port
+from vllm_ascend_hsx.demo.server import Server, free_port
 
 LAYER_IDS = (4, 1, 3)
 START_SECONDS = 280
@@ -63,7 +62,7 @@ TOGETHER = {f"together-{length}": tokens(length, seed=1) for length in (1, 5, 7,
 
 
 @pytest.fixture(scope="module")
-def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory = tmp_path_factory.mktemp("dp2tp2")
     traces = directory / "traces"
     traces.mkdir()
@@ -127,19 +126,21 @@ def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("methods", "failure"),
+    ("how", "symptom"),
     [
-        pytest.param(["coordinate"], r"(?i)size|mismatch|timed out|timeout", id="collectives of two sizes in one group"),
+        # vllm-ascend #9689, to the letter: 2 x 2 and 4 x 2 int32 in one gloo group, 8 bytes received where 4 were expected.
+        pytest.param("coordinate", r"op\.preamble\.length <= op\.nbytes\. 8 vs 4", id="vLLM's own collective"),
+        # The runner's collective without its padding, and none from idle ranks: they wait for each other. (The reduce_scatter assertion
+        # of #9689 does not come any more: vllm-ascend 0.23.0 pads before it, ops/linear_op.py:556.)
+        pytest.param("unpadded", r"timed out", id="idle ranks are silent"),
     ],
 )
-def test_upstreams_method_stops_the_server(tiny_minimax_m2: Path, tmp_path: Path, methods: list[str], failure: str) -> None:
-    with serve(tmp_path, tiny_minimax_m2, {"unfixed_proposer": methods}, late=False) as server:
-        try:
-            server.wait_ready(START_SECONDS)
-            for prompt in (tokens(6), tokens(7), tokens(9)):
-                complete(server, tiny_minimax_m2, prompt, timeout=60)
-        except (ServerError, httpx.HTTPError) as error:
-            symptom = f"{error!r}\n{server.log.read_text(errors='replace')}"
-        else:
-            raise AssertionError("three requests were answered; the ranks agreed")
-    assert json.dumps(symptom)
+def test_with_upstreams_method_in_place_of_ours_the_server_stops(tiny_minimax_m2: Path, tmp_path: Path, how: str, symptom: str) -> None:
+    with serve(tmp_path, tiny_minimax_m2, {"unfixed_proposer": how}, late=False) as server:
+        server.wait_ready(START_SECONDS)
+        with pytest.raises(httpx.HTTPError) as failure:
+            for length in (7, 9, 5, 12):
+                complete(server, tiny_minimax_m2, tokens(length), timeout=40)
+        server.stop()
+        found = f"{failure.value!r}\n{server.log.read_text(errors='replace')}"
+    assert re.search(symptom, found), found[-4000:]

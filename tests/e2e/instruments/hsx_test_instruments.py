@@ -106,21 +106,27 @@ def trace_files(directory: str) -> None:
     _after_import("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", upstreams)
 
 
-def unfixed_proposer(what: list[str]) -> None:
-    """Put vLLM's own methods, which vllm-ascend #9689 replaced, in the place of ours.
+def unfixed_proposer(how: str) -> None:
+    """Put in the place of ours what vllm-ascend #9689 replaced: a busy rank coordinates, an idle one does not.
 
-    "coordinate": vLLM's `_determine_batch_execution_and_padding`: no padding, and a [4, dp] collective.
-    "dummy_run": idle ranks call it too, as they did before that fix.
+    "coordinate": vLLM's own `_determine_batch_execution_and_padding`: no padding, and a [4, dp] collective in the group of the
+    runner's [2, dp] ones.
+    "unpadded": the runner's collective, but without padding for sequence parallelism.
     """
+
+    def unpadded(self: Any, num_tokens: int, use_cudagraphs: bool = True) -> Any:
+        from vllm.config import CUDAGraphMode
+
+        _, across_dp, mode = self.runner._sync_metadata_across_dp(num_tokens=num_tokens, allow_dp_padding=True)
+        assert mode == CUDAGraphMode.NONE
+        return mode, int(across_dp[self.dp_rank]), across_dp
 
     def swap(proposer_module: Any) -> None:
         from vllm.v1.spec_decode.extract_hidden_states import ExtractHiddenStatesProposer
 
-        proposer = proposer_module.HsxProposer
-        if "coordinate" in what:
-            proposer._determine_batch_execution_and_padding = ExtractHiddenStatesProposer._determine_batch_execution_and_padding
-        if "silent_dummy_run" in what:
-            proposer.dummy_run = lambda self, *args, **kwargs: None
+        methods = {"coordinate": ExtractHiddenStatesProposer._determine_batch_execution_and_padding, "unpadded": unpadded}
+        proposer_module.HsxProposer._determine_batch_execution_and_padding = methods[how]
+        proposer_module.HsxProposer.dummy_run = lambda self, *args, **kwargs: None
 
     _after_import("vllm_ascend_hsx.proposer", swap)
 
