@@ -24,7 +24,8 @@ def test_any_command_runs_on_emulated_npus() -> None:
 @pytest.mark.timeout(900)
 def test_the_demo_matches_sixteen_of_sixteen_in_late_mode(tmp_path: Path) -> None:
     """`make demo` with the emulated NPU at its least kind."""
-    recipe = subprocess.run(["make", "--dry-run", "demo"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    make = ["make", "--dry-run", "--no-print-directory", "demo"]
+    recipe = subprocess.run(make, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert recipe.splitlines()[-1] == ".venv/bin/hsx demo"
     command = [str(BIN / "hsx"), "demo", "--late", "--output", str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
