@@ -14,6 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_hsx.emulator.native import core
+
 pytestmark = pytest.mark.usefixtures("late")
 NPU = torch.device("npu:0")
 RACE = "NPU stream race"
@@ -77,6 +79,7 @@ HARMLESS: dict[str, tuple[Step, Step]] = {
     "two halves": (lambda x: x[:2].fill_(1), lambda x: x[2:].fill_(2)),
     "two columns": (lambda x: x[:, :2].fill_(1), lambda x: x[:, 2:].fill_(2)),
     "columns and their neighbours": (lambda x: x[1:, 3].fill_(1), lambda x: x[:, 0].sum()),
+    "a column and the row beside it": (lambda x: x[:, 3].fill_(1), lambda x: x[1:3, :3].sum() + x[2, :3].sum()),
     "read of a part, write of another": (lambda x: x[0] + 1, lambda x: x[1].fill_(1)),
     "nothing": (lambda x: x[:0].fill_(1), write),
     "shapes only": (lambda x: x.view(16).unsqueeze(0).t(), write),
@@ -189,6 +192,27 @@ def test_pinned_memory_is_checked_too() -> None:
         host.copy_(x, non_blocking=True)
 
 
+slices = st.builds(slice, st.integers(0, 5), st.integers(1, 6), st.integers(1, 3))
+
+
+@given(st.lists(slices, min_size=2, max_size=2), st.lists(slices, min_size=2, max_size=2))
+def test_two_parts_of_a_matrix_overlap_if_and_only_if_they_share_an_element(one: list[slice], other: list[slice]) -> None:
+    x = torch.zeros(6, 6, device=NPU)
+    numbers = torch.arange(36).view(6, 6)
+    shared = set(numbers[tuple(one)].flatten().tolist()) & set(numbers[tuple(other)].flatten().tolist())
+    found = core.may_overlap(x[tuple(one)], x[tuple(other)])
+    assert found >= bool(shared), "a conflict would be missed"
+    if all(s.step == 1 for s in (one[1], other[1])) and one[0].step == other[0].step:
+        assert found == bool(shared), "a conflict would be invented"
+
+
+@given(st.permutations(range(3)), st.tuples(slices, slices, slices), st.permutations(range(3)), st.tuples(slices, slices, slices))
+def test_no_overlap_of_permuted_parts_is_missed(p: list[int], one: tuple[slice, ...], q: list[int], other: tuple[slice, ...]) -> None:
+    x, numbers = torch.zeros(6, 6, 6, device=NPU), torch.arange(216).view(6, 6, 6)
+    shared = set(numbers.permute(p)[one].flatten().tolist()) & set(numbers.permute(q)[other].flatten().tolist())
+    assert core.may_overlap(x.permute(p)[one], x.permute(q)[other]) >= bool(shared)
+
+
 # ---- memory that is freed too early ----
 
 
@@ -202,6 +226,7 @@ def _read_and_free(stream: torch.npu.Stream, record: bool) -> torch.Tensor:
     return host
 
 
+@pytest.mark.filterwarnings("ignore:NPU stream race")
 def test_memory_freed_while_a_side_stream_reads_it_may_be_overwritten() -> None:
     (stream,) = streams(1)
     host = _read_and_free(stream, record=False)
@@ -219,6 +244,17 @@ def test_memory_freed_while_a_side_stream_writes_it_may_not_be_allocated_again()
     del x
     with pytest.raises(RuntimeError, match=r"NPU stream race: a block.*aten::fill_.*may still write it.*record_stream"):
         torch.empty(1 << 12, device=NPU)
+
+
+def test_memory_recorded_on_the_stream_that_writes_it_may_be_allocated_again() -> None:
+    (stream,) = streams(1)
+    x = torch.zeros(1 << 12, device=NPU)
+    stream.wait_stream(torch.npu.current_stream())
+    with torch.npu.stream(stream):
+        x.fill_(1)
+    x.record_stream(stream)
+    del x
+    torch.empty(1 << 12, device=NPU)
 
 
 @pytest.mark.parametrize("cure", ["record_stream", "wait", "another stream's memory", "larger"])

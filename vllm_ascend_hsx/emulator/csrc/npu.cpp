@@ -70,6 +70,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return NpuGuard().elapsedTime(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second), 0);
   });
   m.def("default_generator", [](int d) { return default_generator_handle(d); });
+  m.def("may_overlap", [](const at::Tensor& a, const at::Tensor& b) { return overlap(region_of(a), region_of(b)); });
   m.def("pending", [](int d, int64_t id) { return Engine::get().pending(Engine::get().stream(d, id)); });
   m.def("set_late", [](bool late) { Engine::get().set_late(late); });
   m.def("set_hbm", [](size_t bytes) { config().hbm = bytes; });
