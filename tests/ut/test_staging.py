@@ -41,7 +41,7 @@ class Pipeline:
         self.gate = threading.Event()
         self.gate.set()
         self.copier = Copier(self.ring, DEVICE, self.pieces.put, lambda spans, lost_rows, error: self.errors.append(error))
-        self.writer = threading.Thread(target=self._write)
+        self.writer = threading.Thread(target=self._write, daemon=True)
         self.writer.start()
 
     def _write(self) -> None:
