@@ -84,7 +84,7 @@ def test_defect_9_the_next_step_overwrites_what_the_copy_reads(tiny_qwen3: Path,
         async_scheduling=False,
     )
     assert broken.error is not None
-    assert re.search(r"NPU stream race: aten::copy_ on the default stream .* long int.* that aten::[\w.]+ on stream", broken.error), (
+    assert re.search(r"NPU stream race: aten::copy_ on the default stream .*long int.* that aten::[\w.]+ on stream", broken.error), (
         broken.error
     )
     right = ours(tmp_path / "ours", tiny_qwen3, [*steps, ["drain"]], async_scheduling=False)
