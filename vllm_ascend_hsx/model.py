@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from vllm_ascend_hsx.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
-from vllm_ascend_hsx.config import CONNECTOR_NAME, HsxConfig, read_target
 from vllm_ascend_hsx.staging import StagingCache
+from vllm_ascend_hsx.startup import read_start_up
 
 
 class AscendExtractHiddenStatesModel(nn.Module):
@@ -23,14 +23,14 @@ class AscendExtractHiddenStatesModel(nn.Module):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
-        target = read_target(vllm_config)
-        config = HsxConfig.parse(connector_options(vllm_config))
+        start_up = read_start_up(vllm_config)
+        target = start_up.target
         staging = StagingCache(
-            num_slots=config.staging_slots,
+            num_slots=start_up.config.staging_slots,
             max_tokens=target.max_tokens,
             num_layers=target.num_layers,
             hidden_size=target.hidden_size,
-            dtype=vllm_config.model_config.dtype,
+            dtype=start_up.dtype,
             device=torch.get_default_device(),
             collected=target.collected,
         )
@@ -45,22 +45,3 @@ class AscendExtractHiddenStatesModel(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         return set()
-
-
-def connector_options(vllm_config: Any) -> dict[str, Any]:
-    """The options of our connector, alone or inside MultiConnector.
-
-    Returns:
-        `kv_connector_extra_config` of the entry named AscendHiddenStatesConnector; {} if there is none, which HsxConfig refuses with
-        the option that is missing.
-    """
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None:
-        return {}
-    extra: dict[str, Any] = transfer.kv_connector_extra_config
-    if transfer.kv_connector != "MultiConnector":
-        return extra if transfer.kv_connector == CONNECTOR_NAME else {}
-    for connector in extra.get("connectors", ()):
-        if connector.get("kv_connector") == CONNECTOR_NAME:
-            return dict(connector.get("kv_connector_extra_config", {}))
-    return {}

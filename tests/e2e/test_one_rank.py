@@ -81,3 +81,10 @@ def test_a_ring_smaller_than_a_step_delays_rows_and_loses_none(float32_qwen3: Pa
     )
     assert run.error is None, run.error
     assert max(run.compare(f"r{i}").max_abs_difference for i in range(6)) <= 1e-5
+
+
+def test_a_setting_that_cannot_be_used_is_refused_before_weights_are_loaded(tiny_qwen3: Path, tmp_path: Path) -> None:
+    run = run_engine(tmp_path, tiny_qwen3, SCRIPT, connector_options={"num_writer_thread": 2})
+    assert run.error is not None
+    assert "kv_connector_extra_config.num_writer_thread=2 is not an option. Did you mean 'num_writer_threads'?" in run.error + run.log
+    assert "Starting to load model" not in run.log

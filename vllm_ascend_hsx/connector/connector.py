@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -14,17 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ascend_hsx.compat import find_layers, tensor_parallel_rank
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, read_target, require_producer
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
-from vllm_ascend_hsx.connector.worker import ExtractionWorker, row_dtype_name
-from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.sinks.directory import check_directory
+from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.staging import PinnedRing
-
-if TYPE_CHECKING:
-    import torch
+from vllm_ascend_hsx.startup import StartUp, read_start_up
 
 
 class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -36,51 +30,35 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: not read: the rows are not in the KV cache.
 
     Raises:
-        HsxConfigError: an option that cannot be used.
+        HsxConfigError, StorageDirectoryError: a setting that cannot be used.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        require_producer(self._kv_transfer_config.kv_role)
-        config = HsxConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
-        target = read_target(vllm_config)
-        directory = Path(config.shared_storage_path)
-        check_directory(directory, use_lock=config.use_synchronization_lock)
-        dtype: torch.dtype = vllm_config.model_config.dtype
-        row_format = RowFormat(
-            layer_ids=target.layer_ids,
-            hidden_size=target.hidden_size,
-            dtype=row_dtype_name(dtype),
-            model=target.model,
-        )
+        start_up = read_start_up(vllm_config)
         self._scheduler: ExtractionScheduler | None = None
         self._worker: ExtractionWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ExtractionScheduler(
-                directory,
-                row_format.row_bytes,
+                start_up.directory,
+                start_up.row_format.row_bytes,
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-                max_backlog=config.pinned_ring_bytes,
+                max_backlog=start_up.config.pinned_ring_bytes,
             )
         else:
-            self._worker = self._build_worker(config, directory, row_format, dtype)
+            self._worker = self._build_worker(start_up)
 
-    def _build_worker(self, config: HsxConfig, directory: Path, row_format: RowFormat, dtype: torch.dtype) -> ExtractionWorker:
+    def _build_worker(self, start_up: StartUp) -> ExtractionWorker:
         from vllm_ascend_hsx.attention import AscendCacheOnlyLayer
 
         layers = find_layers(self._vllm_config, AscendCacheOnlyLayer)
         ((self._layer_name, layer),) = layers.items()
-        try:
-            ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, dtype)
-        except ValueError as error:
-            raise HsxConfigError(
-                "kv_connector_extra_config.pinned_ring_bytes", config.pinned_ring_bytes, "is too small", str(error)
-            ) from None
+        config, row_format = start_up.config, start_up.row_format
         return ExtractionWorker(
             rank=tensor_parallel_rank(),
             staging=layer.staging,
-            ring=ring,
-            sink=FileSink(directory, row_format, use_lock=config.use_synchronization_lock),
+            ring=PinnedRing(config.pinned_ring_bytes, row_format.row_shape, start_up.dtype),
+            sink=FileSink(start_up.directory, row_format, use_lock=config.use_synchronization_lock),
             device=layer.staging.rows.device,
             num_writers=config.num_writer_threads,
         )

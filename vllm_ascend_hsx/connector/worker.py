@@ -203,15 +203,3 @@ class ExtractionWorker:
     def _on_decided(self, request_id: str, error: str | None) -> None:
         with self._report_lock:
             self._outcomes[request_id] = error
-
-
-def row_dtype_name(dtype: torch.dtype) -> str:
-    """The safetensors name of a row's dtype.
-
-    Raises:
-        ValueError: a dtype that targets do not have.
-    """
-    names = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-    if dtype not in names:
-        raise ValueError(f"hidden states of {dtype} cannot be stored; serve the target in bfloat16, float16 or float32")
-    return names[dtype]

@@ -1,0 +1,75 @@
+"""Everything that is settled when a server starts, and all that can be wrong with it, before weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_ascend_hsx.config import CONNECTOR_NAME, ExtractionTarget, HsxConfig, HsxConfigError, read_target, require_producer
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.directory import check_directory
+
+_DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """What proposer, drafter and both halves of the connector are built from."""
+
+    config: HsxConfig
+    target: ExtractionTarget
+    row_format: RowFormat
+    dtype: torch.dtype
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.config.shared_storage_path)
+
+
+def read_start_up(vllm_config: Any) -> StartUp:
+    """Read and check the settings of a server.
+
+    Args:
+        vllm_config: vllm.config.VllmConfig; with MultiConnector the engine's own or the one that it hands to its children.
+
+    Raises:
+        HsxConfigError: a setting that cannot be used.
+        StorageDirectoryError: the storage directory cannot be made or written.
+    """
+    role, options = _connector_entry(vllm_config.kv_transfer_config)
+    config = HsxConfig.parse(options)
+    require_producer(role)
+    target = read_target(vllm_config)
+    dtype: torch.dtype = vllm_config.model_config.dtype
+    if dtype not in _DTYPE_NAMES:
+        raise HsxConfigError("dtype", str(dtype), "cannot be stored", "Serve the target in bfloat16, float16 or float32.")
+    row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model)
+    if config.pinned_ring_bytes < 2 * row_format.row_bytes:
+        raise HsxConfigError(
+            "kv_connector_extra_config.pinned_ring_bytes",
+            config.pinned_ring_bytes,
+            f"does not hold two rows of {row_format.row_bytes} bytes",
+            f"Give at least {2 * row_format.row_bytes}, better the default of 32MiB.",
+        )
+    start_up = StartUp(config, target, row_format, dtype)
+    check_directory(start_up.directory, use_lock=config.use_synchronization_lock)
+    return start_up
+
+
+def _connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
+    """Role and options of our connector, alone or inside MultiConnector."""
+    if transfer is not None and transfer.kv_connector == CONNECTOR_NAME:
+        return transfer.kv_role, transfer.kv_connector_extra_config
+    if transfer is not None and transfer.kv_connector == "MultiConnector":
+        for child in transfer.kv_connector_extra_config.get("connectors", ()):
+            if child.get("kv_connector") == CONNECTOR_NAME:
+                return child.get("kv_role", transfer.kv_role), child.get("kv_connector_extra_config", {})
+    raise HsxConfigError(
+        "kv_transfer_config.kv_connector",
+        getattr(transfer, "kv_connector", None),
+        "does not take the hidden states that the speculative method extracts",
+        f'Start the server with --kv-transfer-config \'{{"kv_connector": "{CONNECTOR_NAME}", "kv_role": "kv_producer", ...}}\'.',
+    )
