@@ -17,8 +17,9 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from vllm_ascend_hsx.compat import transfers_to_connector
-from vllm_ascend_hsx.staging import Span, StagingCache
+from vllm_ascend_hsx.compat import register_layer, transfers_to_connector
+from vllm_ascend_hsx.spans import Span
+from vllm_ascend_hsx.staging import StagingCache
 
 
 @dataclass(frozen=True)
@@ -127,10 +128,7 @@ class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
         self.impl = AscendCacheOnlyImpl(num_heads=staging.rows.shape[2], head_size=staging.rows.shape[3])
         # What the connector is handed as "KV layer".
         self.kv_cache = staging.rows
-        layers = vllm_config.compilation_config.static_forward_context
-        if prefix in layers:
-            raise ValueError(f"a layer named {prefix!r} exists already")
-        layers[prefix] = self
+        register_layer(vllm_config, prefix, self)
 
     def forward(self, target_rows: Sequence[torch.Tensor], metadata: CacheOnlyMetadata) -> None:
         """Catch the rows of a step and hand them to the connector.

@@ -144,6 +144,21 @@ def transfers_to_connector(function: Callable[..., Any]) -> Callable[..., Any]:
     return decorated
 
 
+def register_layer(vllm_config: Any, name: str, layer: Any) -> None:
+    """Make an attention layer known to vLLM.
+
+    Reason: vLLM's attention layers enter themselves into `static_forward_context`, its registry of them; the forward context, the
+    connector's hook and the drafter look layers up there.
+
+    Raises:
+        ValueError: a layer of that name exists.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    if name in layers:
+        raise ValueError(f"a layer named {name!r} exists already")
+    layers[name] = layer
+
+
 def find_layers(vllm_config: Any, layer_type: type) -> dict[str, Any]:
     """The layers of a type that were registered while models were loaded in this process, by name.
 

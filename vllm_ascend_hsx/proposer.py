@@ -9,7 +9,7 @@ from vllm.config import CUDAGraphMode
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
 from vllm_ascend_hsx.compat import batch_layout, find_layers, forward_context, keep_until_copied, require_runner_hooks
-from vllm_ascend_hsx.staging import select_spans
+from vllm_ascend_hsx.spans import select_spans
 from vllm_ascend_hsx.startup import read_start_up
 
 

@@ -12,56 +12,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from vllm_ascend_hsx.compat import BatchRow
-
-
-class Span(NamedTuple):
-    """Consecutive token positions of one request, and where their rows stand.
-
-    Attributes:
-        request_id: vLLM's internal request id.
-        first: token position of the first row.
-        num_rows: number of rows.
-        row: index of the first row, in the batch or in the slot.
-    """
-
-    request_id: str
-    first: int
-    num_rows: int
-    row: int
-
-
-def select_spans(layout: Iterable[BatchRow], wanted: dict[str, int]) -> list[Span]:
-    """The spans of a batch that this rank extracts.
-
-    Args:
-        layout: who is in the batch.
-        wanted: for each request that this rank owns the number of its rows to extract, counted from position 0. Rows from there on
-            (a decode of a prompt-only request) are left out.
-    """
-    spans = []
-    for request_id, first, count, row in layout:
-        count = min(count, wanted.get(request_id, 0) - first)
-        if count > 0:
-            spans.append(Span(request_id, first, count, row))
-    return spans
-
-
-def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Ranges (first row, rows) that cover `spans` in their order, neighbours joined: one copy serves them."""
-    ranges: list[tuple[int, int]] = []
-    for span in spans:
-        if ranges and sum(ranges[-1]) == span.row:
-            ranges[-1] = (ranges[-1][0], ranges[-1][1] + span.num_rows)
-        else:
-            ranges.append((span.row, span.num_rows))
-    return ranges
+from vllm_ascend_hsx.spans import Span, cut, merge_rows
 
 
 def _npu() -> Any:
@@ -234,21 +191,6 @@ class PinnedRing:
 
     def free(self, index: int) -> None:
         self._free.put(index)
-
-
-def cut(spans: Sequence[Span], rows_per_piece: int) -> list[tuple[int, int, list[Span]]]:
-    """Cut staged rows into pieces: (first row of the slot, rows, spans with `row` counted from the piece's beginning)."""
-    total = sum(span.num_rows for span in spans)
-    pieces = []
-    for start in range(0, total, rows_per_piece):
-        end = min(start + rows_per_piece, total)
-        inside = []
-        for span in spans:
-            low, high = max(span.row, start), min(span.row + span.num_rows, end)
-            if low < high:
-                inside.append(Span(span.request_id, span.first + low - span.row, high - low, low - start))
-        pieces.append((start, end - start, inside))
-    return pieces
 
 
 class Copier:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.compat import BatchRow
-from vllm_ascend_hsx.staging import Span, cut, merge_rows, select_spans
+from vllm_ascend_hsx.spans import Span, cut, merge_rows, select_spans
 
 
 @pytest.mark.parametrize(

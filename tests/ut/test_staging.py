@@ -13,7 +13,8 @@ import torch_npu  # noqa: F401 - brings torch.npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, Span, StagingCache
+from vllm_ascend_hsx.spans import Span
+from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache
 
 LAYERS, HIDDEN, MAX_TOKENS = 3, 8, 24
 COLLECTED = (2, 0, 1)

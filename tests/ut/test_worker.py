@@ -19,7 +19,8 @@ from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd,
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.staging import PinnedRing, Span, StagingCache
+from vllm_ascend_hsx.spans import Span
+from vllm_ascend_hsx.staging import PinnedRing, StagingCache
 
 LAYERS, HIDDEN, MAX_TOKENS = 2, 4, 16
 FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=HIDDEN, dtype="F32", model="tiny")
@@ -301,4 +302,3 @@ def test_every_request_is_decided_once_and_every_file_is_right(
         engine.assert_file_is_right(request_id, num_tokens)
     assert engine.ring.free_buffers == 6
     assert engine.worker._backlog == 0
-

@@ -13,7 +13,8 @@ import torch
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestStart, WorkerReport
 from vllm_ascend_hsx.sinks.base import Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.spans import SpanSet
-from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, Span, StagingCache
+from vllm_ascend_hsx.spans import Span
+from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache
 
 OnDecided = Callable[[str, str | None], None]
 
