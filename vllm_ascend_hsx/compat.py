@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_ascend_hsx.config import CONNECTOR_NAME
+
 CHECKED_VERSIONS = {"vllm": "0.23.0", "vllm-ascend": "0.23.0"}
 
 SPEC_DECODE_MODULE = "vllm_ascend.spec_decode"
+BALANCE_SCHEDULE_MODULE = "vllm_ascend.patch.platform.patch_balance_schedule"
 PROPOSER_NAME = "AscendExtractHiddenStatesProposer"
 # What HsxProposer calls on the runner; the v2 runner of vllm-ascend 0.23.0 has neither.
 RUNNER_HOOKS = ("_pad_for_sequence_parallelism", "_sync_metadata_across_dp")
@@ -46,6 +49,32 @@ def replace_proposer(spec_decode: Any, proposer: type) -> None:
     if current is None or not issubclass(proposer, current):
         raise IncompatibleVersionError(f"{SPEC_DECODE_MODULE}.{PROPOSER_NAME} as the base class of {proposer.__name__}")
     setattr(spec_decode, PROPOSER_NAME, proposer)
+
+
+def keep_preemption(balance_schedule: Any) -> None:
+    """Let vLLM's scheduler preempt requests although `kv_role` is `kv_producer`.
+
+    Reason: vllm-ascend takes every producer for the prefill side of a disaggregated pair, whose requests never decode, and switches
+    preemption off (patch/platform/patch_balance_schedule.py:47 in 0.23.0). On a server that extracts, requests may decode: once they
+    fill the KV cache, none could go on, and the server would stand still. We hold no KV block, so preempting is safe. A producer beside
+    us in MultiConnector may hold some; then vllm-ascend's choice stays.
+
+    Args:
+        balance_schedule: that module.
+
+    Raises:
+        IncompatibleVersionError: its function is not there.
+    """
+    original = getattr(balance_schedule, "_disable_preemption_on_prefill_node", None)
+    if original is None:
+        raise IncompatibleVersionError(f"{BALANCE_SCHEDULE_MODULE}._disable_preemption_on_prefill_node")
+
+    def disable_preemption(vllm_config: Any) -> bool:
+        transfer = vllm_config.kv_transfer_config
+        ours = transfer is not None and transfer.kv_connector == CONNECTOR_NAME
+        return not ours and bool(original(vllm_config))
+
+    balance_schedule._disable_preemption_on_prefill_node = disable_preemption
 
 
 def require_runner_hooks(runner: Any) -> None:

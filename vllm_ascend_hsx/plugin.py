@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from vllm_ascend_hsx.compat import SPEC_DECODE_MODULE, replace_proposer
+from vllm_ascend_hsx.compat import BALANCE_SCHEDULE_MODULE, SPEC_DECODE_MODULE, keep_preemption, replace_proposer
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 
 DRAFTER_ARCHITECTURE = "ExtractHiddenStatesModel"
@@ -24,6 +24,7 @@ def register() -> None:
     KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME)
     ModelRegistry.register_model(DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.model:AscendExtractHiddenStatesModel")
     register_post_import_hook(_use_hsx_proposer, SPEC_DECODE_MODULE)
+    register_post_import_hook(keep_preemption, BALANCE_SCHEDULE_MODULE)
 
 
 def _use_hsx_proposer(spec_decode: ModuleType) -> None:

@@ -26,6 +26,16 @@ def run(job: dict[str, Any], result: dict[str, Any]) -> None:
     result["kv_groups"] = [sorted(group.layer_names) for group in cache.kv_cache_groups]
     result["kv_bytes"] = sum(tensor.size for tensor in cache.kv_cache_tensors)
 
+    preemptions = 0
+    preempt = core.scheduler._preempt_request
+
+    def count_preemption(*arguments: Any) -> None:
+        nonlocal preemptions
+        preemptions += 1
+        preempt(*arguments)
+
+    core.scheduler._preempt_request = count_preemption
+
     def step() -> None:
         for output in engine.step():
             request = result["requests"].setdefault(output.request_id, {"steps": 0})
@@ -58,6 +68,7 @@ def run(job: dict[str, Any], result: dict[str, Any]) -> None:
             torch.cuda.Event = torch.npu.Event
         else:
             raise ValueError(f"unknown action {action!r}")
+    result["preemptions"] = preemptions
     engine.engine_core.shutdown()
 
 

@@ -83,6 +83,19 @@ def test_a_ring_smaller_than_a_step_delays_rows_and_loses_none(float32_qwen3: Pa
     assert max(run.compare(f"r{i}").max_abs_difference for i in range(6)) <= 1e-5
 
 
+def test_requests_that_are_preempted_while_they_decode_finish_and_their_files_are_right(float32_qwen3: Path, tmp_path: Path) -> None:
+    # Six blocks of 128 tokens for requests that need two or three each. vllm-ascend switches preemption off for a kv_producer, and the
+    # server would stand still; see compat.keep_preemption.
+    script = [["add", f"r{i}", tokens(100 + 37 * i), {"max_tokens": 60 + 10 * i}] for i in range(5)]
+    run = run_engine(
+        tmp_path, float32_qwen3, [*script, ["drain"]], layer_ids=LAYER_IDS, dtype="float32", num_gpu_blocks_override=7, timeout=120
+    )
+    assert run.error is None, run.error
+    assert run.result["preemptions"] > 0
+    assert all(len(run.requests[f"r{i}"]["tokens"]) == 60 + 10 * i for i in range(5))
+    assert max(run.compare(f"r{i}").max_abs_difference for i in range(5)) <= 1e-5
+
+
 def test_a_setting_that_cannot_be_used_is_refused_before_weights_are_loaded(tiny_qwen3: Path, tmp_path: Path) -> None:
     run = run_engine(tmp_path, tiny_qwen3, SCRIPT, connector_options={"num_writer_thread": 2})
     assert run.error is not None

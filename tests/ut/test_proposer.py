@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 
 from vllm_ascend_hsx.attention import AscendCacheOnlyMetadataBuilder
-from vllm_ascend_hsx.compat import IncompatibleVersionError, replace_proposer
+from vllm_ascend_hsx.compat import IncompatibleVersionError, keep_preemption, replace_proposer
 from vllm_ascend_hsx.proposer import HsxProposer
 
 LAYER = "cache_only_layers.4"
@@ -157,6 +157,25 @@ def test_a_runner_that_cannot_keep_ranks_in_step_is_refused_at_start(runner: Any
 def test_a_wheel_without_the_expected_proposer_is_refused(spec_decode: Any) -> None:
     with pytest.raises(IncompatibleVersionError, match="checked against vllm"):
         replace_proposer(spec_decode, HsxProposer)
+
+
+@pytest.mark.parametrize(
+    ("connector", "disabled"),
+    [("AscendHiddenStatesConnector", False), ("MultiConnector", True), ("MooncakeConnector", True), (None, False)],
+)
+def test_preemption_stays_on_for_our_connector_alone(connector: str | None, disabled: bool) -> None:
+    def upstream(vllm_config: Any) -> bool:
+        return vllm_config.kv_transfer_config is not None
+
+    module = SimpleNamespace(_disable_preemption_on_prefill_node=upstream)
+    keep_preemption(module)
+    transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
+    assert module._disable_preemption_on_prefill_node(SimpleNamespace(kv_transfer_config=transfer)) is disabled
+
+
+def test_a_wheel_that_decides_on_preemption_elsewhere_is_refused() -> None:
+    with pytest.raises(IncompatibleVersionError, match="_disable_preemption_on_prefill_node"):
+        keep_preemption(SimpleNamespace())
 
 
 @pytest.mark.parametrize(
