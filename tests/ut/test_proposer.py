@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 
 from vllm_ascend_hsx.attention import AscendCacheOnlyMetadataBuilder
-from vllm_ascend_hsx.compat import IncompatibleVersionError, keep_preemption, replace_proposer
+from vllm_ascend_hsx.compat import IncompatibleVersionError, keep_preemption, keep_until_copied, replace_proposer
 from vllm_ascend_hsx.proposer import HsxProposer
 
 LAYER = "cache_only_layers.4"
@@ -138,6 +138,21 @@ def test_collectives_do_not_depend_on_whether_a_rank_extracts(monkeypatch: pytes
 
 def test_the_draft_of_a_request_is_its_first_sampled_token() -> None:
     assert propose(make_proposer(Runner()), 4, [0, 3, 4]).tolist() == [[7], [7]]
+
+
+def test_counts_live_until_the_runners_side_stream_has_copied_them() -> None:
+    runner = Runner()
+    stream = runner.valid_sampled_token_count_copy_stream = torch.npu.Stream()
+    counts = torch.ones(4, dtype=torch.int32, device="npu:0")
+    keep_until_copied(runner, counts)
+    host = torch.zeros(4, dtype=torch.int32, pin_memory=True)
+    with torch.npu.stream(stream):
+        stream.wait_stream(torch.npu.default_stream())
+        host.copy_(counts, non_blocking=True)
+    del counts
+    torch.zeros(4, dtype=torch.int32, device="npu:0")  # the next step's
+    stream.synchronize()
+    assert host.tolist() == [1, 1, 1, 1]
 
 
 class RunnerWithoutHooks:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -225,6 +227,21 @@ def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
         release.cancel()
     arrived = {key: row for key, row in sabotaged.read.items() if torch.equal(row, expected[key])}
     assert arrived.keys() != expected.keys()
+
+
+def test_closing_waits_until_no_copy_reads_a_slot() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline = Pipeline()
+        # Nobody reads the pieces, as when their requests have failed: no reader has waited for the copies.
+        pipeline.copier._deliver = lambda piece: None
+        run_steps(pipeline, [FULL[0][:1]])
+        shape = pipeline.staging.rows.shape
+        del pipeline
+        gc.collect()
+        # Memory of the same size, which the device would give out again.
+        torch.empty(shape, dtype=DTYPE, device=DEVICE)
+    assert not [str(warning.message) for warning in caught if "race" in str(warning.message)]
 
 
 def test_a_target_that_returns_something_else_is_refused() -> None:
