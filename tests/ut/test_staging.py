@@ -232,10 +232,10 @@ def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
 def test_closing_waits_until_no_copy_reads_a_slot() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pipeline = Pipeline()
+        pipeline = Pipeline(ring_rows=40)
         # Nobody reads the pieces, as when their requests have failed: no reader has waited for the copies.
         pipeline.copier._deliver = lambda piece: None
-        run_steps(pipeline, [FULL[0][:1]])
+        run_steps(pipeline, FULL[:1])
         shape = pipeline.staging.rows.shape
         del pipeline
         gc.collect()
