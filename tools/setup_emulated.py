@@ -102,11 +102,13 @@ def check_host() -> None:
 
 
 def venv_works() -> bool:
+    """Whether the venv has pip and is of this very Python: a venv moved to another one mixes the two."""
     python = VENV / "bin" / "python"
     if not python.exists():
         return False
-    probe = [python, "-m", "pip", "--version"]
-    return subprocess.run(probe, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode == 0
+    probe = [python, "-c", "import pip, sys; print((sys.base_prefix, sys.version))"]
+    found = subprocess.run(probe, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False).stdout
+    return found.strip() == str((sys.base_prefix, sys.version))
 
 
 class Steps:
@@ -232,7 +234,7 @@ def set_up() -> None:
     started = time.monotonic()
     check_host()
     if not venv_works():
-        # Half a venv cannot be repaired by pip, because pip is what it lacks.
+        # Neither half a venv nor another Python's can be repaired by pip.
         shutil.rmtree(VENV, ignore_errors=True)
     STAMP.unlink(missing_ok=True)
     steps = Steps(total=6)

@@ -110,3 +110,10 @@ def test_half_a_virtual_environment_is_seen(setup: ModuleType, tmp_path: Path, m
     assert not setup.venv_works()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
     assert not setup.venv_works()
+
+
+def test_a_virtual_environment_of_another_python_is_seen(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "VENV", Path(sys.prefix))
+    assert setup.venv_works()
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
+    assert not setup.venv_works()
