@@ -34,15 +34,15 @@ def build_minimax_m2(directory: str | Path, *, dtype: str = "bfloat16", layers: 
     The same arguments give the same bytes. Raises ValueError if the directory holds something else, or for a wrong dtype or
     number of layers.
     """
-    return _build(directory, "minimax_m2", _minimax_m2, dtype=dtype, layers=layers, seed=seed)
+    return build_model(directory, "minimax_m2", _minimax_m2, dtype=dtype, layers=layers, seed=seed)
 
 
 def build_qwen3(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
     """Builds a dense Qwen3 of about 4 MB; otherwise as build_minimax_m2."""
-    return _build(directory, "qwen3", _qwen3, dtype=dtype, layers=layers, seed=seed)
+    return build_model(directory, "qwen3", _qwen3, dtype=dtype, layers=layers, seed=seed)
 
 
-def _build(
+def build_model(
     directory: str | Path,
     model_type: str,
     create: Callable[[int, torch.Generator], tuple[PreTrainedModel, dict[str, Any]]],
@@ -51,6 +51,10 @@ def _build(
     layers: int,
     seed: int,
 ) -> Path:
+    """Builds a model of any architecture; `create` gets the number of layers and a generator, and returns it with further config keys.
+
+    Otherwise as build_minimax_m2.
+    """
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype={dtype!r}: choose one of bfloat16, float16, float32")
     if layers < 1:
@@ -119,7 +123,7 @@ def _minimax_m2(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
         eos_token_id=2,
     )
     model = MiniMaxM2ForCausalLM(config)
-    _draw_weights(model, generator)
+    draw_weights(model, generator)
     _widen_routing_margins(model, generator)
     # Keys of the published config.json that vllm reads (model_executor/models/minimax_m2.py, 0.23.0) or that describe the
     # architecture, and that transformers' class does not write.
@@ -152,12 +156,12 @@ def _qwen3(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, di
         eos_token_id=2,
     )
     model = Qwen3ForCausalLM(config)
-    _draw_weights(model, generator)
+    draw_weights(model, generator)
     return model, {}
 
 
 @torch.no_grad()
-def _draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
+def draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
     """Draws every parameter so that each layer adds about as much to the residual stream as is there already.
 
     Rows of different tokens, positions and layers then lie far apart: a row in the wrong place cannot pass for rounding.
