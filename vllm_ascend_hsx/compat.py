@@ -7,18 +7,22 @@ MR below is vllm_ascend/worker/model_runner_v1.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from vllm_ascend_hsx.config import CONNECTOR_NAME
+from vllm_ascend_hsx.config import CONNECTOR_NAME, METHOD, HsxConfigError
 
 CHECKED_VERSIONS = {"vllm": "0.23.0", "vllm-ascend": "0.23.0"}
 
 SPEC_DECODE_MODULE = "vllm_ascend.spec_decode"
 BALANCE_SCHEDULE_MODULE = "vllm_ascend.patch.platform.patch_balance_schedule"
+CONFIG_MODULE = "vllm.config.vllm"
+PROPOSER_MODULE = "vllm.v1.spec_decode.extract_hidden_states"
+RUNNER_MODULE = "vllm_ascend.worker.model_runner_v1"
 PROPOSER_NAME = "AscendExtractHiddenStatesProposer"
 # What HsxProposer calls on the runner; the v2 runner of vllm-ascend 0.23.0 has neither.
 RUNNER_HOOKS = ("_pad_for_sequence_parallelism", "_sync_metadata_across_dp")
@@ -77,6 +81,136 @@ def keep_preemption(balance_schedule: Any) -> None:
     balance_schedule._disable_preemption_on_prefill_node = disable_preemption
 
 
+def schedule_no_drafts(config_module: Any) -> None:
+    """Have an engine that extracts hidden states schedule no draft tokens: `num_speculative_tokens` becomes 0.
+
+    Reason: the method is a speculative one in name only, but vLLM accepts no number below 1 (config/speculative.py:990) and then treats
+    each decode as one of two tokens: twice the work, another sampler (the same seed gives other text), graphs for two tokens a request,
+    Mamba state for the draft. With 0 scheduler, sampler, graphs and KV cache are those of a server without extraction; the runner calls
+    the drafter all the same (MR:2503).
+
+    VllmConfig checks its parts again whenever a copy is made of it (`with_hf_config`, for the text part of a multimodal model), and then
+    derives sizes from them in `__post_init__`. So the number is what vLLM accepts during the check, and 0 from there on.
+
+    Args:
+        config_module: the module `vllm.config.vllm`.
+
+    Raises:
+        IncompatibleVersionError: no VllmConfig there that has both steps.
+    """
+    config = getattr(config_module, "VllmConfig", None)
+    check, derive = getattr(config, "__init__", None), getattr(config, "__post_init__", None)
+    if config is None or check is None or derive is None:
+        raise IncompatibleVersionError(f"{CONFIG_MODULE}.VllmConfig with __init__ and __post_init__")
+
+    @functools.wraps(check)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        speculative: Any = kwargs.get("speculative_config")
+        if _extracts(speculative) and speculative.num_speculative_tokens == 0:
+            speculative.num_speculative_tokens = 1
+        check(self, *args, **kwargs)
+
+    @functools.wraps(derive)
+    def post_init(self: Any) -> None:
+        speculative = self.speculative_config
+        if _extracts(speculative):
+            if speculative.num_speculative_tokens != 1:
+                raise HsxConfigError(
+                    "speculative_config.num_speculative_tokens",
+                    speculative.num_speculative_tokens,
+                    f"has no meaning: {METHOD} proposes no tokens",
+                    "Set it to 1, the least that vLLM takes.",
+                )
+            speculative.num_speculative_tokens = 0
+        derive(self)
+
+    config.__init__ = init
+    config.__post_init__ = post_init
+
+
+def _extracts(speculative: Any) -> bool:
+    return getattr(speculative, "method", None) == METHOD
+
+
+def set_up_proposer_without_drafts(proposer_module: Any) -> None:
+    """Let vLLM's proposer be made although no draft tokens are scheduled.
+
+    Reason: its constructor asserts one token (vllm/v1/spec_decode/extract_hidden_states.py:32). It is the base class of ours, and vLLM's
+    runner makes one itself before vllm-ascend's does (vllm/v1/worker/gpu_model_runner.py:607).
+
+    Args:
+        proposer_module: the module `vllm.v1.spec_decode.extract_hidden_states`.
+
+    Raises:
+        IncompatibleVersionError: no such class there.
+    """
+    proposer_class = getattr(proposer_module, "ExtractHiddenStatesProposer", None)
+    if proposer_class is None:
+        raise IncompatibleVersionError(f"{PROPOSER_MODULE}.ExtractHiddenStatesProposer")
+    original = proposer_class.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        with _one_draft(vllm_config.speculative_config):
+            original(self, vllm_config, *args, **kwargs)
+
+    proposer_class.__init__ = init
+
+
+def set_up_drafter_without_drafts(runner_module: Any) -> None:
+    """Let the runner set its drafter up although no draft tokens are scheduled.
+
+    Reason: `_set_up_drafter` (MR:618) asserts a positive number. Everything else in the runner takes 0 as what it says.
+
+    Args:
+        runner_module: the module `vllm_ascend.worker.model_runner_v1`.
+
+    Raises:
+        IncompatibleVersionError: the runner sets its drafter up elsewhere.
+    """
+    runner_class = getattr(runner_module, "NPUModelRunner", None)
+    original = getattr(runner_class, "_set_up_drafter", None)
+    if runner_class is None or original is None:
+        raise IncompatibleVersionError(f"{RUNNER_MODULE}.NPUModelRunner._set_up_drafter")
+
+    @functools.wraps(original)
+    def set_up_drafter(self: Any) -> None:
+        if not _extracts(self.speculative_config):
+            original(self)
+            return
+        require_no_drafts(self.vllm_config)
+        with _one_draft(self.speculative_config):
+            original(self)
+        self.decode_token_per_req = 1
+
+    runner_class._set_up_drafter = set_up_drafter
+
+
+@contextmanager
+def _one_draft(speculative: Any) -> Iterator[None]:
+    number, speculative.num_speculative_tokens = speculative.num_speculative_tokens, 1
+    try:
+        yield
+    finally:
+        speculative.num_speculative_tokens = number
+
+
+def require_no_drafts(vllm_config: Any) -> None:
+    """Refuse an engine whose configuration was made before our plugin was loaded.
+
+    Raises:
+        HsxConfigError: draft tokens would be scheduled.
+    """
+    number = vllm_config.speculative_config.num_speculative_tokens
+    if number != 0:
+        raise HsxConfigError(
+            "speculative_config.num_speculative_tokens",
+            number,
+            "would be scheduled as draft tokens: this configuration was made before our plugin was loaded",
+            "Make it with vLLM's EngineArgs, which loads plugins first, and have ascend_hsx in VLLM_PLUGINS if that is set.",
+        )
+
+
 def require_runner_hooks(runner: Any) -> None:
     """Refuse a runner without the two methods that keep DP ranks in step.
 
@@ -109,8 +243,7 @@ def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
     """Who is in the runner's current batch, in batch order.
 
     Reason: `propose` is given tensors without request ids; `input_batch` (vllm/v1/worker/gpu_input_batch.py) holds both the ids and
-    the position of each request's first token. Read while the step's tokens are sampled, `num_computed_tokens_cpu` is exact also with
-    asynchronous scheduling: corrections for rejected drafts are applied right after the forward was launched (MR:2400).
+    the position of each request's first token. Without draft tokens `num_computed_tokens_cpu` is exact also with asynchronous scheduling.
 
     Args:
         runner: the NPUModelRunner.
@@ -123,17 +256,6 @@ def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
         BatchRow(request_id, int(positions[index]), starts[index + 1] - starts[index], starts[index])
         for index, request_id in enumerate(input_batch.req_ids)
     ]
-
-
-def keep_until_copied(runner: Any, counts: torch.Tensor) -> None:
-    """Keep the memory of `counts` until the runner's copy stream has read it.
-
-    Reason: `_copy_valid_sampled_token_count` (MR:1640) copies the numbers of accepted tokens to the host on a side stream and drops the
-    tensor in the next step, which may come before the copy has run; its memory would be given to the next allocation.
-    """
-    stream = getattr(runner, "valid_sampled_token_count_copy_stream", None)
-    if stream is not None:
-        counts.record_stream(stream)
 
 
 def forward_context(

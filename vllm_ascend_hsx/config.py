@@ -43,6 +43,11 @@ class HsxConfig(BaseModel):
         default=True,
         description="Hold an flock on `<file>.lock` until the file is complete, so that a reader can sleep until then.",
     )
+    include_output_tokens: bool = Field(
+        default=False,
+        description="Store rows of generated tokens too, all but the last, which is never an input of the model. "
+        "A request can say otherwise in its kv_transfer_params.",
+    )
     num_writer_threads: int = Field(
         default=4, ge=1, le=64, description="Threads per worker that write rows from the pinned ring into files."
     )

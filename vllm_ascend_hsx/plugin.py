@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from vllm_ascend_hsx.compat import BALANCE_SCHEDULE_MODULE, SPEC_DECODE_MODULE, keep_preemption, replace_proposer
+from vllm_ascend_hsx.compat import (
+    BALANCE_SCHEDULE_MODULE,
+    CONFIG_MODULE,
+    PROPOSER_MODULE,
+    RUNNER_MODULE,
+    SPEC_DECODE_MODULE,
+    keep_preemption,
+    replace_proposer,
+    schedule_no_drafts,
+    set_up_drafter_without_drafts,
+    set_up_proposer_without_drafts,
+)
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 
 DRAFTER_ARCHITECTURE = "ExtractHiddenStatesModel"
@@ -25,6 +36,9 @@ def register() -> None:
     ModelRegistry.register_model(DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.model:AscendExtractHiddenStatesModel")
     register_post_import_hook(_use_hsx_proposer, SPEC_DECODE_MODULE)
     register_post_import_hook(keep_preemption, BALANCE_SCHEDULE_MODULE)
+    register_post_import_hook(schedule_no_drafts, CONFIG_MODULE)
+    register_post_import_hook(set_up_proposer_without_drafts, PROPOSER_MODULE)
+    register_post_import_hook(set_up_drafter_without_drafts, RUNNER_MODULE)
 
 
 def _use_hsx_proposer(spec_decode: ModuleType) -> None:

@@ -8,7 +8,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
-from vllm_ascend_hsx.compat import batch_layout, find_layers, forward_context, keep_until_copied, require_runner_hooks
+from vllm_ascend_hsx.compat import batch_layout, find_layers, forward_context, require_runner_hooks
 from vllm_ascend_hsx.spans import select_spans
 from vllm_ascend_hsx.startup import read_start_up
 
@@ -51,13 +51,13 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         """Stage the rows of this step.
 
         Args:
-            sampled_token_ids: int [requests, 1 + drafts], what the target sampled, -1 where nothing was.
+            sampled_token_ids: int [requests, 1], what the target sampled.
             target_hidden_states: one [tokens, hidden] per collected layer, ascending, without padding rows.
             common_attn_metadata: layout of the batch; of any KV cache group, for only `query_start_loc_cpu` is read.
             slot_mappings: unused; rows are addressed by request and position, not by KV slot.
 
         Returns:
-            int [requests, 1]: the first sampled token of each request, as its draft.
+            int [requests, 0]: no drafts.
         """
         num_tokens = target_hidden_states[0].shape[0]
         _, num_tokens_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(num_tokens)
@@ -71,7 +71,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
             metadata = self.attn_metadata_builder.build_for_spans(spans)
             with forward_context(metadata, self.vllm_config, num_tokens_padded, num_tokens_across_dp):
                 self.model(target_hidden_states, next(iter(metadata.values())))
-        return sampled_token_ids[:, :1]
+        return sampled_token_ids[:, :0]
 
     def _determine_batch_execution_and_padding(
         self, num_tokens: int, use_cudagraphs: bool = True
@@ -121,34 +121,16 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         discard_request_indices: torch.Tensor,
         num_discarded_requests: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The last token that each request accepted, and how many it accepted.
+        """What is the next input of each request. The runner throws the answer away when no draft tokens are scheduled (MR:1644).
 
-        Upstream reads column 0 alone (extract_hidden_states_proposer.py:169 in vllm-ascend 0.23.0), so that a second accepted token
-        is lost and the generated text is corrupted.
+        Upstream builds it on the host and copies it to the device in each step (extract_hidden_states_proposer.py:169).
 
         Args:
-            sampled_token_ids: int [requests, 1 + drafts], -1 behind the last accepted token.
-            requests: the runner's cached request states by id.
-            gpu_input_batch: the runner's input batch.
-            discard_request_indices: int [max requests]; requests in the middle of their prompt, whose samples do not count.
-            num_discarded_requests: how many of these indices are valid.
+            sampled_token_ids: int [requests, 1], what the target sampled.
+            requests, gpu_input_batch, discard_request_indices, num_discarded_requests: not needed for that.
 
         Returns:
-            int32 [requests] next token ids; int32 [requests] numbers of accepted tokens.
+            int [requests] the sampled tokens, twice: nothing reads the second, upstream's numbers of accepted tokens.
         """
-        num_reqs = gpu_input_batch.num_reqs
-        device = sampled_token_ids.device
-        last = (gpu_input_batch.num_tokens_no_spec[:num_reqs] - 1).tolist()
-        backup = torch.tensor(
-            [requests[gpu_input_batch.req_ids[i]].get_token_id(last[i]) for i in range(num_reqs)],
-            dtype=torch.int32,
-            device=device,
-        )
-        discarded = torch.zeros(num_reqs, dtype=torch.bool, device=device)
-        discarded[discard_request_indices[:num_discarded_requests]] = True
-        valid = (sampled_token_ids >= 0) & (sampled_token_ids < gpu_input_batch.vocab_size)
-        counts = valid.sum(dim=1, dtype=torch.int32)
-        keep_until_copied(self.runner, counts)
-        newest = sampled_token_ids.gather(1, (counts.to(torch.int64) - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        next_token_ids = torch.where((counts > 0) & ~discarded, newest.to(torch.int32), backup)
-        return next_token_ids, counts
+        assert sampled_token_ids.shape[1] == 1, "draft tokens were scheduled"
+        return sampled_token_ids[:, 0], sampled_token_ids[:, 0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 
 from vllm_ascend_hsx.attention import AscendCacheOnlyMetadataBuilder
-from vllm_ascend_hsx.compat import IncompatibleVersionError, keep_preemption, keep_until_copied, replace_proposer
+from vllm_ascend_hsx.compat import IncompatibleVersionError
 from vllm_ascend_hsx.proposer import HsxProposer
 
 LAYER = "cache_only_layers.4"
@@ -64,7 +64,7 @@ def make_proposer(runner: Any, dp_size: int = 2) -> HsxProposer:
 
 def propose(proposer: HsxProposer, num_tokens: int, starts: list[int]) -> torch.Tensor:
     return proposer.propose(
-        sampled_token_ids=torch.tensor([[7, -1]] * (len(starts) - 1)),
+        sampled_token_ids=torch.tensor([[7]] * (len(starts) - 1)),
         target_hidden_states=[torch.zeros(num_tokens, 2)],
         common_attn_metadata=SimpleNamespace(query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32)),
     )
@@ -136,23 +136,11 @@ def test_collectives_do_not_depend_on_whether_a_rank_extracts(monkeypatch: pytes
     assert (num_tokens, across_dp.tolist()) == (8, [8, 8])
 
 
-def test_the_draft_of_a_request_is_its_first_sampled_token() -> None:
-    assert propose(make_proposer(Runner()), 4, [0, 3, 4]).tolist() == [[7], [7]]
-
-
-def test_counts_live_until_the_runners_side_stream_has_copied_them() -> None:
-    runner = Runner()
-    stream = runner.valid_sampled_token_count_copy_stream = torch.npu.Stream()
-    counts = torch.ones(4, dtype=torch.int32, device="npu:0")
-    keep_until_copied(runner, counts)
-    host = torch.zeros(4, dtype=torch.int32, pin_memory=True)
-    with torch.npu.stream(stream):
-        stream.wait_stream(torch.npu.default_stream())
-        host.copy_(counts, non_blocking=True)
-    del counts
-    torch.zeros(4, dtype=torch.int32, device="npu:0")  # the next step's
-    stream.synchronize()
-    assert host.tolist() == [1, 1, 1, 1]
+def test_no_token_is_proposed_so_that_text_is_sampled_as_without_extraction() -> None:
+    assert propose(make_proposer(Runner()), 4, [0, 3, 4]).shape == (2, 0)
+    sampled = torch.tensor([[5], [6]])
+    next_ids, _ = make_proposer(Runner()).prepare_next_token_ids_padded(sampled, {}, None, torch.zeros(2), 0)
+    assert next_ids.tolist() == [5, 6]
 
 
 class RunnerWithoutHooks:
@@ -166,54 +154,3 @@ class RunnerWithoutHooks:
 def test_a_runner_that_cannot_keep_ranks_in_step_is_refused_at_start(runner: Any, missing: str) -> None:
     with pytest.raises(IncompatibleVersionError, match=missing):
         HsxProposer(vllm_config=None, device=torch.device("cpu"), runner=runner)
-
-
-@pytest.mark.parametrize("spec_decode", [SimpleNamespace(), SimpleNamespace(AscendExtractHiddenStatesProposer=dict)])
-def test_a_wheel_without_the_expected_proposer_is_refused(spec_decode: Any) -> None:
-    with pytest.raises(IncompatibleVersionError, match="checked against vllm"):
-        replace_proposer(spec_decode, HsxProposer)
-
-
-@pytest.mark.parametrize(
-    ("connector", "disabled"),
-    [("AscendHiddenStatesConnector", False), ("MultiConnector", True), ("MooncakeConnector", True), (None, False)],
-)
-def test_preemption_stays_on_for_our_connector_alone(connector: str | None, disabled: bool) -> None:
-    def upstream(vllm_config: Any) -> bool:
-        return vllm_config.kv_transfer_config is not None
-
-    module = SimpleNamespace(_disable_preemption_on_prefill_node=upstream)
-    keep_preemption(module)
-    transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
-    assert module._disable_preemption_on_prefill_node(SimpleNamespace(kv_transfer_config=transfer)) is disabled
-
-
-def test_a_wheel_that_decides_on_preemption_elsewhere_is_refused() -> None:
-    with pytest.raises(IncompatibleVersionError, match="_disable_preemption_on_prefill_node"):
-        keep_preemption(SimpleNamespace())
-
-
-@pytest.mark.parametrize(
-    ("sampled", "discarded", "expected", "counts"),
-    [
-        pytest.param([[5, -1]], [], [5], [1], id="draft rejected"),
-        pytest.param([[5, 6]], [], [6], [2], id="draft accepted: both tokens count"),
-        pytest.param([[5]], [], [5], [1], id="no draft"),
-        pytest.param([[-1, -1]], [], [90], [0], id="nothing sampled"),
-        pytest.param([[5, -1], [8, 9]], [0], [90, 9], [1, 2], id="first request in the middle of its prompt"),
-    ],
-)
-def test_the_next_token_is_the_last_accepted_one(
-    sampled: list[list[int]], discarded: list[int], expected: list[int], counts: list[int]
-) -> None:
-    number = len(sampled)
-    batch = SimpleNamespace(
-        num_reqs=number, req_ids=[f"r{i}" for i in range(number)], num_tokens_no_spec=torch.full((number,), 4), vocab_size=100
-    )
-    requests = {request_id: SimpleNamespace(get_token_id=lambda index: 87 + index) for request_id in batch.req_ids}
-    indices = torch.tensor([*discarded, 0, 0], dtype=torch.int64)
-    next_ids, num_valid = make_proposer(Runner()).prepare_next_token_ids_padded(
-        torch.tensor(sampled, dtype=torch.int32), requests, batch, indices, len(discarded)
-    )
-    assert next_ids.tolist() == expected
-    assert num_valid.tolist() == counts

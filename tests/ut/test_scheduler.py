@@ -31,6 +31,10 @@ def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
         resumable=False,
         skip_reading_prefix_cache=False,
         status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        sampling_params=SimpleNamespace(stop=[]),
+        max_tokens=4,
+        num_output_tokens=0,
+        output_token_ids=[],
     )
     vars(request).update(changes)
     return request
@@ -57,6 +61,7 @@ def test_an_extracted_request_skips_the_prefix_cache_and_its_response_names_the_
         pytest.param({"kv_transfer_params": {"hidden_states": False}}, None, id="opts out"),
         pytest.param({"pooling_params": object()}, None, id="pooling"),
         pytest.param({"kv_transfer_params": {"hidden_states": "no"}}, "'no'; use true or false", id="not a boolean"),
+        pytest.param({"kv_transfer_params": {"include_output_tokens": 1}}, "1; use true or false", id="not a boolean either"),
         pytest.param({"prompt_token_ids": None}, "prompt_embeds", id="embeddings"),
         pytest.param({"resumable": True}, "streaming input", id="streaming input"),
     ],
@@ -77,7 +82,7 @@ def test_a_request_that_was_never_scheduled_leaves_nothing() -> None:
     assert schedule(scheduler) == HsxConnectorMetadata()
 
 
-@pytest.mark.parametrize(("status", "aborted"), [("FINISHED_ABORTED", True), ("FINISHED_ERROR", True), ("FINISHED_STOPPED", False)])
+@pytest.mark.parametrize(("status", "aborted"), [("FINISHED_ABORTED", True), ("FINISHED_ERROR", False), ("FINISHED_STOPPED", False)])
 def test_workers_learn_of_the_end_in_the_next_step_once(status: str, aborted: bool) -> None:
     scheduler, request = make_scheduler(), make_request("r", status=SimpleNamespace(name=status))
     scheduler.on_new_request(request)
@@ -86,6 +91,45 @@ def test_workers_learn_of_the_end_in_the_next_step_once(status: str, aborted: bo
     (end,) = schedule(scheduler).ended
     assert (end.request_id, end.aborted) == ("r", aborted)
     assert schedule(scheduler).ended == []
+
+
+@pytest.mark.parametrize(
+    ("default", "params", "included"),
+    [
+        (False, None, False),
+        (False, {"include_output_tokens": True}, True),
+        (True, None, True),
+        (True, {"include_output_tokens": False}, False),
+    ],
+)
+def test_rows_of_generated_tokens_but_the_last_are_taken_if_the_server_or_the_request_says_so(
+    default: bool, params: dict[str, bool] | None, included: bool
+) -> None:
+    scheduler = ExtractionScheduler(Path("/data"), ROW_BYTES, num_ranks=1, max_backlog=1000, include_output=default)
+    request = make_request("r", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3)
+    scheduler.on_new_request(request)
+    (start,) = schedule(scheduler, request).started
+    scheduler.on_finished(request)
+    (end,) = schedule(scheduler).ended
+    assert (start.include_output, end.output_token_ids.tolist()) == ((True, [7, 8]) if included else (False, []))
+
+
+@pytest.mark.parametrize(("stop", "generated", "aborted"), [(["."], 2, False), (["."], 0, True), ([], 2, True)])
+def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(stop: list[str], generated: int, aborted: bool) -> None:
+    scheduler = make_scheduler()
+    request = make_request(
+        "r",
+        kv_transfer_params={"include_output_tokens": True},
+        status=SimpleNamespace(name="FINISHED_ABORTED"),
+        sampling_params=SimpleNamespace(stop=stop),
+        output_token_ids=list(range(generated)),
+        num_output_tokens=generated,
+    )
+    scheduler.on_new_request(request)
+    schedule(scheduler, request)
+    scheduler.on_finished(request)
+    (end,) = schedule(scheduler).ended
+    assert end.aborted is aborted
 
 
 def test_an_error_that_is_known_in_time_is_in_the_response() -> None:

@@ -59,8 +59,8 @@ class Engine:
     def path(self, request_id: str) -> Path:
         return self.directory / f"{request_id}.safetensors"
 
-    def start(self, request_id: str, num_tokens: int, owner: int = 0) -> RequestStart:
-        return RequestStart(request_id, str(self.path(request_id)), owner, np.arange(num_tokens, dtype=np.int64))
+    def start(self, request_id: str, num_tokens: int, owner: int = 0, include_output: bool = False) -> RequestStart:
+        return RequestStart(request_id, str(self.path(request_id)), owner, np.arange(num_tokens, dtype=np.int64), include_output)
 
     def value(self, request_id: str, position: int) -> float:
         return float(sum(request_id.encode()) * 1000 + position)
@@ -117,8 +117,8 @@ def started(*starts: RequestStart) -> HsxConnectorMetadata:
     return HsxConnectorMetadata(started=list(starts))
 
 
-def ended(request_id: str, aborted: bool = False) -> HsxConnectorMetadata:
-    return HsxConnectorMetadata(ended=[RequestEnd(request_id, aborted)])
+def ended(request_id: str, aborted: bool = False, output: range = range(0)) -> HsxConnectorMetadata:
+    return HsxConnectorMetadata(ended=[RequestEnd(request_id, aborted, np.array(output, dtype=np.int64))])
 
 
 def test_a_file_is_published_with_its_last_row_and_not_at_the_end_of_the_request(engine: Engine) -> None:
@@ -142,6 +142,37 @@ def test_a_preempted_request_computes_its_rows_again(engine: Engine) -> None:
     engine.step(HsxConnectorMetadata(), [("a", 8, 4)])  # the prompt's last two, then output of before the preemption
     engine.close()
     engine.assert_file_is_right("a", 10)
+
+
+def test_nothing_is_staged_any_more_once_the_prompt_is_complete(engine: Engine) -> None:
+    engine.step(started(engine.start("a", 5)), [("a", 0, 5)])
+    assert engine.staging.wanted == {}
+    engine.step(HsxConnectorMetadata(), [("a", 5, 1)])
+    engine.step(ended("a"), [])
+    engine.close()
+    assert engine.outcomes == {"a": None}
+    engine.assert_file_is_right("a", 5)
+
+
+def test_rows_of_generated_tokens_are_published_at_the_end_and_none_behind_it(engine: Engine) -> None:
+    engine.step(started(engine.start("a", 5, include_output=True)), [("a", 0, 5)])
+    for position in range(5, 9):
+        engine.step(HsxConnectorMetadata(), [("a", position, 1)])
+    assert engine.outcomes == {}
+    # With asynchronous scheduling the step behind the last token was under way: position 8 has a row that nobody wants.
+    engine.step(ended("a", output=range(5, 8)), [])
+    engine.close()
+    assert engine.outcomes == {"a": None}
+    engine.assert_file_is_right("a", 8)
+
+
+def test_a_request_whose_generated_rows_are_missing_fails_and_says_which(engine: Engine) -> None:
+    engine.step(started(engine.start("a", 5, include_output=True)), [("a", 0, 5)])
+    engine.step(HsxConnectorMetadata(), [("a", 6, 1)])
+    engine.step(ended("a", output=range(5, 7)), [])
+    engine.close()
+    assert engine.outcomes["a"] == "the request ended without rows for token positions [(5, 6)]"
+    assert engine.visible() == {"a.safetensors.error"}
 
 
 def test_an_aborted_request_leaves_nothing(engine: Engine) -> None:

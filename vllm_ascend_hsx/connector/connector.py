@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_hsx.compat import find_layers, tensor_parallel_rank
+from vllm_ascend_hsx.compat import find_layers, require_no_drafts, tensor_parallel_rank
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
@@ -36,6 +36,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         start_up = read_start_up(vllm_config)
+        require_no_drafts(vllm_config)
         self._scheduler: ExtractionScheduler | None = None
         self._worker: ExtractionWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -44,6 +45,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 start_up.row_format.row_bytes,
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 max_backlog=start_up.config.pinned_ring_bytes,
+                include_output=start_up.config.include_output_tokens,
             )
         else:
             self._worker = self._build_worker(start_up)

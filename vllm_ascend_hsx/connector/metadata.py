@@ -17,20 +17,30 @@ class RequestStart:
         path: the file that is to receive its rows.
         owner: tensor-parallel rank that copies and writes them.
         token_ids: int64 [rows], the prompt: one row for each.
+        include_output: rows of generated tokens are wanted too.
     """
 
     request_id: str
     path: str
     owner: int
     token_ids: np.ndarray
+    include_output: bool = False
 
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """A request that the scheduler has let go of; no step after this one computes rows of it."""
+    """A request that the scheduler has let go of; no step after this one computes rows of it.
+
+    Attributes:
+        request_id: vLLM's internal id.
+        aborted: nobody wants its file any more.
+        output_token_ids: int64 [generated - 1], the generated tokens that were an input of the model: all but the last. Empty if rows of
+            generated tokens are not wanted.
+    """
 
     request_id: str
     aborted: bool
+    output_token_ids: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from vllm_ascend_hsx.sinks.names import file_name
 PATH_KEY = "hidden_states_path"
 ERROR_KEY = "hidden_states_error"
 OPT_OUT_KEY = "hidden_states"
+OUTPUT_KEY = "include_output_tokens"
 
 
 @dataclass
 class _Request:
     path: str
     num_bytes: int
+    include_output: bool
     owner: int | None = None
     error: str | None = None
     decided: bool = False
@@ -33,12 +35,14 @@ class ExtractionScheduler:
         row_bytes: bytes of one token's rows, all layers.
         num_ranks: tensor-parallel ranks; each can own requests.
         max_backlog: bytes computed but not yet written on a rank above which no new request is given to it.
+        include_output: whether rows of generated tokens are wanted of requests that do not say so themselves.
     """
 
-    def __init__(self, directory: Path, row_bytes: int, num_ranks: int, max_backlog: int) -> None:
+    def __init__(self, directory: Path, row_bytes: int, num_ranks: int, max_backlog: int, include_output: bool = False) -> None:
         self._directory = directory
         self._row_bytes = row_bytes
         self._max_backlog = max_backlog
+        self._include_output = include_output
         self._requests: dict[str, _Request] = {}
         self._refused: dict[str, str] = {}
         self._ended: list[RequestEnd] = []
@@ -52,19 +56,22 @@ class ExtractionScheduler:
         Args:
             request: vllm.v1.request.Request, which has just entered the waiting queue.
         """
-        wanted = (request.kv_transfer_params or {}).get(OPT_OUT_KEY, True)
+        params = request.kv_transfer_params or {}
+        wanted, include_output = params.get(OPT_OUT_KEY, True), params.get(OUTPUT_KEY, self._include_output)
         if wanted is False or request.pooling_params is not None:
             return
         if wanted is not True:
             self._refused[request.request_id] = f"kv_transfer_params.{OPT_OUT_KEY} is {wanted!r}; use true or false"
+        elif not isinstance(include_output, bool):
+            self._refused[request.request_id] = f"kv_transfer_params.{OUTPUT_KEY} is {include_output!r}; use true or false"
         elif request.prompt_token_ids is None:
             self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
         elif request.resumable:
             self._refused[request.request_id] = "streaming input is not supported; send the whole prompt at once"
         else:
             path = self._directory / file_name(request.request_id)
-            num_bytes = len(request.prompt_token_ids) * self._row_bytes
-            self._requests[request.request_id] = _Request(str(path), num_bytes)
+            num_rows = len(request.prompt_token_ids) + (request.max_tokens if include_output else 0)
+            self._requests[request.request_id] = _Request(str(path), num_rows * self._row_bytes, include_output)
             # A cached prefix is not computed, so its rows would be missing. Other requests go on using the prefix cache.
             request.skip_reading_prefix_cache = True
 
@@ -87,7 +94,7 @@ class ExtractionScheduler:
                 request.owner = self._least_loaded()
                 self._outstanding[request.owner] += request.num_bytes
                 token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
-                metadata.started.append(RequestStart(new.req_id, request.path, request.owner, token_ids))
+                metadata.started.append(RequestStart(new.req_id, request.path, request.owner, token_ids, request.include_output))
         return metadata
 
     def on_worker_report(self, report: WorkerReport) -> None:
@@ -116,7 +123,10 @@ class ExtractionScheduler:
         state = self._requests.pop(request_id, None)
         if state is None or state.owner is None:
             return None
-        self._ended.append(RequestEnd(request_id, aborted=request.status.name in ("FINISHED_ABORTED", "FINISHED_ERROR")))
+        end = RequestEnd(request_id, aborted=request.status.name == "FINISHED_ABORTED" and not _stopped_by_string(request))
+        if state.include_output and not end.aborted:
+            end = replace(end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64))
+        self._ended.append(end)
         if not state.decided:
             self._ended_bytes[request_id] = (state.owner, state.num_bytes)
         answer: dict[str, Any] = {PATH_KEY: state.path}
@@ -126,3 +136,13 @@ class ExtractionScheduler:
 
     def _least_loaded(self) -> int:
         return min(range(len(self._outstanding)), key=self._outstanding.__getitem__)
+
+
+def _stopped_by_string(request: Any) -> bool:
+    """Whether a request that was aborted while it generated may have come to its end.
+
+    Stop strings are looked for where the text is, in the API server, which then aborts the request in the scheduler just as it does for
+    a client that has gone (vllm/v1/engine/output_processor.py, 0.23.0). So a file may be published that nobody waits for; the other
+    choice would throw away what somebody does wait for.
+    """
+    return bool(request.num_output_tokens and request.sampling_params is not None and request.sampling_params.stop)

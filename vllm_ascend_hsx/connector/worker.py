@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.sinks.base import Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.spans import SpanSet
-from vllm_ascend_hsx.spans import Span
+from vllm_ascend_hsx.spans import ALL_ROWS, Span
 from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache
 
 OnDecided = Callable[[str, str | None], None]
@@ -46,36 +48,37 @@ class _Extraction:
     def __init__(self, start: RequestStart, file: SinkFile, writer: _WriterThread, on_decided: OnDecided) -> None:
         self.request_id = start.request_id
         self.writer = writer
-        self._token_ids = start.token_ids
+        self._prompt = start.token_ids
+        self._include_output = start.include_output
         self._file = file
         self._on_decided = on_decided
         self._written = SpanSet()
         self._decided = False
 
     def write(self, first: int, rows: torch.Tensor) -> None:
-        """Write rows [rows, layers, hidden] of token positions from `first`; the last missing ones complete the file."""
+        """Write rows [rows, layers, hidden] of token positions from `first`; the last ones of a prompt complete its file."""
         if self._decided:
             return
-        try:
+        with self._failing_alone():
             self._file.write(first, rows.view(torch.uint8).numpy())
             self._written.add(first, first + rows.shape[0])
-            if not self._missing():
-                self._file.commit(self._token_ids, num_prompt_tokens=len(self._token_ids))
-                self._decide(None)
-        except SinkError as error:
-            self.fail(error.reason)
-        except Exception as error:  # noqa: BLE001 - whatever it was, it concerns this file alone
-            self.fail(f"{type(error).__name__}: {error}")
+            if not self._include_output and not self._written.missing(len(self._prompt)):
+                self._commit(self._prompt)
 
-    def end(self, aborted: bool) -> None:
+    def end(self, end: RequestEnd) -> None:
         """No more rows will come. A file that is not complete now never will be."""
         if self._decided:
             return
-        if aborted:
+        if end.aborted:
             self._file.discard()
             self._decide(None)
-        else:
-            self.fail(f"the request ended without rows for token positions {self._missing()}")
+            return
+        token_ids = np.concatenate([self._prompt, end.output_token_ids])
+        if missing := self._written.missing(len(token_ids)):
+            self.fail(f"the request ended without rows for token positions {missing}")
+            return
+        with self._failing_alone():
+            self._commit(token_ids)
 
     def fail(self, reason: str) -> None:
         """Give the file up and say why to whoever waits for it."""
@@ -83,8 +86,19 @@ class _Extraction:
             self._file.fail(reason)
             self._decide(reason)
 
-    def _missing(self) -> list[tuple[int, int]]:
-        return self._written.missing(len(self._token_ids))
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """Whatever goes wrong inside concerns this file alone: its writer serves others too."""
+        try:
+            yield
+        except SinkError as error:
+            self.fail(error.reason)
+        except Exception as error:  # noqa: BLE001
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def _commit(self, token_ids: np.ndarray) -> None:
+        self._file.commit(token_ids, num_prompt_tokens=len(self._prompt))
+        self._decide(None)
 
     def _decide(self, error: str | None) -> None:
         self._decided = True
@@ -111,6 +125,7 @@ class ExtractionWorker:
         self._staging = staging
         self._sink = sink
         self._row_bytes = staging.rows[0, 0].numel() * staging.rows.element_size()
+        self._owned: set[str] = set()  # the main thread's
         self._extractions: dict[str, _Extraction] = {}  # the copier thread's
         self._writers = [_WriterThread(f"hsx-writer-{index}") for index in range(num_writers)]
         self._opened = 0
@@ -125,8 +140,10 @@ class ExtractionWorker:
     def start_step(self, metadata: HsxConnectorMetadata) -> None:
         """Open the files of requests that begin, close those of requests that ended, and say what is wanted of this step."""
         for ended in metadata.ended:
-            if self._staging.wanted.pop(ended.request_id, None) is not None:
-                self._copier.then(partial(self._end, ended.request_id, ended.aborted))
+            self._staging.wanted.pop(ended.request_id, None)
+            if ended.request_id in self._owned:
+                self._owned.remove(ended.request_id)
+                self._copier.then(partial(self._end, ended))
         for start in metadata.started:
             if start.owner == self._rank:
                 self._start(start)
@@ -141,15 +158,21 @@ class ExtractionWorker:
         writer = self._writers[self._opened % len(self._writers)]
         self._opened += 1
         extraction = _Extraction(start, file, writer, self._on_decided)
-        self._staging.wanted[start.request_id] = len(start.token_ids)
+        self._owned.add(start.request_id)
+        self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         self._copier.then(partial(self._extractions.__setitem__, start.request_id, extraction))
 
     def save(self) -> None:
         """Pass on the slot that this step filled, if it filled one."""
         slot = self._staging.take()
-        if slot is not None:
-            self._add_backlog(slot.num_rows)
-            self._copier.submit(slot)
+        if slot is None:
+            return
+        for span in slot.spans:
+            # The last row that is wanted: a request that only decodes from here on costs nothing any more.
+            if span.first + span.num_rows == self._staging.wanted[span.request_id]:
+                del self._staging.wanted[span.request_id]
+        self._add_backlog(slot.num_rows)
+        self._copier.submit(slot)
 
     def report(self) -> WorkerReport | None:
         """What happened since the last report, or None if nothing did."""
@@ -180,9 +203,9 @@ class ExtractionWorker:
             extraction.writer.submit(partial(extraction.fail, f"copy from the device failed: {error}"))
         self._add_backlog(-lost_rows)
 
-    def _end(self, request_id: str, aborted: bool) -> None:
-        extraction = self._extractions.pop(request_id)
-        extraction.writer.submit(partial(extraction.end, aborted))
+    def _end(self, end: RequestEnd) -> None:
+        extraction = self._extractions.pop(end.request_id)
+        extraction.writer.submit(partial(extraction.end, end))
 
     # Writer threads
 

@@ -1,0 +1,131 @@
+"""The touches on vLLM and vllm-ascend: each concerns our method or connector alone, and refuses a version it does not know."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
+
+from vllm_ascend_hsx.compat import (
+    IncompatibleVersionError,
+    keep_preemption,
+    replace_proposer,
+    require_no_drafts,
+    schedule_no_drafts,
+    set_up_drafter_without_drafts,
+    set_up_proposer_without_drafts,
+)
+from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.proposer import HsxProposer
+
+
+@pytest.mark.parametrize("spec_decode", [SimpleNamespace(), SimpleNamespace(AscendExtractHiddenStatesProposer=dict)])
+def test_a_wheel_without_the_expected_proposer_is_refused(spec_decode: Any) -> None:
+    with pytest.raises(IncompatibleVersionError, match="checked against vllm"):
+        replace_proposer(spec_decode, HsxProposer)
+
+
+@pytest.mark.parametrize(
+    ("connector", "disabled"),
+    [("AscendHiddenStatesConnector", False), ("MultiConnector", True), ("MooncakeConnector", True), (None, False)],
+)
+def test_preemption_stays_on_for_our_connector_alone(connector: str | None, disabled: bool) -> None:
+    def upstream(vllm_config: Any) -> bool:
+        return vllm_config.kv_transfer_config is not None
+
+    module = SimpleNamespace(_disable_preemption_on_prefill_node=upstream)
+    keep_preemption(module)
+    transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
+    assert module._disable_preemption_on_prefill_node(SimpleNamespace(kv_transfer_config=transfer)) is disabled
+
+
+def test_a_wheel_that_decides_on_preemption_elsewhere_is_refused() -> None:
+    with pytest.raises(IncompatibleVersionError, match="_disable_preemption_on_prefill_node"):
+        keep_preemption(SimpleNamespace())
+
+
+def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
+    return SimpleNamespace(method=method, num_speculative_tokens=number)
+
+
+def config_module() -> Any:
+    """A VllmConfig that checks its parts and then derives a size from them, in that order, as vLLM's does."""
+
+    class VllmConfig:
+        def __init__(self, speculative_config: Any = None) -> None:
+            if speculative_config is not None and speculative_config.num_speculative_tokens <= 0:
+                raise ValueError("greater than zero")
+            self.speculative_config = speculative_config
+            self.__post_init__()
+
+        def __post_init__(self) -> None:
+            self.decode_query_len = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
+
+    module = SimpleNamespace(VllmConfig=VllmConfig)
+    schedule_no_drafts(module)
+    return module
+
+
+def test_what_an_engine_derives_from_its_configuration_is_as_without_extraction() -> None:
+    config = config_module().VllmConfig
+    plain, extracting, other = config(), config(speculative_config=speculative()), config(speculative_config=speculative("eagle3"))
+    assert plain.decode_query_len == extracting.decode_query_len == 1
+    assert extracting.speculative_config.num_speculative_tokens == 0
+    assert other.decode_query_len == 2
+
+
+def test_a_copy_of_a_configuration_passes_vllms_check_again() -> None:
+    config = config_module().VllmConfig
+    first = config(speculative_config=speculative())
+    assert config(speculative_config=first.speculative_config).decode_query_len == 1
+    assert first.speculative_config.num_speculative_tokens == 0
+
+
+def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
+    with pytest.raises(HsxConfigError, match=r"num_speculative_tokens=3 has no meaning.*Set it to 1"):
+        config_module().VllmConfig(speculative_config=speculative(number=3))
+
+
+def test_a_configuration_made_without_our_plugin_is_refused() -> None:
+    require_no_drafts(SimpleNamespace(speculative_config=speculative(number=0)))
+    with pytest.raises(HsxConfigError, match="num_speculative_tokens=1 would be scheduled.*VLLM_PLUGINS"):
+        require_no_drafts(SimpleNamespace(speculative_config=speculative()))
+
+
+@pytest.mark.parametrize(("method", "inside", "after"), [("extract_hidden_states", 1, 0), ("eagle3", 2, 2)])
+def test_the_drafter_is_set_up_as_if_for_one_token_and_the_number_is_restored(method: str, inside: int, after: int) -> None:
+    class Proposer:
+        def __init__(self, vllm_config: Any, device: str) -> None:
+            assert vllm_config.speculative_config.num_speculative_tokens == 1
+
+    class NPUModelRunner:
+        def __init__(self, vllm_config: Any) -> None:
+            self.vllm_config, self.speculative_config = vllm_config, vllm_config.speculative_config
+
+        def _set_up_drafter(self) -> None:
+            assert self.speculative_config.num_speculative_tokens == inside
+            self.decode_token_per_req = 1 + inside
+            if method == "extract_hidden_states":
+                Proposer(self.vllm_config, device="npu")
+
+    set_up_proposer_without_drafts(SimpleNamespace(ExtractHiddenStatesProposer=Proposer))
+    set_up_drafter_without_drafts(SimpleNamespace(NPUModelRunner=NPUModelRunner))
+    config = SimpleNamespace(speculative_config=speculative(method, after))
+    runner = NPUModelRunner(config)
+    runner._set_up_drafter()
+    assert (runner.decode_token_per_req, config.speculative_config.num_speculative_tokens) == (1 + after, after)
+
+
+@pytest.mark.parametrize(
+    ("touch", "what"),
+    [
+        (schedule_no_drafts, "VllmConfig"),
+        (set_up_proposer_without_drafts, "ExtractHiddenStatesProposer"),
+        (set_up_drafter_without_drafts, "_set_up_drafter"),
+    ],
+)
+def test_a_version_that_sets_up_drafts_elsewhere_is_refused(touch: Any, what: str) -> None:
+    with pytest.raises(IncompatibleVersionError, match=what):
+        touch(SimpleNamespace())
