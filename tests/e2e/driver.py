@@ -1,89 +1,272 @@
-"""Runs an engine in this process and follows a script, step by step. Started by harness.run_engine; not a test.
+"""An engine in a process of its own that does what it is told, step by step. Started by harness.EngineSession; not a test.
 
-Usage: driver.py JOB.json RESULT.json
+Usage: driver.py READ_FD WRITE_FD
+
+Reads one JSON action per line, {"action": name, "args": [...], "kwargs": {...}}, the name being that of a public method of Driver. Answers
+each with one line, {"result": ..., "error": traceback or null, "events": [...], "preemptions": [...]}, the last two being what happened
+since the last answer. The pipes are its own, for vLLM prints to stdout.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
 
-def run(job: dict[str, Any], result: dict[str, Any]) -> None:
-    # The scheduler in this process, so that a step is a call.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import EngineArgs, SamplingParams
-    from vllm.v1.engine.llm_engine import LLMEngine
+class Driver:
+    """The engine, and one method per action. Everything that comes and goes is JSON."""
 
-    engine = LLMEngine.from_engine_args(EngineArgs(**job["engine"]))
-    core = engine.engine_core.engine_core
-    cache = core.scheduler.kv_cache_config
-    result["num_gpu_blocks"] = cache.num_blocks
-    result["kv_groups"] = [sorted(group.layer_names) for group in cache.kv_cache_groups]
-    result["kv_bytes"] = sum(tensor.size for tensor in cache.kv_cache_tensors)
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.preemptions: list[dict[str, Any]] = []
+        self.engine: Any = None
+        self.arguments: dict[str, Any] = {}
 
-    preemptions = 0
-    preempt = core.scheduler._preempt_request
+    @property
+    def core(self) -> Any:
+        return self.engine.engine_core.engine_core
 
-    def count_preemption(*arguments: Any) -> None:
-        nonlocal preemptions
-        preemptions += 1
-        preempt(*arguments)
+    # The engine
 
-    core.scheduler._preempt_request = count_preemption
+    def start(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Build an engine from EngineArgs; returns what its KV cache is."""
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
-    def step() -> None:
-        for output in engine.step():
-            request = result["requests"].setdefault(output.request_id, {"steps": 0})
-            request["steps"] += 1
-            request["tokens"] = list(output.outputs[0].token_ids)
-            request["finished"] = output.finished
-            if output.finished:
-                request["num_cached_tokens"] = output.num_cached_tokens
-                request["kv_transfer_params"] = output.kv_transfer_params
+        self.arguments = arguments
+        self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._record_preemptions()
+        cache = self.core.scheduler.kv_cache_config
+        return {
+            "num_gpu_blocks": cache.num_blocks,
+            "kv_groups": [sorted(group.layer_names) for group in cache.kv_cache_groups],
+            "kv_bytes": sum(tensor.size for tensor in cache.kv_cache_tensors),
+            "async_scheduling": self.core.async_scheduling,
+        }
 
-    def add(request_id: str, token_ids: list[int], sampling: dict[str, Any]) -> None:
-        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
-        engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+    def restart(self, changed: dict[str, Any]) -> dict[str, Any]:
+        """Shut the engine down and build another in this process, with some arguments changed."""
+        self.shutdown()
+        return self.start({**self.arguments, **changed})
 
-    for action, *arguments in job["script"]:
-        if action == "add":
-            add(*arguments)
-        elif action == "step":
-            for _ in range(arguments[0]):
-                step()
-        elif action == "drain":
-            while engine.has_unfinished_requests():
-                step()
-        elif action == "abort":
-            engine.abort_request([arguments[0]])
-        elif action == "real_events":
-            # What vllm-ascend replaces by a placeholder when its runner is built (model_runner_v1.py:5210).
-            import torch
+    def shutdown(self) -> None:
+        if self.engine is not None:
+            self.engine.engine_core.shutdown()
+            self.engine = None
+            gc.collect()
 
-            torch.cuda.Event = torch.npu.Event
-        else:
-            raise ValueError(f"unknown action {action!r}")
-    result["preemptions"] = preemptions
-    engine.engine_core.shutdown()
+    def _record_preemptions(self) -> None:
+        scheduler = self.core.scheduler
+        preempt = scheduler._preempt_request
+
+        def record(request: Any, timestamp: float) -> None:
+            computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
+            self.preemptions.append(
+                {"internal_id": request.request_id, "computed": computed, "phase": "prefill" if computed < prompt else "decode"}
+            )
+            preempt(request, timestamp)
+
+        scheduler._preempt_request = record
+
+    # Requests
+
+    def add(
+        self,
+        request_id: str,
+        token_ids: list[int],
+        sampling: dict[str, Any],
+        *,
+        priority: int = 0,
+        as_embeds: bool = False,
+        lora: dict[str, Any] | None = None,
+    ) -> str:
+        """Add a request; returns vLLM's internal id, from which the file has its name. With n>1 the children's are `<index>_<that>`.
+
+        Args:
+            request_id: the client's id.
+            token_ids: the prompt.
+            sampling: SamplingParams; output_kind by its name. Greedy, and the end of text is ignored, unless it says otherwise.
+            priority: with scheduling_policy="priority", lower is earlier.
+            as_embeds: send the embeddings of the tokens instead of the tokens.
+            lora: arguments of LoRARequest.
+        """
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+        from vllm.sampling_params import RequestOutputKind
+
+        options = {"temperature": 0.0, "ignore_eos": True, **sampling}
+        if "output_kind" in options:
+            options["output_kind"] = RequestOutputKind[options["output_kind"]]
+        prompt: Any = {"prompt_embeds": self._embeddings(token_ids)} if as_embeds else {"prompt_token_ids": token_ids}
+        internal_id: str = self.engine.add_request(
+            request_id,
+            prompt,
+            SamplingParams(**options),
+            priority=priority,
+            lora_request=LoRARequest(**lora) if lora else None,
+        )
+        return internal_id
+
+    def _embeddings(self, token_ids: list[int]) -> Any:
+        from safetensors import safe_open
+
+        (weights,) = Path(self.arguments["model"]).glob("*.safetensors")
+        with safe_open(weights, "pt") as tensors:
+            return tensors.get_tensor("model.embed_tokens.weight")[token_ids]
+
+    def abort(self, request_id: str) -> None:
+        self.engine.abort_request([request_id])
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for output in self.engine.step():
+                self.events.append(
+                    {
+                        "id": output.request_id,
+                        "finished": output.finished,
+                        "num_cached_tokens": output.num_cached_tokens,
+                        "kv_transfer_params": output.kv_transfer_params,
+                        "outputs": [
+                            {"index": each.index, "tokens": list(each.token_ids), "text": each.text, "stop_reason": each.stop_reason}
+                            for each in output.outputs
+                        ],
+                    }
+                )
+
+    def drain(self) -> None:
+        """Step until every request has been answered."""
+        while self.engine.has_unfinished_requests():
+            self.step()
+
+    def settle(self) -> None:
+        """After drain: step until the workers know that the requests have ended, wait until every row is written, and let the scheduler
+        hear of it. Needs our connector, and its worker in this process."""
+        while self.core.scheduler.has_requests() or self.core.batch_queue:
+            self.step()
+        worker = self._halves()["worker"]
+        copied = threading.Event()
+        worker._copier.then(copied.set)
+        copied.wait()
+        for writer in worker._writers:
+            written = threading.Event()
+            writer.submit(written.set)
+            written.wait()
+        # What the engine does when a request has ended and nothing else is to be done: a step without tokens.
+        empty = self.core.scheduler.schedule()
+        assert empty.total_num_scheduled_tokens == 0
+        self.core.scheduler.update_from_output(empty, self.core.model_executor.execute_model(empty))
+
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+        return bool(self.engine.reset_prefix_cache(reset_running_requests=reset_running_requests))
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.engine.sleep(level, mode)
+
+    def wake_up(self) -> None:
+        self.engine.wake_up()
+
+    # What is going on inside
+
+    def progress(self) -> dict[str, dict[str, Any]]:
+        """Every request that the scheduler knows, by internal id."""
+        return {
+            request_id: {
+                "status": request.status.name,
+                "computed": request.num_computed_tokens,
+                "prompt": request.num_prompt_tokens,
+                "outputs": request.num_output_tokens,
+            }
+            for request_id, request in self.core.scheduler.requests.items()
+        }
+
+    def stats(self) -> dict[str, Any]:
+        """What the process holds: to be the same whenever nothing is under way.
+
+        Returns:
+            fds: what the open descriptors are, sorted. threads: names, sorted. device_bytes: allocated on the NPU. scheduler, worker: how
+            much each container of the connector's halves holds. busy: pinned buffers that are not free, staging slots whose copy is
+            not issued, sink files that are open.
+        """
+        import torch
+
+        found: dict[str, Any] = {
+            "fds": sorted(filter(None, map(_descriptor, os.listdir("/proc/self/fd")))),
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "device_bytes": torch.npu.memory_allocated(),
+        }
+        if self.engine is None:
+            return found
+        halves = self._halves()
+        worker = halves["worker"]
+        ring = worker._copier._ring
+        found["busy"] = {
+            "pinned_buffers": ring._memory.shape[0] - ring.free_buffers,
+            "staging_slots": sum(not slot.issued.is_set() for slot in worker._staging.slots),
+            "sink_files": len(worker._sink._files),
+        }
+        for name, half in halves.items():
+            found[name] = {key: len(value) for key, value in vars(half).items() if isinstance(value, dict | set)}
+            found[name] |= {key: sum(value) for key, value in vars(half).items() if isinstance(value, list) and _numbers(value)}
+        found["wanted"] = len(worker._staging.wanted)
+        return found
+
+    def _halves(self) -> dict[str, Any]:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return {"scheduler": self.core.scheduler.connector._scheduler, "worker": get_kv_transfer_group()._worker}
+
+    def real_events(self) -> None:
+        """Undo what vllm-ascend does when its runner is built: torch.cuda.Event is a placeholder then (model_runner_v1.py:5210)."""
+        import torch
+
+        torch.cuda.Event = torch.npu.Event
+
+
+def _descriptor(number: str) -> str | None:
+    """What a descriptor is, without numbers that differ from one to the next; None for the one that lists them."""
+    try:
+        target = os.readlink(f"/proc/self/fd/{number}")
+    except FileNotFoundError:
+        return None
+    return target.partition(":[")[0]
+
+
+def _numbers(values: list[Any]) -> bool:
+    return bool(values) and all(isinstance(value, int) for value in values)
+
+
+def serve(driver: Driver, actions: Any, answers: Any) -> None:
+    """Answer every action until there are no more."""
+    for line in actions:
+        action = json.loads(line)
+        answer: dict[str, Any] = {"result": None, "error": None}
+        try:
+            answer["result"] = getattr(driver, action["action"])(*action.get("args", ()), **action.get("kwargs", {}))
+        except BaseException:  # noqa: BLE001 - the test decides what the failure means
+            answer["error"] = traceback.format_exc()
+        answer["events"], driver.events = driver.events, []
+        answer["preemptions"], driver.preemptions = driver.preemptions, []
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 def main() -> int:
-    job_path, result_path = map(Path, sys.argv[1:])
-    result: dict[str, Any] = {"requests": {}, "error": None}
-    try:
-        run(json.loads(job_path.read_text()), result)
-    except BaseException:  # noqa: BLE001 - the test decides what the failure means
-        result["error"] = traceback.format_exc()
-    finally:
-        # Threads that an instrument holds back would keep this process from ending.
-        if instruments := sys.modules.get("hsx_test_instruments"):
-            instruments.release_writers.set()
-    result_path.write_text(json.dumps(result))
+    # The scheduler in this process, so that a step is a call.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    read_fd, write_fd = map(int, sys.argv[1:])
+    for descriptor in (read_fd, write_fd):
+        os.set_inheritable(descriptor, False)  # else the end of this process would not be seen while one of its workers lives
+    with os.fdopen(read_fd) as actions, os.fdopen(write_fd, "w") as answers:
+        serve(Driver(), actions, answers)
+    # Threads that an instrument holds back would keep this process from ending.
+    if instruments := sys.modules.get("hsx_test_instruments"):
+        instruments.release_writers.set()
     return 0
 
 

@@ -36,22 +36,27 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, layer_ids: Sequence[in
     """
     if actual.shape != expected.shape:
         return Comparison(float("inf"), "mismatch", f"shape {list(actual.shape)}, expected {list(expected.shape)}")
-    depths = torch.tensor([max(TOLERANCE_DEPTH, i) for i in layer_ids or [0] * actual.shape[1]])
-    eps = max(torch.finfo(actual.dtype).eps, LEAST_EPS) * (depths / TOLERANCE_DEPTH).sqrt()
+    eps = layer_eps(actual.dtype, layer_ids or [0] * actual.shape[1])
     a, e = actual.float().cpu(), expected.float().cpu()
     if not a.isfinite().all():
         rows = (~a.isfinite()).any(-1).any(-1).nonzero().flatten().tolist()
-        return Comparison(float("nan"), "mismatch", f"{_ranges(rows)} not finite (NaN or infinity)")
+        return Comparison(float("nan"), "mismatch", f"{name_rows(rows)} not finite (NaN or infinity)")
     difference = (a - e).abs()
     largest = difference.max().item() if difference.numel() else 0.0
-    bad = ~_equal(a, e, eps)  # [tokens, layers]
+    bad = ~equal_rows(a, e, eps)  # [tokens, layers]
     if not bad.any():
         return Comparison(largest, "match", "")
     return Comparison(largest, "mismatch", _diagnose(a, e, bad, eps))
 
 
-def _equal(a: torch.Tensor, e: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Which rows of a [..., hidden] equal those of e within the tolerance: bool [...]; eps broadcasts to that."""
+def layer_eps(dtype: torch.dtype, layer_ids: Sequence[int]) -> torch.Tensor:
+    """Rounding of one element in each layer of a file of that dtype: float32 [layers], the unit of the tolerances."""
+    depths = torch.tensor([max(TOLERANCE_DEPTH, i) for i in layer_ids])
+    return max(torch.finfo(dtype).eps, LEAST_EPS) * (depths / TOLERANCE_DEPTH).sqrt()
+
+
+def equal_rows(a: torch.Tensor, e: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """Which rows of a [..., hidden] equal those of e within the tolerance: bool [...]; eps (see layer_eps) broadcasts to that."""
     difference = a - e
     rms = e.square().mean(-1).sqrt()
     near = difference.square().mean(-1).sqrt() <= ROW_TOLERANCE * eps * rms
@@ -61,8 +66,8 @@ def _equal(a: torch.Tensor, e: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
 def _diagnose(a: torch.Tensor, e: torch.Tensor, bad: torch.Tensor, eps: torch.Tensor) -> str:
     zero = ((a == 0).all(-1) & bad).any(-1).nonzero().flatten().tolist()
     if zero:
-        return f"{_ranges(zero)} zero"
-    order = [next((m for m in range(e.shape[1]) if _equal(a[:, i], e[:, m], eps[m]).all()), None) for i in range(e.shape[1])]
+        return f"{name_rows(zero)} zero"
+    order = [next((m for m in range(e.shape[1]) if equal_rows(a[:, i], e[:, m], eps[m]).all()), None) for i in range(e.shape[1])]
     if None not in order:
         return f"layers in the wrong order: the slots hold what belongs in slots {order}"
     # The deepest layer that is wrong tells tokens apart best: layer 0 has equal rows for equal tokens.
@@ -73,30 +78,30 @@ def _diagnose(a: torch.Tensor, e: torch.Tensor, bad: torch.Tensor, eps: torch.Te
     if len(moved) == len(rows):
         shifts = {source - row for row, source in moved.items()}
         if len(shifts) == 1:
-            return f"{_ranges(rows)} shifted by {shifts.pop():+d}"
+            return f"{name_rows(rows)} shifted by {shifts.pop():+d}"
         if sorted(moved) == sorted(moved.values()):
-            return f"{_ranges(rows)} permuted: {_examples(moved)}"
-        return f"{_ranges(rows)} from other positions: {_examples(moved)}"
+            return f"{name_rows(rows)} permuted: {_examples(moved)}"
+        return f"{name_rows(rows)} from other positions: {_examples(moved)}"
     difference = (a - e).norm(dim=-1) / e.norm(dim=-1)
     worst = int(difference.argmax())
     token, slot = divmod(worst, e.shape[1])
     wrong = bad.any(-1).nonzero().flatten().tolist()
-    text = f"{_ranges(wrong)} wrong (row {token}, layer slot {slot}: relative error {difference.max().item():.1%})"
-    return f"{text}; {_ranges(list(moved))} from other positions: {_examples(moved)}" if moved else text
+    text = f"{name_rows(wrong)} wrong (row {token}, layer slot {slot}: relative error {difference.max().item():.1%})"
+    return f"{text}; {name_rows(list(moved))} from other positions: {_examples(moved)}" if moved else text
 
 
 def _source(row: torch.Tensor, candidates: torch.Tensor, eps: torch.Tensor) -> int | None:
     """The index of the expected row that this row holds, if any."""
     nearest = int((candidates - row).norm(dim=-1).argmin())
-    return nearest if _equal(row, candidates[nearest], eps) else None
+    return nearest if equal_rows(row, candidates[nearest], eps) else None
 
 
 def _examples(moved: dict[int, int]) -> str:
     return ", ".join(f"row {row} holds row {source}" for row, source in list(moved.items())[:3])
 
 
-def _ranges(rows: list[int]) -> str:
-    """`row 3 is`, `rows 3-7, 9 are`: at most five ranges."""
+def name_rows(rows: list[int]) -> str:
+    """`row 3 is`, `rows 3-7, 9 are`: at most five ranges of the given rows, which ascend."""
     runs: list[list[int]] = []
     for row in rows:
         if runs and runs[-1][1] == row - 1:

@@ -1,0 +1,195 @@
+"""Says whether a file is exactly the rows of its own request, as transformers computes them, and otherwise what it holds instead.
+
+Tolerance: a float32 file is exact, no element differs by more than 1e-5 from transformers in float64. In bfloat16 a row may
+differ by 4 % of its norm, and an element by 16 % of its row's root mean square, from transformers in float32; demo/compare.py says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from vllm_ascend_hsx.demo.compare import equal_rows, layer_eps, name_rows
+from vllm_ascend_hsx.demo.reference import reference_hidden_states
+from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
+
+EXACT = 1e-5  # largest |difference| of an element in a float32 file
+LOAD_SECONDS = 60.0
+# What a reference is computed in: its own rounding is then nothing beside the server's.
+WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
+
+
+class Served(NamedTuple):
+    """A sequence that the engine has served.
+
+    Attributes:
+        name: for the message.
+        token_ids: prompt and generated tokens.
+        begun, ended: when, on any clock; ended is None while it runs. What had ended before another began can only be stale there.
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+    begun: int
+    ended: int | None
+
+
+class Reference:
+    """The rows of any token sequence in all layers of a model, computed once, in a wider dtype than the model's.
+
+    A sequence that is the beginning of a known one is cut from it: no row depends on a later token, so only the rounding of transformers'
+    own sums differs, by 1e-14 in float64 (test_oracle.py).
+
+    Args:
+        model: its directory.
+        num_layers: layers of the model; ids 0 to num_layers are computed.
+        dtype: of the model: float32 or bfloat16.
+    """
+
+    def __init__(self, model: Path, num_layers: int, dtype: torch.dtype) -> None:
+        self._model = model
+        self._layer_ids = range(num_layers + 1)
+        self.dtype = dtype
+        self._known: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def rows(self, token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
+        """[tokens, layers, hidden] in the wider dtype, layers in the order of layer_ids."""
+        wanted = tuple(token_ids)
+        if wanted not in self._known:
+            longer = (known for known in self._known if known[: len(wanted)] == wanted)
+            self._known[wanted] = self._known[next(longer, None) or self._compute(wanted)][: len(wanted)]
+        return self._known[wanted][:, list(layer_ids)]
+
+    def _compute(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        self._known[token_ids] = reference_hidden_states(self._model, token_ids, self._layer_ids, WIDER[self.dtype])
+        return token_ids
+
+
+class Found(NamedTuple):
+    """What a wrong row of a file holds: `what`, or, if `shift` is given, the row that far off of `whose` (its own request, if empty)."""
+
+    what: str
+    whose: str = ""
+    shift: int | None = None
+
+
+class Oracle:
+    """Checks files of one model.
+
+    Args:
+        reference: of the model.
+        layer_ids: that the server was given.
+    """
+
+    def __init__(self, reference: Reference, layer_ids: Sequence[int]) -> None:
+        self._reference = reference
+        self._layer_ids = tuple(layer_ids)
+        self._dtype = reference.dtype
+        self._eps = layer_eps(reference.dtype, self._layer_ids)
+
+    def verdict(self, path: Path, own: Served, num_rows: int, num_prompt_tokens: int, served: Iterable[Served] = ()) -> str:
+        """What is wrong with a file; the empty string if nothing is.
+
+        Args:
+            path: the file. It is waited for until its lock is released.
+            own: its request.
+            num_rows: how many tokens the file is to have, from the first on.
+            num_prompt_tokens: how many of them are the prompt's.
+            served: every sequence that the engine has served; own may be among them.
+        """
+        try:
+            states = load(path, LOAD_SECONDS)
+        except (HiddenStatesError, FileNotFoundError, TimeoutError) as error:
+            return f"{own.name}: there is no file: {error}"
+        others = [each for each in served if each.name != own.name]
+        problem = self._labels(states, own.token_ids[:num_rows], num_prompt_tokens, others) or self._rows(states, own, num_rows, others)
+        return f"{own.name}: {problem}" if problem else ""
+
+    def _labels(self, states: HiddenStates, expected: tuple[int, ...], num_prompt_tokens: int, others: Sequence[Served]) -> str:
+        """What is wrong with everything but the rows."""
+        found = tuple(states.token_ids.tolist())
+        if found != expected:
+            twins = [other.name for other in others if other.token_ids[: len(found)] == found]
+            if twins:
+                return f"token_ids are those of {twins[0]}"
+            if found[: len(expected)] == expected or expected[: len(found)] == found:
+                return f"it has {len(found)} tokens, expected {len(expected)}"
+            first = next(index for index, (a, e) in enumerate(zip(found, expected, strict=False)) if a != e)
+            return f"token_ids differ from position {first} on: {found[first]}, expected {expected[first]}"
+        if states.hidden_states.dtype != self._dtype or tuple(states.layer_ids) != self._layer_ids:
+            return f"it says {states.hidden_states.dtype} and layers {states.layer_ids}, expected {self._dtype} and {self._layer_ids}"
+        if states.num_prompt_tokens != num_prompt_tokens:
+            return f"it says that {states.num_prompt_tokens} tokens are the prompt's, expected {num_prompt_tokens}"
+        return ""
+
+    # Rows
+
+    def _rows(self, states: HiddenStates, own: Served, num_rows: int, others: Sequence[Served]) -> str:
+        actual = states.hidden_states.to(WIDER[self._dtype])
+        expected = self._reference.rows(own.token_ids[:num_rows], self._layer_ids)
+        if actual.shape != expected.shape:
+            return f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+        bad = ~self._equal(actual, expected)  # [tokens, layers]
+        if not bad.any():
+            return ""
+        order = self._layer_order(actual, expected)
+        if order is not None:
+            return f"layers in the wrong order: the slots hold what belongs in slots {order}"
+        candidates = self._candidates(own, others)
+        clauses: dict[tuple[str, str, int | None], list[int]] = {}
+        for row in bad.any(1).nonzero().flatten().tolist():
+            found = self._identify(actual[row], bad[row], row, candidates)
+            clauses.setdefault((found.what, found.whose, found.shift), []).append(row)
+        return "; ".join(_clause(rows, *key) for key, rows in clauses.items())
+
+    def _equal(self, a: torch.Tensor, e: torch.Tensor, slots: slice = slice(None)) -> torch.Tensor:
+        """Which rows of a [..., layers, hidden] are those of e: bool [..., layers]; slots: which layers of the file e is of."""
+        if self._dtype is torch.float32:
+            return (a - e).abs().amax(-1) <= EXACT
+        return equal_rows(a, e, self._eps[slots])
+
+    def _layer_order(self, actual: torch.Tensor, expected: torch.Tensor) -> list[int] | None:
+        """For each slot the one whose rows it holds, if every slot holds the rows of some slot."""
+        slots = [slice(index, index + 1) for index in range(expected.shape[1])]
+        order = [next((m.start for m in slots if self._equal(actual[:, i], expected[:, m], m).all()), None) for i in slots]
+        return None if None in order else order
+
+    def _candidates(self, own: Served, others: Sequence[Served]) -> list[tuple[str, torch.Tensor]]:
+        """(whose, [tokens, layers, hidden]) of everything that the engine may have computed; likely sources first."""
+        rows = [("", self._reference.rows(own.token_ids, self._layer_ids))]
+        for other in others:
+            stale = other.ended is not None and other.ended < own.begun
+            whose = f"{other.name}, which had ended before (stale)" if stale else other.name
+            rows.append((whose, self._reference.rows(other.token_ids, self._layer_ids)))
+        rows.append(("its own rejected drafts", self._drafts(own.token_ids)))
+        return rows
+
+    def _drafts(self, token_ids: tuple[int, ...]) -> torch.Tensor:
+        """Row i is what a repetition of token i - 1 at position i gives: the drafter proposes the token that was sampled last."""
+        drafted = [token_ids[:1], *((*token_ids[:i], token_ids[i - 1]) for i in range(1, len(token_ids) + 1))]
+        return torch.stack([self._reference.rows(each, self._layer_ids)[-1] for each in drafted])
+
+    def _identify(self, row: torch.Tensor, bad: torch.Tensor, position: int, candidates: Sequence[tuple[str, torch.Tensor]]) -> Found:
+        """What the wrong layers of a row [layers, hidden] hold."""
+        where = "" if bad.all() else f" in layer slots {bad.nonzero().flatten().tolist()}"
+        if not row.isfinite().all():
+            return Found(f"not finite{where}")
+        if (row[bad] == 0).all():
+            return Found(f"zero{where}")
+        for whose, rows in candidates:
+            sources = self._equal(row, rows)[:, bad].all(1).nonzero().flatten().tolist()
+            if sources:
+                return Found(where, whose, min(sources, key=lambda source: abs(source - position)) - position)
+        return Found(f"garbage{where}: in no request's rows")
+
+
+def _clause(rows: list[int], what: str, whose: str, shift: int | None) -> str:
+    if shift is None:
+        return f"{name_rows(rows)} {what}"
+    if not whose:
+        return f"{name_rows(rows)} shifted by {shift:+d}{what}"
+    first, last = rows[0] + shift, rows[-1] + shift
+    return f"{name_rows(rows)} rows of {whose}, position {first}" + (f" to {last}" if last > first else "") + what
