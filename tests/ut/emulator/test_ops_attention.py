@@ -37,9 +37,12 @@ def may_see(mode: int, query: int, key: int, queries: int, keys: int, before: in
 
 
 def attention_of_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: Callable[[int, int], bool]
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: Callable[[int, int], bool], sink: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """softmax(q k) v for one sequence, one query and one head at a time; a query that sees nothing gives zeros."""
+    """softmax(q k) v for one sequence, one query and one head at a time; a query that sees nothing gives zeros.
+
+    A sink is a key of its own in each head, whose score is given and whose value is zero.
+    """
     queries, heads, _ = query.shape
     keys, kv_heads, width = value.shape
     out = torch.zeros(queries, heads, width, dtype=torch.float64)
@@ -51,7 +54,7 @@ def attention_of_one(
                 continue
             top = max(scores.values())
             weights = {j: math.exp(score - top) for j, score in scores.items()}
-            total = sum(weights.values())
+            total = sum(weights.values()) + (0.0 if sink is None else math.exp(float(sink[head]) - top))
             for j, weight in weights.items():
                 out[i, head] += weight / total * value[j, source].double()
     return out
@@ -92,13 +95,13 @@ class Batch:
                 self.key_cache[self.table[i, j // self.block_size], j % self.block_size] = self.keys[i][j]
                 self.value_cache[self.table[i, j // self.block_size], j % self.block_size] = self.values[i][j]
 
-    def expected(self, mode: int, before: int = 0, after: int = 0) -> torch.Tensor:
+    def expected(self, mode: int, before: int = 0, after: int = 0, sink: torch.Tensor | None = None) -> torch.Tensor:
         rows = torch.zeros(self.query.shape, dtype=torch.float64)
         for i, (queries, keys) in enumerate(self.lengths):
             first = self.ends[i] - queries
             rows[first : self.ends[i]] = attention_of_one(
                 self.query[first : self.ends[i]], self.keys[i], self.values[i],
-                lambda q, k, m=queries, n=keys: may_see(mode, q, k, m, n, before, after),
+                lambda q, k, m=queries, n=keys: may_see(mode, q, k, m, n, before, after), sink,
             )
         return rows
 
@@ -125,9 +128,27 @@ class Batch:
         return npu_fused_infer_attention_score(self.query, shape(self.key_cache), shape(self.value_cache), **options)[0]
 
     def end_to_end(self, mode: int, **more: Any) -> torch.Tensor:
-        totals = torch.tensor([n for _, n in self.lengths]).cumsum(0).tolist()
-        options = self.options(mode, actual_seq_lengths_kv=totals, **more)
+        options = self.options(mode, actual_seq_lengths_kv=self.totals, **more)
         return npu_fused_infer_attention_score(self.query, torch.cat(self.keys), torch.cat(self.values), **options)[0]
+
+    @property
+    def totals(self) -> list[int]:
+        """Running totals of the keys."""
+        return torch.tensor([n for _, n in self.lengths]).cumsum(0).tolist()
+
+    def with_sink(self, mode: int, sink: torch.Tensor, paged: bool = True, **more: Any) -> torch.Tensor:
+        """The second version of the operator, which alone has sinks."""
+        if paged:
+            tensors = [cache.view(*cache.shape[:2], -1) for cache in (self.key_cache, self.value_cache)]
+            more |= {"block_table": self.table, "block_size": self.block_size, "actual_seq_kvlen": [n for _, n in self.lengths]}
+        else:
+            tensors = [torch.cat(self.keys), torch.cat(self.values)]
+            more |= {"actual_seq_kvlen": self.totals}
+        options = {"atten_mask": None if mode == 0 else CAUSAL_MASK, "sparse_mode": mode, "input_layout": "TND", "softmax_scale": SCALE}
+        return npu_fused_infer_attention_score_v2(
+            self.query, *tensors, actual_seq_qlen=self.ends, num_query_heads=self.heads, num_key_value_heads=self.kv_heads,
+            learnable_sink=sink, **{**options, **more},
+        )[0]
 
 
 def close(actual: torch.Tensor, exact: torch.Tensor) -> None:
@@ -166,6 +187,32 @@ def test_attention_over_keys_laid_end_to_end_equals_its_definition(scenario: str
 def test_a_window_sees_so_many_keys_before_and_after(before: int, after: int) -> None:
     batch = Batch([(1, 9), (6, 20), (12, 12)])
     close(batch.paged(4, pre_tokens=before, next_tokens=after), batch.expected(4, before, after))
+
+
+def heads_sinks(batch: Batch) -> torch.Tensor:
+    """A sink per head, from next to nothing to more than the keys' scores."""
+    return torch.linspace(-4.0, 4.0, batch.heads).to(batch.dtype)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("mode", [0, 3, 4])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_sink_takes_its_share_in_each_head_and_brings_no_value(scenario: str, mode: int, paged: bool) -> None:
+    batch = Batch(SCENARIOS[scenario])
+    sink = heads_sinks(batch)
+    actual = batch.with_sink(mode, sink, paged, pre_tokens=4, next_tokens=0)
+    close(actual, batch.expected(mode, 4, 0, sink=sink))
+
+
+def test_a_sink_in_bfloat16_differs_from_the_definition_by_its_own_rounding_only() -> None:
+    batch = Batch([(4, 40), (30, 30)], dtype=torch.bfloat16)
+    sink = heads_sinks(batch)
+    close(batch.with_sink(3, sink), batch.expected(3, sink=sink))
+
+
+def test_a_sink_that_nothing_flows_into_changes_nothing() -> None:
+    batch = Batch([(4, 40), (7, 7)])
+    assert torch.equal(batch.with_sink(3, torch.full((4,), float("-inf"))), batch.paged(3))
 
 
 def test_pre_and_next_tokens_count_in_the_window_mode_alone() -> None:
@@ -278,6 +325,27 @@ def test_a_wrong_argument_is_refused_by_operator_and_name(name: str) -> None:
     changes, message = WRONG_CALLS[name]
     with pytest.raises(ValueError, match=f"npu_fused_infer_attention_score: {message}"):
         wrong(**changes)()
+
+
+WRONG_SINKS = {
+    "one for all heads": (torch.zeros(1), {}, r"shape \(1,\) must be \(4,\)"),
+    "one per key head": (torch.zeros(2), {}, r"shape \(2,\) must be \(4,\)"),
+    "float16": (torch.zeros(4, dtype=torch.float16), {}, "dtype torch.float16 is not supported"),
+    "float32 beside bfloat16": (torch.zeros(4), {"dtype": torch.bfloat16}, "dtype torch.float32 must be torch.bfloat16"),
+    "heads wider than 128": (torch.zeros(4), {"width": 144}, "a head of value has 144 elements"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_SINKS)
+def test_a_wrong_sink_is_refused_by_operator_and_name(name: str) -> None:
+    sink, batch, message = WRONG_SINKS[name]
+    with pytest.raises(ValueError, match=f"npu_fused_infer_attention_score_v2: learnable_sink: {message}"):
+        Batch([(1, 9), (4, 20)], **batch).with_sink(3, sink)
+
+
+def test_the_log_sum_exp_beside_a_sink_has_no_reference() -> None:
+    with pytest.raises(NotImplementedError, match=r"npu_fused_infer_attention_score_v2: return_softmax_lse \(with learnable_sink\)"):
+        Batch([(4, 20)]).with_sink(3, torch.zeros(4), return_softmax_lse=True)
 
 
 UNSUPPORTED = {

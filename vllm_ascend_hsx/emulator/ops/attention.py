@@ -53,13 +53,19 @@ def band_of(op: str, sparse_mode: int, pre_tokens: int, next_tokens: int, querie
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, hidden: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    hidden: torch.Tensor | None,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q k^T) v for one sequence, in float32.
 
-    query [queries, heads, D]; key [keys, kv_heads, D]; value [keys, kv_heads, V]; ``hidden`` [queries, keys] bool or None.
-    Returns (output [queries, heads, V] float32, log-sum-exp [queries, heads] float32). A query that sees no key gives zeros and
-    a log-sum-exp of +inf, as the kernel's row-invalid correction does.
+    query [queries, heads, D]; key [keys, kv_heads, D]; value [keys, kv_heads, V]; ``hidden`` [queries, keys] bool or None; ``sink``
+    [heads] or None: one more score per head, not scaled and never hidden, whose value is zero.
+    Returns (output [queries, heads, V] float32, log-sum-exp of the keys' scores [queries, heads] float32). A query that sees no key
+    gives zeros and a log-sum-exp of +inf, as the kernel's row-invalid correction does.
     """
     queries, heads = query.shape[:2]
     keys, kv_heads = key.shape[:2]
@@ -73,7 +79,9 @@ def attend(
         scores = scores.masked_fill(hidden, float("-inf"))
     lse = torch.logsumexp(scores, -1)
     blind = lse == float("-inf")
-    weights = torch.exp(scores - lse.masked_fill(blind, 0.0).unsqueeze(-1))
+    # [kv_heads, group, queries], as the scores are.
+    total = lse if sink is None else torch.logaddexp(lse, sink.float().view(kv_heads, group, 1))
+    weights = torch.exp(scores - total.masked_fill(blind, 0.0).unsqueeze(-1))
     out = weights @ value.float().permute(1, 0, 2).unsqueeze(1)
     lse = lse.masked_fill(blind, float("inf"))
     return out.permute(2, 0, 1, 3).reshape(queries, heads, -1), lse.permute(2, 0, 1).reshape(queries, heads)

@@ -31,6 +31,16 @@ def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
         _KNOWN_CAUSAL_MASKS.add(known)
 
 
+def _check_sink(op: str, sink: torch.Tensor, query: torch.Tensor) -> None:
+    """A sink is one score per query head. Hardware wants bfloat16; float32 is taken too, with a query of it."""
+    check_dtype(op, "learnable_sink", sink, (torch.bfloat16, torch.float32))
+    check(query.dtype == torch.float32 or sink.dtype == torch.bfloat16, op, "learnable_sink",
+          f"dtype {sink.dtype} must be torch.bfloat16 for a query of {query.dtype}")
+    check(tuple(sink.shape) == (query.shape[1],), op, "learnable_sink", f"shape {tuple(sink.shape)} must be ({query.shape[1]},)")
+    # A head of value is as wide as one of query here.
+    check(query.shape[2] <= 128, op, "learnable_sink", f"a head of value has {query.shape[2]} elements; supported: at most 128")
+
+
 def _check_pages(op: str, cache: torch.Tensor, block_size: int, kv_heads: int, head_dim: int) -> bool:
     """Whether the paged cache is head-major; raises unless it has one of the two shapes that the TND layout takes."""
     check_rank(op, "key", cache, 3, 4)
@@ -61,6 +71,7 @@ def _fused(
     sparse_mode: int,
     inner_precise: int,
     block_size: int,
+    sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output like ``query``, log-sum-exp [T, heads, 1] float32) of the TND layout; see ``npu_fused_infer_attention_score``."""
     if layout != "TND":
@@ -75,6 +86,8 @@ def _fused(
     check(query.shape[1] == heads, op, "num_heads", f"{heads} does not match query {tuple(query.shape)}")
     check(key.shape == value.shape, op, "value", f"shape {tuple(value.shape)} must equal key's {tuple(key.shape)}")
     _check_mask(op, mask, sparse_mode)
+    if sink is not None:
+        _check_sink(op, sink, query)
     spans = check_cumulative(op, "actual_seq_lengths", q_lengths or (), query.shape[0])
     kv_ends = [int(length) for length in kv_lengths or ()]
     check(len(kv_ends) >= len(spans), op, "actual_seq_lengths_kv", f"{len(kv_ends)} lengths for {len(spans)} sequences")
@@ -99,7 +112,7 @@ def _fused(
         if first == last:
             continue
         band = band_of(op, sparse_mode, pre_tokens, next_tokens, last - first, k.shape[0])
-        rows, sums = attend(query[first:last], k, v, scale, band.hidden(last - first, k.shape[0], query.device))
+        rows, sums = attend(query[first:last], k, v, scale, band.hidden(last - first, k.shape[0], query.device), sink)
         out[first:last] = rows.to(out.dtype)
         lse[first:last, :, 0] = sums
     return out, lse
@@ -166,15 +179,23 @@ def npu_fused_infer_attention_score_v2(
     sparse_mode: int = 0,
     block_size: int = 0,
     inner_precise: int = 0,
+    learnable_sink: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
-    **quantisation_rope_and_sink: object,
+    **quantisation_and_rope: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``npu_fused_infer_attention_score`` under the argument names of its second version."""
+    """``npu_fused_infer_attention_score`` under the argument names of its second version.
+
+    ``learnable_sink`` [num_query_heads]: a score that takes part in each query's softmax and brings no value. Served without
+    ``return_softmax_lse``: whether the kernel's sum counts the sink is not documented.
+    """
     op = "npu_fused_infer_attention_score_v2"
-    refuse_options(op, pse_shift=pse_shift, **quantisation_rope_and_sink)
+    refuse_options(op, pse_shift=pse_shift, **quantisation_and_rope)
+    if learnable_sink is not None and return_softmax_lse:
+        raise unsupported(op, "return_softmax_lse (with learnable_sink)", return_softmax_lse)
     out, lse = _fused(
         op, query, key, value, atten_mask, actual_seq_qlen, actual_seq_kvlen, block_table, num_query_heads,
         num_key_value_heads, softmax_scale, pre_tokens, next_tokens, input_layout, sparse_mode, inner_precise, block_size,
+        learnable_sink,
     )
     return out, lse if return_softmax_lse else lse.new_empty(0)
 
