@@ -34,8 +34,12 @@ def file_name(request_id: str) -> str:
     if len(request_id) <= _ID_MAX and _UNCHANGED.fullmatch(request_id):
         return request_id + DATA_SUFFIX
     digest = hashlib.sha256(request_id.encode("utf-8", "surrogatepass")).hexdigest()[:_HASH_DIGITS]
-    prefix = _UNSAFE.sub("_", request_id[: _ID_MAX - _HASH_DIGITS - 1]).lstrip(".-")
-    return f"{prefix}~{digest}{DATA_SUFFIX}"
+    return f"{sanitize(request_id[: _ID_MAX - _HASH_DIGITS - 1])}~{digest}{DATA_SUFFIX}"
+
+
+def sanitize(request_id: str) -> str:
+    """The id with every character replaced that a file name must not have: what stands before the '~', if the id is not too long."""
+    return _UNSAFE.sub("_", request_id).lstrip(".-")
 
 
 def partial_name(name: str, token: str = "") -> str:

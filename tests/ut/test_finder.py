@@ -1,0 +1,65 @@
+"""A file is found by the response's id, for every prompt and sample, whatever the id looks like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_ascend_hsx import find
+from vllm_ascend_hsx.sinks.names import file_name
+
+
+def internal_id(response_id: str, prompt: int | None = None, sample: int | None = None, digits: str | None = "0123abcd") -> str:
+    """vLLM's id of one prompt and sample."""
+    parts = ["" if sample is None else f"{sample}_", response_id, "" if prompt is None else f"-{prompt}", f"-{digits}" if digits else ""]
+    return "".join(parts)
+
+
+def put(directory: Path, *ids: str, suffix: str = "") -> list[Path]:
+    paths = [directory / (file_name(request_id) + suffix) for request_id in ids]
+    for path in paths:
+        path.touch()
+    return paths
+
+
+@pytest.mark.parametrize("response_id", ["cmpl-5f3a", "chatcmpl-x", "cmpl-a/b/../../c", "cmpl-a-0", "cmpl-é" * 9, "cmpl-0123abcd"])
+def test_each_prompt_and_sample_of_a_response_is_found(tmp_path: Path, response_id: str) -> None:
+    many = {(p, s): put(tmp_path, internal_id(response_id, p, s, f"{p:x}{s}abcdef"))[0] for p in range(12) for s in range(3)}
+    put(tmp_path, internal_id(response_id + "0", 1, 1), internal_id("x" + response_id, 1, 1), ".hidden.safetensors", "unrelated")
+    assert {(p, s): find(tmp_path, response_id, prompt=p, sample=s) for p, s in many} == many
+
+
+@pytest.mark.parametrize("digits", ["0123abcd", None], ids=["random", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"])
+@pytest.mark.parametrize(("prompt", "sample"), [(None, None), (0, None), (None, 0), (0, 0)], ids=["chat", "completion", "chat n>1", "n>1"])
+@pytest.mark.parametrize("suffix", ["", ".lock", ".error"])
+def test_a_file_is_found_whatever_became_of_it(
+    tmp_path: Path, prompt: int | None, sample: int | None, digits: str | None, suffix: str
+) -> None:
+    (path,) = put(tmp_path, internal_id("id", prompt, sample, digits), suffix=suffix)
+    assert find(str(tmp_path), "id") == path.with_name(path.name.removesuffix(suffix))
+
+
+@given(response_id=st.text(max_size=120), prompt=st.integers(0, 99), sample=st.none() | st.integers(0, 9))
+def test_any_id_is_found(tmp_path_factory: pytest.TempPathFactory, response_id: str, prompt: int, sample: int | None) -> None:
+    directory = tmp_path_factory.mktemp("files")
+    (path,) = put(directory, internal_id(response_id, prompt, sample))
+    assert find(directory, response_id, prompt=prompt, sample=sample or 0) == path
+
+
+def test_data_and_lock_are_one_file_and_two_requests_of_one_id_are_told_apart(tmp_path: Path) -> None:
+    (path,) = put(tmp_path, internal_id("id", 0))
+    put(tmp_path, internal_id("id", 0), suffix=".lock")
+    assert find(tmp_path, "id") == path
+    put(tmp_path, internal_id("id", 0, digits="ffffffff"))
+    with pytest.raises(LookupError, match="an id of its own"):
+        find(tmp_path, "id")
+
+
+@pytest.mark.parametrize(("prompt", "sample"), [(1, 0), (0, 1), (3, 3)])
+def test_what_is_not_there_is_named(tmp_path: Path, prompt: int, sample: int) -> None:
+    put(tmp_path, internal_id("id", 0, 0))
+    with pytest.raises(FileNotFoundError, match=f"prompt {prompt}, sample {sample} of 'id'"):
+        find(tmp_path, "id", prompt=prompt, sample=sample)

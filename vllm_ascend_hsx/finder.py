@@ -1,0 +1,63 @@
+"""Finds the file of a response that does not name it: several prompts in one request, several samples, streaming, stop strings.
+
+vLLM 0.23.0 passes `kv_transfer_params` on for one prompt and one sample of a request only, and not at all in a stream or when a stop string
+ended it. But the file is named after vLLM's internal id, which is built from the response's:
+
+    [{sample}_]{response id}[-{prompt}][-{8 hex digits}]
+
+`sample` stands there with n > 1 (v1/engine/parallel_sampling.py:92), `prompt` for completions
+(entrypoints/openai/completion/serving.py:180), the digits unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set
+(v1/engine/input_processor.py:240).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
+
+_RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
+# The longest first: the name of a lock file ends with DATA_SUFFIX + LOCK_SUFFIX.
+_SUFFIXES = (DATA_SUFFIX + LOCK_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX, DATA_SUFFIX)
+
+
+def find(directory: str | Path, response_id: str, *, prompt: int = 0, sample: int = 0) -> Path:
+    """The path for `load` of one prompt and sample of a response, complete or not.
+
+    It is there as soon as the server has begun with the prompt, hence always when text has come back. All names in the directory are
+    read; where a response has `kv_transfer_params["hidden_states_path"]`, that is quicker.
+
+    Args:
+        directory: where the server stores files.
+        response_id: the `id` of the response or of any chunk of its stream, for example `cmpl-5f...`. A client that sends the header
+            `X-Request-Id: NAME` knows it beforehand: `cmpl-NAME` for completions, `chatcmpl-NAME` for chat.
+        prompt: index of the prompt in a request for completions of several.
+        sample: index of the sample in a request with n > 1.
+
+    Raises:
+        FileNotFoundError: neither a file nor a lock nor an error is there: not begun, aborted, opted out, or taken away.
+        LookupError: several are there, because several requests had this id. Ids longer than about 170 characters are not found.
+        OSError: the directory cannot be read.
+    """
+    # How the internal id may begin; one for chat and one for completions, one for n == 1 and one for more.
+    bases = [response_id, f"{response_id}-{prompt}"] if prompt == 0 else [f"{response_id}-{prompt}"]
+    bases = [*bases, *(f"{sample}_{base}" for base in bases)] if sample == 0 else [f"{sample}_{base}" for base in bases]
+    common = sanitize(response_id)
+    found = set()
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            suffix = next((s for s in _SUFFIXES if entry.name.endswith(s)), None)
+            if suffix is None or common not in entry.name or entry.name.startswith("."):
+                continue
+            stem = entry.name.removesuffix(suffix)
+            random = _RANDOM.search(stem)
+            ids = [*bases, *(f"{base}-{random[1]}" for base in bases if random)]
+            if stem + DATA_SUFFIX in map(file_name, ids):
+                found.add(stem + DATA_SUFFIX)
+    if len(found) > 1:
+        raise LookupError(f"{response_id!r} is the id of several requests: {', '.join(sorted(found))}. Give each request an id of its own.")
+    if not found:
+        raise FileNotFoundError(f"{directory} has no hidden states of prompt {prompt}, sample {sample} of {response_id!r}")
+    return Path(directory, found.pop())
