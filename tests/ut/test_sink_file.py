@@ -645,7 +645,7 @@ def test_a_fault_at_any_system_call_of_an_end_neither_lies_nor_leaks(
 
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "name used before"])
-def test_a_fault_at_any_system_call_of_open_leaves_no_lock_and_no_descriptor(
+def test_a_fault_at_any_system_call_of_open_leaves_its_reason_and_no_lock_and_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
 ) -> None:
     calls_made = 0
@@ -669,6 +669,8 @@ def test_a_fault_at_any_system_call_of_open_leaves_no_lock_and_no_descriptor(
                     open_file(sink, tmp_path / str(fail_at)).discard()
                 except SinkError as error:
                     assert "EMFILE" in error.reason
+                    # A response that has left already names the path: the reason stands there.
+                    assert reason_of(error.path) == error.reason
             assert open_fds() == inside
             open_file(sink, tmp_path / str(fail_at)).discard()
         if calls_made < fail_at:

@@ -84,10 +84,9 @@ class FileSink(Sink):
             except LockHeldError:
                 raise SinkError(request_id, path, "another request or server is writing this file") from None
             except OSError as error:
-                if lock is not None:
-                    with suppress(OSError):  # the first error is the one to report
-                        lock.remove()
-                raise SinkError(request_id, path, _describe("it cannot be opened", error)) from error
+                reason = _describe("it cannot be opened", error)
+                FileSinkFile(self, request_id, path, name, lock, None).refuse(reason)
+                raise SinkError(request_id, path, reason) from error
             file = FileSinkFile(self, request_id, path, name, lock, superseded)
             self._files[name] = file
             return file
@@ -207,6 +206,12 @@ class FileSinkFile(SinkFile):
                 self._drop_data()
             finally:
                 self._end(_State.DISCARDED)
+
+    def refuse(self, reason: str) -> None:
+        """Instead of opening it: publish the reason. The response may leave before the scheduler has heard of the failure."""
+        self._attempt("publish the reason of the failure", lambda: self._publish_reason(reason))
+        if self._lock is not None:
+            self._attempt("remove the lock", self._lock.remove)
 
     # Writing
 
