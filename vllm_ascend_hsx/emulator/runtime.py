@@ -64,7 +64,7 @@ def _fill(package: ModuleType) -> None:
     _submodule(
         package, "multiprocessing.reductions", rebuild_npu_tensor=NotEmulated(f"{name}.multiprocessing.reductions.rebuild_npu_tensor")
     )
-    _submodule(package, "atb", npu_paged_cache_load=NotEmulated(f"{name}.atb.npu_paged_cache_load"))
+    _submodule(package, "atb", npu_paged_cache_load=ops.find("npu_paged_cache_load"))
     _submodule(package, "profiler", __getattr__=lambda wanted: _not_emulated(f"{name}.profiler", wanted))
     _submodule(package, "profiler.dynamic_profile", step=NotEmulated(f"{name}.profiler.dynamic_profile.step"))
 

@@ -352,7 +352,6 @@ UNSUPPORTED = {
     "input_layout": {"input_layout": "BNSD"},
     "sparse_mode": {"sparse_mode": 1},
     "pse_shift": {"pse_shift": torch.zeros(1)},
-    "query_rope": {"query_rope": torch.zeros(1)},
     "antiquant_mode": {"antiquant_mode": 1},
     r"atten_mask \(with sparse_mode=0\)": {"sparse_mode": 0},
 }

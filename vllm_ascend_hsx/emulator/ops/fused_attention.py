@@ -6,6 +6,7 @@ import torch
 
 from .attention import PagedKeys, attend, band_of, check_cumulative, check_heads
 from .checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+from .latent_attention import latent_attention
 
 _MASK_SIZE = 2048  # the compressed causal mask that sparse modes 2, 3 and 4 want
 # By address: vllm-ascend makes one mask per process and keeps it, and reading four million elements per call would show.
@@ -128,6 +129,8 @@ def npu_fused_infer_attention_score(
     actual_seq_lengths: Sequence[int] | None = None,
     actual_seq_lengths_kv: Sequence[int] | None = None,
     block_table: torch.Tensor | None = None,
+    query_rope: torch.Tensor | None = None,
+    key_rope: torch.Tensor | None = None,
     num_heads: int = 1,
     scale: float = 1.0,
     pre_tokens: int = 2147483647,
@@ -138,7 +141,7 @@ def npu_fused_infer_attention_score(
     inner_precise: int = 0,
     block_size: int = 0,
     softmax_lse_flag: bool = False,
-    **quantisation_rope_and_prefix: object,
+    **quantisation_and_prefix: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of many sequences laid end to end (layout TND), the keys laid end to end too or in a paged cache.
 
@@ -147,12 +150,20 @@ def npu_fused_infer_attention_score(
     value [blocks, block_size, heads * D] or [blocks, heads, block_size, D], ``actual_seq_lengths_kv`` one length per sequence.
     ``sparse_mode`` 0, 2, 3, 4: see attention.band_of; ``pre_tokens`` and ``next_tokens`` count in mode 4 only, as on hardware.
     A sequence without queries is skipped; rows that mean nothing to anybody (padding) are attended like any other.
+    ``query_rope`` and ``key_rope``: see latent_attention.py.
 
     Returns (output like query, log-sum-exp [T, num_heads, 1] float32, or an empty tensor unless ``softmax_lse_flag``).
     Differs from hardware: float32 is taken too (the exactness mode), and any head size.
     """
     op = "npu_fused_infer_attention_score"
-    refuse_options(op, pse_shift=pse_shift, **quantisation_rope_and_prefix)
+    refuse_options(op, pse_shift=pse_shift, **quantisation_and_prefix)
+    if query_rope is not None or key_rope is not None:
+        _check_mask(op, atten_mask, sparse_mode)
+        out, lse = latent_attention(
+            op, query, key, value, query_rope, key_rope, actual_seq_lengths, actual_seq_lengths_kv, block_table, num_heads,
+            num_key_value_heads, scale, pre_tokens, next_tokens, input_layout, sparse_mode, block_size, softmax_lse_flag,
+        )
+        return out, lse if softmax_lse_flag else lse.new_empty(0)
     out, lse = _fused(
         op, query, key, value, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, num_heads,
         num_key_value_heads, scale, pre_tokens, next_tokens, input_layout, sparse_mode, inner_precise, block_size,
@@ -165,6 +176,8 @@ def npu_fused_infer_attention_score_v2(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
+    query_rope: torch.Tensor | None = None,
+    key_rope: torch.Tensor | None = None,
     pse_shift: torch.Tensor | None = None,
     atten_mask: torch.Tensor | None = None,
     actual_seq_qlen: Sequence[int] | None = None,
@@ -181,7 +194,7 @@ def npu_fused_infer_attention_score_v2(
     inner_precise: int = 0,
     learnable_sink: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
-    **quantisation_and_rope: object,
+    **quantisation: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``npu_fused_infer_attention_score`` under the argument names of its second version.
 
@@ -189,7 +202,15 @@ def npu_fused_infer_attention_score_v2(
     ``return_softmax_lse``: whether the kernel's sum counts the sink is not documented.
     """
     op = "npu_fused_infer_attention_score_v2"
-    refuse_options(op, pse_shift=pse_shift, **quantisation_and_rope)
+    refuse_options(op, pse_shift=pse_shift, **quantisation)
+    if query_rope is not None or key_rope is not None:
+        refuse_options(op, learnable_sink=learnable_sink)
+        _check_mask(op, atten_mask, sparse_mode)
+        out, lse = latent_attention(
+            op, query, key, value, query_rope, key_rope, actual_seq_qlen, actual_seq_kvlen, block_table, num_query_heads,
+            num_key_value_heads, softmax_scale, pre_tokens, next_tokens, input_layout, sparse_mode, block_size, return_softmax_lse,
+        )
+        return out, lse if return_softmax_lse else lse.new_empty(0)
     if learnable_sink is not None and return_softmax_lse:
         raise unsupported(op, "return_softmax_lse (with learnable_sink)", return_softmax_lse)
     out, lse = _fused(

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from . import cache, collectives, fused_attention, matmul, moe_experts, moe_gating, norm, paged_attention, rotary, sampling
+from . import cache, collectives, fused_attention, matmul, mla, moe_experts, moe_gating, norm, paged_attention, rotary, sampling
 from .schemas import NAMESPACES, schemas
 
 Reference = Callable[..., Any]
@@ -26,6 +26,10 @@ REFERENCES: dict[str, dict[str, Reference]] = {
         "npu_fused_infer_attention_score_v2.out": fused_attention.npu_fused_infer_attention_score_v2_out,
         "_npu_fused_infer_attention_score_get_max_workspace": fused_attention.get_max_workspace,
         "_npu_fused_infer_attention_score_v2_get_max_workspace": fused_attention.get_max_workspace,
+        "npu_interleave_rope": mla.npu_interleave_rope,
+        "npu_kv_rmsnorm_rope_cache": mla.npu_kv_rmsnorm_rope_cache,
+        "npu_transpose_batchmatmul": mla.npu_transpose_batchmatmul,
+        "npu_attention_update": mla.npu_attention_update,
         "npu_moe_gating_top_k": moe_gating.npu_moe_gating_top_k,
         "npu_moe_gating_top_k_softmax": moe_gating.npu_moe_gating_top_k_softmax,
         "npu_moe_init_routing_v2": moe_experts.npu_moe_init_routing_v2,
@@ -39,6 +43,8 @@ REFERENCES: dict[str, dict[str, Reference]] = {
         "_npu_matmul_add_fp32": matmul._npu_matmul_add_fp32,
         "_npu_rotary_embedding": rotary._npu_rotary_embedding,
         "_npu_reshape_and_cache": cache._npu_reshape_and_cache,
+        "npu_paged_cache_load": mla.npu_paged_cache_load,
+        "npu_paged_cache_load.out": mla.npu_paged_cache_load_out,
         "_npu_paged_attention": paged_attention._npu_paged_attention,
         "_npu_paged_attention_get_workspace": paged_attention._npu_paged_attention_get_workspace,
     },
