@@ -4,11 +4,13 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_ascend_hsx.cli import demo
 from vllm_ascend_hsx.config import HsxConfig, validate_layer_ids
+from vllm_ascend_hsx.connector.scheduler import OPT_OUT_KEY, OUTPUT_KEY
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.demo.options import ServeOptions, kv_transfer_config, speculative_config
 
@@ -65,6 +67,20 @@ def test_reading_works_as_written(tmp_path: Path) -> None:
     assert torch.equal(names["states"].hidden_states, rows)  # type: ignore[attr-defined]
     assert names["layer_ids"] == [2, 1]
     assert not path.exists()
+
+
+def test_a_file_is_found_as_written(tmp_path: Path) -> None:
+    (tmp_path / "cmpl-1-0-0123abcd.safetensors").touch()
+    names: dict[str, object] = {"response": SimpleNamespace(id="cmpl-1")}
+    (code,) = blocks("find")
+    exec(code.replace("/data/hidden_states", str(tmp_path)), names)
+    assert names["path"] == tmp_path / "cmpl-1-0-0123abcd.safetensors"
+
+
+@pytest.mark.parametrize(("key", "value"), [("hidden_states", False), ("include_output_tokens", True)])
+def test_what_a_request_can_say_is_understood(key: str, value: bool) -> None:
+    assert f"| `{key}` | `{json.dumps(value)}`" in README
+    assert key in (OPT_OUT_KEY, OUTPUT_KEY)
 
 
 def test_the_demo_command_for_hardware_is_one_that_hsx_accepts() -> None:
