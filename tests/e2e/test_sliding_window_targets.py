@@ -1,0 +1,121 @@
+"""A target whose layers see a sliding window and everything in turn (gpt-oss), late mode: it starts, and its rows are exact.
+
+vllm-ascend 0.23.0 gives `sliding_window` to CANN as `pre_tokens` (attention/attention_v1.py:1290). That is the number of keys before the
+query's own, so a layer with a window of 32 sees 33 keys; vLLM and transformers count the query's own among the 32. This is the target
+that is served, with extraction and without, hence the one that the rows are compared with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Run, run_engine, tokens
+from tiny_gpt_oss import WINDOW, build_gpt_oss
+
+from vllm_ascend_hsx.demo.compare import compare
+from vllm_ascend_hsx.demo.reference import reference_hidden_states
+
+LAYER_IDS = (4, 0, 1, 2, 3)  # not ascending: the file has the user's order
+CHUNK = 64
+SERVED_WINDOW = WINDOW + 1
+LONG = tokens(3 * CHUNK + 9)
+WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+SLIDING = ["model.layers.0.attn.attn", "model.layers.2.attn.attn"]
+FULL = ["model.layers.1.attn.attn", "model.layers.3.attn.attn"]
+
+SCRIPT = [
+    ["add", "chunked", LONG, {"max_tokens": 1}],
+    ["drain"],
+    # Decodes out of the window while other requests prefill.
+    ["add", "decoding", tokens(20), {"max_tokens": 40, **WITH_OUTPUT}],
+    ["step", 3],
+    ["add", "one-token", tokens(1), {"max_tokens": 2}],
+    ["add", "as-long-as-the-window", tokens(WINDOW), {"max_tokens": 1}],
+    ["step", 1],
+    ["add", "one-longer", tokens(SERVED_WINDOW), {"max_tokens": 1}],
+    ["add", "two-longer", tokens(SERVED_WINDOW + 1), {"max_tokens": 1}],
+    ["step", 1],
+    ["add", "chunked-beside-a-decode", tokens(150), {"max_tokens": 1}],
+    ["add", "same-prompt-again", LONG, {"max_tokens": 1}],
+    ["add", "opts-out", LONG, {"max_tokens": 1, "extra_args": {"kv_transfer_params": {"hidden_states": False}}}],
+    ["drain"],
+    # The end of a request whose generated tokens are extracted reaches the worker with the next step.
+    ["add", "last", tokens(5), {"max_tokens": 1}],
+    ["drain"],
+]
+EXTRACTED = [action[1] for action in SCRIPT if action[0] == "add" and action[1] != "opts-out"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By window: the target, and the same weights with the window that vllm-ascend serves."""
+    directory = tmp_path_factory.mktemp("gpt_oss")
+    return {window: build_gpt_oss(directory / str(window), dtype="float32", window=window) for window in (WINDOW, SERVED_WINDOW)}
+
+
+@pytest.fixture(scope="module")
+def run(models: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = run_engine(
+        tmp_path_factory.mktemp("run"),
+        models[WINDOW],
+        SCRIPT,
+        layer_ids=LAYER_IDS,
+        dtype="float32",
+        max_num_batched_tokens=CHUNK,
+    )
+    assert run.error is None, run.error
+    return run
+
+
+def sequence(run: Run, request_id: str) -> list[int]:
+    """The tokens whose rows the file has to hold."""
+    generated = run.requests[request_id]["tokens"][:-1] if request_id == "decoding" else []
+    return run.prompts[request_id] + generated
+
+
+@pytest.mark.parametrize("request_id", EXTRACTED)
+def test_a_file_holds_exactly_the_rows_that_the_target_computes(run: Run, models: dict[int, Path], request_id: str) -> None:
+    file, expected_tokens = run.rows(request_id), sequence(run, request_id)
+    assert file["token_ids"].tolist() == expected_tokens
+    comparison = compare(file["hidden_states"], reference_hidden_states(models[SERVED_WINDOW], expected_tokens, LAYER_IDS))
+    assert comparison.matches, comparison
+    assert comparison.max_abs_difference <= 1e-5
+
+
+def test_generated_tokens_leave_the_window_behind(run: Run) -> None:
+    # Otherwise the decode above would not show what a window does.
+    assert len(sequence(run, "decoding")) > 20 + SERVED_WINDOW
+
+
+def test_sliding_and_full_layers_keep_kv_cache_groups_of_their_own(run: Run) -> None:
+    # The hybrid KV cache manager is on, and the layer of the drafter is in none of its groups.
+    assert sorted(run.result["kv_groups"]) == sorted([SLIDING, FULL])
+
+
+def test_ordinary_requests_still_hit_the_prefix_cache(run: Run) -> None:
+    assert run.requests["opts-out"]["num_cached_tokens"] == 128  # the first block, of 128 tokens, of 201
+    assert run.requests["same-prompt-again"]["num_cached_tokens"] == 0
+
+
+def test_vllm_ascend_sees_one_key_more_than_the_window(run: Run, models: dict[int, Path]) -> None:
+    # When this fails, vllm-ascend counts as transformers does, and SERVED_WINDOW is WINDOW.
+    rows = run.rows("chunked")["hidden_states"]
+    window = reference_hidden_states(models[WINDOW], LONG, LAYER_IDS)
+    assert (rows[:WINDOW] - window[:WINDOW]).abs().max() <= 1e-5
+    sliding = LAYER_IDS.index(1)
+    difference = (rows - window)[WINDOW:, sliding].norm(dim=-1) / window[WINDOW:, sliding].norm(dim=-1)
+    assert (difference > 1e-4).all()
+    assert torch.equal(rows[:, LAYER_IDS.index(0)], window[:, LAYER_IDS.index(0)])
+
+
+def test_defect_12_upstream_does_not_start(run: Run, models: dict[int, Path], tmp_path: Path) -> None:
+    # The tensor that cache-only and attention layers share is taken for a pair of keys and values (worker/model_runner_v1.py:4542), and
+    # iterated byte by byte. A few blocks, so that this ends with its ValueError and not with the host's memory.
+    options = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 8}
+    broken = run_engine(tmp_path, models[WINDOW], [["drain"]], ours=False, **options)
+    assert broken.error is not None
+    assert "_reshape_kv_cache_tensors" in broken.error
+    assert "ValueError: too many values to unpack (expected 2)" in broken.error
+    assert run.error is None

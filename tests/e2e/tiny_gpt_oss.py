@@ -1,0 +1,108 @@
+"""Builds a tiny gpt-oss with random weights: sliding-window and full attention in turn, attention sinks, experts with biases."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
+
+from vllm_ascend_hsx.demo.tiny_models import (
+    EXPERTS_PER_TOKEN,
+    HIDDEN_SIZE,
+    MAX_POSITIONS,
+    NUM_EXPERTS,
+    NUM_HEADS,
+    NUM_KV_HEADS,
+    VOCAB_SIZE,
+    build_model,
+    draw_weights,
+)
+
+HEAD_DIM = 64  # that of the published models
+WINDOW = 32
+
+
+def build_gpt_oss(
+    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0, window: int = WINDOW
+) -> Path:
+    """Builds a gpt-oss of about 10 MB whose even layers see `window` tokens, the current one among them, and whose odd layers see all.
+
+    The weights are the same for every window. Otherwise as build_minimax_m2 of vllm_ascend_hsx.demo.tiny_models.
+    """
+    name = f"gpt_oss-window{window}"
+    return build_model(directory, name, partial(_gpt_oss, window=window), dtype=dtype, layers=layers, seed=seed)
+
+
+def _gpt_oss(layers: int, generator: torch.Generator, *, window: int) -> tuple[PreTrainedModel, dict[str, Any]]:
+    config = GptOssConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=MAX_POSITIONS,
+        num_local_experts=NUM_EXPERTS,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
+        sliding_window=window,
+        # vllm 0.23.0 takes YaRN for granted and reads all of these keys (model_executor/models/gpt_oss.py:79). Prompts of the tests
+        # are longer than the original positions, so that scaled frequencies are used.
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150_000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": MAX_POSITIONS // 32,
+        },
+        rms_norm_eps=1e-5,  # vllm has this number in its code
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = GptOssForCausalLM(config)
+    draw_weights(model, generator)
+    _draw_what_gpt_oss_adds(model, generator)
+    _widen_routing_margins(model, generator)
+    return model, {}
+
+
+@torch.no_grad()
+def _draw_what_gpt_oss_adds(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Draws sinks and biases large enough to be missed, and the experts, whose matrices are [in, out], by their inputs."""
+    for layer in model.model.layers:
+        attention, experts = layer.self_attn, layer.mlp.experts
+        # Of what a query gives away, the sinks take a quarter in a sliding layer and a tenth in a full one.
+        attention.sinks.copy_(3.0 + torch.randn(NUM_HEADS, generator=generator))
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
+            projection.bias.copy_(0.2 * torch.randn(projection.bias.shape, generator=generator))
+        for matrix in (experts.gate_up_proj, experts.down_proj):
+            matrix.copy_(torch.randn(matrix.shape, generator=generator) / matrix.shape[1] ** 0.5)
+        for bias in (experts.gate_up_proj_bias, experts.down_proj_bias):
+            bias.copy_(0.2 * torch.randn(bias.shape, generator=generator))
+
+
+@torch.no_grad()
+def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Makes the choice of experts robust to rounding, as that of the tiny MiniMax-M2 (vllm_ascend_hsx.demo.tiny_models).
+
+    A token's embedding carries, in NUM_EXPERTS coordinates of its own, which experts it goes to, and the layers write little into
+    them.
+    """
+    routing = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
+    chosen = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:EXPERTS_PER_TOKEN] for _ in range(VOCAB_SIZE)])
+    model.get_input_embeddings().weight[:, routing] = torch.full((VOCAB_SIZE, NUM_EXPERTS), -1.5).scatter_(1, chosen, 3.0)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[routing] *= 0.1
+        layer.self_attn.o_proj.bias[routing] *= 0.1
+        layer.mlp.experts.down_proj[:, :, routing] *= 0.1
+        layer.mlp.experts.down_proj_bias[:, routing] *= 0.1
+        layer.mlp.router.weight *= 0.3
+        layer.mlp.router.weight[:, routing] = torch.eye(NUM_EXPERTS)[torch.randperm(NUM_EXPERTS, generator=generator)]
+        layer.mlp.router.bias.copy_(0.02 * torch.randn(NUM_EXPERTS, generator=generator))
+
