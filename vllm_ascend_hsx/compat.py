@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ BALANCE_SCHEDULE_MODULE = "vllm_ascend.patch.platform.patch_balance_schedule"
 CONFIG_MODULE = "vllm.config.vllm"
 PROPOSER_MODULE = "vllm.v1.spec_decode.extract_hidden_states"
 RUNNER_MODULE = "vllm_ascend.worker.model_runner_v1"
+DEEPSEEK_MODULE = "vllm.model_executor.models.deepseek_v2"
+SAMPLING_MODULE = "vllm.sampling_params"
 PROPOSER_NAME = "AscendExtractHiddenStatesProposer"
 # What HsxProposer calls on the runner; the v2 runner of vllm-ascend 0.23.0 has neither.
 RUNNER_HOOKS = ("_pad_for_sequence_parallelism", "_sync_metadata_across_dp")
@@ -186,6 +189,55 @@ def set_up_drafter_without_drafts(runner_module: Any) -> None:
     runner_class._set_up_drafter = set_up_drafter
 
 
+def take_logits_parameters(sampling_module: Any) -> None:
+    """Let requests use `min_p` and `logit_bias`.
+
+    Reason: vLLM refuses both with any speculative method (sampling_params.py:828), since they are not applied to drafts. There are none.
+
+    Args:
+        sampling_module: the module `vllm.sampling_params`.
+
+    Raises:
+        IncompatibleVersionError: the check is elsewhere.
+    """
+    params = getattr(sampling_module, "SamplingParams", None)
+    original = getattr(params, "_validate_spec_decode", None)
+    if params is None or original is None:
+        raise IncompatibleVersionError(f"{SAMPLING_MODULE}.SamplingParams._validate_spec_decode")
+
+    @functools.wraps(original)
+    def validate(self: Any, speculative_config: Any) -> None:
+        if not _extracts(speculative_config):
+            original(self, speculative_config)
+
+    params._validate_spec_decode = validate
+
+
+def apply_logits_processors(runner_module: Any) -> None:
+    """Have the runner apply `min_p`, `logit_bias` and custom logits processors.
+
+    Reason: `build_logitsprocs` (vllm/v1/sample/logits_processor/__init__.py:201) leaves them out with any speculative method.
+
+    Args:
+        runner_module: the module `vllm_ascend.worker.model_runner_v1`, which has imported that function (MR:86).
+
+    Raises:
+        IncompatibleVersionError: it has not.
+    """
+    original = getattr(runner_module, "build_logitsprocs", None)
+    if original is None:
+        raise IncompatibleVersionError(f"{RUNNER_MODULE}.build_logitsprocs")
+
+    @functools.wraps(original)
+    def build_logitsprocs(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if _extracts(vllm_config.speculative_config):
+            vllm_config = copy(vllm_config)
+            vllm_config.speculative_config = None
+        return original(vllm_config, *args, **kwargs)
+
+    runner_module.build_logitsprocs = build_logitsprocs
+
+
 @contextmanager
 def _one_draft(speculative: Any) -> Iterator[None]:
     number, speculative.num_speculative_tokens = speculative.num_speculative_tokens, 1
@@ -193,6 +245,47 @@ def _one_draft(speculative: Any) -> Iterator[None]:
         yield
     finally:
         speculative.num_speculative_tokens = number
+
+
+def collect_ends_of_deepseek(deepseek: Any) -> None:
+    """Have DeepSeek-V2, -V3 and Kimi-K2 return the embedding output (id 0) and the state after the last layer, if they are wanted.
+
+    Reason: DeepseekV2Model.forward collects before each layer only (models/deepseek_v2.py:1328), so the last id is never in what it
+    returns, and before the first layer it adds a residual that is None. Every other target of vllm 0.23.0 that can be extracted uses
+    `_maybe_add_hidden_state` (interfaces.py:1289), which does neither.
+
+    Args:
+        deepseek: that module.
+
+    Raises:
+        IncompatibleVersionError: no DeepseekV2Model there.
+    """
+    model_class = getattr(deepseek, "DeepseekV2Model", None)
+    original = getattr(model_class, "forward", None)
+    if model_class is None or original is None:
+        raise IncompatibleVersionError(f"{DEEPSEEK_MODULE}.DeepseekV2Model.forward")
+
+    @functools.wraps(original)
+    def forward(self: Any, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None) -> Any:
+        wanted, last = self.aux_hidden_state_layers, len(self.layers)
+        if 0 not in wanted and last not in wanted:
+            return original(self, input_ids, positions, intermediate_tensors, inputs_embeds)
+        # One pipeline stage, which is what extraction is allowed with: from the embedding to the norm.
+        stream = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        residual = None
+        options = getattr(self.config, "llama_4_scaling", None)
+        scaling = options and deepseek._get_llama_4_scaling(options["original_max_position_embeddings"], options["beta"], positions)
+        collected = []
+        for index, layer in enumerate(self.layers):
+            if index in wanted:
+                collected.append(stream if residual is None else stream + residual)
+            stream, residual = layer(positions, stream, residual, scaling)
+        if last in wanted:
+            collected.append(stream + residual)
+        stream, _ = self.norm(stream, residual)
+        return stream, collected
+
+    model_class.forward = forward
 
 
 def require_no_drafts(vllm_config: Any) -> None:

@@ -7,14 +7,19 @@ from types import ModuleType
 from vllm_ascend_hsx.compat import (
     BALANCE_SCHEDULE_MODULE,
     CONFIG_MODULE,
+    DEEPSEEK_MODULE,
     PROPOSER_MODULE,
     RUNNER_MODULE,
+    SAMPLING_MODULE,
     SPEC_DECODE_MODULE,
+    apply_logits_processors,
+    collect_ends_of_deepseek,
     keep_preemption,
     replace_proposer,
     schedule_no_drafts,
     set_up_drafter_without_drafts,
     set_up_proposer_without_drafts,
+    take_logits_parameters,
 )
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 
@@ -39,6 +44,9 @@ def register() -> None:
     register_post_import_hook(schedule_no_drafts, CONFIG_MODULE)
     register_post_import_hook(set_up_proposer_without_drafts, PROPOSER_MODULE)
     register_post_import_hook(set_up_drafter_without_drafts, RUNNER_MODULE)
+    register_post_import_hook(collect_ends_of_deepseek, DEEPSEEK_MODULE)
+    register_post_import_hook(apply_logits_processors, RUNNER_MODULE)
+    register_post_import_hook(take_logits_parameters, SAMPLING_MODULE)
 
 
 def _use_hsx_proposer(spec_decode: ModuleType) -> None:

@@ -10,12 +10,14 @@ import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules
 
 from vllm_ascend_hsx.compat import (
     IncompatibleVersionError,
+    apply_logits_processors,
     keep_preemption,
     replace_proposer,
     require_no_drafts,
     schedule_no_drafts,
     set_up_drafter_without_drafts,
     set_up_proposer_without_drafts,
+    take_logits_parameters,
 )
 from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.proposer import HsxProposer
@@ -118,12 +120,38 @@ def test_the_drafter_is_set_up_as_if_for_one_token_and_the_number_is_restored(me
     assert (runner.decode_token_per_req, config.speculative_config.num_speculative_tokens) == (1 + after, after)
 
 
+@pytest.mark.parametrize(("method", "left_out"), [("extract_hidden_states", False), ("eagle3", True)])
+def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(method: str, left_out: bool) -> None:
+    class SamplingParams:
+        def _validate_spec_decode(self, speculative_config: Any) -> None:
+            if speculative_config is not None:
+                raise ValueError("min_p and logit_bias")
+
+    def build_logitsprocs(vllm_config: Any, device: str) -> list[str]:
+        return ["min_tokens"] if vllm_config.speculative_config else ["min_tokens", "min_p", "logit_bias"]
+
+    runner_module = SimpleNamespace(build_logitsprocs=build_logitsprocs)
+    apply_logits_processors(runner_module)
+    take_logits_parameters(SimpleNamespace(SamplingParams=SamplingParams))
+    config = SimpleNamespace(speculative_config=speculative(method))
+    assert ("min_p" in runner_module.build_logitsprocs(config, device="npu")) is not left_out
+    assert config.speculative_config is not None
+    try:
+        SamplingParams()._validate_spec_decode(config.speculative_config)
+    except ValueError:
+        assert left_out
+    else:
+        assert not left_out
+
+
 @pytest.mark.parametrize(
     ("touch", "what"),
     [
         (schedule_no_drafts, "VllmConfig"),
         (set_up_proposer_without_drafts, "ExtractHiddenStatesProposer"),
         (set_up_drafter_without_drafts, "_set_up_drafter"),
+        (apply_logits_processors, "build_logitsprocs"),
+        (take_logits_parameters, "_validate_spec_decode"),
     ],
 )
 def test_a_version_that_sets_up_drafts_elsewhere_is_refused(touch: Any, what: str) -> None:
