@@ -1,0 +1,178 @@
+"""A target with latent attention (MLA) and experts in groups, DeepSeek-V3: it starts, and its rows are right, in late mode.
+
+In bfloat16 alone: vllm-ascend 0.23.0 computes prefill attention in bfloat16 whatever the model's dtype (attention/mla_v1.py:1265), and
+CANN's kernels for latent attention take no float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Run, run_engine, tokens
+from tiny_deepseek_v3 import DENSE_LAYERS, EXPERTS_PER_TOKEN, NUM_EXPERTS, build_deepseek_v3
+from transformers import AutoModelForCausalLM
+
+from vllm_ascend_hsx.demo.compare import ROW_TOLERANCE, compare
+from vllm_ascend_hsx.demo.reference import reference_hidden_states
+
+LAYER_IDS = (4, 0, 2, 1)  # not ascending: the file has the user's order; both ends, which vLLM's DeepSeek does not return by itself
+CHUNK = 64
+LONG = tokens(3 * CHUNK + 9)
+WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+TOLERANCE = ROW_TOLERANCE * torch.finfo(torch.bfloat16).eps
+
+SCRIPT = [
+    # A last chunk of one token is attended as a decode is: against the latents, while longer chunks make keys from them.
+    ["add", "one-past-a-chunk", tokens(CHUNK + 1), {"max_tokens": 1}],
+    ["drain"],
+    ["add", "decoding", tokens(10), {"max_tokens": 24, **WITH_OUTPUT}],
+    ["step", 3],
+    ["add", "beside-a-decode", tokens(17), {"max_tokens": 2}],
+    ["add", "one-token", tokens(1), {"max_tokens": 2}],
+    ["step", 1],
+    ["add", "chunked", LONG, {"max_tokens": 1}],
+    # Shares steps with chunks of a prompt that is partly cached: of the two only one has earlier keys.
+    ["add", "behind-a-chunk", tokens(5), {"max_tokens": 1}],
+    ["step", 2],
+    ["add", "chunked-too", tokens(100), {"max_tokens": 1}],
+    ["add", "same-prompt-again", LONG, {"max_tokens": 1}],
+    ["add", "longer-prompt", LONG + tokens(30), {"max_tokens": 1}],
+    ["add", "opts-out", LONG, {"max_tokens": 4, "extra_args": {"kv_transfer_params": {"hidden_states": False}}}],
+    ["drain"],
+    # The end of a request whose generated tokens are extracted reaches the worker with the next step.
+    ["add", "last", tokens(5), {"max_tokens": 1}],
+    ["drain"],
+]
+EXTRACTED = [action[1] for action in SCRIPT if action[0] == "add" and action[1] != "opts-out"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_deepseek_v3(tmp_path_factory.mktemp("models") / "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = run_engine(tmp_path_factory.mktemp("run"), model, SCRIPT, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK)
+    assert run.error is None, run.error
+    return run
+
+
+def sequence(run: Run, request_id: str) -> list[int]:
+    """The tokens whose rows the file has to hold."""
+    generated = run.requests[request_id]["tokens"][:-1] if request_id == "decoding" else []
+    return run.prompts[request_id] + generated
+
+
+@pytest.mark.parametrize("request_id", EXTRACTED)
+def test_a_file_holds_the_rows_of_its_own_request(run: Run, model: Path, request_id: str) -> None:
+    file, expected_tokens = run.rows(request_id), sequence(run, request_id)
+    assert file["token_ids"].tolist() == expected_tokens
+    comparison = compare(file["hidden_states"], reference_hidden_states(model, expected_tokens, LAYER_IDS))
+    assert comparison.matches, comparison
+
+
+def test_the_layer_of_the_drafter_is_in_no_kv_cache_group(run: Run) -> None:
+    assert run.result["kv_groups"] == [[f"model.layers.{layer}.self_attn.attn" for layer in range(4)]]
+
+
+def test_ordinary_requests_still_hit_the_prefix_cache(run: Run) -> None:
+    assert run.requests["opts-out"]["num_cached_tokens"] == 128  # the first block, of 128 tokens, of 201
+    assert run.requests["same-prompt-again"]["num_cached_tokens"] == 0
+
+
+def test_generated_text_is_that_of_a_server_without_extraction(run: Run, model: Path, tmp_path: Path) -> None:
+    # With extraction vllm-ascend takes another layout of the attention kernel for decodes (attention/mla_v1.py:1450).
+    plain = [["add", action[1], action[2], {"max_tokens": action[3]["max_tokens"]}] if action[0] == "add" else action for action in SCRIPT]
+    without = run_engine(tmp_path, model, plain, extract=False, max_num_batched_tokens=CHUNK)
+    assert without.error is None, without.error
+    assert {name: request["tokens"] for name, request in without.requests.items()} == {
+        name: request["tokens"] for name, request in run.requests.items()
+    }
+
+
+def test_rows_are_right_with_tensor_expert_and_sequence_parallelism(model: Path, tmp_path: Path) -> None:
+    layer_ids = (3, 1)
+    script = [
+        ["add", "decoding", tokens(10), {"max_tokens": 6}],
+        ["step", 2],
+        *(["add", f"r{length}", tokens(length), {"max_tokens": 1}] for length in (1, 7, 101)),
+        ["drain"],
+    ]
+    run = run_engine(
+        tmp_path,
+        model,
+        script,
+        layer_ids=layer_ids,
+        environ={"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"},
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+    )
+    assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
+    for request_id in ("decoding", "r1", "r7", "r101"):
+        comparison = run.compare(request_id)
+        assert comparison.matches, f"{request_id}: {comparison}"
+
+
+def test_queries_without_a_latent_of_their_own_are_served_too(tmp_path: Path) -> None:
+    # As in DeepSeek-V2-Lite: q_lora_rank is null.
+    target = build_deepseek_v3(tmp_path / "model", layers=2, q_lora_rank=None)
+    chunked, last = (["add", "chunked", tokens(90), {"max_tokens": 3, **WITH_OUTPUT}], ["add", "last", tokens(3), {"max_tokens": 1}])
+    script = [chunked, ["drain"], last, ["drain"]]
+    run = run_engine(tmp_path / "run", target, script, layer_ids=(2, 1), max_num_batched_tokens=CHUNK)
+    assert run.error is None, run.error
+    file, expected_tokens = run.rows("chunked"), run.prompts["chunked"] + run.requests["chunked"]["tokens"][:-1]
+    assert file["token_ids"].tolist() == expected_tokens
+    comparison = compare(file["hidden_states"], reference_hidden_states(target, expected_tokens, (2, 1)))
+    assert comparison.matches, comparison
+
+
+def test_defect_11_upstream_does_not_start(model: Path, tmp_path: Path) -> None:
+    # The planner merges the cache-only layer's spec with those of latent attention (core/kv_cache_interface.py:200).
+    broken = run_engine(tmp_path, model, [["drain"]], ours=False)
+    assert broken.error is not None
+    assert "AttributeError: 'HiddenStateCacheSpec' object has no attribute 'scale_dim'" in broken.error
+
+
+# The tiny model: what would make the comparisons above say too little.
+
+
+def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(model: Path) -> None:
+    rows = reference_hidden_states(model, tokens(300), [1, 2, 3, 4])
+    norms = rows.norm(dim=-1)
+    for layer in range(4):
+        distances = torch.cdist(rows[:, layer], rows[:, layer]) / norms[:, layer]
+        distances.fill_diagonal_(1.0)
+        assert distances.min() > 2 * TOLERANCE
+    assert ((rows[:, 1:] - rows[:, :-1]).norm(dim=-1) / norms[:, 1:]).min() > 5 * TOLERANCE
+
+
+def test_a_changed_first_token_changes_the_rows_of_the_last_one(model: Path) -> None:
+    rows = reference_hidden_states(model, LONG, [4])
+    other = reference_hidden_states(model, [LONG[0] ^ 1, *LONG[1:]], [4])
+    assert ((rows - other).norm(dim=-1) / rows.norm(dim=-1))[150:].max() > 2 * TOLERANCE
+
+
+def test_experts_are_chosen_by_groups_evenly_and_alike_in_both_precisions(model: Path) -> None:
+    ids = torch.tensor([tokens(400)])
+    chosen: dict[torch.dtype, list[torch.Tensor]] = {torch.float32: [], torch.bfloat16: []}
+    without_groups = []
+    for dtype, choices in chosen.items():
+        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        logits: list[torch.Tensor] = []
+        experts = [layer.mlp for layer in target.model.layers[DENSE_LAYERS:]]
+        for each in experts:
+            each.gate.register_forward_hook(lambda _module, _arguments, out, logits=logits: logits.append(out.float()))
+        with torch.no_grad():
+            target(ids)
+            for each, scores in zip(experts, logits, strict=True):
+                choices.append(each.route_tokens_to_experts(scores)[0].sort(-1).values)
+                biased = scores.sigmoid() + each.gate.e_score_correction_bias
+                without_groups.append(biased.topk(EXPERTS_PER_TOKEN).indices.sort(-1).values)
+    exact, rounded = (torch.stack(choices) for choices in chosen.values())
+    assert torch.equal(exact, rounded)
+    share = torch.bincount(exact.flatten(), minlength=NUM_EXPERTS) / exact.numel()
+    assert share.min() > 0.5 / NUM_EXPERTS
+    assert (torch.stack(without_groups[: len(exact)]) != exact).any(-1).float().mean() > 0.9

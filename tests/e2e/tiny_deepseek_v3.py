@@ -1,0 +1,122 @@
+"""Builds a tiny DeepSeek-V3: latent attention (MLA), a dense layer, then experts in groups beside a shared one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
+
+from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE, build_model, draw_weights
+
+NUM_HEADS = 4  # with TP 2, two heads a rank
+# The published model's head sizes: the fused attention kernel knows no others for latent keys.
+KV_LORA_RANK, ROPE_DIM, NOPE_DIM, VALUE_DIM = 512, 64, 128, 128
+Q_LORA_RANK = 96
+NUM_EXPERTS, EXPERT_GROUPS = 16, 4  # the router's kernel wants more than two experts in a group
+GROUPS_PER_TOKEN, EXPERTS_PER_TOKEN = 2, 4
+DENSE_LAYERS = 1
+YARN_FACTOR = 32.0
+
+
+def build_deepseek_v3(
+    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0, q_lora_rank: int | None = Q_LORA_RANK
+) -> Path:
+    """Builds a DeepSeek-V3 of about 15 MB and returns its directory; see build_model.
+
+    q_lora_rank: None for the form without a latent query (DeepSeek-V2-Lite).
+    """
+
+    def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+        return _deepseek_v3(layers, generator, q_lora_rank)
+
+    model_type = "deepseek_v3" if q_lora_rank is not None else "deepseek_v3 without q_lora_rank"
+    return build_model(directory, model_type, create, dtype=dtype, layers=layers, seed=seed)
+
+
+def _deepseek_v3(layers: int, generator: torch.Generator, q_lora_rank: int | None) -> tuple[PreTrainedModel, dict[str, Any]]:
+    config = DeepseekV3Config(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=512,
+        moe_intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=NUM_HEADS,
+        num_key_value_heads=NUM_HEADS,
+        n_shared_experts=1,
+        n_routed_experts=NUM_EXPERTS,
+        routed_scaling_factor=1.5,
+        kv_lora_rank=KV_LORA_RANK,
+        q_lora_rank=q_lora_rank,
+        qk_rope_head_dim=ROPE_DIM,
+        v_head_dim=VALUE_DIM,
+        qk_nope_head_dim=NOPE_DIM,
+        n_group=EXPERT_GROUPS,
+        topk_group=GROUPS_PER_TOKEN,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
+        first_k_dense_replace=DENSE_LAYERS,
+        norm_topk_prob=True,
+        max_position_embeddings=MAX_POSITIONS,
+        # Prompts of the tests are longer than the original length, so that the scaling shows.
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": YARN_FACTOR,
+            "original_max_position_embeddings": int(MAX_POSITIONS / YARN_FACTOR),
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = DeepseekV3ForCausalLM(config)
+    draw_weights(model, generator)
+    _sharpen_attention(model)
+    _widen_routing_margins(model, generator)
+    # Keys of the published config.json that vllm reads (model_executor/models/deepseek_v2.py, 0.23.0) and transformers does not write.
+    return model, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+
+
+@torch.no_grad()
+def _sharpen_attention(model: PreTrainedModel) -> None:
+    """Lets attention pick out tokens, and say what it found: an average over the whole prompt would hide a wrong row."""
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
+        query.weight.mul_(1.2)
+        attention.o_proj.weight.mul_(1.8)
+
+
+@torch.no_grad()
+def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """As in demo/tiny_models.py: the embedding says where a token goes, so that rounding does not decide.
+
+    Here it also says so group by group: two experts in each of two groups, and a lone expert in a third that scores higher than
+    some of the four. A router that ignored the groups would choose it.
+    """
+    size = NUM_EXPERTS // EXPERT_GROUPS
+    routing = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
+    code = torch.full((VOCAB_SIZE, EXPERT_GROUPS, size), -3.0)
+    for token in range(VOCAB_SIZE):
+        first, second, other = torch.randperm(EXPERT_GROUPS, generator=generator)[:3].tolist()
+        for group, levels in ((first, (4.0, 1.5)), (second, (4.0, 1.5)), (other, (2.75,))):
+            experts = torch.randperm(size, generator=generator)[: len(levels)]
+            code[token, group, experts] = torch.tensor(levels)
+    model.get_input_embeddings().weight[:, routing] = code.flatten(1)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[routing] *= 0.1
+        if not hasattr(layer.mlp, "gate"):
+            layer.mlp.down_proj.weight[routing] *= 0.1
+            continue
+        layer.mlp.experts.down_proj[:, routing] *= 0.1
+        layer.mlp.shared_experts.down_proj.weight[routing] *= 0.1
+        # Another place in every layer for each group, and for each expert in its group.
+        places = torch.arange(NUM_EXPERTS).view(EXPERT_GROUPS, size)[torch.randperm(EXPERT_GROUPS, generator=generator)]
+        places = torch.stack([group[torch.randperm(size, generator=generator)] for group in places])
+        layer.mlp.gate.weight *= 0.1
+        layer.mlp.gate.weight[:, routing] = torch.eye(NUM_EXPERTS)[places.flatten()]
+        layer.mlp.gate.e_score_correction_bias.copy_(0.02 * torch.randn(NUM_EXPERTS, generator=generator))
