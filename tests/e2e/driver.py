@@ -103,6 +103,8 @@ class Driver:
         options = {"temperature": 0.0, "ignore_eos": True, **sampling}
         if "output_kind" in options:
             options["output_kind"] = RequestOutputKind[options["output_kind"]]
+        if "logit_bias" in options:  # JSON has no keys but strings
+            options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
         prompt: Any = {"prompt_embeds": self._embeddings(token_ids)} if as_embeds else {"prompt_token_ids": token_ids}
         internal_id: str = self.engine.add_request(
             request_id,
@@ -168,8 +170,8 @@ class Driver:
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.engine.sleep(level, mode)
 
-    def wake_up(self) -> None:
-        self.engine.wake_up()
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.engine.wake_up(tags)
 
     # What is going on inside
 

@@ -82,10 +82,14 @@ class Request:
         return self.completions.get(0, [])
 
     @property
+    def n(self) -> int:
+        count: int = self.sampling.get("n", 1)
+        return count
+
+    @property
     def internal_ids(self) -> list[str]:
         """Of each completion, in order."""
-        n = self.sampling.get("n", 1)
-        return [self.internal_id] if n == 1 else [f"{index}_{self.internal_id}" for index in range(n)]
+        return [self.internal_id] if self.n == 1 else [f"{index}_{self.internal_id}" for index in range(self.n)]
 
     def sequence(self, index: int = 0) -> list[int]:
         """Prompt and generated tokens of one completion."""
@@ -315,9 +319,10 @@ class EngineSession:
         if request.ended is None:
             request.ended, request.aborted = self.clock, True
 
-    def restart(self, **changed: Any) -> None:
-        """Another engine in the same process, with some EngineArgs changed."""
-        self.facts = self.call("restart", changed)
+    def restart(self, layer_ids: Sequence[int]) -> None:
+        """Another engine in the same process, which extracts other layers."""
+        self.layer_ids = tuple(layer_ids)
+        self.facts = self.call("restart", {"speculative_config": speculative_config(layer_ids)})
 
     def paths(self, request: Request) -> list[Path]:
         """Where the files of a request are to be, one per completion."""

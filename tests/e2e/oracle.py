@@ -164,13 +164,7 @@ class Oracle:
             stale = other.ended is not None and other.ended < own.begun
             whose = f"{other.name}, which had ended before (stale)" if stale else other.name
             rows.append((whose, self._reference.rows(other.token_ids, self._layer_ids)))
-        rows.append(("its own rejected drafts", self._drafts(own.token_ids)))
         return rows
-
-    def _drafts(self, token_ids: tuple[int, ...]) -> torch.Tensor:
-        """Row i is what a repetition of token i - 1 at position i gives: the drafter proposes the token that was sampled last."""
-        drafted = [token_ids[:1], *((*token_ids[:i], token_ids[i - 1]) for i in range(1, len(token_ids) + 1))]
-        return torch.stack([self._reference.rows(each, self._layer_ids)[-1] for each in drafted])
 
     def _identify(self, row: torch.Tensor, bad: torch.Tensor, position: int, candidates: Sequence[tuple[str, torch.Tensor]]) -> Found:
         """What the wrong layers of a row [layers, hidden] hold."""

@@ -106,10 +106,6 @@ def garbage(bench: Bench, rows: torch.Tensor) -> None:
     rows[30:33] = torch.randn(rows[30:33].shape, generator=torch.Generator().manual_seed(0))
 
 
-def draft(bench: Bench, rows: torch.Tensor) -> None:
-    rows[39] = bench.reference.rows((*OWN.token_ids[:39], OWN.token_ids[38]), LAYER_IDS)[39]
-
-
 def one_element(bench: Bench, rows: torch.Tensor) -> None:
     tolerances = {torch.float32: EXACT, torch.bfloat16: ELEMENT_TOLERANCE * 2**-7 * rows[11, 0].float().square().mean().sqrt()}
     rows[11, 0, 40] += 1.5 * tolerances[bench.dtype]
@@ -132,7 +128,6 @@ FAULTS = {
     swapped_layers: r"own: layers in the wrong order: the slots hold what belongs in slots \[0, 2, 1\]$",
     one_layer_foreign: r"own: row 3 is rows of beside, position 3 in layer slots \[0\]$",
     garbage: "own: rows 30-32 are garbage: in no request's rows$",
-    draft: "own: row 39 is rows of its own rejected drafts, position 39$",
     one_element: r"own: row 11 is garbage in layer slots \[0\]: in no request's rows$",
     several: "own: row 5 is zero; rows 20-24 are rows of beside, position 7 to 11; rows 30-32 are garbage: in no request's rows$",
 }

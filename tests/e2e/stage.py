@@ -1,0 +1,183 @@
+"""One engine on which scenarios are played one after the other, and what must hold after each of them."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from harness import EngineSession, Request
+from oracle import Oracle, Reference, Served
+
+from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
+
+# What is to be found when a request has ended: rows of its prompt; rows of what it generated too; nothing at all.
+Expected = Literal["prompt", "output", "nothing"]
+STEPS = 400  # after so many a scenario does not get any further
+
+
+class Stage:
+    """A session, its oracle and, for each request, what is expected of it.
+
+    Args:
+        session: has our connector, and its worker in the driver's process.
+        reference: of the session's model.
+    """
+
+    def __init__(self, session: EngineSession, reference: Reference) -> None:
+        self.session = session
+        self._reference = reference
+        self._expected: dict[str, Expected] = {}
+        self._checked: set[str] = set()
+        self._visible: set[str] = set()
+        self.settle_in()
+
+    def settle_in(self) -> None:
+        """Take what an idle engine holds as what it is to hold whenever it is idle."""
+        self.session.settle()
+        self._idle = self.stats()
+
+    # What a scenario does
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        name: str = "r",
+        expect: Expected = "prompt",
+        params: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Request:
+        """Add a request.
+
+        Args:
+            prompt: its tokens.
+            name: what to call it in a failure message.
+            expect: what is to be found when it has ended.
+            params: its kv_transfer_params; expect="output" asks for the rows of generated tokens unless they are given.
+            options: further arguments of driver.Driver.add.
+            sampling: SamplingParams; one token without.
+        """
+        if params is None and expect == "output":
+            params = {"include_output_tokens": True}
+        if params is not None:
+            sampling["extra_args"] = {"kv_transfer_params": params}
+        request = self.session.add(prompt, {"max_tokens": 1, **sampling}, name=name, **(options or {}))
+        self._expected[request.id] = expect
+        return request
+
+    def abort(self, request: Request, *, expect: Expected = "nothing") -> None:
+        self.session.abort(request)
+        self._expected[request.id] = expect
+
+    def step(self, count: int = 1) -> None:
+        self.session.step(count)
+
+    def drain(self) -> None:
+        self.session.drain()
+
+    def restart(self, layer_ids: Sequence[int]) -> None:
+        """Another engine in the same process, which extracts other layers."""
+        self.session.restart(layer_ids)
+        self.settle_in()
+
+    def progress(self, request: Request) -> dict[str, Any]:
+        """The scheduler's view of a request: status, computed, prompt, outputs; empty if it does not know it (any more)."""
+        found: dict[str, Any] = self.session.call("progress").get(request.internal_id, {})
+        return found
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Step until something is so."""
+        for _ in range(STEPS):
+            if reached():
+                return
+            self.step()
+        raise AssertionError(f"not reached after {STEPS} steps; the scheduler has {self.session.call('progress')}")
+
+    def until_mid_prefill(self, request: Request) -> None:
+        self.until(lambda: self.progress(request).get("computed", 0) > 0)
+        assert self.progress(request)["computed"] < len(request.prompt), "its prompt takes one step only"
+
+    def until_mid_decode(self, request: Request, tokens: int = 2) -> None:
+        self.until(lambda: len(request.tokens) >= tokens)
+        assert not request.finished
+
+    # What must hold after it
+
+    def check(self) -> None:
+        """Let everything come to its end; then every file is right, nothing else is visible, and nothing is left over inside."""
+        self.session.settle()
+        served = self.served()
+        problems = []
+        oracle = Oracle(self._reference, self.session.layer_ids)
+        for request in self.session.requests.values():
+            if request.id not in self._checked:
+                self._checked.add(request.id)
+                problems += self._check_request(request, oracle, served)
+        assert not problems, "\n".join(problems)
+        visible = set(os.listdir(self.session.storage))
+        assert visible == self._visible, {"unexpected": visible - self._visible, "missing": self._visible - visible}
+        stats = self.stats()
+        assert stats == self._idle, {key: (self._idle.get(key), stats[key]) for key in stats if stats[key] != self._idle.get(key)}
+
+    def served(self) -> list[Served]:
+        """Every sequence that the session's engines have served."""
+        return [
+            Served(_name(request, index), tuple(request.sequence(index)), request.begun, request.ended)
+            for request in self.session.requests.values()
+            for index in range(request.n)
+        ]
+
+    def _check_request(self, request: Request, oracle: Oracle, served: Sequence[Served]) -> list[str]:
+        expected = self._expected[request.id]
+        if expected == "nothing":
+            return []
+        problems = []
+        for index, path in enumerate(self.session.paths(request)):
+            own = tuple(request.sequence(index))
+            rows = len(request.prompt)
+            if expected == "output":
+                own = _with_surplus(own, path, request)
+                rows = len(own) - 1
+            answer = Served(_name(request, index), own, request.begun, request.ended)
+            problems.append(oracle.verdict(path, answer, rows, len(request.prompt), served))
+            self._visible |= {path.name, path.name + LOCK_SUFFIX}
+        if request.finished and not request.aborted:
+            named = (request.kv_transfer_params or {}).get("hidden_states_path")
+            # The frontend ends a request at a stop string, as if it aborted it, and then has no params to pass on. A client finds
+            # the file by the name of its request.
+            if named not in ([None] if request.sampling.get("stop") else map(str, self.session.paths(request))):
+                problems.append(f"{request.id}: the answer names {named}")
+        return list(filter(None, problems))
+
+    def stats(self) -> dict[str, Any]:
+        """What an idle engine holds; see driver.Driver.stats."""
+        stats: dict[str, Any] = self.session.call("stats")
+        del stats["device_bytes"]  # buffers of the runner grow to the largest batch that it has seen
+        stats["fds"], stats["threads"] = Counter(stats["fds"]), Counter(stats["threads"])
+        assert not any(stats["busy"].values()), stats["busy"]
+        assert not any(stats["scheduler"].values()), stats["scheduler"]
+        assert not any(stats["worker"].values()), stats["worker"]
+        assert not stats["wanted"]
+        return stats
+
+
+def _name(request: Request, index: int) -> str:
+    return request.id if request.n == 1 else f"{request.id}#{index}"
+
+
+def _with_surplus(sequence: tuple[int, ...], path: Path, request: Request) -> tuple[int, ...]:
+    """What a request with stop strings has generated in truth: the engine hears of the stop a step or two later, and goes on until then."""
+    if not request.sampling.get("stop") or not path.exists():
+        return sequence
+    found = tuple(load(path).token_ids.tolist())
+    surplus = len(found) - (len(sequence) - 1)
+    assert 0 <= surplus <= 2, f"{request.id}: {len(found)} tokens in the file, {len(sequence)} in prompt and answer"
+    if surplus == 0:
+        return sequence
+    assert found[: len(sequence)] == sequence
+    return (*found, 0)
