@@ -93,7 +93,8 @@ def schedule_no_drafts(config_module: Any) -> None:
     the drafter all the same (MR:2503).
 
     VllmConfig checks its parts again whenever a copy is made of it (`with_hf_config`, for the text part of a multimodal model), and then
-    derives sizes from them in `__post_init__`. So the number is what vLLM accepts during the check, and 0 from there on.
+    derives sizes from them in `__post_init__`. So the number is what vLLM accepts during the check, and 0 from there on. With data
+    parallelism each engine calls `__post_init__` alone once more (vllm/v1/engine/core.py:1038).
 
     Args:
         config_module: the module `vllm.config.vllm`.
@@ -117,7 +118,7 @@ def schedule_no_drafts(config_module: Any) -> None:
     def post_init(self: Any) -> None:
         speculative = self.speculative_config
         if _extracts(speculative):
-            if speculative.num_speculative_tokens != 1:
+            if speculative.num_speculative_tokens not in (0, 1):
                 raise HsxConfigError(
                     "speculative_config.num_speculative_tokens",
                     speculative.num_speculative_tokens,

@@ -32,11 +32,13 @@ def serve(directory: Path, model: Path, instruments: dict[str, Any], *, late: bo
     return Server(options.command(), port=options.port, log=directory / "server.log", environment=environment)
 
 
-def complete(server: Server, model: Path, prompt: list[int], *, timeout: float = 120, headers: dict[str, str] | None = None) -> Any:
+def complete(
+    server: Server, model: Path, prompt: list[int], *, timeout: float = 120, headers: dict[str, str] | None = None, **body: Any
+) -> Any:
     """POST /v1/completions; the JSON answer."""
     response = httpx.post(
         f"{server.url}/v1/completions",
-        json={"model": str(model), "prompt": prompt, "max_tokens": 1, "temperature": 0, "return_token_ids": True},
+        json={"model": str(model), "prompt": prompt, "max_tokens": 1, "temperature": 0, "return_token_ids": True, **body},
         headers=headers,
         timeout=timeout,
     )
@@ -50,7 +52,7 @@ class Served:
 
     model: Path
     storage: Path
-    prompts: dict[str, list[int]]
+    prompts: dict[str, list[int]]  # with what was generated and stored
     answers: dict[str, Any]
     trace: dict[int, list[dict[str, Any]]]
     log: str
@@ -58,6 +60,8 @@ class Served:
 
 # One at a time, so that the other DP rank is idle; then together, so that both are busy, with lengths that TP does not divide.
 ALONE = {"alone-3": tokens(3), "alone-6": tokens(6), "alone-chunked": tokens(201)}
+# Each DP rank decodes one of them, beside the other's prefills.
+WITH_OUTPUT = {f"with-output-{length}": tokens(length, seed=2) for length in (9, 70)}
 TOGETHER = {f"together-{length}": tokens(length, seed=1) for length in (1, 5, 7, 17, 33, 64, 100, 150)}
 
 
@@ -72,22 +76,26 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
             answers = {name: complete(server, tiny_minimax_m2, prompt) for name, prompt in ALONE.items()}
             hostile = {"X-Request-Id": "a/b/../../c"}
             answers["hostile-id"] = complete(server, tiny_minimax_m2, tokens(12), headers=hostile)
-            with ThreadPoolExecutor(len(TOGETHER)) as pool:
-                found = pool.map(lambda prompt: complete(server, tiny_minimax_m2, prompt), TOGETHER.values())
-                answers |= dict(zip(TOGETHER, found, strict=True))
+            generating = {"max_tokens": 9, "ignore_eos": True, "kv_transfer_params": {"include_output_tokens": True}}
+            jobs = [(prompt, generating) for prompt in WITH_OUTPUT.values()] + [(prompt, {}) for prompt in TOGETHER.values()]
+            with ThreadPoolExecutor(len(jobs)) as pool:
+                found = pool.map(lambda job: complete(server, tiny_minimax_m2, job[0], **job[1]), jobs)
+                answers |= dict(zip([*WITH_OUTPUT, *TOGETHER], found, strict=True))
         except httpx.HTTPError as error:
             raise AssertionError(f"{error!r}\n{server.log_tail()}") from error
+    with_output = {name: prompt + answers[name]["choices"][0]["token_ids"][:-1] for name, prompt in WITH_OUTPUT.items()}
+    assert {len(with_output[name]) - len(prompt) for name, prompt in WITH_OUTPUT.items()} == {8}
     return Served(
         tiny_minimax_m2,
         directory / "hidden_states",
-        {**ALONE, "hostile-id": tokens(12), **TOGETHER},
+        {**ALONE, "hostile-id": tokens(12), **TOGETHER, **with_output},
         answers,
         read_trace(traces),
         server.log.read_text(errors="replace"),
     )
 
 
-@pytest.mark.parametrize("name", [*ALONE, "hostile-id", *TOGETHER])
+@pytest.mark.parametrize("name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT])
 @pytest.mark.timeout(600)
 def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
     path = Path(served.answers[name]["kv_transfer_params"]["hidden_states_path"])

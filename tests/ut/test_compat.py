@@ -85,6 +85,12 @@ def test_a_copy_of_a_configuration_passes_vllms_check_again() -> None:
     assert first.speculative_config.num_speculative_tokens == 0
 
 
+def test_sizes_can_be_derived_again_as_each_engine_does_with_data_parallelism() -> None:
+    config = config_module().VllmConfig(speculative_config=speculative())
+    config.__post_init__()
+    assert config.decode_query_len == 1
+
+
 def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
     with pytest.raises(HsxConfigError, match=r"num_speculative_tokens=3 has no meaning.*Set it to 1"):
         config_module().VllmConfig(speculative_config=speculative(number=3))
