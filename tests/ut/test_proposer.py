@@ -136,6 +136,12 @@ def test_collectives_do_not_depend_on_whether_a_rank_extracts(monkeypatch: pytes
     assert (num_tokens, across_dp.tolist()) == (8, [8, 8])
 
 
+def test_a_step_in_which_nothing_is_wanted_does_not_look_at_the_batch() -> None:
+    runner = Runner()
+    del runner.input_batch
+    propose(make_proposer(runner), 7, [0, 2, 7])
+
+
 def test_no_token_is_proposed_so_that_text_is_sampled_as_without_extraction() -> None:
     assert propose(make_proposer(Runner()), 4, [0, 3, 4]).shape == (2, 0)
     sampled = torch.tensor([[5], [6]])
