@@ -10,6 +10,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--traffic-runs", type=int, help="play so many runs of random traffic (tests/e2e/test_any_traffic.py)")
+
+
 @pytest.fixture(scope="session")
 def tiny_minimax_m2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a four-layer MiniMax-M2 with random weights."""

@@ -18,6 +18,7 @@ from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
 
 EXACT = 1e-5  # largest |difference| of an element in a float32 file
 LOAD_SECONDS = 60.0
+KNOWN_TOKENS = 20_000  # that a reference remembers; 200 MB of a tiny model in float64
 # What a reference is computed in: its own rounding is then nothing beside the server's.
 WIDER = {torch.float32: torch.float64, torch.bfloat16: torch.float32}
 
@@ -38,10 +39,10 @@ class Served(NamedTuple):
 
 
 class Reference:
-    """The rows of any token sequence in all layers of a model, computed once, in a wider dtype than the model's.
+    """The rows of any token sequence in all layers of a model, in a wider dtype than the model's.
 
-    A sequence that is the beginning of a known one is cut from it: no row depends on a later token, so only the rounding of transformers'
-    own sums differs, by 1e-14 in float64 (test_oracle.py).
+    What was asked for lately is remembered. A sequence that is the beginning of a known one is cut from it: no row depends on a later
+    token, so only the rounding of transformers' own sums differs, by 1e-14 in float64 (test_oracle.py).
 
     Args:
         model: its directory.
@@ -58,14 +59,14 @@ class Reference:
     def rows(self, token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
         """[tokens, layers, hidden] in the wider dtype, layers in the order of layer_ids."""
         wanted = tuple(token_ids)
-        if wanted not in self._known:
-            longer = (known for known in self._known if known[: len(wanted)] == wanted)
-            self._known[wanted] = self._known[next(longer, None) or self._compute(wanted)][: len(wanted)]
-        return self._known[wanted][:, list(layer_ids)]
-
-    def _compute(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
-        self._known[token_ids] = reference_hidden_states(self._model, token_ids, self._layer_ids, WIDER[self.dtype])
-        return token_ids
+        whole = next((known for known in self._known if known[: len(wanted)] == wanted), wanted)
+        rows = self._known.pop(whole, None)
+        if rows is None:
+            rows = reference_hidden_states(self._model, whole, self._layer_ids, WIDER[self.dtype])
+        self._known[whole] = rows  # as the latest
+        while sum(map(len, self._known)) > KNOWN_TOKENS:
+            del self._known[next(iter(self._known))]
+        return rows[: len(wanted), list(layer_ids)]
 
 
 class Found(NamedTuple):

@@ -12,10 +12,11 @@ from harness import EngineSession, Request
 from oracle import Oracle, Reference, Served
 
 from vllm_ascend_hsx.reader import load
-from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
+from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX
 
-# What is to be found when a request has ended: rows of its prompt; rows of what it generated too; nothing at all.
-Expected = Literal["prompt", "output", "nothing"]
+# What is to be found when a request has ended: rows of its prompt; rows of what it generated too; nothing at all; rows of its prompt or
+# nothing, for one that was aborted at any time; the reason of a failure.
+Expected = Literal["prompt", "output", "nothing", "either", "error"]
 STEPS = 400  # after so many a scenario does not get any further
 
 
@@ -124,6 +125,15 @@ class Stage:
         stats = self.stats()
         assert stats == self._idle, {key: (self._idle.get(key), stats[key]) for key in stats if stats[key] != self._idle.get(key)}
 
+    def clear(self) -> None:
+        """Forget all requests, and remove what they have left."""
+        for name in os.listdir(self.session.storage):
+            (self.session.storage / name).unlink()
+        self.session.requests.clear()
+        self._expected.clear()
+        self._checked.clear()
+        self._visible.clear()
+
     def served(self) -> list[Served]:
         """Every sequence that the session's engines have served."""
         return [
@@ -134,10 +144,13 @@ class Stage:
 
     def _check_request(self, request: Request, oracle: Oracle, served: Sequence[Served]) -> list[str]:
         expected = self._expected[request.id]
-        if expected == "nothing":
-            return []
         problems = []
         for index, path in enumerate(self.session.paths(request)):
+            if expected == "nothing" or (expected == "either" and not path.exists()):
+                continue
+            if expected == "error":
+                self._visible |= {path.name, path.name + ERROR_SUFFIX}
+                continue
             own = tuple(request.sequence(index))
             rows = len(request.prompt)
             if expected == "output":
@@ -146,7 +159,7 @@ class Stage:
             answer = Served(_name(request, index), own, request.begun, request.ended)
             problems.append(oracle.verdict(path, answer, rows, len(request.prompt), served))
             self._visible |= {path.name, path.name + LOCK_SUFFIX}
-        if request.finished and not request.aborted:
+        if request.finished and not request.aborted and expected != "nothing":
             named = (request.kv_transfer_params or {}).get("hidden_states_path")
             # The frontend ends a request at a stop string, as if it aborted it, and then has no params to pass on. A client finds
             # the file by the name of its request.
