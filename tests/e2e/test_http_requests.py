@@ -1,0 +1,214 @@
+"""Over HTTP: which answers name their file in vLLM 0.23.0, and that a client can find the files of all others by the response's id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+from harness import process_environment, tokens
+from oracle import Oracle, Reference, Served
+
+import vllm_ascend_hsx
+from vllm_ascend_hsx.demo.options import ServeOptions
+from vllm_ascend_hsx.demo.server import Server, free_port
+
+LAYER_IDS = (4, 1, 2)
+START_SECONDS = 280
+PROMPTS = [tokens(9), tokens(70), tokens(1)]
+OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
+COMPLETIONS, CHAT = "completions", "chat/completions"
+
+
+class Case(NamedTuple):
+    """A request.
+
+    Attributes:
+        endpoint: behind /v1/.
+        body: its JSON, less what all have in common.
+        named: (prompt, sample) of the file that the answer names, or None if it names none.
+        request_id: sent as X-Request-Id.
+    """
+
+    endpoint: str
+    body: dict[str, Any]
+    named: tuple[int, int] | None
+    request_id: str | None = None
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        prompt = self.body.get("prompt", [0])
+        return prompt if isinstance(prompt[0], list) else [prompt]
+
+    @property
+    def files(self) -> list[tuple[int, int]]:
+        return [(prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.body.get("n", 1))]
+
+
+MESSAGES = [{"role": "user", "content": "Which layer of the model says so?"}]
+SAMPLED = {"temperature": 1.0, "seed": 1}
+CASES = {
+    "one-prompt": Case(COMPLETIONS, {"prompt": PROMPTS[0]}, (0, 0)),
+    "several-prompts": Case(COMPLETIONS, {"prompt": PROMPTS}, (0, 0)),
+    "several-samples": Case(COMPLETIONS, {"prompt": PROMPTS[1], "n": 3, **SAMPLED, **OUTPUT}, (0, 2)),
+    "several-of-both": Case(COMPLETIONS, {"prompt": PROMPTS[:2], "n": 2, **SAMPLED, **OUTPUT}, (0, 1)),
+    "streamed": Case(COMPLETIONS, {"prompt": PROMPTS[1], "stream": True, **OUTPUT}, None),
+    "several-prompts-streamed": Case(COMPLETIONS, {"prompt": PROMPTS, "stream": True}, None),
+    "stopped-by-a-string": Case(COMPLETIONS, {"prompt": PROMPTS[1], "stop": ["<to be set>"], **OUTPUT}, None),
+    "chat": Case(CHAT, {"messages": MESSAGES, **OUTPUT}, (0, 0)),
+    "chat-with-several-samples": Case(CHAT, {"messages": MESSAGES, "n": 2, **SAMPLED, **OUTPUT}, (0, 1)),
+    "chat-streamed": Case(CHAT, {"messages": MESSAGES, "stream": True, **OUTPUT}, None),
+    "named-by-the-client": Case(COMPLETIONS, {"prompt": PROMPTS}, (0, 0), "sample-17"),
+    "hostile-name": Case(COMPLETIONS, {"prompt": PROMPTS, "stream": True}, None, "a/../../b c~é"),
+    "chat-named-by-the-client": Case(CHAT, {"messages": MESSAGES, "stream": True}, None, "sample-18"),
+    "opted-out": Case(COMPLETIONS, {"prompt": PROMPTS[0], "kv_transfer_params": {"hidden_states": False}}, None),
+}
+
+
+@dataclass
+class Answer:
+    """What came back for a case.
+
+    Attributes:
+        id: of the response or of the stream's chunks.
+        params: kv_transfer_params of the response, or of any chunk.
+        prompts: token ids by index. samples: generated token ids by index of the choice.
+    """
+
+    id: str
+    params: dict[str, Any] | None
+    prompts: list[list[int]]
+    samples: dict[int, list[int]]
+    texts: dict[int, str]
+
+
+@dataclass
+class Client:
+    server: Server
+    model: Path
+    storage: Path
+
+    def send(self, case: Case) -> Answer:
+        with self.stream(case) as response:
+            assert response.status_code == 200, response.read()
+            if not case.body.get("stream"):
+                response.read()
+                return self._take([response.json()], case)
+            lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+            return self._take([json.loads(line) for line in lines if line != "[DONE]"], case)
+
+    def stream(self, case: Case) -> Any:
+        body = {"model": str(self.model), "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True, **case.body}
+        headers = {"X-Request-Id": case.request_id.encode()} if case.request_id else {}
+        return httpx.stream("POST", f"{self.server.url}/v1/{case.endpoint}", json=body, headers=headers, timeout=120)
+
+    @staticmethod
+    def _take(parts: list[dict[str, Any]], case: Case) -> Answer:
+        (response_id,) = {part["id"] for part in parts}
+        params = next((part["kv_transfer_params"] for part in parts if part.get("kv_transfer_params")), None)
+        answer = Answer(response_id, params, [], {}, {})
+        for part in parts:
+            for choice in part["choices"]:
+                answer.samples.setdefault(choice["index"], []).extend(choice.get("token_ids") or [])
+                text = choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") or ""
+                answer.texts[choice["index"]] = answer.texts.get(choice["index"], "") + text
+        answer.prompts = case.prompts if case.endpoint == COMPLETIONS else [parts[0]["prompt_token_ids"]]
+        return answer
+
+    def find(self, answer: Answer, prompt: int, sample: int) -> Path:
+        return vllm_ascend_hsx.find(self.storage, answer.id, prompt=prompt, sample=sample)
+
+
+@pytest.fixture(scope="module")
+def client(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    directory = tmp_path_factory.mktemp("http")
+    options = ServeOptions(
+        model=str(float32_qwen3),
+        storage=directory / "hidden_states",
+        layer_ids=LAYER_IDS,
+        port=free_port(),
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        expert_parallel=False,
+        max_num_batched_tokens=64,
+        extra=("--enforce-eager", "--gpu-memory-utilization", "0.4", "--dtype", "float32"),
+    )
+    server = Server(options.command(), port=options.port, log=directory / "server.log", environment=process_environment(npus=1))
+    with server:
+        server.wait_ready(START_SECONDS)
+        yield Client(server, float32_qwen3, options.storage)
+
+
+@pytest.fixture(scope="module")
+def answers(client: Client) -> dict[str, Answer]:
+    found: dict[str, Answer] = {}
+    for name, case in CASES.items():
+        if "stop" in case.body:
+            text = found["streamed"].texts[0]  # of the same prompt, without a stop string
+            case.body["stop"] = [text[len(text) // 2 :][:2]]
+        found[name] = client.send(case)
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracle(float32_qwen3: Path) -> Oracle:
+    return Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.timeout(400)
+def test_every_file_is_found_and_right(client: Client, answers: dict[str, Answer], oracle: Oracle, name: str) -> None:
+    case, answer = CASES[name], answers[name]
+    if name == "opted-out":
+        with pytest.raises(FileNotFoundError):
+            client.find(answer, 0, 0)
+        return
+    paths = {file: client.find(answer, *file) for file in case.files}
+    assert len(set(paths.values())) == len(paths)
+    for (prompt, sample), path in paths.items():
+        token_ids = answer.prompts[prompt]
+        rows = len(token_ids)
+        if "kv_transfer_params" in case.body:
+            generated = answer.samples[prompt * case.body.get("n", 1) + sample]
+            if "stop" in case.body:
+                # The engine hears of the stop some steps later; what it has generated until then is in the file too.
+                stored = vllm_ascend_hsx.load(path).token_ids.tolist()[rows:]
+                assert stored[: len(generated) - 1] == generated[:-1]
+                generated = [*stored, 0]
+            token_ids = [*token_ids, *generated]
+            rows = len(token_ids) - 1
+        assert oracle.verdict(path, Served(str(path), tuple(token_ids), 0, None), rows, len(answer.prompts[prompt])) == ""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_which_answers_name_their_file(client: Client, answers: dict[str, Answer], name: str) -> None:
+    case, answer = CASES[name], answers[name]
+    if case.named is None:
+        assert answer.params is None
+    else:
+        assert answer.params == {"hidden_states_path": str(client.find(answer, *case.named))}
+
+
+def test_a_client_knows_the_id_of_its_response_beforehand(client: Client, answers: dict[str, Answer]) -> None:
+    for name, prefix in (("named-by-the-client", "cmpl-sample-17"), ("chat-named-by-the-client", "chatcmpl-sample-18")):
+        assert answers[name].id == prefix
+        assert client.find(answers[name], 0, 0).name.startswith(prefix)
+
+
+def test_a_client_that_goes_away_leaves_nothing(client: Client) -> None:
+    case = Case(COMPLETIONS, {"prompt": PROMPTS[1], "stream": True, "max_tokens": 400, **OUTPUT}, None, "gone")
+    with client.stream(case) as response:
+        next(response.iter_lines())
+        path = vllm_ascend_hsx.find(client.storage, "cmpl-gone")
+    with pytest.raises(FileNotFoundError, match="was the request aborted"):
+        vllm_ascend_hsx.load(path, timeout=60)
+
+
+def test_nothing_but_complete_files_is_visible(client: Client, answers: dict[str, Answer]) -> None:
+    expected = {client.find(answers[name], *file).name for name, case in CASES.items() if name != "opted-out" for file in case.files}
+    assert {path.name.removesuffix(".lock") for path in client.storage.iterdir()} == expected
