@@ -187,4 +187,4 @@ def _clause(rows: list[int], what: str, whose: str, shift: int | None) -> str:
     if not whose:
         return f"{name_rows(rows)} shifted by {shift:+d}{what}"
     first, last = rows[0] + shift, rows[-1] + shift
-    return f"{name_rows(rows)} rows of {whose}, position {first}" + (f" to {last}" if last > first else "") + what
+    return f"{name_rows(rows)} from {whose}, position {first}" + (f" to {last}" if last > first else "") + what

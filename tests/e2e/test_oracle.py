@@ -118,18 +118,18 @@ def several(bench: Bench, rows: torch.Tensor) -> None:
 
 
 FAULTS = {
-    foreign: "own: rows 20-24 are rows of beside, position 7 to 11$",
-    stale: r"own: row 12 is rows of earlier, which had ended before \(stale\), position 12$",
+    foreign: "own: rows 20-24 are from beside, position 7 to 11$",
+    stale: r"own: row 12 is from earlier, which had ended before \(stale\), position 12$",
     shifted: r"own: rows 8-38 are shifted by \+1$",
     shifted_by_a_chunk: "own: rows 16-31 are shifted by -16$",
     zero: "own: row 5 is zero$",
     zero_layer: r"own: rows 5-6 are zero in layer slots \[1\]$",
     not_finite: r"own: row 9 is not finite in layer slots \[2\]; row 10 is not finite$",
     swapped_layers: r"own: layers in the wrong order: the slots hold what belongs in slots \[0, 2, 1\]$",
-    one_layer_foreign: r"own: row 3 is rows of beside, position 3 in layer slots \[0\]$",
+    one_layer_foreign: r"own: row 3 is from beside, position 3 in layer slots \[0\]$",
     garbage: "own: rows 30-32 are garbage: in no request's rows$",
     one_element: r"own: row 11 is garbage in layer slots \[0\]: in no request's rows$",
-    several: "own: row 5 is zero; rows 20-24 are rows of beside, position 7 to 11; rows 30-32 are garbage: in no request's rows$",
+    several: "own: row 5 is zero; rows 20-24 are from beside, position 7 to 11; rows 30-32 are garbage: in no request's rows$",
 }
 
 
