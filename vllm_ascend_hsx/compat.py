@@ -22,6 +22,7 @@ CHECKED_VERSIONS = {"vllm": "0.23.0", "vllm-ascend": "0.23.0"}
 SPEC_DECODE_MODULE = "vllm_ascend.spec_decode"
 BALANCE_SCHEDULE_MODULE = "vllm_ascend.patch.platform.patch_balance_schedule"
 CONFIG_MODULE = "vllm.config.vllm"
+MULTI_CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 PROPOSER_MODULE = "vllm.v1.spec_decode.extract_hidden_states"
 RUNNER_MODULE = "vllm_ascend.worker.model_runner_v1"
 DEEPSEEK_MODULE = "vllm.model_executor.models.deepseek_v2"
@@ -303,6 +304,35 @@ def require_no_drafts(vllm_config: Any) -> None:
             "would be scheduled as draft tokens: this configuration was made before our plugin was loaded",
             "Make it with vLLM's EngineArgs, which loads plugins first, and have ascend_hsx in VLLM_PLUGINS if that is set.",
         )
+
+
+def compute_what_is_extracted(multi_module: Any) -> None:
+    """Beside us in MultiConnector, no connector loads KV for a request that is extracted.
+
+    Reason: what is loaded is not computed, and has no rows. `skip_reading_prefix_cache` keeps vLLM's own prefix cache away
+    (v1/core/kv_cache_manager.py:212), but no connector looks at it. The others are asked all the same and are then not chosen, as happens
+    whenever two of them offer tokens (multi_connector.py:397), so they are prepared for it.
+
+    Args:
+        multi_module: the module `vllm.distributed.kv_transfer.kv_connector.v1.multi_connector`; vllm-ascend's MultiConnector inherits it.
+
+    Raises:
+        IncompatibleVersionError: no such method there.
+    """
+    multi_class = getattr(multi_module, "MultiConnector", None)
+    original = getattr(multi_class, "get_num_new_matched_tokens", None)
+    if multi_class is None or original is None:
+        raise IncompatibleVersionError(f"{MULTI_CONNECTOR_MODULE}.MultiConnector.get_num_new_matched_tokens")
+
+    @functools.wraps(original)
+    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens, load_async = original(self, request, num_computed_tokens)
+        if tokens and any(extracts(request) for each in self._connectors if (extracts := getattr(each, "extracts", None))):
+            self._requests_to_connector.pop(request.request_id, None)
+            return 0, False
+        return tokens, load_async
+
+    multi_class.get_num_new_matched_tokens = get_num_new_matched_tokens
 
 
 def require_runner_hooks(runner: Any) -> None:

@@ -8,12 +8,14 @@ from vllm_ascend_hsx.compat import (
     BALANCE_SCHEDULE_MODULE,
     CONFIG_MODULE,
     DEEPSEEK_MODULE,
+    MULTI_CONNECTOR_MODULE,
     PROPOSER_MODULE,
     RUNNER_MODULE,
     SAMPLING_MODULE,
     SPEC_DECODE_MODULE,
     apply_logits_processors,
     collect_ends_of_deepseek,
+    compute_what_is_extracted,
     keep_preemption,
     replace_proposer,
     schedule_no_drafts,
@@ -46,6 +48,7 @@ def register() -> None:
     register_post_import_hook(set_up_drafter_without_drafts, RUNNER_MODULE)
     register_post_import_hook(collect_ends_of_deepseek, DEEPSEEK_MODULE)
     register_post_import_hook(apply_logits_processors, RUNNER_MODULE)
+    register_post_import_hook(compute_what_is_extracted, MULTI_CONNECTOR_MODULE)
     register_post_import_hook(take_logits_parameters, SAMPLING_MODULE)
 
 

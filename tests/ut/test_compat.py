@@ -11,6 +11,7 @@ import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules
 from vllm_ascend_hsx.compat import (
     IncompatibleVersionError,
     apply_logits_processors,
+    compute_what_is_extracted,
     keep_preemption,
     replace_proposer,
     require_no_drafts,
@@ -150,6 +151,24 @@ def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(method
         assert not left_out
 
 
+@pytest.mark.parametrize(("extracted", "offered", "answer"), [(True, 5, 0), (False, 5, 5), (True, None, None), (True, 0, 0)])
+def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracted: bool, offered: int | None, answer: int | None) -> None:
+    class MultiConnector:
+        def __init__(self) -> None:
+            ours, sibling = SimpleNamespace(extracts=lambda request: extracted), SimpleNamespace()
+            self._connectors, self._requests_to_connector = [sibling, ours], {}
+
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+            if offered:
+                self._requests_to_connector[request.request_id] = 0
+            return offered, bool(offered)
+
+    compute_what_is_extracted(SimpleNamespace(MultiConnector=MultiConnector))
+    multi = MultiConnector()
+    assert multi.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 0) == (answer, bool(answer))
+    assert multi._requests_to_connector == ({"r": 0} if answer else {})
+
+
 @pytest.mark.parametrize(
     ("touch", "what"),
     [
@@ -157,6 +176,7 @@ def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(method
         (set_up_proposer_without_drafts, "ExtractHiddenStatesProposer"),
         (set_up_drafter_without_drafts, "_set_up_drafter"),
         (apply_logits_processors, "build_logitsprocs"),
+        (compute_what_is_extracted, "get_num_new_matched_tokens"),
         (take_logits_parameters, "_validate_spec_decode"),
     ],
 )

@@ -132,6 +132,17 @@ def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(stop: list[s
     assert end.aborted is aborted
 
 
+def test_a_request_whose_kv_goes_to_a_decoding_server_leaves_the_params_to_the_connector_that_sends_it() -> None:
+    scheduler, request = make_scheduler(), make_request("r", kv_transfer_params={"do_remote_decode": True})
+    scheduler.on_new_request(request)
+    (start,) = schedule(scheduler, request).started
+    assert start.request_id == "r"
+    assert scheduler.extracts("r")
+    assert scheduler.on_finished(request) is None
+    assert [end.request_id for end in schedule(scheduler).ended] == ["r"]
+    assert not scheduler.extracts("r")
+
+
 def test_an_error_that_is_known_in_time_is_in_the_response() -> None:
     scheduler, request = make_scheduler(), make_request("r")
     scheduler.on_new_request(request)

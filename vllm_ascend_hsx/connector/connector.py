@@ -71,6 +71,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         self._scheduler.on_new_request(request)
 
+    def extracts(self, request: Any) -> bool:
+        """Whether rows of the request are wanted; see compat.compute_what_is_extracted."""
+        assert self._scheduler is not None
+        return self._scheduler.extracts(request.request_id)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """There is never anything to load; None has the request wait while its rank is behind with writing."""
         assert self._scheduler is not None

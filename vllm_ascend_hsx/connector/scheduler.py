@@ -75,6 +75,10 @@ class ExtractionScheduler:
             # A cached prefix is not computed, so its rows would be missing. Other requests go on using the prefix cache.
             request.skip_reading_prefix_cache = True
 
+    def extracts(self, request_id: str) -> bool:
+        """Whether the request is to be extracted."""
+        return request_id in self._requests
+
     def must_wait(self, request_id: str) -> bool:
         """Whether the request is to be extracted and its owner-to-be is too far behind with writing."""
         request = self._requests.get(request_id)
@@ -115,8 +119,14 @@ class ExtractionScheduler:
         """The request has ended, for whatever reason, scheduled or not.
 
         Returns:
-            What goes into the response as `kv_transfer_params`: the file's path, and the error if it is known already.
+            What goes into the response as `kv_transfer_params`: the file's path, and the error if it is known already. Nothing for a
+            request whose KV another connector hands to a decoding server: it has params of its own, and MultiConnector stops the
+            engine over two (multi_connector.py:498).
         """
+        answer = self._end(request)
+        return None if (request.kv_transfer_params or {}).get("do_remote_decode") else answer
+
+    def _end(self, request: Any) -> dict[str, Any] | None:
         request_id = request.request_id
         if reason := self._refused.pop(request_id, None):
             return {ERROR_KEY: reason}

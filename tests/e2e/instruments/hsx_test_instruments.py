@@ -8,8 +8,10 @@ from __future__ import annotations
 import functools
 import json
 import os
+import sys
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 VARIABLE = "HSX_TEST_INSTRUMENTS"
@@ -150,4 +152,18 @@ def held_writers(_: Any) -> None:
     _after_import("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", hold)
 
 
-INSTRUMENTS = {function.__name__: function for function in (trace_collectives, trace_files, unfixed_proposer, held_writers)}
+def importable_mooncake(_: Any) -> None:
+    """vllm-ascend's MultiConnector imports a connector that imports mooncake's engine, which none of these tests uses."""
+
+    class TransferEngine:
+        def __init__(self, *args: Any) -> None:
+            raise NotImplementedError("mooncake is not installed")
+
+    for name in ("mooncake", "mooncake.engine"):
+        sys.modules.setdefault(name, ModuleType(name))
+    sys.modules["mooncake.engine"].TransferEngine = TransferEngine  # type: ignore[attr-defined]
+
+
+INSTRUMENTS = {
+    function.__name__: function for function in (trace_collectives, trace_files, unfixed_proposer, held_writers, importable_mooncake)
+}

@@ -1,0 +1,86 @@
+"""Inside MultiConnector, beside another connector: files are right, the other one works too, and HMA stays what it would be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import EngineSession, run_engine, tokens
+from oracle import Oracle, Reference, Served
+from tiny_gpt_oss import build_gpt_oss
+
+from vllm_ascend_hsx import find
+from vllm_ascend_hsx.demo.options import kv_transfer_config
+
+LAYER_IDS = (4, 1, 2)
+PROMPT = tokens(300)
+INSTRUMENTS = {"importable_mooncake": None}
+
+
+def multi_config(storage: Path, sibling: str = "SiblingConnector", *, first: bool = False) -> dict[str, Any]:
+    """--kv-transfer-config with ours and a sibling, which stands first or last."""
+    entry = {"kv_connector": sibling, "kv_connector_module_path": "sibling_connector", "kv_role": "kv_both"}
+    entries = [kv_transfer_config(storage), entry]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": entries[::-1] if first else entries},
+    }
+
+
+@pytest.fixture(params=[False, True], ids=["sibling last", "sibling first"])
+def session(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path: Path) -> Iterator[EngineSession]:
+    config = multi_config(tmp_path / "hidden_states", first=request.param)
+    with EngineSession(
+        tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", kv_transfer_config=config, instruments=INSTRUMENTS
+    ) as session:
+        yield session
+
+
+def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_not(session: EngineSession, float32_qwen3: Path) -> None:
+    first = session.add(PROMPT, {"max_tokens": 2}, name="first")
+    session.drain()
+    assert session.call("reset_prefix_cache")
+    again = session.add([*PROMPT, *tokens(20)], {"max_tokens": 2}, name="again")
+    session.drain()
+    assert session.call("reset_prefix_cache")
+    opts_out = {"extra_args": {"kv_transfer_params": {"hidden_states": False}}}
+    ordinary = session.add(PROMPT, {"max_tokens": 2, **opts_out}, name="ordinary")
+    session.drain()
+    assert (first.num_cached_tokens, again.num_cached_tokens, ordinary.num_cached_tokens) == (0, 0, 256)
+    oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)
+    for request in (first, again):
+        path = find(session.storage, request.id)
+        assert request.kv_transfer_params == {"hidden_states_path": str(path)}
+        own = Served(request.id, tuple(request.prompt), request.begun, request.ended)
+        assert oracle.verdict(path, own, len(request.prompt), len(request.prompt)) == ""
+
+
+def test_a_request_that_hands_its_kv_on_has_its_file_and_the_siblings_params(session: EngineSession) -> None:
+    handed_on = {"max_tokens": 1, "extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
+    request = session.add(PROMPT, handed_on)
+    session.drain()
+    assert request.kv_transfer_params == {"remote_engine_id": "sibling"}
+    assert find(session.storage, request.id).exists()
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with two KV cache groups: sliding-window and full attention."""
+    return build_gpt_oss(tmp_path_factory.mktemp("models") / "gpt_oss")
+
+
+@pytest.mark.parametrize(("sibling", "groups"), [("SiblingConnector", 2), ("UnawareConnector", 1)])
+def test_the_hybrid_kv_cache_manager_stays_on_unless_the_sibling_knows_one_group_only(
+    tmp_path: Path, gpt_oss: Path, sibling: str, groups: int
+) -> None:
+    script = [["add", "r", tokens(20), {"max_tokens": 1}], ["drain"]]
+    config = multi_config(tmp_path / "hidden_states", sibling)
+    run = run_engine(tmp_path, gpt_oss, script, kv_transfer_config=config, instruments=INSTRUMENTS, num_gpu_blocks_override=16)
+    assert run.error is None, run.error
+    assert len(run.result["kv_groups"]) == groups
+    assert ("Turning off hybrid kv cache manager" in run.log) == (groups == 1)
+    assert run.path("r").exists()
