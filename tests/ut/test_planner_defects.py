@@ -1,0 +1,69 @@
+"""What vLLM's planner makes of a hidden-state layer in the KV cache, and of ours, which is not in it (defects 15 and 18)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups, resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, KVCacheSpec, SlidingWindowSpec
+
+from vllm_ascend_hsx.attention import AscendCacheOnlyLayer
+from vllm_ascend_hsx.staging import StagingCache
+
+LAYER = "cache_only_layers.4"
+BLOCK, HEAD = 128, 32
+CONFIG = SimpleNamespace(
+    scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+    speculative_config=None,
+    kv_transfer_config=SimpleNamespace(),
+    parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    cache_config=SimpleNamespace(block_size=BLOCK, enable_prefix_caching=True, hash_block_size=None),
+)
+
+
+def target() -> dict[str, KVCacheSpec]:
+    """A target with full and sliding-window attention: pages of 16 KiB."""
+    attention: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": HEAD, "dtype": torch.bfloat16}
+    return {"full": FullAttentionSpec(**attention), "window": SlidingWindowSpec(**attention, sliding_window=64)}
+
+
+def upstream(num_layers: int, hidden_size: int) -> dict[str, KVCacheSpec]:
+    """With the layer of vLLM's drafter (models/extract_hidden_states.py:325)."""
+    return target() | {LAYER: HiddenStateCacheSpec(block_size=BLOCK, num_kv_heads=num_layers, head_size=hidden_size, dtype=torch.bfloat16)}
+
+
+def ours(num_layers: int, hidden_size: int) -> dict[str, KVCacheSpec]:
+    staging = StagingCache(
+        num_slots=1,
+        max_tokens=4,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        dtype=torch.bfloat16,
+        device=torch.device("npu:0"),
+        collected=range(num_layers),
+    )
+    config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    spec = AscendCacheOnlyLayer(staging, LAYER, config).get_kv_cache_spec(config)
+    return target() if spec is None else target() | {LAYER: spec}
+
+
+def block_sizes(specs: dict[str, KVCacheSpec]) -> tuple[int, int]:
+    """(tokens that the scheduler aligns to, tokens per hash of the prefix cache)."""
+    groups = get_kv_cache_groups(CONFIG, specs)
+    sizes: tuple[int, int] = resolve_kv_cache_block_sizes(SimpleNamespace(kv_cache_groups=groups), CONFIG)
+    return sizes
+
+
+def test_defect_15_a_row_may_be_larger_than_a_page_of_the_kv_cache() -> None:
+    with pytest.raises(AssertionError):
+        [group.kv_cache_spec.page_size_bytes for group in get_kv_cache_groups(CONFIG, upstream(5, 2048))]
+    assert block_sizes(ours(5, 2048)) == block_sizes(target())
+
+
+def test_defect_18_prefixes_are_cached_in_blocks_of_the_size_they_have_without_extraction() -> None:
+    aligned, hashed = block_sizes(upstream(3, 42))  # 65 rows of 252 bytes in a page
+    assert (aligned, hashed) == (65 * BLOCK, 1)
+    assert block_sizes(ours(3, 42)) == block_sizes(target()) == (BLOCK, BLOCK)
