@@ -191,6 +191,41 @@ def set_up_drafter_without_drafts(runner_module: Any) -> None:
     runner_class._set_up_drafter = set_up_drafter
 
 
+def keep_mamba_states_without_drafts(runner_module: Any) -> None:
+    """Have a hybrid target's Mamba states handled as on a server without a speculative method.
+
+    Reason: the runner counts accepted drafts whenever there is a speculative method (MR:755), with an event that it has only if draft
+    tokens are scheduled (vllm/v1/worker/gpu_model_runner.py:871), and has buffers and copies for it (gpu_model_runner.py:1016, MR:2187).
+
+    Args:
+        runner_module: the module `vllm_ascend.worker.model_runner_v1`.
+
+    Raises:
+        IncompatibleVersionError: the runner does it elsewhere.
+    """
+    runner_class = getattr(runner_module, "NPUModelRunner", None)
+    for name in ("_update_states_after_model_execute", "_get_mamba_bufs"):
+        original = getattr(runner_class, name, None)
+        if runner_class is None or original is None:
+            raise IncompatibleVersionError(f"{RUNNER_MODULE}.NPUModelRunner.{name}")
+        setattr(runner_class, name, _without_speculative_method(original))
+
+
+def _without_speculative_method(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        speculative = self.speculative_config
+        if not _extracts(speculative):
+            return method(self, *args, **kwargs)
+        self.speculative_config = None
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.speculative_config = speculative
+
+    return call
+
+
 def take_logits_parameters(sampling_module: Any) -> None:
     """Let requests use `min_p` and `logit_bias`.
 

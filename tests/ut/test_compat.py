@@ -12,6 +12,7 @@ from vllm_ascend_hsx.compat import (
     IncompatibleVersionError,
     apply_logits_processors,
     compute_what_is_extracted,
+    keep_mamba_states_without_drafts,
     keep_preemption,
     replace_proposer,
     require_no_drafts,
@@ -127,6 +128,28 @@ def test_the_drafter_is_set_up_as_if_for_one_token_and_the_number_is_restored(me
     assert (runner.decode_token_per_req, config.speculative_config.num_speculative_tokens) == (1 + after, after)
 
 
+@pytest.mark.parametrize(("method", "counts"), [("extract_hidden_states", False), ("eagle3", True), (None, False)])
+def test_accepted_drafts_of_a_hybrid_target_are_counted_where_there_are_drafts(method: str | None, counts: bool) -> None:
+    class GPUModelRunner:
+        """Of vLLM: buffers for accepted drafts are made when there is a speculative method."""
+
+        def _get_mamba_bufs(self) -> bool:
+            return self.speculative_config is not None
+
+    class NPUModelRunner(GPUModelRunner):
+        def __init__(self) -> None:
+            self.speculative_config = None if method is None else speculative(method)
+
+        def _update_states_after_model_execute(self, output_token_ids: list[int], scheduler_output: str) -> list[int] | None:
+            return None if self.speculative_config is None else output_token_ids
+
+    keep_mamba_states_without_drafts(SimpleNamespace(NPUModelRunner=NPUModelRunner))
+    runner = NPUModelRunner()
+    assert runner._get_mamba_bufs() is counts
+    assert runner._update_states_after_model_execute([7], "scheduled") == ([7] if counts else None)
+    assert getattr(runner.speculative_config, "method", None) == method
+
+
 @pytest.mark.parametrize(("method", "left_out"), [("extract_hidden_states", False), ("eagle3", True)])
 def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(method: str, left_out: bool) -> None:
     class SamplingParams:
@@ -175,6 +198,7 @@ def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracte
         (schedule_no_drafts, "VllmConfig"),
         (set_up_proposer_without_drafts, "ExtractHiddenStatesProposer"),
         (set_up_drafter_without_drafts, "_set_up_drafter"),
+        (keep_mamba_states_without_drafts, "_update_states_after_model_execute"),
         (apply_logits_processors, "build_logitsprocs"),
         (compute_what_is_extracted, "get_num_new_matched_tokens"),
         (take_logits_parameters, "_validate_spec_decode"),
