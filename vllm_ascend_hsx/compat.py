@@ -250,6 +250,34 @@ def take_logits_parameters(sampling_module: Any) -> None:
     params._validate_spec_decode = validate
 
 
+def have_no_drafts_to_take(runner_module: Any) -> None:
+    """Let the runner answer, when the engine asks for draft tokens, that there are none.
+
+    Reason: with asynchronous scheduling and structured outputs the engine asks whatever the number of draft tokens is, and stops if the
+    runner has no answer (v1/engine/core.py:583); with no draft tokens it has none (v1/worker/gpu_model_runner.py:4693).
+
+    Args:
+        runner_module: the module `vllm_ascend.worker.model_runner_v1`.
+
+    Raises:
+        IncompatibleVersionError: the runner is not asked this way.
+    """
+    runner_class = getattr(runner_module, "NPUModelRunner", None)
+    original = getattr(runner_class, "take_draft_token_ids", None)
+    if runner_class is None or original is None:
+        raise IncompatibleVersionError(f"{RUNNER_MODULE}.NPUModelRunner.take_draft_token_ids")
+
+    @functools.wraps(original)
+    def take_draft_token_ids(self: Any) -> Any:
+        if not _extracts(self.speculative_config):
+            return original(self)
+        from vllm.v1.outputs import DraftTokenIds
+
+        return DraftTokenIds([], [])
+
+    runner_class.take_draft_token_ids = take_draft_token_ids
+
+
 def apply_logits_processors(runner_module: Any) -> None:
     """Have the runner apply `min_p`, `logit_bias` and custom logits processors.
 

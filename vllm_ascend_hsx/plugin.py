@@ -16,6 +16,7 @@ from vllm_ascend_hsx.compat import (
     apply_logits_processors,
     collect_ends_of_deepseek,
     compute_what_is_extracted,
+    have_no_drafts_to_take,
     keep_mamba_states_without_drafts,
     keep_preemption,
     replace_proposer,
@@ -47,6 +48,7 @@ def register() -> None:
     register_post_import_hook(schedule_no_drafts, CONFIG_MODULE)
     register_post_import_hook(set_up_proposer_without_drafts, PROPOSER_MODULE)
     register_post_import_hook(set_up_drafter_without_drafts, RUNNER_MODULE)
+    register_post_import_hook(have_no_drafts_to_take, RUNNER_MODULE)
     register_post_import_hook(keep_mamba_states_without_drafts, RUNNER_MODULE)
     register_post_import_hook(collect_ends_of_deepseek, DEEPSEEK_MODULE)
     register_post_import_hook(apply_logits_processors, RUNNER_MODULE)
