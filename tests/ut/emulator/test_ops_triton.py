@@ -253,7 +253,79 @@ def test_split_and_normalise_references_equal_the_kernels_sources(rotary_dim: in
     same(kernels["_apply_global_rmsnorm_kernel"], f"{SPLIT}._apply_global_rmsnorm_kernel", (2,), normalise)
 
 
+MROPE = "ops/triton/linearnorm/split_qkv_rmsnorm_mrope.py"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("interleaved", "rope_dim", "gated"), [(True, 16, True), (True, 32, False), (False, 16, True)])
+def test_split_and_mrope_reference_equals_the_kernels_source(interleaved: bool, rope_dim: int, gated: bool, dtype: torch.dtype) -> None:
+    kernels = kernels_of("vllm_ascend", MROPE, torch=torch, extract_slice=tl.extract_slice, insert_slice=tl.insert_slice)
+    angles = random(3, 5, rope_dim // 2, seed=3)
+
+    def arguments() -> dict[str, Any]:
+        gate = 64 if gated else 0
+        return {
+            "in_qkv_ptr": random(5, 64 + gate + 128, dtype=dtype), "q_weight_ptr": random(32, seed=1, dtype=dtype), "q_bias_ptr": None,
+            "k_weight_ptr": random(32, seed=2, dtype=dtype), "k_bias_ptr": None,
+            "cos_sin_ptr": torch.cat((angles.cos(), angles.sin()), -1).to(dtype),
+            **{f"out_{name}_ptr": torch.zeros(5, 64, dtype=dtype) for name in "qkv"},
+            "out_gate_ptr": torch.zeros(5, gate, dtype=dtype), "num_tokens": 5, "front_core_num": 1, "num_tokens_each_front_core": 3,
+            "num_tokens_each_tail_core": 2, "num_q_heads": 2, "num_kv_heads": 2, "head_size": 32, "q_size": 64, "kv_size": 64, "eps": 1e-6,
+            "mrope_section_t": rope_dim // 2 - 4, "mrope_section_h": 2, "mrope_section_w": 2, "has_bias": False,
+            "is_interleaved": interleaved, "rope_dim": rope_dim, "half_rope_dim": rope_dim // 2, "IS_PARTIAL_ROPE": rope_dim != 32,
+            "gate_size": gate,
+        }
+
+    reference = "vllm_ascend.ops.triton.linearnorm.split_qkv_rmsnorm_mrope.split_qkv_rmsnorm_mrope_kernel"
+    same(kernels["split_qkv_rmsnorm_mrope_kernel"], reference, (2,), arguments)
+
+
+def test_the_split_of_qwen3_next_equals_the_kernels_source() -> None:
+    kernel = kernels_of("vllm_ascend", "ops/triton/fla/fused_qkvzba_split_reshape.py")["fused_qkvzba_split_reshape_cat_kernel"]
+
+    def arguments() -> dict[str, Any]:
+        return {
+            "mixed_qkv": torch.zeros(5, 2 * 2 * 8 + 4 * 16), "z": torch.zeros(5, 4, 16), "b": torch.zeros(5, 4), "a": torch.zeros(5, 4),
+            "mixed_qkvz": random(5, 2 * (2 * 8 + 4 * 16)), "mixed_ba": random(5, 8, seed=1), "NUM_HEADS_QK": 2, "NUM_HEADS_V": 4,
+            "HEAD_QK": 8, "HEAD_V": 16, "total_rows": 5, "rows_per_vec": 3, "QKVZ_ROW_STRIDE": 160, "BA_ROW_STRIDE": 8,
+            "QKV_ROW_STRIDE": 96, "Z_ROW_STRIDE": 64, "BA_OUT_ROW_STRIDE": 4, "ROWS_PER_ITER": 2,
+        }
+
+    same(kernel, "vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape.fused_qkvzba_split_reshape_cat_kernel", (2, 1), arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_of_keys_equals_the_kernels_sources(dtype: torch.dtype) -> None:
+    """vllm-ascend's own for prefill has a reference, vLLM's for decode runs from its source: both are the same function."""
+    own = kernels_of("vllm_ascend", "ops/triton/fla/l2norm.py")["l2norm_fwd_kernel2_loop"]
+
+    def arguments() -> dict[str, Any]:
+        tensors = {"X": random(7, 16, dtype=dtype), "Y": torch.zeros(7, 16, dtype=dtype)}
+        return {**tensors, "eps": 1e-6, "M": 7, "N": 16, "MBLOCK": 2, "NUM_CHUNKS": 2}
+
+    same(own, "vllm_ascend.ops.triton.fla.l2norm.l2norm_fwd_kernel2_loop", (2,), arguments)
+    of_vllm = kernels_of("vllm", "model_executor/layers/fla/ops/l2norm.py", BT_LIST=[8])["l2norm_fwd_kernel2"]
+    x, y = random(7, 16, dtype=dtype), torch.zeros(7, 16, dtype=dtype)
+    of_vllm[(3,)](x, y, 1e-6, 7, 16, 16, 3)
+    exact = x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(y.double(), exact, atol=1e-6, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5)
+
+
 # ---- kernels that run from their source: do they give what their callers expect? ----
+
+
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_the_gated_norm_follows_its_definition(norm_before_gate: bool) -> None:
+    path = "ops/triton/layernorm_gated.py"
+    kernel = kernels_of("vllm_ascend", path)["_layer_norm_fwd_1pass_kernel_npu"]
+    x, z, weight = random(5, 8), random(5, 8, seed=1), random(8, seed=2)
+    y, rstd = torch.zeros(5, 8), torch.zeros(5)
+    options = {"BLOCK_M": 4, "BLOCK_N": 8, "HAS_BIAS": False, "HAS_Z": True, "NORM_BEFORE_GATE": norm_before_gate, "IS_RMS_NORM": True}
+    kernel[(2, 1)](x, y, weight, None, z, None, rstd, 8, 8, 8, 5, 8, 1e-6, **options)
+    gate = z.double() * z.double().sigmoid()
+    inputs = x.double() if norm_before_gate else x.double() * gate
+    exact = inputs / (inputs.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    torch.testing.assert_close(y.double(), exact * gate if norm_before_gate else exact, atol=1e-6, rtol=1e-5)
 
 
 def test_penalties_follow_their_definition() -> None:

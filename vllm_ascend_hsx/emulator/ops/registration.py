@@ -5,7 +5,21 @@ from typing import Any
 
 import torch
 
-from . import cache, collectives, fused_attention, matmul, mla, moe_experts, moe_gating, norm, paged_attention, rotary, sampling
+from . import (
+    cache,
+    causal_conv1d,
+    collectives,
+    fused_attention,
+    gated_delta_rule,
+    matmul,
+    mla,
+    moe_experts,
+    moe_gating,
+    norm,
+    paged_attention,
+    rotary,
+    sampling,
+)
 from .schemas import NAMESPACES, schemas
 
 Reference = Callable[..., Any]
@@ -53,6 +67,11 @@ REFERENCES: dict[str, dict[str, Reference]] = {
         "npu_gemma_rms_norm": norm.npu_gemma_rms_norm,
         "moe_gating_top_k": moe_gating.moe_gating_top_k,
         "npu_moe_init_routing_custom": moe_experts.npu_moe_init_routing_custom,
+        "npu_causal_conv1d_custom": causal_conv1d.npu_causal_conv1d_custom,
+        "npu_fused_gdn_gating": gated_delta_rule.npu_fused_gdn_gating,
+        "npu_recurrent_gated_delta_rule": gated_delta_rule.npu_recurrent_gated_delta_rule,
+        "chunk_gated_delta_rule_fwd_h": gated_delta_rule.chunk_gated_delta_rule_fwd_h,
+        "chunk_fwd_o": gated_delta_rule.chunk_fwd_o,
     },
 }
 _libraries: list[torch.library.Library] = []  # an operator lives as long as the Library object that declared it

@@ -196,6 +196,10 @@ class _Language:
 
     # ---- shapes ----
     @staticmethod
+    def broadcast_to(input: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return input.expand(tuple(shape))
+
+    @staticmethod
     def split(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return a[..., 0], a[..., 1]
 

@@ -14,7 +14,8 @@ from .rotary import rotate
 from .triton_kernels import REFERENCES, Arguments
 
 
-def _refers_to(kernel: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def refers_to(kernel: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Have a launch of ``kernel`` (module and name) call the decorated function."""
     def put(reference: Callable[..., None]) -> Callable[..., None]:
         REFERENCES[kernel] = reference
         return reference
@@ -22,7 +23,7 @@ def _refers_to(kernel: str) -> Callable[[Callable[..., None]], Callable[..., Non
     return put
 
 
-@_refers_to("vllm.v1.worker.block_table._compute_slot_mapping_kernel")
+@refers_to("vllm.v1.worker.block_table._compute_slot_mapping_kernel")
 def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Slot of each token: its block's number times the block size, plus its place in the block; the rest of the buffer is PAD_ID.
 
@@ -51,7 +52,7 @@ def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
     slots[int(arguments["num_tokens"]) : int(arguments["max_num_tokens"])] = int(arguments["PAD_ID"])
 
 
-@_refers_to("vllm_ascend.ops.triton.rope._triton_rope")
+@refers_to("vllm_ascend.ops.triton.rope._triton_rope")
 def rope(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Rotate the first ``rope_dim`` elements of every head of q and k in place. (vllm_ascend/ops/triton/rope.py:24)"""
     tokens, width = int(arguments["num_tokens"]), int(arguments["rope_dim"])
@@ -72,7 +73,7 @@ def rope(grid: tuple[int, ...], arguments: Arguments) -> None:
 _SPLIT = "vllm_ascend.ops.triton.linearnorm.split_qkv_tp_rmsnorm_rope"
 
 
-@_refers_to(f"{_SPLIT}._split_qkv_and_compute_local_qk_var_kernel")
+@refers_to(f"{_SPLIT}._split_qkv_and_compute_local_qk_var_kernel")
 def split_qkv(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Copy q, k and v out of the rows of ``input``; mean square of each row's q and k. (split_qkv_tp_rmsnorm_rope.py:38)"""
     tokens, q_cols, k_cols = (int(arguments[name]) for name in ("num_tokens", "q_cols", "k_cols"))
@@ -85,7 +86,7 @@ def split_qkv(grid: tuple[int, ...], arguments: Arguments) -> None:
     variances[:tokens, 1] = k.float().square().sum(-1) * arguments["k_inv_size"]
 
 
-@_refers_to(f"{_SPLIT}._apply_global_rmsnorm_kernel")
+@refers_to(f"{_SPLIT}._apply_global_rmsnorm_kernel")
 def normalise_and_rotate(grid: tuple[int, ...], arguments: Arguments) -> None:
     """RMSNorm of q and k over all ranks' columns, then rotary on each head's first ``rotary_dim``. (split_qkv_tp_rmsnorm_rope.py:113)
 

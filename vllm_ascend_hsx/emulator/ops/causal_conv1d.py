@@ -1,0 +1,117 @@
+"""Reference for the causal convolution in front of GatedDeltaNet, with a state that is kept per request (vllm-ascend's own kernel)."""
+
+import torch
+
+from .checks import FLOATS, check, check_dtype, check_rank, unsupported
+
+_OP = "npu_causal_conv1d_custom"
+_PREFILL, _UPDATE = 0, 1
+_CHANNELS = 16  # the number of channels is a multiple of this
+
+
+def npu_causal_conv1d_custom(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    bias_opt: torch.Tensor | None,
+    query_start_loc_opt: torch.Tensor | None,
+    cache_indices_opt: torch.Tensor | None,
+    initial_state_mode_opt: torch.Tensor | None,
+    num_accepted_tokens_opt: torch.Tensor | None,
+    activation_mode: int,
+    pad_slot_id: int,
+    run_mode: int,
+) -> torch.Tensor:
+    """Each channel of a sequence convolved with its own ``width`` taps, the last of them for the token itself; written into ``output``.
+
+    The inputs before a sequence's first token come from its row of ``conv_state``, whose first ``width - 1`` places then get the last
+    inputs of state and sequence together. Products and sums in float32, silu if ``activation_mode`` is 1, rounded once. (The kernel's
+    source is in vllm-ascend 0.23.0's wheel: causal_conv1d.h, causal_conv1d_fn_tasks.h.)
+
+    Args:
+        output, x: [tokens, channels]. Rows of no sequence, and of one whose row is ``pad_slot_id``, are not written.
+        weight: [width, channels], width 2 to 4.
+        conv_state: [rows, state_len, channels], written in place.
+        query_start_loc_opt: [sequences + 1], first token of each. In update mode with as many sequences as tokens it is not read: token
+            i is sequence i, whatever it says.
+        cache_indices_opt: the row of each sequence; of more than one column the first. None: sequence i has row i.
+        initial_state_mode_opt: prefill (``run_mode`` 0): whether a sequence has a state; one without begins with zeros. In an update
+            (``run_mode`` 1) every sequence has one.
+    """
+    check_dtype(_OP, "x", x, FLOATS)
+    check_rank(_OP, "x", x, 2)
+    check_rank(_OP, "weight", weight, 2)
+    check_rank(_OP, "conv_state", conv_state, 3)
+    width, channels = weight.shape
+    check(2 <= width <= 4, _OP, "weight", f"width {width} is not 2, 3 or 4")
+    check(channels % _CHANNELS == 0, _OP, "x", f"{channels} channels are not a multiple of {_CHANNELS}")
+    for name, tensor in (("x", x), ("conv_state", conv_state)):
+        check(tensor.shape[-1] == channels, _OP, name, f"last dimension {tensor.shape[-1]} must equal weight's {channels}")
+    for name, tensor in (("output", output), ("weight", weight), ("conv_state", conv_state)):
+        check(tensor.dtype == x.dtype, _OP, name, f"dtype {tensor.dtype} must equal x's {x.dtype}")
+    check(output.shape == x.shape and output.is_contiguous(), _OP, "output", f"must be contiguous and have x's shape {tuple(x.shape)}")
+    check(conv_state.is_contiguous(), _OP, "conv_state", f"strides {conv_state.stride()} must be contiguous: it is written in place")
+    check(conv_state.shape[1] >= width - 1, _OP, "conv_state", f"{conv_state.shape[1]} places are too few for width {width}")
+    check(run_mode in (_PREFILL, _UPDATE), _OP, "run_mode", f"{run_mode} is not 0 or 1")
+    check(activation_mode in (0, 1), _OP, "activation_mode", f"{activation_mode} is not 0 or 1")
+    if num_accepted_tokens_opt is not None:
+        raise unsupported(_OP, "num_accepted_tokens_opt", num_accepted_tokens_opt)
+    rows = cache_indices_opt if cache_indices_opt is None or cache_indices_opt.dim() == 1 else cache_indices_opt[:, 0]
+    if run_mode == _UPDATE:
+        check(initial_state_mode_opt is None, _OP, "initial_state_mode_opt", "is for prefill (run_mode 0)")
+        sequences = x.shape[0] if query_start_loc_opt is None else query_start_loc_opt.shape[0] - 1
+        if sequences == x.shape[0]:
+            _update(output, x, weight, conv_state, bias_opt, rows, activation_mode, pad_slot_id)
+            return output
+    check(query_start_loc_opt is not None, _OP, "query_start_loc_opt", "is needed: x has the tokens of several sequences")
+    assert query_start_loc_opt is not None
+    bounds = query_start_loc_opt.tolist()
+    check(rows is None or rows.shape[0] == len(bounds) - 1, _OP, "cache_indices_opt", f"{len(bounds) - 1} sequences need as many rows")
+    places = range(len(bounds) - 1) if rows is None else rows.tolist()
+    if run_mode == _UPDATE:
+        has_state = [True] * len(places)
+    else:
+        has_state = [False] * len(places) if initial_state_mode_opt is None else initial_state_mode_opt.bool().tolist()
+    for sequence, (place, begins) in enumerate(zip(places, has_state, strict=True)):
+        first, last = bounds[sequence], bounds[sequence + 1]
+        if first >= last or place == pad_slot_id or not 0 <= place < conv_state.shape[0]:
+            continue
+        state = conv_state[place, : width - 1]
+        inputs = torch.cat((state if begins else torch.zeros_like(state), x[first:last]))
+        windows = inputs.unfold(0, width, 1).transpose(1, 2)  # [tokens, width, channels]
+        output[first:last] = _convolve(windows, weight, bias_opt, activation_mode).to(output.dtype)
+        state.copy_(inputs[-(width - 1) :])
+    return output
+
+
+def _update(
+    output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    bias: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    activation_mode: int,
+    pad_slot_id: int,
+) -> None:
+    """One token for each sequence; nothing is read on the host, so that a graph can hold it."""
+    width = weight.shape[0]
+    rows = torch.arange(x.shape[0], device=x.device) if rows is None else rows.long()
+    check(rows.shape[0] == x.shape[0], _OP, "cache_indices_opt", f"{x.shape[0]} sequences need as many rows, got {rows.shape[0]}")
+    written = ((rows != pad_slot_id) & (rows >= 0) & (rows < conv_state.shape[0])).view(-1, 1)
+    rows = rows.clamp(0, conv_state.shape[0] - 1)
+    before = conv_state[rows, : width - 1]
+    windows = torch.cat((before, x.unsqueeze(1)), 1)
+    convolved = _convolve(windows, weight, bias, activation_mode).to(output.dtype)
+    output.copy_(torch.where(written, convolved, output))
+    # A row of no sequence is written as it was.
+    conv_state[rows, : width - 1] = torch.where(written.unsqueeze(-1), windows[:, 1:], before)
+
+
+def _convolve(windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation_mode: int) -> torch.Tensor:
+    """windows [tokens, width, channels] times the taps, in float32."""
+    total = (windows.float() * weight.float()).sum(1)
+    if bias is not None:
+        total = total + bias.float()
+    return total * torch.sigmoid(total) if activation_mode else total

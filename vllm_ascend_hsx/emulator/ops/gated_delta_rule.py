@@ -1,0 +1,244 @@
+"""References for vllm-ascend's own kernels of GatedDeltaNet: the gates, the rule token by token, and the rule chunk by chunk.
+
+The rule, for one value head with state S [K, V], decay exp(g), learning rate beta:
+    S <- exp(g) S;  S <- S + k (beta (v - k^T S))^T;  o = scale * q^T S
+The sources of the kernels are in vllm-ascend 0.23.0's wheel, _cann_ops_custom/.../ascendc/.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch.nn import functional
+
+from .checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+
+CHUNK = 64
+_HEAD_SIZE = 128  # the chunk kernels work on tiles of this size and leave out what is smaller
+_MOST_TOKENS = 16  # of one sequence that the recurrent kernel takes
+
+
+def npu_fused_gdn_gating(
+    A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, beta: float = 1.0, threshold: float = 20.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(g, beta_output)``: g = -exp(A_log) softplus(a + dt_bias) in float32, and sigmoid(b) in b's dtype, each [1, tokens, heads].
+
+    softplus(x) = log(1 + exp(beta x)) / beta, and x itself where beta x exceeds ``threshold``. (fused_gdn_gating.h)
+    """
+    op = "npu_fused_gdn_gating"
+    check_rank(op, "a", a, 2)
+    check_dtype(op, "a", a, FLOATS)
+    check(b.shape == a.shape and b.dtype == a.dtype, op, "b", f"must have a's shape {tuple(a.shape)} and dtype {a.dtype}")
+    for name, tensor in (("A_log", A_log), ("dt_bias", dt_bias)):
+        check(tensor.shape == a.shape[1:], op, name, f"shape {tuple(tensor.shape)} must be one number for each of {a.shape[1]} heads")
+    check(A_log.dtype == dt_bias.dtype, op, "dt_bias", f"dtype {dt_bias.dtype} must equal A_log's {A_log.dtype}")
+    g = -A_log.float().exp() * functional.softplus(a.float() + dt_bias.float(), beta, threshold)
+    return g.unsqueeze(0), torch.sigmoid(b.float()).to(b.dtype).unsqueeze(0)
+
+
+def npu_recurrent_gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    beta: torch.Tensor | None = None,
+    scale: float | None = None,
+    actual_seq_lengths: torch.Tensor | None = None,
+    ssm_state_indices: torch.Tensor | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    g: torch.Tensor | None = None,
+    gk: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The rule token by token: [tokens, value heads, V], bfloat16; the state after each token is written into ``state``.
+
+    float32 inside; the state keeps its dtype only in memory. (recurrent_gated_delta_rule.h)
+
+    Args:
+        query, key: [tokens, key heads, K], bfloat16; value head h uses key head h // (value heads / key heads).
+        value: [tokens, value heads, V], bfloat16.
+        state: [rows, value heads, V, K], float32 or bfloat16, written in place.
+        beta: [tokens, value heads], bfloat16; g: the same, float32, decay in log space.
+        actual_seq_lengths: int32: the first token of the first sequence, then the tokens of each sequence, at most 16.
+        ssm_state_indices: int32 [tokens]: a sequence begins with the state of its first token's row, and each token writes its own.
+    """
+    op = "npu_recurrent_gated_delta_rule"
+    refuse_options(op, num_accepted_tokens=num_accepted_tokens, gk=gk)
+    for name, tensor, dtypes in (
+        ("query", query, (torch.bfloat16,)),
+        ("key", key, (torch.bfloat16,)),
+        ("value", value, (torch.bfloat16,)),
+        ("state", state, (torch.float32, torch.bfloat16)),
+        ("beta", beta, (torch.bfloat16,)),
+        ("g", g, (torch.float32,)),
+        ("actual_seq_lengths", actual_seq_lengths, (torch.int32,)),
+        ("ssm_state_indices", ssm_state_indices, (torch.int32,)),
+    ):
+        check(tensor is not None, op, name, "is needed")
+        assert tensor is not None
+        check_dtype(op, name, tensor, dtypes)
+    assert beta is not None and g is not None and actual_seq_lengths is not None and ssm_state_indices is not None
+    check(scale is not None, op, "scale", "is needed")
+    assert scale is not None
+    check_rank(op, "state", state, 4)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_rank(op, name, tensor, 3)
+    (tokens, key_heads, key_size), (_, heads, value_size) = query.shape, value.shape
+    check(key.shape == query.shape, op, "key", f"shape {tuple(key.shape)} must equal query's {tuple(query.shape)}")
+    check(value.shape[0] == tokens, op, "value", f"{value.shape[0]} tokens, query has {tokens}")
+    check(heads % key_heads == 0, op, "value", f"{heads} heads are not a multiple of the keys' {key_heads}")
+    check(state.shape[1:] == (heads, value_size, key_size), op, "state",
+          f"shape {tuple(state.shape)} must be [rows, {heads}, {value_size}, {key_size}]")
+    check(state.is_contiguous(), op, "state", f"strides {state.stride()} must be contiguous: it is written in place")
+    for name, tensor in (("beta", beta), ("g", g)):
+        check(tensor.shape == (tokens, heads), op, name, f"shape {tuple(tensor.shape)} must be [{tokens}, {heads}]")
+    check(ssm_state_indices.dim() == 1, op, "ssm_state_indices", f"shape {tuple(ssm_state_indices.shape)} must have one dimension")
+    out = torch.empty_like(value)
+    lengths = actual_seq_lengths[1:]
+    sequences = lengths.shape[0]
+    # One token for each sequence is what decodes are: nothing is read on the host then, so that a graph can hold it.
+    steps = 1 if sequences == tokens else max(lengths.tolist(), default=0)
+    check(steps <= _MOST_TOKENS, op, "actual_seq_lengths", f"{steps} tokens of one sequence; the kernel takes {_MOST_TOKENS}")
+    if sequences == 0 or steps == 0:
+        return out
+    firsts = actual_seq_lengths[:1] + lengths.cumsum(0) - lengths
+    running = None
+    for step in range(steps):
+        active = lengths > step
+        token = (firsts + step).clamp(max=tokens - 1).long()
+        row = ssm_state_indices[token].long()
+        stored = state[row]
+        before = stored.float() if running is None else running
+        running = before * g[token].exp()[..., None, None]
+        k, q = (part[token].float().repeat_interleave(heads // key_heads, 1).unsqueeze(2) for part in (key, query))
+        delta = (value[token].float() - (running * k).sum(-1)) * beta[token].float().unsqueeze(-1)
+        running = running + delta.unsqueeze(-1) * k
+        attended = (running * (q * scale)).sum(-1)
+        # A sequence that has no such token writes what is there.
+        mask = active.view(-1, 1, 1)
+        out[token] = torch.where(mask, attended.to(out.dtype), out[token])
+        state[row] = torch.where(mask.unsqueeze(-1), running.to(state.dtype), stored)
+    return out
+
+
+def _sequences(op: str, cu_seqlens: Sequence[int] | None, tokens: int) -> list[tuple[int, int]]:
+    """(first token, last + 1) of every sequence that has tokens."""
+    bounds = [0, tokens] if cu_seqlens is None else list(cu_seqlens)
+    fits = bounds == sorted(bounds) and bounds[0] == 0 and bounds[-1] <= tokens
+    check(fits, op, "cu_seqlens", f"{bounds} are no bounds of {tokens} tokens")
+    return [(first, last) for first, last in pairwise(bounds) if last > first]
+
+
+def _check_chunk_inputs(op: str, chunk_size: int | None, g: torch.Tensor | None, **heads_first: torch.Tensor) -> None:
+    check(chunk_size == CHUNK, op, "chunk_size", f"{chunk_size} is not {CHUNK}")
+    if g is None:
+        raise unsupported(op, "g", g)
+    check_dtype(op, "g", g, (torch.float32,))
+    for name, tensor in heads_first.items():
+        check_rank(op, name, tensor, 4)
+        check_dtype(op, name, tensor, (torch.bfloat16,))
+        check(tensor.shape[0] == 1, op, name, "sequences are given by cu_seqlens: the first dimension is 1")
+        check(tensor.shape[-1] == _HEAD_SIZE, op, name, f"head size {tensor.shape[-1]} is not {_HEAD_SIZE}")
+
+
+def chunk_gated_delta_rule_fwd_h(
+    k: torch.Tensor,
+    w: torch.Tensor,
+    u: torch.Tensor,
+    g: torch.Tensor | None = None,
+    *,
+    gk: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool | None = False,
+    chunk_size: int | None = None,
+    save_new_value: bool | None = True,
+    cu_seqlens: Sequence[int] | None = None,
+    chunk_indices: Sequence[int] | None = None,
+    use_exp2: bool | None = False,
+    transpose_state_layout: bool | None = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``(h, v_new, final_state)``: the state at the start of every chunk of 64 tokens, what each token adds to it, and the last state.
+
+    For a chunk with state S: v_new = u - w S, and then S <- exp(g_last) S + k^T (exp(g_last - g) v_new). Between chunks a state is
+    bfloat16, as are v_new and its decayed form; sums are float32. (gdn_fwd_h_kernel.hpp, block_epilogue_gdn_fwdh_*.hpp)
+
+    Args:
+        k: [1, key heads, tokens, 128]; w and u: [1, value heads, tokens, 128], all bfloat16.
+        g: [1, value heads, tokens], float32, summed up from the start of each chunk.
+        initial_state: [sequences with tokens, value heads, 128, 128], float32 or bfloat16; final_state is like it.
+        cu_seqlens: bounds of the sequences; h has their chunks one after the other: [1, value heads, chunks, 128, 128], bfloat16.
+    """
+    op = "chunk_gated_delta_rule_fwd_h"
+    refuse_options(op, gk=gk, use_exp2=use_exp2, transpose_state_layout=transpose_state_layout)
+    _check_chunk_inputs(op, chunk_size, g, k=k, w=w, u=u)
+    assert g is not None
+    if initial_state is None:
+        raise unsupported(op, "initial_state", None)
+    for option, value in (("output_final_state", output_final_state), ("save_new_value", save_new_value)):
+        if not value:
+            raise unsupported(op, option, value)
+    check_dtype(op, "initial_state", initial_state, (torch.float32, torch.bfloat16))
+    sequences = _sequences(op, cu_seqlens, k.shape[2])
+    heads = u.shape[1]
+    check(initial_state.shape == (len(sequences), heads, _HEAD_SIZE, _HEAD_SIZE), op, "initial_state",
+          f"shape {tuple(initial_state.shape)} must be [{len(sequences)}, {heads}, {_HEAD_SIZE}, {_HEAD_SIZE}]")
+    keys = k[0].repeat_interleave(heads // k.shape[1], 0)
+    states, new_values, final_state = [], torch.empty_like(u), torch.empty_like(initial_state)
+    for sequence, (first, last) in enumerate(sequences):
+        state = initial_state[sequence].bfloat16()
+        for start in range(first, last, CHUNK):
+            chunk = slice(start, min(start + CHUNK, last))
+            states.append(state)
+            fresh = u[0, :, chunk].float() - w[0, :, chunk].float() @ state.float()
+            new_values[0, :, chunk] = fresh.bfloat16()
+            decay = g[0, :, chunk]
+            left = (fresh * (decay[:, -1:] - decay).exp().unsqueeze(-1)).bfloat16()
+            after = state.float() * decay[:, -1].exp()[:, None, None] + keys[:, chunk].float().transpose(1, 2) @ left.float()
+            state = after.bfloat16()
+        final_state[sequence] = after.to(final_state.dtype)
+    h = torch.stack(states, 1) if states else k.new_empty(heads, 0, _HEAD_SIZE, _HEAD_SIZE)
+    return h.unsqueeze(0), new_values, final_state
+
+
+def chunk_fwd_o(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    h: torch.Tensor,
+    scale: float,
+    *,
+    g: torch.Tensor | None = None,
+    g_gamma: torch.Tensor | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    chunk_indices: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+    transpose_state_layout: bool | None = False,
+) -> torch.Tensor:
+    """o [1, value heads, tokens, 128], bfloat16: scale (exp(g) q h + (q k^T exp(g_i - g_j), j <= i) v) for each chunk of 64 tokens.
+
+    The masked product of q and k is rounded to bfloat16, everything else is float32 until the end. (gdn_fwd_o_kernel.hpp and
+    block_epilogue_gdn_fwdo_*.hpp)
+
+    Args:
+        q, k, h, g, cu_seqlens: as of chunk_gated_delta_rule_fwd_h; v: its v_new.
+        chunk_indices: for every chunk of h the number of its sequence and its own number in that sequence.
+    """
+    op = "chunk_fwd_o"
+    refuse_options(op, g_gamma=g_gamma, transpose_state_layout=transpose_state_layout)
+    _check_chunk_inputs(op, chunk_size, g, q=q, k=k, v=v)
+    assert g is not None
+    if cu_seqlens is None or chunk_indices is None:
+        raise unsupported(op, "cu_seqlens", cu_seqlens)
+    heads, out = v.shape[1], torch.empty_like(v)
+    fitting = (1, heads, len(chunk_indices) // 2, _HEAD_SIZE, _HEAD_SIZE)
+    check(h.shape == fitting, op, "h", f"shape {tuple(h.shape)} must be {fitting}")
+    queries, keys = (part[0].repeat_interleave(heads // part.shape[1], 0).float() for part in (q, k))
+    for index, (sequence, number) in enumerate(zip(chunk_indices[::2], chunk_indices[1::2], strict=True)):
+        start = cu_seqlens[sequence] + number * CHUNK
+        chunk = slice(start, min(start + CHUNK, cu_seqlens[sequence + 1]))
+        decay = g[0, :, chunk]
+        reach = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).clamp(max=0.0).exp().tril()
+        attention = (queries[:, chunk] @ keys[:, chunk].transpose(1, 2) * reach).bfloat16()
+        earlier = (queries[:, chunk] @ h[0, :, index].float()) * decay.exp().unsqueeze(-1)
+        out[0, :, chunk] = ((earlier + attention.float() @ v[0, :, chunk].float()) * scale).to(out.dtype)
+    return out
