@@ -91,20 +91,23 @@ class Driver:
         Args:
             request_id: the client's id.
             token_ids: the prompt.
-            sampling: SamplingParams; output_kind by its name. Greedy, and the end of text is ignored, unless it says otherwise.
+            sampling: SamplingParams; output_kind by its name, structured_outputs by its arguments. Greedy, and the end of text is ignored,
+                unless it says otherwise.
             priority: with scheduling_policy="priority", lower is earlier.
             as_embeds: send the embeddings of the tokens instead of the tokens.
             lora: arguments of LoRARequest.
         """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         options = {"temperature": 0.0, "ignore_eos": True, **sampling}
         if "output_kind" in options:
             options["output_kind"] = RequestOutputKind[options["output_kind"]]
         if "logit_bias" in options:  # JSON has no keys but strings
             options["logit_bias"] = {int(token): bias for token, bias in options["logit_bias"].items()}
+        if "structured_outputs" in options:
+            options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         prompt: Any = {"prompt_embeds": self._embeddings(token_ids)} if as_embeds else {"prompt_token_ids": token_ids}
         internal_id: str = self.engine.add_request(
             request_id,
@@ -199,7 +202,8 @@ class Driver:
 
         found: dict[str, Any] = {
             "fds": sorted(filter(None, map(_descriptor, os.listdir("/proc/self/fd")))),
-            "threads": sorted(thread.name for thread in threading.enumerate()),
+            # vLLM starts a pool when it first compiles a grammar, and keeps it.
+            "threads": sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("ThreadPoolExecutor")),
             "device_bytes": torch.npu.memory_allocated(),
         }
         if self.engine is None:

@@ -141,10 +141,14 @@ class Oracle:
             return f"layers in the wrong order: the slots hold what belongs in slots {order}"
         candidates = self._candidates(own, others)
         clauses: dict[tuple[str, str, int | None], list[int]] = {}
+        largest = 0.0
         for row in bad.any(1).nonzero().flatten().tolist():
             found = self._identify(actual[row], bad[row], row, candidates)
+            if found.what.startswith("garbage"):
+                largest = max(largest, float((actual[row] - expected[row]).abs().max()))
             clauses.setdefault((found.what, found.whose, found.shift), []).append(row)
-        return "; ".join(_clause(rows, *key) for key, rows in clauses.items())
+        text = "; ".join(_clause(rows, *key) for key, rows in clauses.items())
+        return f"{text} (off by at most {largest:.2g})" if largest else text
 
     def _equal(self, a: torch.Tensor, e: torch.Tensor, slots: slice = slice(None)) -> torch.Tensor:
         """Which rows of a [..., layers, hidden] are those of e: bool [..., layers]; slots: which layers of the file e is of."""

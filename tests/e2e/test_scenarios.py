@@ -76,7 +76,7 @@ def a_prompt_of_the_greatest_length(stage: Stage) -> None:
 
 def repeated_and_extended_prompts(stage: Stage) -> None:
     prompt = tokens(3 * CHUNK + 20)
-    stage.add(prompt, name="first")
+    stage.add(prompt, name="first", expect="nothing", params={"hidden_states": False})
     stage.drain()
     again = stage.add(prompt, name="again")
     extended = stage.add([*prompt, *tokens(30)], name="extended")
@@ -177,6 +177,19 @@ def aborted_while_it_decodes(stage: Stage) -> None:
     stage.abort(with_output)
 
 
+def aborted_although_it_has_stop_strings(stage: Stage) -> None:
+    """To the engine this is what a stop string does, so the file stays: nobody may be left waiting for it in the other case."""
+    aborted = stage.add(tokens(42), name="with-stop", max_tokens=50, expect="output", stop=["no such text"])
+    stage.until_mid_decode(aborted, tokens=5)
+    stage.abort(aborted, expect="output")
+
+
+def aborted_samples(stage: Stage) -> None:
+    aborted = stage.add(tokens(43), name="samples", n=2, max_tokens=50, expect="output", temperature=1.0, seed=5)
+    stage.until_mid_decode(aborted, tokens=5)
+    stage.abort(aborted)
+
+
 def aborted_after_it_has_finished(stage: Stage) -> None:
     finished = stage.add(tokens(40), name="finished", max_tokens=3)
     stage.drain()
@@ -238,6 +251,29 @@ def stopped_by_a_token(stage: Stage) -> None:
     stopped = stage.add(tokens(24), name="stopped", max_tokens=30, stop_token_ids=[stop], expect="output")
     stage.drain()
     assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+
+
+def structured_outputs(stage: Stage) -> None:
+    """The sampler waits for the grammar, and with it the drafter's turn comes later."""
+    beside = stage.add(tokens(27), name="beside", max_tokens=30, expect="output")
+    stage.until_mid_decode(beside)
+    for index in range(2):
+        stage.add(
+            tokens(28 + index),
+            name=f"digits-{index}",
+            max_tokens=40,
+            expect="output",
+            ignore_eos=False,
+            structured_outputs={"regex": "[0-9]{4,6}"},
+        )
+    chunked = stage.add(tokens(2 * CHUNK), name="chunked", max_tokens=30, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})
+    stage.drain()
+    assert chunked.texts[0] in ("yes", "no")
+
+
+def log_probabilities(stage: Stage) -> None:
+    stage.add(tokens(2 * CHUNK + 3), name="of-the-prompt", max_tokens=3, prompt_logprobs=2)
+    stage.add(tokens(20), name="of-the-output", max_tokens=5, logprobs=2, expect="output")
 
 
 # What a request asks for
@@ -332,6 +368,8 @@ SCENARIOS = (
     Scenario(aborted_before_it_is_scheduled, EVERY),
     Scenario(aborted_while_its_prompt_is_computed, EVERY),
     Scenario(aborted_while_it_decodes, EVERY),
+    Scenario(aborted_although_it_has_stop_strings, BOTH),
+    Scenario(aborted_samples, BOTH),
     Scenario(aborted_after_it_has_finished, BOTH),
     Scenario(one_token_and_many, BOTH),
     Scenario(rows_of_generated_tokens, EVERY),
@@ -339,6 +377,8 @@ SCENARIOS = (
     Scenario(streamed, BOTH),
     Scenario(stopped_by_a_string, BOTH),
     Scenario(stopped_by_a_token, BOTH),
+    Scenario(structured_outputs, BOTH),
+    Scenario(log_probabilities, BOTH),
     Scenario(some_opt_out),
     Scenario(hostile_request_ids),
     Scenario(params_that_make_no_sense),
