@@ -355,3 +355,21 @@ def test_states_of_new_sequences_are_cleared() -> None:
     expected[1] = 0
     REFERENCES[f"{FLA}.utils._clear_ssm_states_kernel"]((3, 1), {"states_ptr": states, "has_initial_state_ptr": has_state})
     assert torch.equal(states, expected)
+
+
+def test_states_are_copied_between_addresses_in_the_order_of_the_stream(any_mode: None) -> None:
+    states = random(4, 6).npu()
+    row = 6 * 4
+    addresses = torch.tensor([states.data_ptr(), states.data_ptr() + row]).npu()
+    targets = torch.tensor([states.data_ptr() + 2 * row, states.data_ptr() + 3 * row + 8]).npu()
+    sizes = torch.tensor([row, 8]).npu()
+    with torch.npu.stream(torch.npu.Stream()):
+        torch.npu.current_stream().wait_stream(torch.npu.default_stream())
+        states[0] = 5.0
+        copy = REFERENCES["vllm_ascend.ops.triton.batch_memcpy.batch_memcpy_kernel"]
+        copy((2,), {"src_ptrs": addresses, "dst_ptrs": targets, "sizes": sizes})
+        states[0] = 7.0
+        torch.npu.current_stream().synchronize()
+    expected = random(4, 6)
+    expected[0], expected[2], expected[3, 2:4] = 7.0, 5.0, expected[1, :2]
+    assert torch.equal(states.cpu(), expected)

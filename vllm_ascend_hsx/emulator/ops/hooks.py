@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from . import triton_refs, triton_refs_gdn  # noqa: F401  (their import registers the references)
+from . import triton_refs, triton_refs_gdn, triton_refs_memory  # noqa: F401  (their import registers the references)
 from .triton_kernels import make_triton
 
 
