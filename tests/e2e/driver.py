@@ -50,11 +50,6 @@ class Driver:
             "async_scheduling": self.core.async_scheduling,
         }
 
-    def restart(self, changed: dict[str, Any]) -> dict[str, Any]:
-        """Shut the engine down and build another in this process, with some arguments changed."""
-        self.shutdown()
-        return self.start({**self.arguments, **changed})
-
     def shutdown(self) -> None:
         if self.engine is not None:
             self.engine.engine_core.shutdown()
@@ -265,6 +260,7 @@ def serve(driver: Driver, actions: Any, answers: Any) -> None:
 def main() -> int:
     # The scheduler in this process, so that a step is a call.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # a thread less, and nothing is sent anywhere
     read_fd, write_fd = map(int, sys.argv[1:])
     for descriptor in (read_fd, write_fd):
         os.set_inheritable(descriptor, False)  # else the end of this process would not be seen while one of its workers lives

@@ -320,9 +320,14 @@ class EngineSession:
             request.ended, request.aborted = self.clock, True
 
     def restart(self, layer_ids: Sequence[int]) -> None:
-        """Another engine in the same process, which extracts other layers."""
+        """Another engine in the same process, which extracts other layers. Nothing of ours may be left of the one before."""
+        self.call("shutdown")
+        left = self.call("stats")
+        assert not [name for name in left["threads"] if name.startswith("hsx")], left["threads"]
+        assert str(self.storage) not in left["fds"], left["fds"]
         self.layer_ids = tuple(layer_ids)
-        self.facts = self.call("restart", {"speculative_config": speculative_config(layer_ids)})
+        self._arguments |= {"speculative_config": speculative_config(layer_ids)}
+        self.facts = self.call("start", self._arguments)
 
     def paths(self, request: Request) -> list[Path]:
         """Where the files of a request are to be, one per completion."""

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness import EngineSession, Request
-from oracle import Oracle, Reference, Served
+from oracle import LOAD_SECONDS, Oracle, Reference, Served
 
-from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX
 
 # What is to be found when a request has ended: rows of its prompt; rows of what it generated too; nothing at all; rows of its prompt or
-# nothing, for one that was aborted at any time; the reason of a failure.
-Expected = Literal["prompt", "output", "nothing", "either", "error"]
+# nothing, for one that was aborted at any time; the reason of a failure; the reason that the server was stopped.
+Expected = Literal["prompt", "output", "nothing", "either", "error", "stopped"]
 STEPS = 400  # after so many a scenario does not get any further
 
 
@@ -151,6 +152,10 @@ class Stage:
             if expected == "error":
                 self._visible |= {path.name, path.name + ERROR_SUFFIX}
                 continue
+            if expected == "stopped":
+                self._visible |= {path.name + ERROR_SUFFIX, path.name + LOCK_SUFFIX}
+                problems.append(_not_stopped(path))
+                continue
             own = tuple(request.sequence(index))
             rows = len(request.prompt)
             if expected == "output":
@@ -177,6 +182,14 @@ class Stage:
         assert not any(stats["worker"].values()), stats["worker"]
         assert not stats["wanted"]
         return stats
+
+
+def _not_stopped(path: Path) -> str:
+    try:
+        load(path, LOAD_SECONDS)
+    except HiddenStatesError as error:
+        return "" if error.reason == SERVER_STOPPED else str(error)
+    return f"{path}: it is complete"
 
 
 def _name(request: Request, index: int) -> str:

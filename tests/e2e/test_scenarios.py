@@ -340,6 +340,9 @@ def asleep_and_awake(stage: Stage) -> None:
 def another_engine_in_the_process(stage: Stage) -> None:
     stage.add(tokens(50), name="before", max_tokens=2)
     stage.check()
+    decoding = stage.add(tokens(30), name="cut-off-in-its-output", expect="stopped", params={"include_output_tokens": True}, max_tokens=50)
+    stage.until_mid_decode(decoding)
+    stage.until_mid_prefill(stage.add(tokens(5 * CHUNK), name="cut-off-in-its-prompt", expect="stopped"))
     stage.restart(OTHER_LAYER_IDS)
     stage.add(tokens(50), name="same-prompt", max_tokens=2)
     stage.add(tokens(3 * CHUNK), name="chunked")
