@@ -100,10 +100,26 @@ def test_an_update_takes_several_tokens_of_a_sequence() -> None:
     assert torch.equal(state[1], x[:3])
 
 
+def test_drafts_that_were_rejected_leave_no_trace_in_the_convolution() -> None:
+    """Three tokens at a time, of which one, three and two are accepted: what comes next is behind the accepted ones alone."""
+    x, weight, state = random(20, 16), random(4, 16, seed=1), torch.zeros(2, 5, 16)
+    state[1, :3] = x[:3]
+    bounds, rows, real, accepted = torch.tensor([0, 3]), torch.tensor([1]), 3, 1
+    for next_accepted in (1, 3, 2, 1):
+        step = torch.cat((x[real : real + next_accepted], random(3 - next_accepted, 16, seed=9)))
+        out = conv(
+            step, weight, state, query_start_loc_opt=bounds, cache_indices_opt=rows, activation_mode=0, run_mode=1,
+            num_accepted_tokens_opt=torch.tensor([accepted]),
+        )
+        exact = convolved(step, weight, x[real - 3 : real], None, False)
+        torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=1e-5)
+        real, accepted = real + next_accepted, next_accepted
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "names"),
     [
-        ({"num_accepted_tokens_opt": torch.ones(1)}, NotImplementedError, "num_accepted_tokens_opt"),
+        ({"num_accepted_tokens_opt": torch.ones(1)}, ValueError, "num_accepted_tokens_opt"),
         ({"weight": torch.ones(5, 16)}, ValueError, "width 5"),
         ({"weight": torch.ones(4, 24), "x": torch.ones(2, 24)}, ValueError, "24 channels"),
         ({"state": torch.ones(2, 16, 3).transpose(1, 2)}, ValueError, "contiguous"),
@@ -199,10 +215,18 @@ def test_several_tokens_of_a_sequence_leave_a_state_each() -> None:
     near(state[4].transpose(-1, -2), states[-1], 1e-5)
 
 
+def test_a_sequence_begins_behind_its_last_accepted_token() -> None:
+    given = Inputs(5, 6)
+    state = given.state.transpose(-1, -2).contiguous()
+    recurrent(given, state, [3, 2], [5, 0, 2, 3, 4], num_accepted_tokens=torch.tensor([2, 1], dtype=torch.int32))
+    for row, first, last, begin in ((2, 0, 3, 0), (4, 3, 5, 3)):
+        near(state[row].transpose(-1, -2), given.recurred(first, last, given.state[begin])[1][-1], 1e-5)
+
+
 @pytest.mark.parametrize(
     ("changed", "error", "names"),
     [
-        ({"num_accepted_tokens": torch.ones(1)}, NotImplementedError, "num_accepted_tokens"),
+        ({"num_accepted_tokens": torch.tensor([1, 1, 2], dtype=torch.int32)}, ValueError, "num_accepted_tokens"),
         ({"gk": torch.ones(1)}, NotImplementedError, "gk"),
         ({"g": None}, ValueError, "g: is needed"),
         ({"beta": torch.ones(3, HEADS)}, ValueError, "beta: dtype"),

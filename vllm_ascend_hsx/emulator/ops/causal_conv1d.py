@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import FLOATS, check, check_dtype, check_rank, unsupported
+from .checks import FLOATS, check, check_dtype, check_rank
 
 _OP = "npu_causal_conv1d_custom"
 _PREFILL, _UPDATE = 0, 1
@@ -38,6 +38,8 @@ def npu_causal_conv1d_custom(
         cache_indices_opt: the row of each sequence; of more than one column the first. None: sequence i has row i.
         initial_state_mode_opt: prefill (``run_mode`` 0): whether a sequence has a state; one without begins with zeros. In an update
             (``run_mode`` 1) every sequence has one.
+        num_accepted_tokens_opt: an update with draft tokens: how many tokens of each sequence's last update were accepted. Its state is
+            that many places less one further on, and then gets the last inputs of the accepted and all new ones, if they fit.
     """
     check_dtype(_OP, "x", x, FLOATS)
     check_rank(_OP, "x", x, 2)
@@ -55,18 +57,18 @@ def npu_causal_conv1d_custom(
     check(conv_state.shape[1] >= width - 1, _OP, "conv_state", f"{conv_state.shape[1]} places are too few for width {width}")
     check(run_mode in (_PREFILL, _UPDATE), _OP, "run_mode", f"{run_mode} is not 0 or 1")
     check(activation_mode in (0, 1), _OP, "activation_mode", f"{activation_mode} is not 0 or 1")
-    if num_accepted_tokens_opt is not None:
-        raise unsupported(_OP, "num_accepted_tokens_opt", num_accepted_tokens_opt)
+    with_drafts = num_accepted_tokens_opt is not None
+    check(not with_drafts or (run_mode == _UPDATE and width == 4), _OP, "num_accepted_tokens_opt", "is for updates (run_mode 1) of width 4")
     rows = cache_indices_opt if cache_indices_opt is None or cache_indices_opt.dim() == 1 else cache_indices_opt[:, 0]
     if run_mode == _UPDATE:
         check(initial_state_mode_opt is None, _OP, "initial_state_mode_opt", "is for prefill (run_mode 0)")
         sequences = x.shape[0] if query_start_loc_opt is None else query_start_loc_opt.shape[0] - 1
-        if sequences == x.shape[0]:
+        if sequences == x.shape[0] and not with_drafts:
             _update(output, x, weight, conv_state, bias_opt, rows, activation_mode, pad_slot_id)
             return output
     check(query_start_loc_opt is not None, _OP, "query_start_loc_opt", "is needed: x has the tokens of several sequences")
     assert query_start_loc_opt is not None
-    bounds = query_start_loc_opt.tolist()
+    bounds = list(range(x.shape[0] + 1)) if query_start_loc_opt.shape[0] == x.shape[0] + 1 and with_drafts else query_start_loc_opt.tolist()
     check(rows is None or rows.shape[0] == len(bounds) - 1, _OP, "cache_indices_opt", f"{len(bounds) - 1} sequences need as many rows")
     places = range(len(bounds) - 1) if rows is None else rows.tolist()
     if run_mode == _UPDATE:
@@ -77,11 +79,15 @@ def npu_causal_conv1d_custom(
         first, last = bounds[sequence], bounds[sequence + 1]
         if first >= last or place == pad_slot_id or not 0 <= place < conv_state.shape[0]:
             continue
-        state = conv_state[place, : width - 1]
+        row = conv_state[place]
+        offset = 0 if num_accepted_tokens_opt is None else int(num_accepted_tokens_opt[sequence]) - 1
+        offset = min(max(offset, 0), row.shape[0] - (width - 1))
+        state = row[offset : offset + width - 1]
         inputs = torch.cat((state if begins else torch.zeros_like(state), x[first:last]))
         windows = inputs.unfold(0, width, 1).transpose(1, 2)  # [tokens, width, channels]
         output[first:last] = _convolve(windows, weight, bias_opt, activation_mode).to(output.dtype)
-        state.copy_(inputs[-(width - 1) :])
+        kept = inputs[1:] if with_drafts and last - first + width - 2 <= row.shape[0] else inputs[-(width - 1) :]
+        row[: kept.shape[0]] = kept
     return output
 
 

@@ -61,9 +61,10 @@ def npu_recurrent_gated_delta_rule(
         beta: [tokens, value heads], bfloat16; g: the same, float32, decay in log space.
         actual_seq_lengths: int32: the first token of the first sequence, then the tokens of each sequence, at most 16.
         ssm_state_indices: int32 [tokens]: a sequence begins with the state of its first token's row, and each token writes its own.
+        num_accepted_tokens: int32 [sequences]: a sequence begins with the row of that token of its own instead, counted from 1.
     """
     op = "npu_recurrent_gated_delta_rule"
-    refuse_options(op, num_accepted_tokens=num_accepted_tokens, gk=gk)
+    refuse_options(op, gk=gk)
     for name, tensor, dtypes in (
         ("query", query, (torch.bfloat16,)),
         ("key", key, (torch.bfloat16,)),
@@ -97,19 +98,29 @@ def npu_recurrent_gated_delta_rule(
     lengths = actual_seq_lengths[1:]
     sequences = lengths.shape[0]
     # One token for each sequence is what decodes are: nothing is read on the host then, so that a graph can hold it.
-    steps = 1 if sequences == tokens else max(lengths.tolist(), default=0)
+    steps = 1 if sequences == tokens and num_accepted_tokens is None else max(lengths.tolist(), default=0)
     check(steps <= _MOST_TOKENS, op, "actual_seq_lengths", f"{steps} tokens of one sequence; the kernel takes {_MOST_TOKENS}")
     if sequences == 0 or steps == 0:
         return out
     firsts = actual_seq_lengths[:1] + lengths.cumsum(0) - lengths
+    begins = firsts
+    if num_accepted_tokens is not None:
+        check_dtype(op, "num_accepted_tokens", num_accepted_tokens, (torch.int32,))
+        accepted = num_accepted_tokens[:sequences]
+        # The kernel gives up on what it is doing without a word.
+        fits = bool(((lengths == 0) | ((accepted >= 1) & (accepted <= lengths))).all())
+        check(fits, op, "num_accepted_tokens", f"{accepted.tolist()} must be from 1 to {lengths.tolist()}")
+        begins = firsts + accepted - 1
     running = None
     for step in range(steps):
         active = lengths > step
         token = (firsts + step).clamp(max=tokens - 1).long()
         row = ssm_state_indices[token].long()
         stored = state[row]
-        before = stored.float() if running is None else running
-        running = before * g[token].exp()[..., None, None]
+        if running is None:
+            begin = ssm_state_indices[begins.clamp(0, tokens - 1).long()].long()
+            running = state[begin].float()
+        running = running * g[token].exp()[..., None, None]
         k, q = (part[token].float().repeat_interleave(heads // key_heads, 1).unsqueeze(2) for part in (key, query))
         delta = (value[token].float() - (running * k).sum(-1)) * beta[token].float().unsqueeze(-1)
         running = running + delta.unsqueeze(-1) * k
