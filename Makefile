@@ -1,6 +1,9 @@
 # Everything here works in .venv, which `make setup` (called by the others) makes once.
 PYTHON ?= python3.11
 BIN := .venv/bin
+# Tests that run at the same time, each file in one process; an e2e test has up to four emulated NPUs of 1 GiB.
+WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 # Each emulated NPU is a process; more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
@@ -17,10 +20,10 @@ lint: setup
 	$(BIN)/mypy
 
 ut: setup
-	$(BIN)/pytest tests/ut
+	$(PYTEST) tests/ut
 
 e2e: setup
-	$(BIN)/pytest tests/e2e
+	$(PYTEST) tests/e2e
 
 test: lint ut e2e
 

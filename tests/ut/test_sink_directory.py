@@ -184,4 +184,4 @@ def test_a_directory_planted_under_a_files_name_fails_that_request_only(tmp_path
             with pytest.raises(SinkError, match="EISDIR|ENOTEMPTY|EEXIST"):
                 sink.open(name, tmp_path / f"{name}.safetensors")
         sink.open("c", tmp_path / "c.safetensors").discard()
-    assert listing(tmp_path) == ["a.safetensors", "b.safetensors.lock"]
+    assert listing(tmp_path) == ["a.safetensors", "a.safetensors.error", "b.safetensors.error", "b.safetensors.lock"]
