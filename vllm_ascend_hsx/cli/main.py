@@ -29,6 +29,10 @@ COMMANDS: dict[str, Command] = {
         "run a command with emulated Ascend NPUs on the CPU",
         "vllm_ascend_hsx.emulator.launch:emulate",
     ),
+    "plan": Command(
+        "show what extraction costs: memory, KV cache, disk and bandwidth",
+        "vllm_ascend_hsx.cli.plan:main",
+    ),
 }
 
 

@@ -1,0 +1,15 @@
+"""The ways in which a plan cannot be made."""
+
+from __future__ import annotations
+
+
+class PlanError(ValueError):
+    """An input that cannot be planned with; the message names the option, its value, the problem and the remedy."""
+
+    def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:
+        self.option = option
+        super().__init__(f"{option} {value}: {problem}; {remedy}")
+
+
+class PlannerMissingError(RuntimeError):
+    """vLLM or vllm-ascend, whose planner is asked, is not installed here."""
