@@ -9,7 +9,9 @@ What is emulated and what is not
     processes on one device do not see each other's use.
   * Streams and events order work as on hardware (csrc/streams.h).
   * hccl runs over gloo; ranks that disagree about an operator, shape or dtype fail with both named (csrc/hccl.h).
-  * Graph capture, memory pools, handles between processes and profiling raise NotImplementedError with their name.
+  * A graph's capture runs nothing and its replays are work like any other, of one stream; no random numbers and no copies to the
+    host in it (csrc/recording.h, replay.h, graphs.h). torch.compile works where it needs neither npugraph_ex nor torchair.
+  * Memory pools of the user's own, handles between processes and profiling raise NotImplementedError with their name.
 
 Late mode (HSX_EMULATOR_LATE=1) makes a missing wait a failing test instead of luck
   * Work on a stream other than the default one runs when something waits for it, not before. A copy into pinned memory is

@@ -20,6 +20,17 @@ from vllm_ascend_hsx.emulator.devices import (
     set_device,
     synchronize,
 )
+from vllm_ascend_hsx.emulator.graphs import (
+    ExternalEvent,
+    NPUGraph,
+    graph,
+    graph_pool_handle,
+    graph_task_group_begin,
+    graph_task_group_end,
+    graph_task_update_begin,
+    graph_task_update_end,
+    is_current_stream_capturing,
+)
 from vllm_ascend_hsx.emulator.memory import (
     empty_cache,
     max_memory_allocated,
@@ -57,6 +68,8 @@ from vllm_ascend_hsx.emulator.streams import (
 
 __all__ = [
     "Event",
+    "ExternalEvent",
+    "NPUGraph",
     "Stream",
     "StreamContext",
     "current_device",
@@ -72,6 +85,12 @@ __all__ = [
     "get_rng_state",
     "get_rng_state_all",
     "get_soc_version",
+    "graph",
+    "graph_pool_handle",
+    "graph_task_group_begin",
+    "graph_task_group_end",
+    "graph_task_update_begin",
+    "graph_task_update_end",
     "init",
     "initial_seed",
     "is_available",
@@ -105,21 +124,7 @@ __all__ = [
 # Settings that choose between ways of computing the same; the emulator has one way.
 config = SimpleNamespace(allow_internal_format=False)
 
-# Graph capture: nothing here may be used, but vllm-ascend names all of it when it is imported.
-NPUGraph = NotEmulated("torch.npu.NPUGraph")
-ExternalEvent = NotEmulated("torch.npu.ExternalEvent")
-graph = NotEmulated("torch.npu.graph")
-graph_pool_handle = NotEmulated("torch.npu.graph_pool_handle")
-graph_task_group_begin = NotEmulated("torch.npu.graph_task_group_begin")
-graph_task_group_end = NotEmulated("torch.npu.graph_task_group_end")
-graph_task_update_begin = NotEmulated("torch.npu.graph_task_update_begin")
-graph_task_update_end = NotEmulated("torch.npu.graph_task_update_end")
 make_graphed_callables = NotEmulated("torch.npu.make_graphed_callables")
-
-
-def is_current_stream_capturing() -> bool:
-    """False: the emulated NPU captures no graphs."""
-    return False
 
 
 def set_compile_mode(jit_compile: bool = False) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-from vllm_ascend_hsx.emulator import hccl, import_hooks, memory, npu, ops, random, streams, torchvision_stub
+from vllm_ascend_hsx.emulator import graphs, hccl, import_hooks, memory, npu, ops, random, streams, torchvision_stub
 from vllm_ascend_hsx.emulator.missing import NotEmulated, unknown
+from vllm_ascend_hsx.emulator.native import core
 
 VERSION = "2.10.0.post4"  # the torch_npu that vllm-ascend 0.23.0 requires
 
@@ -51,9 +52,9 @@ def _fill(package: ModuleType) -> None:
         get_npu_format=NotEmulated(f"{name}.get_npu_format"),
     )
     _submodule(package, "npu", npu)
-    for part in (memory, random, streams):
+    for part in (graphs, memory, random, streams):
         _submodule(package, f"npu.{part.__name__.rpartition('.')[2]}", part)
-    _submodule(package, "_C", _weak_ref_tensor=NotEmulated(f"{name}._C._weak_ref_tensor"), _NPUTaskGroupHandle=object)
+    _submodule(package, "_C", _weak_ref_tensor=core.weak_ref, _NPUTaskGroupHandle=graphs.TaskGroupHandle)
     _submodule(package, "_C._distributed_c10d", ProcessGroupHCCL=hccl.ProcessGroupHCCL)
     _submodule(package, "op_plugin")
     _submodule(package, "op_plugin.atb")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -241,6 +241,60 @@ def test_collectives_give_what_their_definition_says(ranks: Ranks, scenario: Any
 
 def test_all_ranks_get_the_same_bits(ranks: Ranks) -> None:
     assert len(set(ranks.run(all_reduce_bits))) == 1
+
+
+# ---- in graphs ----
+
+# Each writes to out [size * 2] from x [size * 2]; parts are of 2.
+CAPTURED: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "all_reduce": lambda x, out: dist.all_reduce(out.copy_(x)),
+    "reduce": lambda x, out: dist.reduce(out.copy_(x), dst=1),
+    "broadcast": lambda x, out: dist.broadcast(out.copy_(x), src=1),
+    "all_gather": lambda x, out: dist.all_gather(list(out.split(2)), x[:2]),
+    "all_gather_into_tensor": lambda x, out: dist.all_gather_into_tensor(out, x[:2]),
+    "gather": lambda x, out: dist.gather(x[:2], list(out.split(2)) if dist.get_rank() == 1 else None, dst=1),
+    "scatter": lambda x, out: dist.scatter(out[:2], list(x.split(2)) if dist.get_rank() == 1 else None, src=1),
+    "reduce_scatter": lambda x, out: dist.reduce_scatter(out[:2], list(x.split(2))),
+    "reduce_scatter_tensor": lambda x, out: dist.reduce_scatter_tensor(out[:2], x),
+    "all_to_all_single": lambda x, out: dist.all_to_all_single(out, x),
+    "all_to_all": lambda x, out: dist.all_to_all(list(out.split(2)), list(x.split(2))),
+}
+
+
+def captured(rank: int, size: int) -> None:
+    for name, collective in CAPTURED.items():
+        x, out = torch.zeros(2 * size, device="npu"), torch.zeros(2 * size, device="npu")
+        graph, side = torch.npu.NPUGraph(), torch.npu.Stream()
+        with torch.npu.graph(graph):
+            before = x + 1
+            collective(before, out)
+            after = out * 2
+        assert out.tolist() == [0] * 2 * size
+        for seed in (0, 10):
+            x.copy_(values(rank + seed, (2 * size,), torch.float32))
+            expected = torch.zeros(2 * size, device="npu")
+            collective(x + 1, expected)
+            side.wait_stream(torch.npu.current_stream())
+            with torch.npu.stream(side):
+                graph.replay()
+            torch.npu.current_stream().wait_stream(side)
+            assert out.tolist() == expected.tolist(), name
+            assert after.tolist() == (expected * 2).tolist(), name
+
+
+def test_collectives_are_captured_and_meet_at_the_replays(ranks: Ranks, late: bool) -> None:
+    ranks.run(captured, late)
+
+
+def asynchronous(rank: int, size: int) -> None:
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        dist.all_reduce(torch.zeros(2, device="npu"), async_op=True)
+
+
+def test_an_asynchronous_collective_in_a_graph_is_refused(ranks: Ranks) -> None:
+    for state, text in ranks.outcomes(asynchronous):
+        assert state == "error"
+        assert text.startswith("NotImplementedError: a graph capture that takes in a second stream")
 
 
 # ---- ranks that disagree ----

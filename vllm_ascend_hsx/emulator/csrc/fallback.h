@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include "device.h"
+#include "graphs.h"
 #include "ordering.h"
 #include "relabel.h"
 
@@ -318,12 +319,25 @@ inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const size_t begin = stack->size() - op.schema().arguments().size();
   const CallDevice call = check_arguments(op, t, *stack, begin);
   Engine& engine = Engine::get();
-  if (!config().late || t.view) {
+  if (t.view) {
     run_now(op, t, stack, begin, call.device, nullptr);
     return;
   }
   StreamState& s = current_stream(call.device);
   const bool host = t.host || call.masks;
+  if (host) refuse_synchronous_copy(t.name->c_str());
+  if (s.recording != nullptr) {
+    TORCH_CHECK(!host, "NPU error: ", *t.name, " needs values on the host, ", kCapturedStream);
+    TORCH_CHECK_NOT_IMPLEMENTED(t.generator < 0, *t.name, ": random numbers in a graph are not implemented by the emulated NPU");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        queue(op, t, stack, begin, call.device, s), *t.name, " cannot be captured in a graph of the emulated NPU: it has no shape function");
+    return;
+  }
+  engine.settle(s);
+  if (!config().late) {
+    run_now(op, t, stack, begin, call.device, nullptr);
+    return;
+  }
   if (!host && engine.defers(s) && queue(op, t, stack, begin, call.device, s)) return;
   if (engine.tracking()) order(s, t.name, touches_of(t, *stack, begin));
   if (host) engine.synchronize(s);

@@ -7,17 +7,22 @@ namespace hsx {
 
 inline int current_slot(int device) { return Engine::get().tracking() ? current_stream(device).slot : 0; }
 
+inline std::shared_ptr<Pool> capturing_pool(int device) {
+  Engine& engine = Engine::get();
+  return engine.recordings() == 0 ? nullptr : pool_of(current_stream(device));
+}
+
 // A freed block goes back to the pool of the stream it was allocated on. What other streams still do with it, without that
 // stream knowing, is remembered: the next allocation there may get these bytes. A stream that still writes them is an error. One
 // that still reads them gets poison, and a warning: it is harmless if nobody looks at the result (vllm-ascend 0.23.0 drops the
 // output of ranks that do not report it, worker/model_runner_v1.py, while the copy of its token ids is under way).
 inline void keep_hazards(Block& block) {
   Engine& engine = Engine::get();
-  if (!engine.tracking() || block.log.accesses.empty()) return;
+  if (!engine.tracking() || block.memory->log.accesses.empty()) return;
   const Clock owner = engine.clock_of(engine.by_slot(block.owner_slot));
   FreedBlock freed{block.rounded, block.owner_slot, {}, {}};
   if (block.recorded.empty()) freed.memory = block.memory;  // else a stream that may still read it would get poison too
-  for (const Access& a : block.log.accesses) {
+  for (const Access& a : block.memory->log.accesses) {
     const bool recorded = std::find(block.recorded.begin(), block.recorded.end(), a.slot) != block.recorded.end();
     if (a.slot != block.owner_slot && !recorded && a.epoch > owner.get(a.slot)) freed.accesses.push_back(a);
   }

@@ -5,13 +5,14 @@
 //
 // Streams: an operator is launched on the current stream (async_op: on a stream of the group that first waits for the current
 // one, and wait() makes the current stream wait for it). The bytes move at the launch: ranks must meet in launch order, so in
-// late mode the streams involved are drained first. A receive is queued and completed when something waits for it; a send
+// late mode the streams involved are drained first; a captured operator moves them at the launch of each replay. A receive is queued and completed when something waits for it; a send
 // never blocks the host, also where hardware would wait for the receiver.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/extension.h>
 
+#include "graphs.h"
 #include "hccl_wire.h"
 
 namespace hsx {
@@ -63,52 +64,52 @@ class HcclBackend final : public c10d::Backend {
   std::string comm_name(int) const { return name_; }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
-    at::Tensor& t = single(tensors, "all_reduce");
+    const at::Tensor t = single(tensors, "all_reduce");
     const int reduce = checked(o.reduceOp);
-    return launch(OpType::ALLREDUCE, "hccl::all_reduce", {t}, {t}, o.asyncOp, [&] {
+    return launch(OpType::ALLREDUCE, "hccl::all_reduce", {t}, {t}, o.asyncOp, [=, this] {
       write(t, reduced(wire_.exchange(describe("all_reduce", t, reduce), t, true), t, reduce));
     });
   }
 
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override {
-    at::Tensor& t = single(tensors, "reduce");
+    const at::Tensor t = single(tensors, "reduce");
     const int reduce = checked(o.reduceOp);
     const int root = static_cast<int>(o.rootRank);
-    return launch(OpType::REDUCE, "hccl::reduce", {t}, rank_ == root ? Tensors{t} : Tensors{}, o.asyncOp, [&] {
+    return launch(OpType::REDUCE, "hccl::reduce", {t}, rank_ == root ? Tensors{t} : Tensors{}, o.asyncOp, [=, this] {
       const Tensors parts = wire_.exchange(describe("reduce", t, reduce, root), t, true);
       if (rank_ == root) write(t, reduced(parts, t, reduce));
     });
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override {
-    at::Tensor& t = single(tensors, "broadcast");
+    const at::Tensor t = single(tensors, "broadcast");
     const int root = static_cast<int>(o.rootRank);
     const bool source = rank_ == root;
-    return launch(OpType::BROADCAST, "hccl::broadcast", source ? Tensors{t} : Tensors{}, source ? Tensors{} : Tensors{t}, o.asyncOp, [&] {
+    return launch(OpType::BROADCAST, "hccl::broadcast", source ? Tensors{t} : Tensors{}, source ? Tensors{} : Tensors{t}, o.asyncOp, [=, this] {
       const Tensors parts = wire_.exchange(describe("broadcast", t, -1, root), t, true);
       if (!source) write(t, parts[root]);
     });
   }
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
-    at::Tensor& in = single(inputs, "all_gather");
+    const at::Tensor in = single(inputs, "all_gather");
     TORCH_CHECK(outputs.size() == 1 && static_cast<int>(outputs[0].size()) == size_, "hccl all_gather: expected ", size_, " output tensors");
-    Tensors& out = outputs[0];
-    check_tensors(out, "all_gather");
-    return launch(OpType::ALLGATHER, "hccl::all_gather", {in}, out, o.asyncOp, [&] {
+    const Tensors out = launched(outputs[0], "all_gather");
+    return launch(OpType::ALLGATHER, "hccl::all_gather", {in}, out, o.asyncOp, [=, this] {
       const Tensors parts = wire_.exchange(describe("all_gather", in), in, false);
       for (int r = 0; r < size_; ++r) expect_bytes("all_gather", r, parts[r], out[r]);
       for (int r = 0; r < size_; ++r) write(out[r], parts[r]);
     });
   }
 
-  WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& o) override {
-    check_tensors({in, out}, "all_gather_into_tensor");
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& o) override {
+    const Tensors both = launched({input, output}, "all_gather_into_tensor");
+    const at::Tensor in = both[0], out = both[1];
     TORCH_CHECK(
         out.numel() == in.numel() * size_ && out.scalar_type() == in.scalar_type(),
         "output tensor size must be equal to world_size times input tensor size, and the types the same: output ", shape_text(out), " ",
         out.scalar_type(), ", input ", shape_text(in), " ", in.scalar_type(), ", world_size ", size_);
-    return launch(OpType::_ALLGATHER_BASE, "hccl::all_gather_into_tensor", {in}, {out}, o.asyncOp, [&] {
+    return launch(OpType::_ALLGATHER_BASE, "hccl::all_gather_into_tensor", {in}, {out}, o.asyncOp, [=, this] {
       write(out, at::cat(wire_.exchange(describe("all_gather_into_tensor", in), in, true)));
     });
   }
@@ -120,39 +121,40 @@ class HcclBackend final : public c10d::Backend {
   }
 
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& o) override {
-    at::Tensor& in = single(inputs, "gather");
+    const at::Tensor in = single(inputs, "gather");
     const int root = static_cast<int>(o.rootRank);
     const bool here = rank_ == root;
+    Tensors out;
     if (here) {
       TORCH_CHECK(outputs.size() == 1 && static_cast<int>(outputs[0].size()) == size_, "hccl gather: expected ", size_, " output tensors at the root");
-      check_tensors(outputs[0], "gather");
+      out = launched(outputs[0], "gather");
     }
-    return launch(OpType::GATHER, "hccl::gather", {in}, here ? outputs[0] : Tensors{}, o.asyncOp, [&] {
+    return launch(OpType::GATHER, "hccl::gather", {in}, out, o.asyncOp, [=, this] {
       const Tensors parts = wire_.exchange(describe("gather", in, -1, root), in, true);
       for (int r = 0; here && r < size_; ++r) {
-        expect_bytes("gather", r, parts[r], outputs[0][r]);
-        write(outputs[0][r], parts[r]);
+        expect_bytes("gather", r, parts[r], out[r]);
+        write(out[r], parts[r]);
       }
     });
   }
 
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& o) override {
-    at::Tensor& out = single(outputs, "scatter");
+    const at::Tensor out = single(outputs, "scatter");
     const int root = static_cast<int>(o.rootRank);
     const bool here = rank_ == root;
-    at::Tensor all;
+    Tensors in;
     if (here) {
       TORCH_CHECK(inputs.size() == 1 && static_cast<int>(inputs[0].size()) == size_, "hccl scatter: expected ", size_, " input tensors at the root");
-      check_tensors(inputs[0], "scatter");
-      for (const at::Tensor& t : inputs[0])
+      in = launched(inputs[0], "scatter");
+      for (const at::Tensor& t : in)
         TORCH_CHECK(t.sizes().equals(out.sizes()) && t.scalar_type() == out.scalar_type(), "hccl scatter: input ", shape_text(t), " does not fit output ", shape_text(out));
     }
-    return launch(OpType::SCATTER, "hccl::scatter", here ? inputs[0] : Tensors{}, {out}, o.asyncOp, [&] {
+    return launch(OpType::SCATTER, "hccl::scatter", in, {out}, o.asyncOp, [=, this] {
       wire_.agree(describe("scatter", out, -1, root));
       at::Tensor payload = at::zeros({static_cast<int64_t>(out.nbytes()) * size_}, at::kByte);
       if (here) {
         Tensors rows;
-        for (const at::Tensor& t : inputs[0]) rows.push_back(bytes(t));
+        for (const at::Tensor& t : in) rows.push_back(bytes(t));
         payload = at::cat(rows);
       }
       const Tensors parts = wire_.gathered(payload);
@@ -161,14 +163,13 @@ class HcclBackend final : public c10d::Backend {
   }
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& o) override {
-    at::Tensor& out = single(outputs, "reduce_scatter");
+    const at::Tensor out = single(outputs, "reduce_scatter");
     const int reduce = checked(o.reduceOp);
     TORCH_CHECK(inputs.size() == 1 && static_cast<int>(inputs[0].size()) == size_, "hccl reduce_scatter: expected ", size_, " input tensors");
-    Tensors& in = inputs[0];
-    check_tensors(in, "reduce_scatter");
+    const Tensors in = launched(inputs[0], "reduce_scatter");
     for (const at::Tensor& t : in)
       TORCH_CHECK(t.sizes().equals(out.sizes()) && t.scalar_type() == out.scalar_type(), "hccl reduce_scatter: input ", shape_text(t), " does not fit output ", shape_text(out));
-    return launch(OpType::REDUCE_SCATTER, "hccl::reduce_scatter", in, {out}, o.asyncOp, [&] {
+    return launch(OpType::REDUCE_SCATTER, "hccl::reduce_scatter", in, {out}, o.asyncOp, [=, this] {
       wire_.agree(describe("reduce_scatter", out, reduce));
       Tensors rows;
       for (const at::Tensor& t : in) rows.push_back(bytes(t));
@@ -176,14 +177,15 @@ class HcclBackend final : public c10d::Backend {
     });
   }
 
-  WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& o) override {
-    check_tensors({in, out}, "reduce_scatter_tensor");
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& o) override {
+    const Tensors both = launched({input, output}, "reduce_scatter_tensor");
+    const at::Tensor in = both[0], out = both[1];
     const int reduce = checked(o.reduceOp);
     TORCH_CHECK(
         in.numel() == out.numel() * size_ && out.scalar_type() == in.scalar_type(),
         "input tensor must be the same size as output size times world size, and of the same type: input ", shape_text(in), " ",
         in.scalar_type(), ", output ", shape_text(out), " ", out.scalar_type(), ", world size ", size_);
-    return launch(OpType::_REDUCE_SCATTER_BASE, "hccl::reduce_scatter_tensor", {in}, {out}, o.asyncOp, [&] {
+    return launch(OpType::_REDUCE_SCATTER_BASE, "hccl::reduce_scatter_tensor", {in}, {out}, o.asyncOp, [=, this] {
       wire_.agree(describe("reduce_scatter_tensor", in, reduce));
       scatter_reduced(out, bytes(in), reduce);
     });
@@ -196,20 +198,21 @@ class HcclBackend final : public c10d::Backend {
   }
 
   WorkPtr alltoall_base(
-      at::Tensor& out, at::Tensor& in, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits, const c10d::AllToAllOptions& o) override {
-    check_tensors({in, out}, "all_to_all_single");
+      at::Tensor& output, at::Tensor& input, std::vector<int64_t>& out_splits, std::vector<int64_t>& in_splits,
+      const c10d::AllToAllOptions& o) override {
+    const Tensors both = launched({input, output}, "all_to_all_single");
+    const at::Tensor in = both[0], out = both[1];
     TORCH_CHECK(in.scalar_type() == out.scalar_type(), "hccl all_to_all_single: input is ", in.scalar_type(), ", output is ", out.scalar_type());
     const std::vector<int64_t> sends = split_bytes(in, in_splits, "input"), receives = split_bytes(out, out_splits, "output");
-    return launch(OpType::ALLTOALL_BASE, "hccl::all_to_all_single", {in}, {out}, o.asyncOp, [&] {
+    return launch(OpType::ALLTOALL_BASE, "hccl::all_to_all_single", {in}, {out}, o.asyncOp, [=, this] {
       write(out, wire_.all_to_all("all_to_all_single", describe_type("all_to_all_single", in), bytes(in), sends, receives));
     });
   }
 
-  WorkPtr alltoall(Tensors& outs, Tensors& ins, const c10d::AllToAllOptions& o) override {
-    check_tensors(ins, "all_to_all");
-    check_tensors(outs, "all_to_all");
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& o) override {
+    const Tensors ins = launched(inputs, "all_to_all"), outs = launched(outputs, "all_to_all");
     TORCH_CHECK(static_cast<int>(ins.size()) == size_ && static_cast<int>(outs.size()) == size_, "hccl all_to_all: expected ", size_, " input and output tensors");
-    return launch(OpType::ALLTOALL, "hccl::all_to_all", ins, outs, o.asyncOp, [&] {
+    return launch(OpType::ALLTOALL, "hccl::all_to_all", ins, outs, o.asyncOp, [=, this] {
       Tensors rows;
       std::vector<int64_t> sends, receives;
       for (const at::Tensor& t : ins) {
@@ -239,13 +242,14 @@ class HcclBackend final : public c10d::Backend {
   }
 
   WorkPtr send(Tensors& tensors, int to, int tag) override {
-    at::Tensor& t = single(tensors, "send");
-    return launch(OpType::SEND, "hccl::send", {t}, {}, true, Lane::kSend, [&] { wire_.send(describe("send", t), t, to, tag); });
+    const at::Tensor t = single(tensors, "send");
+    return launch(OpType::SEND, "hccl::send", {t}, {}, true, Lane::kSend, [=, this] { wire_.send(describe("send", t), t, to, tag); });
   }
 
   WorkPtr recv(Tensors& tensors, int from, int tag) override {
-    at::Tensor& t = single(tensors, "recv");
+    const at::Tensor t = single(tensors, "recv");
     const int device = t.device().index();
+    TORCH_CHECK_NOT_IMPLEMENTED(current_stream(device).recording == nullptr, "hccl::recv in a graph is not implemented by the emulated NPU");
     StreamState& s = own_stream(device, Lane::kReceive);
     Engine::get().wait_stream(s, current_stream(device));
     order(s, intern("hccl::recv"), {{t, true}});
@@ -273,17 +277,23 @@ class HcclBackend final : public c10d::Backend {
     ++sequence_;
     Engine& engine = Engine::get();
     StreamState& current = current_stream(device);
+    if (current.recording == nullptr) engine.settle(current);
     StreamState& s = async ? own_stream(device, lane) : current;
     if (&s != &current) engine.wait_stream(s, current);
     std::vector<Touch> touches;
     for (const at::Tensor& t : reads) touches.push_back({t, false});
     for (const at::Tensor& t : writes) touches.push_back({t, true});
     order(s, intern(name), touches);
-    engine.drain(s, s.issued);
-    {
+    const auto run = [body] {
       at::AutoDispatchBelowADInplaceOrView below;
       WithoutGil relaxed;
       body();
+    };
+    if (s.recording != nullptr) {
+      record_collective(s, intern(name), run);
+    } else {
+      engine.drain(s, s.issued);
+      run();
     }
     return c10::make_intrusive<HcclWork>(rank_, type, s, writes);
   }
@@ -303,10 +313,18 @@ class HcclBackend final : public c10d::Backend {
     }
   }
 
-  static at::Tensor& single(Tensors& tensors, const char* op) {
-    TORCH_CHECK(tensors.size() == 1, "hccl ", op, ": expected one tensor, got ", tensors.size());
+  // The tensors of a call, checked; those of a captured one do not keep the memory of the graph from being used again.
+  static Tensors launched(const Tensors& tensors, const char* op) {
     check_tensors(tensors, op);
-    return tensors[0];
+    if (tensors.empty() || current_stream(tensors[0].device().index()).recording == nullptr) return tensors;
+    Tensors weak;
+    for (const at::Tensor& t : tensors) weak.push_back(weak_ref(t));
+    return weak;
+  }
+
+  static at::Tensor single(const Tensors& tensors, const char* op) {
+    TORCH_CHECK(tensors.size() == 1, "hccl ", op, ": expected one tensor, got ", tensors.size());
+    return launched(tensors, op)[0];
   }
 
   static int checked(const c10d::ReduceOp& op) {
@@ -335,7 +353,7 @@ class HcclBackend final : public c10d::Backend {
     return total.to(dtype);
   }
 
-  void scatter_reduced(at::Tensor& out, const at::Tensor& in, int reduce) {
+  void scatter_reduced(const at::Tensor& out, const at::Tensor& in, int reduce) {
     const int64_t share = static_cast<int64_t>(out.nbytes());
     Tensors mine;
     for (const at::Tensor& part : wire_.gathered(in)) mine.push_back(part.narrow(0, share * rank_, share).clone().view(out.scalar_type()));

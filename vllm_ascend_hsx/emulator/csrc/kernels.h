@@ -66,12 +66,19 @@ inline void device_to_device(const at::Tensor& from, const at::Tensor& to) {
   Engine& engine = Engine::get();
   StreamState& s = current_stream(from.device().index());
   StreamState& d = current_stream(to.device().index());
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      &s == &d || (s.recording == nullptr && d.recording == nullptr), "a copy between devices in a graph is not implemented by the emulated NPU");
   if (config().late && &s != &d) engine.wait_stream(s, d);
   order(s, copy_name(), {{from, false}, {to, true}});
   Relabel relabel(to.device().index());
   const at::Tensor a = relabel.to_cpu(from), b = relabel.to_cpu(to);
-  if (engine.defers(s)) engine.push(s, {copy_name(), [a, b] { copy_bytes(b, a); }});
-  else copy_bytes(b, a);
+  if (engine.defers(s)) {
+    engine.push(s, {copy_name(), [a, b] { copy_bytes(b, a); }});
+  } else {
+    engine.settle(s);
+    engine.settle(d);
+    copy_bytes(b, a);
+  }
   if (config().late && &s != &d) engine.wait_stream(d, s);
 }
 
@@ -79,6 +86,8 @@ inline void host_to_device(const at::Tensor& from, const at::Tensor& to, bool no
   Engine& engine = Engine::get();
   StreamState& s = current_stream(to.device().index());
   const bool async = non_blocking && from.is_pinned() && !needs_temporary(from, to);
+  if (!async) refuse_synchronous_copy("a synchronous copy from the host");
+  TORCH_CHECK(async || s.recording == nullptr, "NPU error: a synchronous copy from the host, ", kCapturedStream);
   order(s, copy_name(), {{from, false}, {to, true}});
   Relabel relabel(to.device().index());
   const at::Tensor b = relabel.to_cpu(to);
@@ -87,10 +96,12 @@ inline void host_to_device(const at::Tensor& from, const at::Tensor& to, bool no
       engine.push(s, {copy_name(), [a = pinned_view(from, *pinned_block(from.data_ptr())), b] { copy_bytes(b, a); }});
       return;
     }
+    engine.settle(s);
     if (config().late) engine.deliver(s, pinned_block(from.data_ptr()));
     copy_bytes(b, from);
     return;
   }
+  engine.settle(s);
   if (config().late) engine.synchronize(s);
   copy_bytes(b, from);
 }
@@ -99,7 +110,11 @@ inline void device_to_host(const at::Tensor& from, const at::Tensor& to, bool no
   Engine& engine = Engine::get();
   StreamState& s = current_stream(from.device().index());
   const bool async = non_blocking && to.is_pinned() && to.is_contiguous();
+  if (!async) refuse_synchronous_copy("a synchronous copy to the host");
+  TORCH_CHECK(async || s.recording == nullptr, "NPU error: a synchronous copy to the host, ", kCapturedStream);
+  TORCH_CHECK_NOT_IMPLEMENTED(s.recording == nullptr, "a copy to the host in a graph is not implemented by the emulated NPU");
   order(s, copy_name(), {{from, false}, {to, true}});
+  if (!engine.defers(s)) engine.settle(s);
   Relabel relabel(from.device().index());
   const at::Tensor a = relabel.to_cpu(from);
   if (async && config().late) {
@@ -140,7 +155,10 @@ inline at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor&
 inline at::Scalar item_kernel(const at::Tensor& t) {
   static const std::string* name = intern("aten::_local_scalar_dense");
   StreamState& s = current_stream(t.device().index());
+  TORCH_CHECK(s.recording == nullptr, "NPU error: ", *name, " (Tensor.item) needs the value on the host, ", kCapturedStream);
+  refuse_synchronous_copy("Tensor.item");
   order(s, name, {{t, false}});
+  Engine::get().settle(s);
   if (config().late) Engine::get().synchronize(s);
   Relabel relabel(t.device().index());
   return relabel.to_cpu(t).item();
@@ -181,10 +199,10 @@ inline at::Tensor reshape_alias_kernel(const at::Tensor& t, c10::SymIntArrayRef 
 
 // Zeroes large blocks by giving the pages back, so that a KV cache costs host memory only where it is used.
 inline at::Tensor& zero_kernel(at::Tensor& t) {
-  Block* block = block_of(t);
+  const std::shared_ptr<Memory> memory = memory_of(t);
   const size_t bytes = t.numel() * t.dtype().itemsize();
   StreamState& s = current_stream(t.device().index());
-  if (block == nullptr || !block->memory->mapped || !t.is_contiguous() || bytes < kMapped || Engine::get().defers(s)) {
+  if (memory == nullptr || !memory->mapped || !t.is_contiguous() || bytes < kMapped || Engine::get().defers(s)) {
     static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::zero_", "");
     Stack stack{t};
     fallback(op, &stack);
@@ -192,6 +210,7 @@ inline at::Tensor& zero_kernel(at::Tensor& t) {
   }
   static const std::string* name = intern("aten::zero_");
   order(s, name, {{t, true}});
+  Engine::get().settle(s);
   char* first = static_cast<char*>(t.data_ptr());
   constexpr size_t kPage = 4096;
   char* page = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(first), kPage));

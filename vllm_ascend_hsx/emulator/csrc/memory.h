@@ -1,12 +1,16 @@
 // Device and pinned host memory: allocation, accounting, and which block a pointer belongs to.
 //
-// Every npu storage's DataPtr carries a Block as its context, so that the block (and with it the log of accesses, races.h)
-// can be found from any tensor. Host bytes are owned by Memory, which outlives the Block while queued work still needs it.
+// Every npu storage's DataPtr carries a Block as its context. Host bytes, and the log of accesses to them (races.h), are owned by
+// Memory, which outlives the Block while queued work or a captured graph still needs it.
 //
 // The accounting follows a caching allocator without fragmentation: sizes are rounded to 512 bytes, `reserved` grows in
 // 2 MiB steps and only shrinks through empty_cache() or when the device would otherwise be out of memory. Temporaries that a
 // CPU kernel allocates and frees inside one operator are not counted. Each process accounts for itself: two processes on
 // the same device do not see each other's use.
+//
+// What is allocated while a stream captures a graph comes from the graph's Pool. Freed memory goes back to the pool, not to the
+// device, and the next capture that shares the pool may get the same bytes: that is how the outputs of one graph come to be
+// overwritten by the replay of another.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -19,6 +23,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "config.h"
@@ -40,7 +45,10 @@ struct Memory {
   void* ptr = nullptr;
   size_t bytes = 0;
   bool mapped = false;
+  int device = -1;  // -1: pinned host memory
+  std::atomic<bool> freed{false};  // the device may have given the bytes to somebody else
   c10::Storage adopted;  // set when a CPU kernel made the bytes
+  AccessLog log;
   Memory() = default;
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
@@ -67,6 +75,31 @@ inline std::shared_ptr<Memory> host_memory(size_t bytes) {
   return memory;
 }
 
+// Memory of captured graphs that share it. A block serves the stream again on which it was allocated.
+struct Pool {
+  struct Idle {
+    std::shared_ptr<Memory> memory;
+    size_t rounded;
+    int owner_slot;
+  };
+  std::mutex mutex;
+  int device = -1;
+  int graphs = 0;  // captured or being captured; without any, freed memory goes to the device
+  std::vector<Idle> idle;
+
+  // The smallest idle block that is large enough.
+  std::optional<Idle> take(size_t rounded, int slot) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto best = idle.end();
+    for (auto it = idle.begin(); it != idle.end(); ++it)
+      if (it->owner_slot == slot && it->rounded >= rounded && (best == idle.end() || it->rounded < best->rounded)) best = it;
+    if (best == idle.end()) return std::nullopt;
+    Idle found = std::move(*best);
+    idle.erase(best);
+    return found;
+  }
+};
+
 struct Block {
   std::shared_ptr<Memory> memory;
   size_t requested = 0;
@@ -74,7 +107,7 @@ struct Block {
   int device = -1;  // -1: pinned host memory
   int owner_slot = 0;  // the stream it was allocated on
   std::vector<int> recorded;  // record_stream()
-  AccessLog log;
+  std::shared_ptr<Pool> pool;  // of a captured graph
 };
 
 struct Gauge {
@@ -109,6 +142,7 @@ struct FreedBlock {
 struct DeviceMemory {
   std::mutex mutex;
   Gauge blocks, allocated, requested, reserved, segments;
+  int64_t pooled = 0;  // bytes that lie idle in the pools of graphs
   int64_t ooms = 0, retries = 0;
   std::vector<FreedBlock> hazards;
 };
@@ -134,19 +168,19 @@ inline void charge(int device, size_t requested, size_t rounded) {
   DeviceMemory& m = device_memory(device);
   std::lock_guard<std::mutex> lock(m.mutex);
   const size_t limit = config().hbm;
-  const size_t cached = m.reserved.current - m.allocated.current;
+  const size_t cached = m.reserved.current - m.allocated.current - m.pooled;
   if (rounded > cached) {
     size_t more = round_up(rounded - cached, kSegment);
     if (m.reserved.current + more > limit) {
       // What a caching allocator does before it gives up: hand back what it holds unused.
       ++m.retries;
-      const size_t least = round_up(m.allocated.current + rounded, kSegment);
+      const size_t least = round_up(m.allocated.current + m.pooled + rounded, kSegment);
       if (least > limit) {
         ++m.ooms;
         TORCH_CHECK_WITH(
             OutOfMemoryError, false, "NPU out of memory. Tried to allocate ", human(requested), " (NPU ", device, "; ",
             human(limit), " total capacity; ", human(m.allocated.current), " already allocated; ",
-            human(limit - m.allocated.current), " free; ", human(m.reserved.current),
+            human(limit - m.allocated.current - m.pooled), " free; ", human(m.reserved.current),
             " reserved in total by PyTorch). The capacity of an emulated NPU is set by HSX_EMULATOR_HBM or hsx emulate --hbm.");
       }
       const int64_t target = std::max<int64_t>(least, 0);
@@ -170,28 +204,80 @@ inline void refund(int device, size_t requested, size_t rounded) {
   m.requested.sub(requested);
 }
 
+// Idle memory of a pool becomes a block again.
+inline void recharge(int device, size_t requested, size_t rounded) {
+  DeviceMemory& m = device_memory(device);
+  std::lock_guard<std::mutex> lock(m.mutex);
+  m.pooled -= rounded;
+  m.blocks.add(1);
+  m.allocated.add(rounded);
+  m.requested.add(requested);
+}
+
+inline void count_pooled(int device, int64_t bytes) {
+  DeviceMemory& m = device_memory(device);
+  std::lock_guard<std::mutex> lock(m.mutex);
+  m.pooled += bytes;
+}
+
+// A graph that used the pool is gone; with the last one goes the idle memory.
+inline void leave_pool(Pool& pool) {
+  std::vector<Pool::Idle> idle;
+  {
+    std::lock_guard<std::mutex> lock(pool.mutex);
+    if (--pool.graphs == 0) idle.swap(pool.idle);
+  }
+  for (const Pool::Idle& block : idle) {
+    block.memory->freed = true;
+    count_pooled(pool.device, -static_cast<int64_t>(block.rounded));
+  }
+}
+
 inline void empty_device_cache(int device) {
   DeviceMemory& m = device_memory(device);
   std::lock_guard<std::mutex> lock(m.mutex);
-  const int64_t least = round_up(m.allocated.current, kSegment);
+  const int64_t least = round_up(m.allocated.current + m.pooled, kSegment);
   if (least < m.reserved.current) m.reserved.sub(m.reserved.current - least);
   m.segments.current = m.reserved.current / kSegment;
 }
 
-// Implemented in hazards.h, which knows the clocks.
+// Implemented in hazards.h, which knows the streams.
 int current_slot(int device);
+std::shared_ptr<Pool> capturing_pool(int device);
 void keep_hazards(Block& block);
 void check_hazards(int device, int slot, size_t rounded);
 void poison_fresh(int device, Memory& memory);
 
 inline void release_block(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
-  keep_hazards(*block);
   refund(block->device, block->requested, block->rounded);
+  if (block->pool != nullptr) {
+    Pool& pool = *block->pool;
+    std::lock_guard<std::mutex> lock(pool.mutex);
+    if (pool.graphs > 0) {
+      count_pooled(block->device, static_cast<int64_t>(block->rounded));
+      pool.idle.push_back({block->memory, block->rounded, block->owner_slot});
+      return;
+    }
+  }
+  keep_hazards(*block);
+  block->memory->freed = true;
 }
 
 inline Block* npu_block(const c10::DataPtr& data) {
   return data.get_deleter() == &release_block ? static_cast<Block*>(data.get_context()) : nullptr;
+}
+
+// Contexts of pointers that keep bytes alive and are no block: a CPU tensor over device memory, and a weak reference.
+inline void drop_memory(void* context) { delete static_cast<std::shared_ptr<Memory>*>(context); }
+inline void drop_weak(void* context) { delete static_cast<std::shared_ptr<Memory>*>(context); }
+
+// The bytes behind a pointer of ours, or nullptr. Pinned memory is found by its address (pinned_block).
+inline std::shared_ptr<Memory> memory_of(const c10::DataPtr& data) {
+  if (const Block* block = npu_block(data)) return block->memory;
+  if (data.get_deleter() == &drop_memory || data.get_deleter() == &drop_weak)
+    return *static_cast<std::shared_ptr<Memory>*>(data.get_context());
+  return nullptr;
 }
 
 inline c10::DataPtr new_block(int device, size_t bytes, std::shared_ptr<Memory> memory) {
@@ -200,12 +286,22 @@ inline c10::DataPtr new_block(int device, size_t bytes, std::shared_ptr<Memory> 
   block->rounded = round_up(std::max<size_t>(bytes, 1), kRounding);
   block->device = device;
   block->owner_slot = current_slot(device);
-  check_hazards(device, block->owner_slot, block->rounded);
-  charge(device, bytes, block->rounded);
+  if (memory == nullptr) block->pool = capturing_pool(device);
+  std::optional<Pool::Idle> idle;
+  if (block->pool != nullptr) idle = block->pool->take(block->rounded, block->owner_slot);
+  if (idle.has_value()) {
+    block->rounded = idle->rounded;
+    recharge(device, bytes, block->rounded);
+    memory = std::move(idle->memory);
+  } else {
+    if (block->pool == nullptr) check_hazards(device, block->owner_slot, block->rounded);
+    charge(device, bytes, block->rounded);
+  }
   if (memory == nullptr) {
-    memory = host_memory(bytes);
+    memory = host_memory(block->pool == nullptr ? bytes : block->rounded);
     poison_fresh(device, *memory);
   }
+  memory->device = device;
   block->memory = std::move(memory);
   void* ptr = block->memory->ptr;
   return {ptr, block.release(), &release_block, c10::Device(kNpu, static_cast<c10::DeviceIndex>(device))};

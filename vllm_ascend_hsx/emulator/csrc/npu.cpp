@@ -3,6 +3,7 @@
 
 #include "device.h"
 #include "fallback.h"
+#include "graphs.h"
 #include "kernels.h"
 #include "hccl.h"
 
@@ -75,5 +76,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("set_late", [](bool late) { Engine::get().set_late(late); });
   m.def("set_hbm", [](size_t bytes) { config().hbm = bytes; });
   m.def("late", [] { return config().late; });
+  bind_graphs(m);
   bind_hccl(m);
 }

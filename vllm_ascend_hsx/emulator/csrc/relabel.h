@@ -7,17 +7,18 @@
 
 namespace hsx {
 
-inline void drop_memory(void* context) { delete static_cast<std::shared_ptr<Memory>*>(context); }
-
 // A CPU storage over the same bytes. It keeps the bytes alive, not the block, so that the device memory can be freed (and
 // accounted as free) while queued work still uses the bytes.
 inline c10::Storage cpu_storage(const c10::Storage& storage) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   c10::DataPtr& data = impl->_mutable_data_ptr_no_checks();
-  Block* block = npu_block(data);
-  c10::DataPtr alias = block == nullptr
+  const std::shared_ptr<Memory> memory = memory_of(data);
+  TORCH_CHECK(
+      memory == nullptr || data.get_deleter() != &drop_weak || !memory->freed,
+      "NPU memory was freed, and is used through a weak reference (torch_npu._C._weak_ref_tensor)");
+  c10::DataPtr alias = memory == nullptr
       ? c10::DataPtr(data.get(), c10::Device(c10::kCPU))
-      : c10::DataPtr(data.get(), new std::shared_ptr<Memory>(block->memory), &drop_memory, c10::Device(c10::kCPU));
+      : c10::DataPtr(data.get(), new std::shared_ptr<Memory>(memory), &drop_memory, c10::Device(c10::kCPU));
   return c10::Storage(
       c10::Storage::use_byte_size_t(), impl->nbytes(), std::move(alias), c10::GetAllocator(c10::kCPU), /*resizable=*/true);
 }

@@ -12,6 +12,9 @@
 // earlier one on another stream, and that no wait, event or host synchronization orders after it, is an error. What the host
 // itself reads or writes (numpy, CPU operators on pinned memory) cannot be seen; a missing wait there shows as stale bytes.
 // The host counts as one thread: synchronizing in one thread orders the launches of all.
+//
+// Graphs (recording.h, replay.h): a stream that captures runs nothing. What a replay cannot run yet, because it waits for an external
+// event that the host has not recorded, stays with the stream, in both modes; whatever is launched there next runs it first.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -53,7 +56,27 @@ struct Item {
   const std::string* name;
   std::function<void()> run;
   const void* host = nullptr;  // pinned block that a delivery of the default stream writes
+  std::function<bool()> stuck;  // whether running it would wait for something that the host has not launched yet
 };
+
+struct StreamState;
+struct Recording;
+struct Replay;
+
+struct Touch {
+  at::Tensor tensor;
+  bool write;
+};
+
+// Implemented in recording.h and replay.h.
+void record_touches(StreamState& s, const std::vector<Touch>& touches);
+void record_item(StreamState& s, Item item);
+void finish_replays(StreamState& s);
+uint64_t capture_of(const StreamState& s);  // number of the capture that the stream records, or 0
+std::shared_ptr<Pool> pool_of(const StreamState& s);
+
+// What hardware says to a host that waits for work which is only being recorded.
+constexpr const char* kCapturedStream = "error code is 107027: stream is captured";
 
 struct StreamState {
   int device = 0;
@@ -66,6 +89,8 @@ struct StreamState {
   Clock clock;
   uint64_t host_version = 0;
   int refused_queries = 0;
+  Recording* recording = nullptr;  // launches are recorded here
+  std::deque<std::shared_ptr<Replay>> replays;  // not finished yet, of a stream that does not queue
   bool is_default() const { return id == 0; }
 };
 
@@ -76,6 +101,7 @@ struct EventState {
   Clock clock;
   std::shared_ptr<std::atomic<int64_t>> reached;  // nanoseconds; 0 until the stream got there
   int refused_queries = 0;
+  uint64_t capture = 0;  // recorded inside this capture
 };
 
 class Engine {
@@ -115,7 +141,20 @@ class Engine {
   }
 
   bool tracking() const { return side_streams_ && config().late; }
-  bool defers(const StreamState& s) const { return config().late && !s.is_default(); }
+  bool defers(const StreamState& s) const { return s.recording != nullptr || (config().late && !s.is_default()); }
+
+  // How many streams record.
+  int recordings() const { return recordings_; }
+  void set_recording(StreamState& s, Recording* recording) {
+    recordings_ += (recording != nullptr) - (s.recording != nullptr);
+    s.recording = recording;
+  }
+
+  // Called before something runs on s at once.
+  void settle(StreamState& s) {
+    if (unfinished_ != 0 && !s.replays.empty()) finish_replays(s);
+  }
+  std::atomic<int>& unfinished() { return unfinished_; }
 
   // Called for each operator launched on s, before it runs or is queued.
   uint64_t launch(StreamState& s) {
@@ -127,6 +166,10 @@ class Engine {
   }
 
   void push(StreamState& s, Item item) {
+    if (s.recording != nullptr) {
+      record_item(s, std::move(item));
+      return;
+    }
     auto guard = lock();
     s.queue.push_back(std::move(item));
     ++s.issued;
@@ -174,6 +217,11 @@ class Engine {
 
   void record(EventState& e, StreamState& s) {
     auto guard = lock();
+    e.capture = capture_of(s);
+    if (e.capture != 0) {
+      e.stream = &s;
+      return;
+    }
     see_host(s);
     if (tracking()) s.clock.set(s.slot, s.clock.get(s.slot) + 1);
     e.stream = &s;
@@ -194,6 +242,15 @@ class Engine {
   void wait(StreamState& s, const EventState& e) {
     if (e.stream == nullptr) return;
     StreamState& on = *e.stream;
+    const uint64_t here = capture_of(s);
+    if (here != 0 || e.capture != 0) {
+      // Within one stream a capture is in order by itself.
+      if (here == e.capture) return;
+      TORCH_CHECK(here == 0, "NPU error: a stream that captures a graph waits for an event that was recorded outside of the capture");
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          capture_of(on) != e.capture, "a graph capture that takes in a second stream is not implemented by the emulated NPU");
+      TORCH_CHECK(false, "NPU error: the event was recorded in a graph capture that has ended, and stands for nothing outside of it");
+    }
     const uint64_t position = e.position;
     {
       auto guard = lock();
@@ -218,12 +275,14 @@ class Engine {
 
   void synchronize(EventState& e) {
     if (e.stream == nullptr) return;
+    TORCH_CHECK(e.capture == 0, "NPU error: synchronizing an event of a graph capture, ", kCapturedStream);
     drain(*e.stream, e.position);
     auto guard = lock();
     host_saw(e.clock);
   }
 
   void synchronize(StreamState& s) {
+    TORCH_CHECK(capture_of(s) == 0, "NPU error: synchronizing stream ", s.id, ", ", kCapturedStream);
     uint64_t upto;
     Clock clock;
     {
@@ -248,10 +307,12 @@ class Engine {
 
   bool query(EventState& e) {
     if (e.stream == nullptr) return true;
+    TORCH_CHECK(e.capture == 0, "NPU error: querying an event of a graph capture, ", kCapturedStream);
     return query(*e.stream, e.position, e.clock, e.refused_queries);
   }
 
   bool query(StreamState& s) {
+    TORCH_CHECK(capture_of(s) == 0, "NPU error: querying stream ", s.id, ", ", kCapturedStream);
     uint64_t upto;
     Clock clock;
     {
@@ -308,6 +369,12 @@ class Engine {
     return s.queue.size();
   }
 
+  // Work of a stream is ordered from here on after what the clock has seen.
+  void join(StreamState& s, const Clock& clock) {
+    auto guard = lock();
+    s.clock.join(clock);
+  }
+
  private:
   StreamState& find(int device, c10::StreamId id) {
     auto& entry = streams_[{device, id}];
@@ -334,6 +401,7 @@ class Engine {
   }
 
   bool query(StreamState& s, uint64_t upto, const Clock& clock, int& refused) {
+    std::function<bool()> stuck;
     {
       auto guard = lock();
       if (s.executed >= upto) {
@@ -342,8 +410,10 @@ class Engine {
         return true;
       }
       if (refused++ < kPatientQueries || s.running) return false;
+      stuck = s.queue.front().stuck;
       upto = s.executed + 1;
     }
+    if (stuck && stuck()) return false;
     drain(s, upto);
     return false;
   }
@@ -371,6 +441,7 @@ class Engine {
   Clock host_;
   uint64_t host_version_ = 0;
   std::atomic<bool> side_streams_{false};
+  std::atomic<int> recordings_{0}, unfinished_{0};
 };
 
 inline std::vector<c10::StreamId>& current_stream_ids() {

@@ -20,7 +20,9 @@ from . import (
     rotary,
     sampling,
 )
+from .recording import recordable
 from .schemas import NAMESPACES, schemas
+from .shapes import shape_of
 
 Reference = Callable[..., Any]
 
@@ -74,6 +76,8 @@ REFERENCES: dict[str, dict[str, Reference]] = {
         "chunk_fwd_o": gated_delta_rule.chunk_fwd_o,
     },
 }
+# References that launch a collective of their own.
+COMPOSITES = frozenset({"npu::npu_mm_reduce_scatter_base"})
 _libraries: list[torch.library.Library] = []  # an operator lives as long as the Library object that declared it
 
 
@@ -96,7 +100,13 @@ def declare() -> None:
         library = torch.library.Library(namespace, "FRAGMENT")
         for name, schema in declared.items():
             library.define(schema)
-            library.impl(name, known.get(name) or _missing(f"{namespace}::{name}"), "PrivateUse1")
+            qualified, reference = f"{namespace}::{name}", known.get(name)
+            if reference is None:
+                library.impl(name, _missing(qualified), "PrivateUse1")
+                continue
+            shape = shape_of(qualified, schema, reference)
+            library.impl(name, recordable(qualified, schema, reference, shape, qualified in COMPOSITES), "PrivateUse1")
+            library.impl(name, shape, "Meta")  # for torch.compile, as torch_npu has them
         _libraries.append(library)
 
 

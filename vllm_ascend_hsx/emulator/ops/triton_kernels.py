@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .recording import record_launch
 from .triton_language import PROGRAM, Pointer, tl
 
 Arguments = dict[str, Any]
@@ -62,11 +63,9 @@ class Kernel:
             raise ValueError(f"Triton kernel {self.name}: grid {sizes} must be one to three sizes")
         if any(size > 65535 for size in sizes):
             raise ValueError(f"Triton kernel {self.name}: grid {sizes} exceeds the 65535 programs that the device launches at once")
-        reference = REFERENCES.get(self.name)
-        if reference is not None:
-            reference(sizes, bound)
-        else:
-            self.interpret(sizes, bound)
+        run = REFERENCES.get(self.name, self.interpret)
+        if not record_launch(self.name, sizes, bound, run):
+            run(sizes, bound)
 
     def interpret(self, grid: tuple[int, ...], bound: Arguments) -> None:
         """Run the kernel's own source for every program of ``grid``."""

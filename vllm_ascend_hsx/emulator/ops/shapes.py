@@ -1,0 +1,125 @@
+"""Shapes of what an operator returns and marks of what it writes, for operators whose references read values.
+
+A graph's capture runs nothing, so it needs the shapes of results beforehand. Most references give them when they run on meta tensors;
+those here cannot, because they branch on the content of a tensor. Each function takes the operator's arguments as meta tensors, writes
+(anything) to the arguments that the operator writes and returns meta tensors.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Shape = Callable[..., Any]
+
+
+_HEADS_FIRST = {"TND_NTD": (1, 0, 2), "BNSD_NBSD": (1, 0, 2, 3)}  # how the output's dimensions follow from query's
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    input_layout: str = "BSH",
+    softmax_lse_flag: bool = False,
+    **_: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(like query, in the order that the layout names behind "_"; log-sum-exp [T, heads, 1] float32 or nothing)."""
+    lse = query.new_empty((*query.shape[:-1], 1) if softmax_lse_flag else (0,), dtype=torch.float32)
+    order = _HEADS_FIRST.get(input_layout, range(query.dim()))
+    return query.new_empty([query.shape[dimension] for dimension in order]), lse
+
+
+def _attention_v2(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, return_softmax_lse: bool = False, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _attention(query, key, value, softmax_lse_flag=return_softmax_lse, **options)
+
+
+def _attention_out(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, out: list[torch.Tensor], **_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Its schema does not say that ``out`` is written and returned."""
+    for tensor in out:
+        tensor.zero_()
+    return out[0], out[1]
+
+
+def _latent_cache(
+    kv: torch.Tensor,
+    gamma: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    index: torch.Tensor,
+    k_cache: torch.Tensor,
+    ckv_cache: torch.Tensor,
+    *,
+    is_output_kv: bool = False,
+    **_: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Both caches, which its schema does not say are written, and the rows [B, 1, S, 64 and 512] or nothing."""
+    k_cache.zero_()
+    ckv_cache.zero_()
+    if not is_output_kv:
+        return k_cache, ckv_cache, kv.new_empty(0), kv.new_empty(0)
+    return k_cache, ckv_cache, torch.empty_like(cos), kv.new_empty(*kv.shape[:-1], gamma.shape[0])
+
+
+def _init_routing(
+    x: torch.Tensor, expert_idx: torch.Tensor, *, expert_num: int = -1, active_expert_range: Sequence[int] = (), **_: object
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(rows [T*K, H], place int32 [T*K], tokens per expert int64 [active experts], scale float32 [T*K])."""
+    first, last = active_expert_range or (0, expert_num)
+    copies = expert_idx.numel()
+    return (
+        x.new_empty(copies, x.shape[1]),
+        x.new_empty(copies, dtype=torch.int32),
+        x.new_empty(last - first, dtype=torch.int64),
+        x.new_empty(copies, dtype=torch.float32),
+    )
+
+
+def _grouped_matmul(x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], **_: object) -> list[torch.Tensor]:
+    """[M, n] for x [M, k] and weight [groups, k, n]."""
+    return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1])]
+
+
+def _unpermute(
+    permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None, *_: object, **__: object
+) -> torch.Tensor:
+    """[T, H] for T*K rows [T*K, H]."""
+    top_k = 1 if probs is None else probs.shape[1]
+    return permuted_tokens.new_empty(sorted_indices.shape[0] // top_k, permuted_tokens.shape[1])
+
+
+def _like_first(first: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+    return torch.empty_like(first)
+
+
+SHAPES: dict[str, Shape] = {
+    "npu::npu_fused_infer_attention_score": _attention,
+    "npu::npu_fused_infer_attention_score.out": _attention_out,
+    "npu::npu_fused_infer_attention_score_v2": _attention_v2,
+    "npu::npu_fused_infer_attention_score_v2.out": _attention_out,
+    "npu::npu_kv_rmsnorm_rope_cache": _latent_cache,
+    "npu::npu_moe_init_routing_v2": _init_routing,
+    "npu::npu_grouped_matmul": _grouped_matmul,
+    "npu::npu_moe_token_unpermute": _unpermute,
+    "npu::npu_top_k_top_p": _like_first,
+    "_C_ascend::npu_moe_init_routing_custom": _init_routing,
+}
+
+
+def shape_of(qualified: str, schema: str, reference: Shape) -> Shape:
+    """What gives the shapes of operator ``namespace::name.overload``: the entry here, or the reference itself.
+
+    An operator that returns nothing needs none, since its schema says what it writes.
+    """
+    if qualified in SHAPES:
+        return SHAPES[qualified]
+    return _nothing if schema.endswith("-> ()") else reference
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """The results of an operator that returns none."""
