@@ -133,6 +133,48 @@ def unfixed_proposer(how: str) -> None:
     _after_import("vllm_ascend_hsx.proposer", swap)
 
 
+def trace_graph_mode(directory: str) -> None:
+    """Record which graph mode the runner resolves, which sizes it captures, and what each forward pass of the target is run by.
+
+    Events: {"resolved", "capture_sizes", "captures": {mode: sizes}} when the runner has decided, {"forward": mode, "tokens"} for each
+    forward pass, {"captured"} and {"replayed"} for each graph of the device.
+    """
+    trace = _Trace(directory)
+
+    def wrap(runner_module: Any) -> None:
+        import torch
+        from vllm.forward_context import get_forward_context
+
+        runner = runner_module.NPUModelRunner
+        resolve, forward = runner._check_and_update_cudagraph_mode, runner._model_forward
+        end, replay = torch.npu.NPUGraph.capture_end, torch.npu.NPUGraph.replay
+
+        @functools.wraps(resolve)
+        def resolved(self: Any, *args: Any, **kwargs: Any) -> None:
+            resolve(self, *args, **kwargs)
+            config = self.compilation_config
+            captures = {mode.name: [each.num_tokens for each in descs] for mode, descs in self.cudagraph_dispatcher.get_capture_descs()}
+            trace.write(resolved=config.cudagraph_mode.name, capture_sizes=config.cudagraph_capture_sizes, captures=captures)
+
+        @functools.wraps(forward)
+        def run(self: Any, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+            trace.write(forward=get_forward_context().cudagraph_runtime_mode.name, tokens=num_tokens)
+            return forward(self, num_tokens, *args, **kwargs)
+
+        def captured(self: Any) -> None:
+            end(self)
+            trace.write(captured=True)
+
+        def replayed(self: Any) -> None:
+            trace.write(replayed=True)
+            replay(self)
+
+        runner._check_and_update_cudagraph_mode, runner._model_forward = resolved, run
+        torch.npu.NPUGraph.capture_end, torch.npu.NPUGraph.replay = captured, replayed
+
+    _after_import("vllm_ascend.worker.model_runner_v1", wrap)
+
+
 release_writers = threading.Event()
 
 
@@ -165,5 +207,6 @@ def importable_mooncake(_: Any) -> None:
 
 
 INSTRUMENTS = {
-    function.__name__: function for function in (trace_collectives, trace_files, unfixed_proposer, held_writers, importable_mooncake)
+    function.__name__: function
+    for function in (trace_collectives, trace_files, trace_graph_mode, unfixed_proposer, held_writers, importable_mooncake)
 }

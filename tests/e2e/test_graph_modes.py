@@ -1,0 +1,162 @@
+"""Defect 19: extraction costs no graph mode, and rows are right where the target's forward pass is the replay of a graph.
+
+vllm-ascend's graphs need torch.compile. npugraph_ex, its default compiler, is not part of the emulated stack, so it is switched off with
+vllm-ascend's own options, and with it the fusions that import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Run, compare_file, read_trace, run_engine, tokens
+
+from vllm_ascend_hsx.demo.compare import Comparison
+
+LAYER_IDS = (4, 1, 2)
+OPTIONS = ("enable_npugraph_ex", "fuse_norm_quant", "fuse_qknorm_rope", "fuse_allreduce_rms", "fuse_muls_add")
+COMPILER = {"ascend_compilation_config": dict.fromkeys(OPTIONS, False)}
+ENVIRON = {
+    # On from torch 2.12; vllm-ascend 0.23.0 goes with torch 2.10, and its compiler has no artifact to give.
+    "VLLM_USE_MEGA_AOT_ARTIFACT": "0",
+    "VLLM_DISABLE_COMPILE_CACHE": "1",
+}
+# What each mode captures, of these sizes.
+SIZES = [1, 2, 4, 32]
+CAPTURES = {"FULL_DECODE_ONLY": {"FULL": [4, 2, 1]}, "PIECEWISE": {"PIECEWISE": [32, 4, 2, 1]}}
+WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+
+# One decode alone, beside a prompt, beside the chunks of another, and three together.
+SCRIPT = [
+    ["add", "decoding", tokens(10), {"max_tokens": 16}],
+    ["step", 3],
+    ["add", "beside-a-decode", tokens(17), {"max_tokens": 6}],
+    ["step", 2],
+    ["add", "chunked", tokens(150), {"max_tokens": 5}],
+    ["drain"],
+    # The workers hear in the next step that a request has ended.
+    ["add", "last", tokens(3), {"max_tokens": 1}],
+    ["drain"],
+]
+REQUESTS = [action[1] for action in SCRIPT if action[0] == "add" and action[1] != "last"]
+Events = list[dict[str, Any]]
+
+
+def run(directory: Path, model: Path, mode: str, *, extract: bool = True, **options: Any) -> tuple[Run, list[Events]]:
+    """What the engine did, and for each rank the events of trace_graph_mode."""
+    (directory / "trace").mkdir(parents=True)
+    done = run_engine(
+        directory,
+        model,
+        [[*action[:3], action[3] | (WITH_OUTPUT if extract else {})] if action[0] == "add" else action for action in SCRIPT],
+        layer_ids=LAYER_IDS,
+        extract=extract,
+        instruments={"trace_graph_mode": str(directory / "trace")},
+        environ=ENVIRON,
+        enforce_eager=False,
+        compilation_config={"cudagraph_mode": mode, "cudagraph_capture_sizes": SIZES},
+        additional_config=COMPILER,
+        **options,
+    )
+    return done, [events for events in read_trace(directory / "trace").values() if events]
+
+
+def resolved(events: Events) -> Mapping[str, Any]:
+    """The runner's decision: mode, sizes, and which graphs it captures."""
+    (decision,) = (event for event in events if "resolved" in event)
+    return decision
+
+
+def forwards(events: Events) -> list[tuple[str, int]]:
+    """(graph mode, tokens with padding) of each forward pass of the target once the engine serves."""
+    last = max(index for index, event in enumerate(events) if "captured" in event)
+    return [(event["forward"], event["tokens"]) for event in events[last:] if "forward" in event]
+
+
+@dataclass
+class Pair:
+    """The same engine in one graph mode, with and without extraction."""
+
+    mode: str
+    extracting: Run
+    plain: Run
+    events: Events
+    plain_events: Events
+
+    @property
+    def graph(self) -> str:
+        """The mode in which a forward pass is a replay."""
+        (graph,) = CAPTURES[self.mode]
+        return graph
+
+
+@pytest.fixture(scope="module", params=CAPTURES)
+def pair(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    runs, events = [], []
+    for extract in (True, False):
+        done, (rank,) = run(tmp_path_factory.mktemp("run"), float32_qwen3, request.param, extract=extract, dtype="float32")
+        assert done.error is None, done.error
+        runs.append(done)
+        events.append(rank)
+    return Pair(request.param, *runs, *events)
+
+
+def compare_with_output(done: Run, request_id: str) -> Comparison:
+    """The request's file against transformers: rows of the prompt and of all generated tokens but the last."""
+    sequence = done.prompts[request_id] + done.requests[request_id]["tokens"][:-1]
+    return compare_file(done.path(request_id), done.model, sequence, LAYER_IDS)
+
+
+def test_the_resolved_mode_and_the_captured_sizes_are_those_without_extraction(pair: Pair) -> None:
+    assert resolved(pair.events) == resolved(pair.plain_events)
+    assert resolved(pair.plain_events)["resolved"] == pair.mode
+    assert resolved(pair.plain_events)["captures"] == CAPTURES[pair.mode]
+
+
+def test_every_step_runs_in_the_graph_that_it_runs_in_without_extraction(pair: Pair) -> None:
+    ran = forwards(pair.events)
+    assert ran == forwards(pair.plain_events)
+    assert {mode for mode, _ in ran} == {"NONE", pair.graph}
+    captures, replays = (sum(kind in event for event in pair.events) for kind in ("captured", "replayed"))
+    pieces = captures // len(CAPTURES[pair.mode][pair.graph])
+    assert replays == pieces * sum(mode == pair.graph for mode, _ in ran) > 0
+
+
+def test_the_generated_tokens_are_those_without_extraction(pair: Pair) -> None:
+    for request_id in REQUESTS:
+        assert pair.extracting.requests[request_id]["tokens"] == pair.plain.requests[request_id]["tokens"]
+
+
+@pytest.mark.parametrize("request_id", REQUESTS)
+def test_rows_of_prompts_and_of_tokens_decoded_in_replays_are_exact(pair: Pair, request_id: str) -> None:
+    comparison = compare_with_output(pair.extracting, request_id)
+    assert comparison.matches, comparison
+    assert comparison.max_abs_difference <= 1e-5
+
+
+def test_rows_of_a_mixture_of_experts_on_two_npus_are_right_in_replays(tiny_minimax_m2: Path, tmp_path: Path) -> None:
+    done, (one, other) = run(tmp_path, tiny_minimax_m2, "FULL_DECODE_ONLY", tensor_parallel_size=2, enable_expert_parallel=True)
+    assert done.error is None, done.error
+    assert forwards(one) == forwards(other)
+    assert ("FULL", 2) in forwards(one)
+    for request_id in REQUESTS:
+        comparison = compare_with_output(done, request_id)
+        assert comparison.matches, (request_id, comparison)
+
+
+# What vllm-ascend's users have today: the builder of upstream's cache-only layer supports no graphs.
+
+
+def test_upstream_s_connector_costs_the_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
+    _, (events,) = run(tmp_path, float32_qwen3, "FULL_DECODE_ONLY", ours=False, late=False, dtype="float32")
+    assert resolved(events)["resolved"] == "NONE"
+    assert resolved(events)["captures"] == {}
+
+
+def test_upstream_s_connector_refuses_full_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
+    done, _ = run(tmp_path, float32_qwen3, "FULL", ours=False, late=False, dtype="float32")
+    assert done.error is not None
+    assert "CUDAGraphMode.FULL is not supported with CacheOnlyAttentionBackend" in done.error
