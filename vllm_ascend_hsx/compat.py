@@ -27,6 +27,7 @@ PROPOSER_MODULE = "vllm.v1.spec_decode.extract_hidden_states"
 RUNNER_MODULE = "vllm_ascend.worker.model_runner_v1"
 DEEPSEEK_MODULE = "vllm.model_executor.models.deepseek_v2"
 SAMPLING_MODULE = "vllm.sampling_params"
+WORKER_MODULE = "vllm_ascend.worker.worker"
 PROPOSER_NAME = "AscendExtractHiddenStatesProposer"
 # What HsxProposer calls on the runner; the v2 runner of vllm-ascend 0.23.0 has neither.
 RUNNER_HOOKS = ("_pad_for_sequence_parallelism", "_sync_metadata_across_dp")
@@ -396,6 +397,37 @@ def compute_what_is_extracted(multi_module: Any) -> None:
         return tokens, load_async
 
     multi_class.get_num_new_matched_tokens = get_num_new_matched_tokens
+
+
+def copy_before_sleep(worker_module: Any) -> None:
+    """Have a worker that is put to sleep wait until our copies have been made.
+
+    Reason: `NPUWorker.sleep` (worker/worker.py:216) unmaps the memory that was allocated with the weights, which the staging slots were,
+    and a copy may still be waiting behind a full ring. No row is staged while the engine sleeps, and what a slot holds needs not be kept.
+
+    Args:
+        worker_module: the module `vllm_ascend.worker.worker`.
+
+    Raises:
+        IncompatibleVersionError: no such method there.
+    """
+    worker_class = getattr(worker_module, "NPUWorker", None)
+    original = getattr(worker_class, "sleep", None)
+    if worker_class is None or original is None:
+        raise IncompatibleVersionError(f"{WORKER_MODULE}.NPUWorker.sleep")
+
+    @functools.wraps(original)
+    def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+        if has_kv_transfer_group():
+            group = get_kv_transfer_group()
+            for connector in getattr(group, "_connectors", [group]):  # MultiConnector's children, or the only one
+                if drain_copies := getattr(connector, "drain_copies", None):
+                    drain_copies()
+        return original(self, *args, **kwargs)
+
+    worker_class.sleep = sleep
 
 
 def require_runner_hooks(runner: Any) -> None:

@@ -13,9 +13,11 @@ from vllm_ascend_hsx.compat import (
     RUNNER_MODULE,
     SAMPLING_MODULE,
     SPEC_DECODE_MODULE,
+    WORKER_MODULE,
     apply_logits_processors,
     collect_ends_of_deepseek,
     compute_what_is_extracted,
+    copy_before_sleep,
     have_no_drafts_to_take,
     keep_mamba_states_without_drafts,
     keep_preemption,
@@ -53,6 +55,7 @@ def register() -> None:
     register_post_import_hook(collect_ends_of_deepseek, DEEPSEEK_MODULE)
     register_post_import_hook(apply_logits_processors, RUNNER_MODULE)
     register_post_import_hook(compute_what_is_extracted, MULTI_CONNECTOR_MODULE)
+    register_post_import_hook(copy_before_sleep, WORKER_MODULE)
     register_post_import_hook(take_logits_parameters, SAMPLING_MODULE)
 
 

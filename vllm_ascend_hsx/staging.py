@@ -232,6 +232,17 @@ class Copier:
         """Call `action` from the copier's thread behind all copies submitted so far."""
         self._jobs.put(action)
 
+    def drain(self) -> None:
+        """Wait until all that was submitted has been copied: nothing reads a slot until the next is submitted. Not from its own thread."""
+        copied = threading.Event()
+
+        def note() -> None:
+            self._stream.synchronize()
+            copied.set()
+
+        self.then(note)
+        copied.wait()
+
     def close(self) -> None:
         """Finish what was submitted and end the thread. No copy reads a slot after this."""
         self._jobs.put(None)

@@ -12,6 +12,7 @@ from vllm_ascend_hsx.compat import (
     IncompatibleVersionError,
     apply_logits_processors,
     compute_what_is_extracted,
+    copy_before_sleep,
     keep_mamba_states_without_drafts,
     keep_preemption,
     replace_proposer,
@@ -174,6 +175,24 @@ def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(method
         assert not left_out
 
 
+@pytest.mark.parametrize("multi", [False, True], ids=["alone", "in MultiConnector"])
+def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(monkeypatch: pytest.MonkeyPatch, multi: bool) -> None:
+    calls: list[str] = []
+
+    class NPUWorker:
+        def sleep(self, level: int = 1) -> str:
+            calls.append(f"unmap at level {level}")
+            return "asleep"
+
+    copy_before_sleep(SimpleNamespace(NPUWorker=NPUWorker))
+    ours = SimpleNamespace(drain_copies=lambda: calls.append("copies are made"))
+    group = SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours
+    monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr("vllm.distributed.kv_transfer.get_kv_transfer_group", lambda: group)
+    assert NPUWorker().sleep(level=2) == "asleep"
+    assert calls == ["copies are made", "unmap at level 2"]
+
+
 @pytest.mark.parametrize(("extracted", "offered", "answer"), [(True, 5, 0), (False, 5, 5), (True, None, None), (True, 0, 0)])
 def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracted: bool, offered: int | None, answer: int | None) -> None:
     class MultiConnector:
@@ -201,6 +220,7 @@ def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracte
         (keep_mamba_states_without_drafts, "_update_states_after_model_execute"),
         (apply_logits_processors, "build_logitsprocs"),
         (compute_what_is_extracted, "get_num_new_matched_tokens"),
+        (copy_before_sleep, "NPUWorker.sleep"),
         (take_logits_parameters, "_validate_spec_decode"),
     ],
 )

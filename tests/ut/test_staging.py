@@ -312,3 +312,22 @@ def test_a_ring_is_pinned_and_never_larger_than_asked(ring_rows: int, buffers: i
 def test_a_ring_that_holds_less_than_two_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="give at least 96 bytes"):
         PinnedRing(95, (LAYERS, HIDDEN), DTYPE)
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_slot_can_be_taken_away_once_copies_are_drained_and_not_before(pipeline: Callable[..., Pipeline], drained: bool) -> None:
+    """As a worker does that is put to sleep: the host takes the memory away, without an order on the device."""
+    held = pipeline(ring_rows=64)
+    held.gate.clear()  # no writer waits for a copy
+    rows = target_output(6, seed=1)
+    held.step(rows, [Span("r", 0, 6, 0)])
+    issued = held.staging.slots[0].issued
+    assert issued.wait(10)
+    if drained:
+        held.copier.drain()
+        held.staging.rows.fill_(-2.0)
+        held.close()
+        assert all(torch.equal(held.read["r", position], expected_row(rows, position).cpu()) for position in range(6))
+    else:
+        with pytest.raises(RuntimeError, match="race"):
+            held.staging.rows.fill_(-2.0)

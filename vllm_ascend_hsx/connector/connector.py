@@ -122,6 +122,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Nothing to wait for: the rows are in a staging slot, which the engine does not overwrite."""
 
+    def drain_copies(self) -> None:
+        """Wait until no copy reads device memory; see compat.copy_before_sleep."""
+        if self._worker is not None:
+            self._worker.drain_copies()
+
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self._worker is not None
         return self._worker.report()

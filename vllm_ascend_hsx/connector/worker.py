@@ -174,6 +174,10 @@ class ExtractionWorker:
         self._add_backlog(slot.num_rows)
         self._copier.submit(slot)
 
+    def drain_copies(self) -> None:
+        """Wait until no copy reads a staging slot."""
+        self._copier.drain()
+
     def report(self) -> WorkerReport | None:
         """What happened since the last report, or None if nothing did."""
         with self._report_lock:
