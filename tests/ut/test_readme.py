@@ -8,11 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_ascend_hsx.cli import demo
+from vllm_ascend_hsx.cli import demo, plan
 from vllm_ascend_hsx.config import HsxConfig, validate_layer_ids
 from vllm_ascend_hsx.connector.scheduler import OPT_OUT_KEY, OUTPUT_KEY
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.demo.options import ServeOptions, kv_transfer_config, speculative_config
+from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.plan.vllm_planner import Layout
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -94,6 +96,27 @@ def test_every_demo_command_of_the_hardware_checklist_is_one_that_hsx_accepts() 
     assert len(commands) >= 3
     for command in commands:
         assert demo.parse_arguments(shlex.split(command)).device == "npu"
+
+
+def test_the_plan_command_shows_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = blocks("plan")
+    words = shlex.split(command)
+    assert words[:2] == ["hsx", "plan"]
+    assert plan.main(words[2:]) == 0
+    assert capsys.readouterr().out.startswith("MiniMaxAI/MiniMax-M2: layers 2, 31, 59, 62 of 62, TP=8 x DP=2 on 16 NPUs")
+
+
+def test_the_kv_cache_that_is_left_is_what_the_planner_says() -> None:
+    table = re.findall(r"^\| (\S+) \| (\S+) % \| (.+?) \|$", README, re.MULTILINE)
+    assert [name.lower() for name, _, _ in table] == list(PRESETS)
+    for name, ours, upstream in table:
+        words = [name.lower(), "--kv-memory", "30GiB", "--tp", "4", "--max-model-len", "8192"]
+        layouts = plan.plan(plan.parse_arguments(words)).layouts
+        shown = [f"{each.kept:.2%}".replace("%", " %") if each.capacity else "does not start" for each in layouts.values()]
+        assert shown == ["100.00 %", f"{ours} %", upstream]
+        exception = re.search(rf"hsx keeps (\S+) % for {name} ", README)
+        least = layouts[Layout.HSX].kept_at_least
+        assert f"{least:.2%}" == f"{exception[1]}%" if exception else least > 0.99
 
 
 def test_every_make_command_is_a_target() -> None:

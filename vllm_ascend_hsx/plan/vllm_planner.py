@@ -143,8 +143,8 @@ def plan_layout(shape: ModelShape, options: EngineOptions, layout: Layout, num_e
         UnknownFieldError: another version of vLLM.
     """
     planner = importlib.import_module(PLANNER)
-    config = _stand_in(shape, options, layout)
     try:
+        config = _stand_in(shape, options, layout)
         specs = _specs(shape, config, layout, num_extracted)
         cache = planner.get_kv_cache_configs(config, [specs], [kv_bytes])[0]
         concurrency = planner.get_max_concurrency_for_kv_cache_config(config, cache)
