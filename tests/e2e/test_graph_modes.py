@@ -6,17 +6,17 @@ vllm-ascend's own options, and with it the fusions that import it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Run, compare_file, read_trace, run_engine, tokens
+from tiny_deepseek_v3 import build_deepseek_v3
 
 from vllm_ascend_hsx.demo.compare import Comparison
 
-LAYER_IDS = (4, 1, 2)
 OPTIONS = ("enable_npugraph_ex", "fuse_norm_quant", "fuse_qknorm_rope", "fuse_allreduce_rms", "fuse_muls_add")
 COMPILER = {"ascend_compilation_config": dict.fromkeys(OPTIONS, False)}
 ENVIRON = {
@@ -45,14 +45,16 @@ REQUESTS = [action[1] for action in SCRIPT if action[0] == "add" and action[1] !
 Events = list[dict[str, Any]]
 
 
-def run(directory: Path, model: Path, mode: str, *, extract: bool = True, **options: Any) -> tuple[Run, list[Events]]:
+def run(
+    directory: Path, model: Path, mode: str, *, extract: bool = True, layer_ids: Sequence[int] = (4, 1, 2), **options: Any
+) -> tuple[Run, list[Events]]:
     """What the engine did, and for each rank the events of trace_graph_mode."""
     (directory / "trace").mkdir(parents=True)
     done = run_engine(
         directory,
         model,
         [[*action[:3], action[3] | (WITH_OUTPUT if extract else {})] if action[0] == "add" else action for action in SCRIPT],
-        layer_ids=LAYER_IDS,
+        layer_ids=layer_ids,
         extract=extract,
         instruments={"trace_graph_mode": str(directory / "trace")},
         environ=ENVIRON,
@@ -107,7 +109,7 @@ def pair(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: 
 def compare_with_output(done: Run, request_id: str) -> Comparison:
     """The request's file against transformers: rows of the prompt and of all generated tokens but the last."""
     sequence = done.prompts[request_id] + done.requests[request_id]["tokens"][:-1]
-    return compare_file(done.path(request_id), done.model, sequence, LAYER_IDS)
+    return compare_file(done.path(request_id), done.model, sequence, done.layer_ids)
 
 
 def test_the_resolved_mode_and_the_captured_sizes_are_those_without_extraction(pair: Pair) -> None:
@@ -142,6 +144,16 @@ def test_rows_of_a_mixture_of_experts_on_two_npus_are_right_in_replays(tiny_mini
     assert done.error is None, done.error
     assert forwards(one) == forwards(other)
     assert ("FULL", 2) in forwards(one)
+    for request_id in REQUESTS:
+        comparison = compare_with_output(done, request_id)
+        assert comparison.matches, (request_id, comparison)
+
+
+def test_rows_of_latent_attention_are_right_in_replays(tmp_path: Path) -> None:
+    model = build_deepseek_v3(tmp_path / "deepseek_v3")
+    done, (events,) = run(tmp_path / "run", model, "FULL_DECODE_ONLY", layer_ids=(4, 0, 2, 1))
+    assert done.error is None, done.error
+    assert ("FULL", 2) in forwards(events)
     for request_id in REQUESTS:
         comparison = compare_with_output(done, request_id)
         assert comparison.matches, (request_id, comparison)

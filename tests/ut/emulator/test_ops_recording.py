@@ -299,6 +299,17 @@ def test_a_triton_kernel_is_captured_and_replayed() -> None:
         assert out.tolist() == [10 * value * i for i in range(6)]
 
 
+def test_a_launch_that_torch_compile_would_have_to_trace_is_refused() -> None:
+    x, factor, out = torch.arange(6.0).to(NPU), torch.tensor([2.0]).to(NPU), torch.zeros(6, device=NPU)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def launch() -> None:
+        scale_kernel[(2,)](x, factor, out, 6, 10, BLOCK=4)
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"scale_kernel in torch.compile is not implemented"):
+        launch()
+
+
 @pytest.mark.usefixtures("late")
 def test_the_race_detector_learns_what_a_triton_kernel_writes_from_its_first_run() -> None:
     x, factor, out = torch.arange(6.0).to(NPU), torch.tensor([2.0]).to(NPU), torch.zeros(6, device=NPU)

@@ -6,7 +6,8 @@ place HAS_TRITON is True, every path is the one of hardware, and a launch runs t
 language of triton_language.py, or the reference in plain torch that triton_refs.py has for it.
 
 Differs from hardware: the programs of a grid run one after the other, autotuning takes the first configuration, and nothing is
-compiled, so a kernel that would not fit the device's scratch memory runs here.
+compiled, so a kernel that would not fit the device's scratch memory runs here. torch.compile does not know these kernels: a launch that
+it would have to trace raises; one inside of a custom operator is fine.
 """
 
 import functools
@@ -56,6 +57,8 @@ class Kernel:
         return dict(bound.arguments)
 
     def _launch(self, grid: Any, *arguments: Any, **named: Any) -> None:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(f"Triton kernel {self.name} in torch.compile is not implemented by the emulated NPU")
         bound = self.bind(*arguments, **named)
         sizes = grid(bound) if callable(grid) else grid
         sizes = (sizes,) if isinstance(sizes, int) else tuple(int(size) for size in sizes)
