@@ -32,6 +32,8 @@ _GATED_DELTA_NET = {
     "dtype": "bfloat16",
 }
 
+_STATE_DTYPE = "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from the config.json of the later Qwen3.8-27B, model_type qwen3_5)"
+
 PRESETS: dict[str, Preset] = {
     "minimax-m2": Preset(
         "MiniMaxAI/MiniMax-M2",
@@ -71,7 +73,8 @@ PRESETS: dict[str, Preset] = {
             "vocab_size": 248320,
             **_GATED_DELTA_NET,
         },
-        "sgl-project/sglang-jax issue 1251 (quotes config.json); THUDM/slime scripts/models/qwen3.5-35B-A3B.sh",
+        "THUDM/slime scripts/models/qwen3.5-35B-A3B.sh; sgl-project/sglang-jax issue 1251 (class and layers, quoted from config.json); "
+        f"{_STATE_DTYPE}",
     ),
     "qwen3.5-27b": Preset(
         "Qwen/Qwen3.5-27B",
@@ -88,7 +91,8 @@ PRESETS: dict[str, Preset] = {
             "vocab_size": 248320,
             **_GATED_DELTA_NET,
         },
-        "huggingface/transformers tests/models/qwen3_5/test_modeling_qwen3_5.py; THUDM/slime scripts/models/qwen3.5-27B.sh",
+        "THUDM/slime scripts/models/qwen3.5-27B.sh (attention, MLP, vocabulary); ggml-org/llama.cpp pull request 22673 (GatedDeltaNet, from "
+        f"the metadata of a converted 27B model of this family); {_STATE_DTYPE}",
     ),
     "qwen3-next-80b-a3b": Preset(
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
