@@ -1,4 +1,4 @@
-"""Builds a tiny Qwen3.5-MoE with random weights: GatedDeltaNet in three layers of four, gated full attention, experts beside a shared one."""
+"""Builds a tiny Qwen3.5-MoE with random weights: GatedDeltaNet in three layers of four, gated full attention, experts and one shared."""
 
 from __future__ import annotations
 
