@@ -32,7 +32,7 @@ _GATED_DELTA_NET = {
     "dtype": "bfloat16",
 }
 
-_STATE_DTYPE = "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from the config.json of the later Qwen3.8-27B, model_type qwen3_5)"
+_STATE_DTYPE = "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from config.json of the later Qwen3.8-27B, same model_type)"
 
 PRESETS: dict[str, Preset] = {
     "minimax-m2": Preset(
@@ -53,7 +53,8 @@ PRESETS: dict[str, Preset] = {
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
         },
-        "transformers 5.5.4, models/minimax_m2/configuration_minimax_m2.py (the defaults are the published model's)",
+        "transformers 5.5.4, models/minimax_m2/configuration_minimax_m2.py (its defaults); ModelCloud/GPTQModel gptqmodel/hf_minimax_m2 ("
+        "the same in the class published with the model)",
     ),
     "qwen3.5-35b-a3b": Preset(
         "Qwen/Qwen3.5-35B-A3B",
@@ -91,8 +92,8 @@ PRESETS: dict[str, Preset] = {
             "vocab_size": 248320,
             **_GATED_DELTA_NET,
         },
-        "THUDM/slime scripts/models/qwen3.5-27B.sh (attention, MLP, vocabulary); ggml-org/llama.cpp pull request 22673 (GatedDeltaNet, from "
-        f"the metadata of a converted 27B model of this family); {_STATE_DTYPE}",
+        "THUDM/slime scripts/models/qwen3.5-27B.sh (attention, MLP, vocabulary); ggml-org/llama.cpp pull request 22673 (GatedDeltaNet, "
+        f"from the metadata of a converted 27B model of this family); {_STATE_DTYPE}",
     ),
     "qwen3-next-80b-a3b": Preset(
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
