@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_ascend_hsx.config import CONNECTOR_NAME, METHOD, HsxConfigError
+from vllm_ascend_hsx.targets.supported import ARCHITECTURES
 
 CHECKED_VERSIONS = {"vllm": "0.23.0", "vllm-ascend": "0.23.0"}
 
@@ -428,6 +429,29 @@ def copy_before_sleep(worker_module: Any) -> None:
         return original(self, *args, **kwargs)
 
     worker_class.sleep = sleep
+
+
+def require_collecting_target(model_config: Any) -> None:
+    """Refuse a target whose class does not collect hidden states.
+
+    Reason: the runner refuses it too, but only when all weights are loaded, and does not say what would do (MR:3758).
+
+    Args:
+        model_config: vllm.config.ModelConfig of the target.
+
+    Raises:
+        HsxConfigError: it does not; the message lists what does.
+    """
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    model_class, architecture = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
+    if not supports_eagle3(model_class):
+        raise HsxConfigError(
+            "model",
+            architecture,
+            "collects no hidden states: its class in vLLM lacks the interface SupportsEagle3",
+            f"Targets that can be extracted are {', '.join(ARCHITECTURES)}.",
+        )
 
 
 def require_runner_hooks(runner: Any) -> None:

@@ -45,6 +45,7 @@ def register() -> None:
         return
     KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME)
     ModelRegistry.register_model(DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.model:AscendExtractHiddenStatesModel")
+    ModelRegistry.register_model("Qwen3NextForCausalLM", "vllm_ascend_hsx.targets.qwen3_next:Qwen3NextForCausalLM")
     register_post_import_hook(_use_hsx_proposer, SPEC_DECODE_MODULE)
     register_post_import_hook(keep_preemption, BALANCE_SCHEDULE_MODULE)
     register_post_import_hook(schedule_no_drafts, CONFIG_MODULE)

@@ -8,7 +8,7 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
-from vllm_ascend_hsx.compat import batch_layout, find_layers, forward_context, require_runner_hooks
+from vllm_ascend_hsx.compat import batch_layout, find_layers, forward_context, require_collecting_target, require_runner_hooks
 from vllm_ascend_hsx.spans import select_spans
 from vllm_ascend_hsx.startup import read_start_up
 
@@ -22,13 +22,14 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         runner: the v1 NPUModelRunner.
 
     Raises:
-        HsxConfigError, StorageDirectoryError: settings that cannot be used; before weights are loaded.
+        HsxConfigError, StorageDirectoryError: settings or a target that cannot be used; before weights are loaded.
         IncompatibleVersionError: no runner, or one without the methods that keep DP ranks in step.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         require_runner_hooks(runner)
         read_start_up(vllm_config)
+        require_collecting_target(vllm_config.model_config)
         super().__init__(vllm_config, device, runner)
         # Upstream collects rows and slots in buffers of its own; ours go straight from the target's output into the staging slot.
         del self.hidden_states, self._slot_mapping_buffer

@@ -1,0 +1,91 @@
+"""Which targets can be extracted, and what is added to the class of one that could not."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ascend_hsx.compat import require_collecting_target
+from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.targets.supported import ARCHITECTURES
+
+OURS = {"Qwen3NextForCausalLM"}
+# Tables of vLLM's registry in which the targets stand; the others have drafts and models that generate nothing.
+TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
+
+
+def collecting_architectures() -> set[str]:
+    """Those of vLLM's registry whose class has SupportsEagle3 among its bases, by the sources."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "model_executor" / "models"
+    bases: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for path in folder.glob("*.py"):
+        tree = ast.parse(path.read_text())
+        origin = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                origin |= {alias.asname or alias.name: (node.module.rpartition(".")[2], alias.name) for alias in node.names}
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                names = [ast.unparse(base).partition("[")[0] for base in node.bases]
+                bases[path.stem, node.name] = [origin.get(name, (path.stem, name)) for name in names]
+
+    def collects(key: tuple[str, str]) -> bool:
+        return key[1] == "SupportsEagle3" or any(collects(base) for base in bases.get(key, []) if base != key)
+
+    found = set()
+    for node in ast.parse((folder / "registry.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in TABLES:
+            for name, place in ast.literal_eval(node.value).items():
+                if collects(tuple(place)):
+                    found.add(name)
+    return found
+
+
+def test_the_list_of_targets_is_vllms_and_what_we_add() -> None:
+    of_vllm = collecting_architectures()
+    assert set(ARCHITECTURES) == of_vllm | OURS
+    assert list(ARCHITECTURES) == sorted(ARCHITECTURES)
+    assert not OURS & of_vllm  # else ours is no longer needed
+
+
+class Collecting:
+    """What SupportsEagle3 asks for."""
+
+    supports_eagle3 = True
+    has_own_lm_head = has_own_embed_tokens = False
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None: ...
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return (1,)
+
+
+def model_config(model_class: type) -> Any:
+    def resolve(architectures: list[str], model_config: Any) -> tuple[type, str]:
+        return model_class, architectures[0]
+
+    return SimpleNamespace(architectures=["OlmoForCausalLM"], registry=SimpleNamespace(resolve_model_cls=resolve))
+
+
+def test_a_target_that_collects_nothing_is_refused_with_the_list_of_those_that_do() -> None:
+    require_collecting_target(model_config(Collecting))
+    with pytest.raises(HsxConfigError, match=r"model='OlmoForCausalLM' collects no hidden states.* are Afmoe.*, Qwen3NextForCausalLM, .*"):
+        require_collecting_target(model_config(object))
+
+
+def test_qwen3_next_collects_with_our_class_alone() -> None:
+    from vllm.model_executor.models import qwen3_next
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    from vllm_ascend_hsx.targets.qwen3_next import Qwen3NextForCausalLM
+
+    assert not supports_eagle3(qwen3_next.Qwen3NextForCausalLM)
+    assert supports_eagle3(Qwen3NextForCausalLM)
+    assert issubclass(Qwen3NextForCausalLM, qwen3_next.Qwen3NextForCausalLM)

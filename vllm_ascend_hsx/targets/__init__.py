@@ -1,0 +1,1 @@
+"""Targets whose class in vLLM lacks what extraction needs."""

@@ -1,0 +1,25 @@
+"""Qwen3-Next with the interface through which a runner asks for hidden states.
+
+In vllm 0.23.0 its model collects them (model_executor/models/qwen3_next.py:523), but the class around it does not say so, and the
+runner refuses it before the first step (vllm_ascend/worker/model_runner_v1.py:3758).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle3, supports_eagle3
+from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM as VllmQwen3NextForCausalLM
+from vllm.model_executor.models.qwen3_next import Qwen3NextModel
+
+from vllm_ascend_hsx.compat import IncompatibleVersionError
+
+if TYPE_CHECKING or not supports_eagle3(VllmQwen3NextForCausalLM):
+    if not issubclass(Qwen3NextModel, EagleModelMixin):
+        raise IncompatibleVersionError("vllm.model_executor.models.qwen3_next.Qwen3NextModel to collect hidden states")
+
+    class Qwen3NextForCausalLM(VllmQwen3NextForCausalLM, SupportsEagle3):
+        """vLLM's class, and what SupportsEagle3 has for a class with such a model."""
+
+else:  # vLLM has it by itself, as 0.26 does
+    Qwen3NextForCausalLM = VllmQwen3NextForCausalLM
