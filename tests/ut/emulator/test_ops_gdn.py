@@ -202,6 +202,23 @@ def test_a_token_of_each_sequence_advances_its_state() -> None:
     assert torch.equal(state, before)
 
 
+def test_padding_does_not_touch_a_state_that_has_its_number() -> None:
+    given = Inputs(4, 3)
+    state = given.state.transpose(-1, -2).contiguous()
+    untouched = state[1:].clone()
+    out = recurrent(given, state, [1, 0, 0, 0], [0, 0, 0, 0])
+    exact, states = given.recurred(0, 1, given.state[0])
+    near(out[0], exact[0], 2**-8)
+    near(state[0].transpose(-1, -2), states[0], 1e-5)
+    assert torch.equal(state[1:], untouched)
+    x, weight, conv_state = random(4, 16), random(4, 16, seed=1), random(3, 3, 16, seed=2)
+    expected = conv_state.clone()
+    expected[0] = torch.cat((conv_state[0, 1:], x[2:3]))
+    rows = torch.tensor([PAD, PAD, 0, PAD], dtype=torch.int32)
+    conv(x, weight, conv_state, cache_indices_opt=rows, run_mode=1)
+    assert torch.equal(conv_state, expected)
+
+
 def test_several_tokens_of_a_sequence_leave_a_state_each() -> None:
     given = Inputs(5, 6)
     state = given.state.transpose(-1, -2).contiguous()

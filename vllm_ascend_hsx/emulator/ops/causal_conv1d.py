@@ -111,8 +111,10 @@ def _update(
     windows = torch.cat((before, x.unsqueeze(1)), 1)
     convolved = _convolve(windows, weight, bias, activation_mode).to(output.dtype)
     output.copy_(torch.where(written, convolved, output))
-    # A row of no sequence is written as it was.
-    conv_state[rows, : width - 1] = torch.where(written.unsqueeze(-1), windows[:, 1:], before)
+    # Padding writes once more what the first sequence does: two values for one place would be a race.
+    sequence = torch.arange(rows.shape[0], device=rows.device)
+    source = torch.where(written.flatten(), sequence, written.flatten().int().argmax())
+    conv_state[rows[source], : width - 1] = torch.where(written.unsqueeze(-1), windows[:, 1:], before)[source]
 
 
 def _convolve(windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation_mode: int) -> torch.Tensor:

@@ -95,40 +95,46 @@ def npu_recurrent_gated_delta_rule(
         check(tensor.shape == (tokens, heads), op, name, f"shape {tuple(tensor.shape)} must be [{tokens}, {heads}]")
     check(ssm_state_indices.dim() == 1, op, "ssm_state_indices", f"shape {tuple(ssm_state_indices.shape)} must have one dimension")
     out = torch.empty_like(value)
-    lengths = actual_seq_lengths[1:]
-    sequences = lengths.shape[0]
-    # One token for each sequence is what decodes are: nothing is read on the host then, so that a graph can hold it.
-    steps = 1 if sequences == tokens and num_accepted_tokens is None else max(lengths.tolist(), default=0)
-    check(steps <= _MOST_TOKENS, op, "actual_seq_lengths", f"{steps} tokens of one sequence; the kernel takes {_MOST_TOKENS}")
-    if sequences == 0 or steps == 0:
+    sequences = actual_seq_lengths.shape[0] - 1
+    if sequences == 0 or tokens == 0:
         return out
-    firsts = actual_seq_lengths[:1] + lengths.cumsum(0) - lengths
-    begins = firsts
+
+    def advance(before: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and state after these tokens, one of each sequence; `before`: its state, float32 [sequences, heads, V, K]."""
+        k, q = (part[token].float().repeat_interleave(heads // key_heads, 1).unsqueeze(2) for part in (key, query))
+        forgotten = before * g[token].exp()[..., None, None]
+        delta = (value[token].float() - (forgotten * k).sum(-1)) * beta[token].float().unsqueeze(-1)
+        after = forgotten + delta.unsqueeze(-1) * k
+        return (after * (q * scale)).sum(-1).to(out.dtype), after
+
+    if sequences == tokens and num_accepted_tokens is None:
+        # Decodes, with padding behind them: nothing is read on the host, so that a graph can hold it.
+        token = torch.arange(tokens, device=query.device)
+        active = token < actual_seq_lengths.sum()
+        stored = state[ssm_state_indices.long()]
+        attended, after = advance(stored.float(), token)
+        out.copy_(torch.where(active.view(-1, 1, 1), attended, out))
+        source = torch.where(active, token, active.int().argmax())  # what is no token writes once more what the first one does
+        state[ssm_state_indices[source].long()] = torch.where(active.view(-1, 1, 1, 1), after.to(state.dtype), stored)[source]
+        return out
+    first, *lengths = actual_seq_lengths.tolist()
+    firsts = [first + sum(lengths[:index]) for index in range(sequences)]
+    check(max(lengths) <= _MOST_TOKENS, op, "actual_seq_lengths", f"{max(lengths)} tokens of one sequence; the kernel takes {_MOST_TOKENS}")
+    rows, accepted = ssm_state_indices.tolist(), [1] * sequences
     if num_accepted_tokens is not None:
         check_dtype(op, "num_accepted_tokens", num_accepted_tokens, (torch.int32,))
-        accepted = num_accepted_tokens[:sequences]
+        accepted = num_accepted_tokens.tolist()
         # The kernel gives up on what it is doing without a word.
-        fits = bool(((lengths == 0) | ((accepted >= 1) & (accepted <= lengths))).all())
-        check(fits, op, "num_accepted_tokens", f"{accepted.tolist()} must be from 1 to {lengths.tolist()}")
-        begins = firsts + accepted - 1
-    running = None
-    for step in range(steps):
-        active = lengths > step
-        token = (firsts + step).clamp(max=tokens - 1).long()
-        row = ssm_state_indices[token].long()
-        stored = state[row]
-        if running is None:
-            begin = ssm_state_indices[begins.clamp(0, tokens - 1).long()].long()
-            running = state[begin].float()
-        running = running * g[token].exp()[..., None, None]
-        k, q = (part[token].float().repeat_interleave(heads // key_heads, 1).unsqueeze(2) for part in (key, query))
-        delta = (value[token].float() - (running * k).sum(-1)) * beta[token].float().unsqueeze(-1)
-        running = running + delta.unsqueeze(-1) * k
-        attended = (running * (q * scale)).sum(-1)
-        # A sequence that has no such token writes what is there.
-        mask = active.view(-1, 1, 1)
-        out[token] = torch.where(mask, attended.to(out.dtype), out[token])
-        state[row] = torch.where(mask.unsqueeze(-1), running.to(state.dtype), stored)
+        fits = all(1 <= count <= length for count, length in zip(accepted, lengths, strict=False) if length)
+        check(fits, op, "num_accepted_tokens", f"{accepted} must be from 1 to {lengths}")
+    begins = [rows[min(firsts[index] + accepted[index] - 1, tokens - 1)] for index in range(sequences)]
+    running = state[torch.tensor(begins, device=state.device)].float()
+    for step in range(max(lengths)):
+        chosen = [index for index in range(sequences) if lengths[index] > step]
+        places = [firsts[index] + step for index in chosen]
+        token, which = (torch.tensor(each, device=state.device) for each in (places, chosen))
+        out[token], running[which] = advance(running[which], token)
+        state[torch.tensor([rows[place] for place in places], device=state.device)] = running[which].to(state.dtype)
     return out
 
 
