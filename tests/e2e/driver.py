@@ -48,6 +48,8 @@ class Driver:
             "kv_groups": [sorted(group.layer_names) for group in cache.kv_cache_groups],
             "kv_bytes": sum(tensor.size for tensor in cache.kv_cache_tensors),
             "async_scheduling": self.core.async_scheduling,
+            "hybrid_kv_cache_manager": not self.core.vllm_config.scheduler_config.disable_hybrid_kv_cache_manager,
+            "mamba_cache_mode": self.core.vllm_config.cache_config.mamba_cache_mode,
         }
 
     def shutdown(self) -> None:

@@ -136,7 +136,7 @@ class EngineSession:
         storage: where the files go.
         requests: all requests so far, by id.
         preemptions: of each its "id" (the client's), "computed" tokens and "phase": "prefill" or "decode".
-        facts: of the engine: num_gpu_blocks, kv_groups, kv_bytes, async_scheduling.
+        facts: of the engine: num_gpu_blocks, kv_groups, kv_bytes, async_scheduling, hybrid_kv_cache_manager, mamba_cache_mode.
     """
 
     def __init__(

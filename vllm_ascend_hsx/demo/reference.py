@@ -55,4 +55,6 @@ def reference_hidden_states(
 def _load(model_dir: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True).eval()
+    # Of a model with a text part (Qwen3.5) transformers 5.5.4 keeps the checkpoint's dtype (models/auto/auto_factory.py:386).
+    return model if model.dtype == dtype else model.to(dtype)

@@ -1,0 +1,406 @@
+"""Hybrid targets, GatedDeltaNet and full attention in turn with experts: their rows are right, and their KV cache is whole.
+
+In bfloat16 alone: vllm-ascend 0.23.0's kernels for GatedDeltaNet take nothing else. Its Mamba cache modes are `align` (vLLM's choice when
+prefix caching is on) and `none` (when it is off); `all` no model with GatedDeltaNet supports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import test_scenarios as scenarios
+import torch
+from harness import EngineSession, Run, compare_file, process_environment, run_engine, tokens
+from oracle import Reference
+from stage import Stage
+from tiny_qwen3_5_moe import build_qwen3_5_moe
+from tiny_qwen3_next import build_qwen3_next
+from transformers import AutoModelForCausalLM
+
+from vllm_ascend_hsx.demo.compare import ROW_TOLERANCE
+from vllm_ascend_hsx.demo.options import ServeOptions
+from vllm_ascend_hsx.demo.reference import _load, reference_hidden_states
+from vllm_ascend_hsx.demo.server import Server, free_port
+
+LAYER_IDS = (4, 0, 2, 1)  # not ascending: the file has the user's order
+NUM_LAYERS = 4
+BLOCK = 128  # tokens; so many keys are as large as a state of GatedDeltaNet
+TOLERANCE = ROW_TOLERANCE * torch.finfo(torch.bfloat16).eps
+WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+
+
+class Target(NamedTuple):
+    """A hybrid model.
+
+    Attributes:
+        build: makes it in a directory.
+        engine: EngineArgs that it needs. flags: the same on the command line.
+        prefix: of its layers' names.
+        sequence_parallel: whether vllm-ascend starts it so.
+    """
+
+    build: Callable[[Path], Path]
+    engine: dict[str, Any]
+    flags: tuple[str, ...]
+    prefix: str
+    sequence_parallel: bool
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"} if self.sequence_parallel else {}
+
+
+TARGETS = {
+    # Published with a vision tower, and vllm 0.23.0 registers that form alone. With sequence parallelism vllm-ascend takes for granted that
+    # such a model is given embeddings (ops/linear_op.py:470), so that without its tower it does not start, extraction or not.
+    "qwen3_5_moe": Target(build_qwen3_5_moe, {"language_model_only": True}, ("--language-model-only",), "language_model.model", False),
+    "qwen3_next": Target(build_qwen3_next, {}, (), "model", True),
+}
+# With aligned states a chunk of a prompt is a block, and waits until a step has room for a whole one.
+STEP = BLOCK + 64
+ENGINES: dict[str, dict[str, Any]] = {
+    "align": {"max_num_batched_tokens": STEP},
+    "none": {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "async_scheduling": False},
+    # Sixteen blocks for requests, of which each takes one for its keys and three for its states, and again for the next 128 tokens.
+    "tiny-align": {"max_num_batched_tokens": STEP, "num_gpu_blocks_override": 17},
+    "tiny-none": {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "num_gpu_blocks_override": 17},
+}
+MODES = {"align": "align", "none": "none", "tiny-align": "align", "tiny-none": "none"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("models")
+    return {name: target.build(directory / name) for name, target in TARGETS.items()}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+# One NPU
+
+
+def prompts_of_several_blocks(stage: Stage) -> None:
+    """A state is handed from block to block, also where a chunk ends within one."""
+    stage.add(tokens(3 * BLOCK + 17), name="four-blocks")
+    stage.add(tokens(BLOCK), name="one-block")
+    stage.add(tokens(2 * BLOCK + 1), name="a-token-in-the-third")
+    stage.add(tokens(BLOCK - 3), name="into-the-next", max_tokens=12, expect="output")
+
+
+def cached_states_are_those_that_were_computed(stage: Stage) -> None:
+    """A request that is not extracted goes on from a cached state, and says what one that computes it all says."""
+    prompt = [*tokens(2 * BLOCK, seed=4), *tokens(9)]
+    fresh = stage.add(prompt, name="fresh", max_tokens=8, expect="output")
+    stage.drain()
+    cached = stage.add(prompt, name="cached", expect="nothing", params={"hidden_states": False}, max_tokens=8)
+    again = stage.add(prompt, name="again", max_tokens=8, expect="output")
+    stage.drain()
+    assert (fresh.num_cached_tokens, cached.num_cached_tokens, again.num_cached_tokens) == (0, 2 * BLOCK, 0)
+    assert fresh.tokens == cached.tokens == again.tokens
+
+
+def preempted_while_they_decode(stage: Stage) -> None:
+    """Their states are lost, and computed again from the first token on."""
+    before = len(stage.session.preemptions)
+    added = [stage.add(tokens(120 + index), name=f"decoding-{index}", expect="output", max_tokens=40 + index) for index in range(5)]
+    stage.drain()
+    assert any(phase == "decode" for _, phase in scenarios.phases(stage, before))
+    assert [len(each.tokens) for each in added] == [40 + index for index in range(5)]
+
+
+SCENARIOS: dict[str, tuple[Callable[[Stage], None], ...]] = {
+    "align": (
+        scenarios.prompts_around_the_chunk,
+        scenarios.decodes_beside_new_prefills,
+        scenarios.many_short_prompts_in_one_step,
+        prompts_of_several_blocks,
+        scenarios.repeated_and_extended_prompts,
+        cached_states_are_those_that_were_computed,
+        scenarios.repeated_prompts_at_the_same_time,
+        scenarios.everything_is_preempted_at_once,
+        scenarios.aborted_while_its_prompt_is_computed,
+        scenarios.rows_of_generated_tokens,
+        scenarios.several_completions_of_a_prompt,
+    ),
+    "none": (
+        scenarios.prompts_around_the_chunk,
+        scenarios.decodes_beside_new_prefills,
+        prompts_of_several_blocks,
+        scenarios.rows_of_generated_tokens,
+        scenarios.aborted_while_it_decodes,
+    ),
+    "tiny-align": (preempted_while_they_decode, scenarios.a_prompt_of_the_greatest_length),
+    "tiny-none": (preempted_while_they_decode, scenarios.a_prompt_of_the_greatest_length),
+}
+# What differs in Qwen3-Next is how a layer projects and rotates, and that its states are bfloat16: fewer situations show that.
+OF_QWEN3_NEXT: dict[str, tuple[Callable[[Stage], None], ...]] = {
+    "align": (
+        scenarios.decodes_beside_new_prefills,
+        prompts_of_several_blocks,
+        cached_states_are_those_that_were_computed,
+        scenarios.everything_is_preempted_at_once,
+    ),
+    "none": (scenarios.prompts_around_the_chunk, scenarios.rows_of_generated_tokens),
+}
+
+
+class Stages:
+    """The stage that is in use; asking for another, or for one whose engine has failed, starts an engine."""
+
+    def __init__(self, directory: Path, models: dict[str, Path]) -> None:
+        self._directory = directory
+        self._models = models
+        self._references = {name: Reference(model, NUM_LAYERS, torch.bfloat16) for name, model in models.items()}
+        self._current: tuple[str, str] | None = None
+        self._session: EngineSession | None = None
+        self._started = 0
+
+    def get(self, name: str, engine: str) -> Stage:
+        if self._current != (name, engine) or self._session is None or self._session.failed:
+            self.close()
+            self._started += 1
+            options = {"max_num_seqs": 16, "layer_ids": LAYER_IDS, **TARGETS[name].engine, **ENGINES[engine]}
+            self._session = EngineSession(self._directory / f"{self._started}-{name}-{engine}", self._models[name], **options).__enter__()
+            self._current = (name, engine)
+            self._stage = Stage(self._session, self._references[name])
+        return self._stage
+
+    def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def stages(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    stages = Stages(tmp_path_factory.mktemp("hybrid"), models)
+    yield stages
+    stages.close()
+
+
+def cases() -> Iterator[Any]:
+    """Ordered so that each engine is started once."""
+    for name, played_on in (("qwen3_5_moe", SCENARIOS), ("qwen3_next", OF_QWEN3_NEXT)):
+        for engine, played in played_on.items():
+            for play in played:
+                yield pytest.param(name, engine, play, id=f"{name}-{engine}-{play.__name__}")
+
+
+@pytest.mark.parametrize(("name", "engine", "play"), cases())
+def test_files_are_right_when(stages: Stages, name: str, engine: str, play: Callable[[Stage], None]) -> None:
+    stage = stages.get(name, engine)
+    facts, prefix = stage.session.facts, TARGETS[name].prefix
+    assert facts["mamba_cache_mode"] == MODES[engine]
+    # Attention and states share the KV cache, each with its own blocks; the drafter's layer has none.
+    assert facts["hybrid_kv_cache_manager"]
+    states = [[f"{prefix}.layers.{layer}.linear_attn"] for layer in range(3)]
+    assert facts["kv_groups"] == [[f"{prefix}.layers.3.self_attn.attn"], *states]
+    play(stage)
+    stage.check()
+
+
+# Beside a server without extraction
+
+
+def with_output(action: list[Any]) -> list[Any]:
+    if action[0] != "add":
+        return action
+    return [*action[:3], {**action[3], **WITH_OUTPUT}]
+
+
+GENERATING = [
+    ["add", "decoding", tokens(20), {"max_tokens": 30}],
+    ["step", 5],
+    ["add", "beside", tokens(120), {"max_tokens": 4}],
+    ["step", 3],
+    ["add", "later", tokens(300), {"max_tokens": 4}],
+    ["drain"],
+    # The end of a request whose generated tokens are extracted reaches the worker with the next step.
+    ["add", "last", tokens(5), {"max_tokens": 1}],
+    ["drain"],
+]
+
+
+def test_kv_cache_and_text_are_those_of_a_server_without_extraction(target: str, models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"max_num_batched_tokens": STEP, "layer_ids": LAYER_IDS, **TARGETS[target].engine}
+    without = run_engine(tmp_path / "without", models[target], GENERATING, extract=False, **options)
+    extracting = run_engine(tmp_path / "with", models[target], [with_output(action) for action in GENERATING], **options)
+    assert without.error is None, without.error
+    assert extracting.error is None, extracting.error
+    assert {name: each["tokens"] for name, each in extracting.requests.items()} == {
+        name: each["tokens"] for name, each in without.requests.items()
+    }
+    assert extracting.result["kv_groups"] == without.result["kv_groups"]
+    assert extracting.result["hybrid_kv_cache_manager"] and without.result["hybrid_kv_cache_manager"]
+    block_bytes = without.result["kv_bytes"] // without.result["num_gpu_blocks"]
+    assert extracting.result["kv_bytes"] == extracting.result["num_gpu_blocks"] * block_bytes
+    slots, hidden, itemsize = 2, 256, 2
+    staging = slots * STEP * len(LAYER_IDS) * hidden * itemsize
+    taken = (without.result["num_gpu_blocks"] - extracting.result["num_gpu_blocks"]) * block_bytes
+    # What else differs is the profiled activation peak: the target now returns its aux layers, a list of [tokens, hidden] each.
+    assert 0 <= taken <= staging + staging // slots + (4 << 20)
+
+
+# Several NPUs
+
+
+def test_rows_are_right_with_tensor_and_expert_parallelism(target: str, models: dict[str, Path], tmp_path: Path) -> None:
+    lengths = (1, 7, BLOCK + 1, 2 * BLOCK + 40)
+    script = [
+        ["add", "decoding", tokens(10), {"max_tokens": 8}],
+        ["step", 2],
+        *(["add", f"r{length}", tokens(length), {"max_tokens": 1}] for length in lengths),
+        ["drain"],
+    ]
+    run = run_engine(
+        tmp_path,
+        models[target],
+        script,
+        layer_ids=LAYER_IDS,
+        environ=TARGETS[target].environ,
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        max_num_batched_tokens=STEP,
+        **TARGETS[target].engine,
+    )
+    assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
+    for request_id in ("decoding", *(f"r{length}" for length in lengths)):
+        comparison = run.compare(request_id)
+        assert comparison.matches, f"{request_id}: {comparison}"
+
+
+@pytest.mark.timeout(900)
+def test_rows_are_right_with_data_and_tensor_parallelism_over_http(target: str, models: dict[str, Path], tmp_path: Path) -> None:
+    model = models[target]
+    options = ServeOptions(
+        model=str(model),
+        storage=tmp_path / "hidden_states",
+        layer_ids=LAYER_IDS,
+        port=free_port(),
+        max_num_batched_tokens=STEP,
+        extra=("--enforce-eager", "--gpu-memory-utilization", "0.4", *TARGETS[target].flags),
+    )
+    environment = process_environment(npus=4) | TARGETS[target].environ
+    with Server(options.command(), port=options.port, log=tmp_path / "server.log", environment=environment) as server:
+        server.wait_ready(280)
+
+        def complete(prompt: list[int], **body: Any) -> Any:
+            common = {"model": str(model), "prompt": prompt, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+            answer = httpx.post(f"{server.url}/v1/completions", json={**common, **body}, timeout=120)
+            answer.raise_for_status()
+            return answer.json()
+
+        generating = {"max_tokens": 9, "kv_transfer_params": {"include_output_tokens": True}}
+        jobs = [(tokens(length), {"max_tokens": 1}) for length in (1, 7, 64, BLOCK + 1, 2 * BLOCK + 40)]
+        jobs += [(tokens(length, seed=2), generating) for length in (9, BLOCK - 4)]
+        try:
+            alone = tokens(201)  # while the other DP rank is idle
+            found = [(alone, complete(alone, max_tokens=1))]
+            with ThreadPoolExecutor(len(jobs)) as pool:
+                answers = pool.map(lambda job: complete(job[0], **job[1]), jobs)
+                found += [(prompt, answer) for (prompt, _), answer in zip(jobs, answers, strict=True)]
+        except httpx.HTTPError as error:
+            raise AssertionError(f"{error!r}\n{server.log_tail()}") from error
+        for prompt, answer in found:
+            rows = prompt + answer["choices"][0]["token_ids"][:-1]
+            comparison = compare_file(Path(answer["kv_transfer_params"]["hidden_states_path"]), model, rows, LAYER_IDS)
+            assert comparison.matches, f"{len(prompt)} tokens: {comparison}"
+
+
+# Upstream
+
+
+FEW_BLOCKS = {
+    "enable_prefix_caching": False,
+    "enable_chunked_prefill": False,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 24,
+}
+
+
+def regret(model: Path, run: Run, request_id: str) -> float:
+    """By how much, at most, the logit of a generated token was below the best one, as transformers has them."""
+    prompt, generated = run.prompts[request_id], run.requests[request_id]["tokens"]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model).float()(torch.tensor([prompt + generated])).logits[0]
+    logits = logits[len(prompt) - 1 : -1]
+    return float((logits.amax(-1) - logits.gather(1, torch.tensor(generated).unsqueeze(1)).squeeze(1)).max())
+
+
+def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(models: dict[str, Path], tmp_path: Path) -> None:
+    """Its rows go to the blocks of the first group, attention's, in memory where other groups keep their states and keys.
+
+    A request that decodes while prompts arrive goes on with states that were overwritten: what it says is not what the target says.
+    """
+    model, options = models["qwen3_5_moe"], {**TARGETS["qwen3_5_moe"].engine, **FEW_BLOCKS}
+    broken = run_engine(tmp_path / "upstream", model, [["real_events"], *GENERATING], ours=False, late=False, **options)
+    right = run_engine(tmp_path / "ours", model, [with_output(action) for action in GENERATING], **options)
+    assert broken.error is None, broken.error
+    assert right.error is None, right.error
+    assert broken.compare("decoding").matches  # these rows were written before anything was overwritten
+    assert regret(model, broken, "decoding") > 0.5
+    assert not broken.compare("beside").matches
+    for name in ("decoding", "beside", "later"):
+        assert regret(model, right, name) < 0.05, name
+        right.prompts[name] = right.prompts[name] + right.requests[name]["tokens"][:-1]
+        assert right.compare(name).matches, name
+
+
+def test_upstream_refuses_qwen3_next_although_its_model_collects(models: dict[str, Path], tmp_path: Path) -> None:
+    broken = run_engine(tmp_path, models["qwen3_next"], [["drain"]], ours=False, late=False, **FEW_BLOCKS)
+    assert broken.error is not None
+    assert "Model does not support EAGLE3 interface but aux_hidden_state_outputs was requested" in broken.error
+
+
+# The tiny models: what would make the comparisons above say too little.
+
+
+def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(target: str, models: dict[str, Path]) -> None:
+    rows = reference_hidden_states(models[target], tokens(300), [1, 2, 3, 4])
+    norms = rows.norm(dim=-1)
+    for layer in range(NUM_LAYERS):
+        distances = torch.cdist(rows[:, layer], rows[:, layer]) / norms[:, layer]
+        distances.fill_diagonal_(1.0)
+        assert distances.min() > 2 * TOLERANCE
+    assert ((rows[:, 1:] - rows[:, :-1]).norm(dim=-1) / norms[:, 1:]).min() > 5 * TOLERANCE
+
+
+def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) -> None:
+    # The first block of another prompt: what a request would go on from that is given a wrong state.
+    first, second = tokens(2 * BLOCK)[:BLOCK], tokens(2 * BLOCK)[BLOCK:]
+    rows, other = (reference_hidden_states(models[target], [*each, *second], [1, 4]) for each in (first, tokens(BLOCK, seed=1)))
+    far = ((rows - other).norm(dim=-1) / rows.norm(dim=-1))[BLOCK:]
+    # In the layers of states alone, and for long.
+    assert (far[:16] > 2 * TOLERANCE).all()
+    assert (far[:96].amax(-1) > 2 * TOLERANCE).float().mean() > 0.9
+
+
+def test_experts_are_chosen_evenly_and_alike_in_both_precisions(target: str, models: dict[str, Path]) -> None:
+    chosen = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(models[target]).to(dtype)
+        choices: list[torch.Tensor] = []
+        for layer in model.get_decoder().layers:
+            layer.mlp.gate.register_forward_hook(lambda _module, _arguments, out, choices=choices: choices.append(out[2].sort(-1).values))
+        with torch.no_grad():
+            model(torch.tensor([tokens(400)]))
+        chosen.append(torch.stack(choices))
+    assert torch.equal(*chosen)
+    share = torch.bincount(chosen[0].flatten(), minlength=8) / chosen[0].numel()
+    assert share.min() > 0.5 / 8
+
+
+def test_the_reference_is_computed_in_the_precision_that_is_asked_for(target: str, models: dict[str, Path]) -> None:
+    # Of a model with a text part transformers keeps the checkpoint's bfloat16, whatever it is asked for.
+    for dtype in (torch.float32, torch.bfloat16):
+        assert reference_hidden_states(models[target], tokens(3), [4], dtype).dtype is dtype
+        assert {parameter.dtype for parameter in _load(str(models[target]), dtype).parameters()} == {dtype}
