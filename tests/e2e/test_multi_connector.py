@@ -12,7 +12,7 @@ from harness import EngineSession, run_engine, tokens
 from oracle import Oracle, Reference, Served
 from tiny_gpt_oss import build_gpt_oss
 
-from vllm_ascend_hsx import find
+from vllm_ascend_hsx import find, load
 from vllm_ascend_hsx.demo.options import kv_transfer_config
 
 LAYER_IDS = (4, 1, 2)
@@ -64,7 +64,7 @@ def test_a_request_that_hands_its_kv_on_has_its_file_and_the_siblings_params(ses
     request = session.add(PROMPT, handed_on)
     session.drain()
     assert request.kv_transfer_params == {"remote_engine_id": "sibling"}
-    assert find(session.storage, request.id).exists()
+    assert load(find(session.storage, request.id)).token_ids.tolist() == PROMPT
 
 
 @pytest.fixture(scope="module")
@@ -83,4 +83,4 @@ def test_the_hybrid_kv_cache_manager_stays_on_unless_the_sibling_knows_one_group
     assert run.error is None, run.error
     assert len(run.result["kv_groups"]) == groups
     assert ("Turning off hybrid kv cache manager" in run.log) == (groups == 1)
-    assert run.path("r").exists()
+    assert load(run.path("r")).token_ids.tolist() == tokens(20)
