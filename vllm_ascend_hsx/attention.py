@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
 )
 
-from vllm_ascend_hsx.compat import register_layer, transfers_to_connector
+from vllm_ascend_hsx.compat.runner import register_layer, transfers_to_connector
 from vllm_ascend_hsx.spans import Span
 from vllm_ascend_hsx.staging import StagingCache
 

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from vllm_ascend_hsx.compat import (
-    BALANCE_SCHEDULE_MODULE,
+from vllm_ascend_hsx.compat.drafts import (
     CONFIG_MODULE,
-    DEEPSEEK_MODULE,
-    MULTI_CONNECTOR_MODULE,
     PROPOSER_MODULE,
     RUNNER_MODULE,
     SAMPLING_MODULE,
-    SPEC_DECODE_MODULE,
-    WORKER_MODULE,
     apply_logits_processors,
-    collect_ends_of_deepseek,
-    compute_what_is_extracted,
-    copy_before_sleep,
     have_no_drafts_to_take,
     keep_mamba_states_without_drafts,
-    keep_preemption,
-    replace_proposer,
     schedule_no_drafts,
     set_up_drafter_without_drafts,
     set_up_proposer_without_drafts,
     take_logits_parameters,
 )
+from vllm_ascend_hsx.compat.engine import (
+    BALANCE_SCHEDULE_MODULE,
+    MULTI_CONNECTOR_MODULE,
+    WORKER_MODULE,
+    compute_what_is_extracted,
+    copy_before_sleep,
+    keep_preemption,
+)
+from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE, collect_ends_of_deepseek
+from vllm_ascend_hsx.compat.runner import SPEC_DECODE_MODULE, replace_proposer
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 
 DRAFTER_ARCHITECTURE = "ExtractHiddenStatesModel"

@@ -8,7 +8,8 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
-from vllm_ascend_hsx.compat import batch_layout, find_layers, forward_context, require_collecting_target, require_runner_hooks
+from vllm_ascend_hsx.compat.models import require_collecting_target
+from vllm_ascend_hsx.compat.runner import batch_layout, find_layers, forward_context, require_runner_hooks
 from vllm_ascend_hsx.spans import select_spans
 from vllm_ascend_hsx.startup import read_start_up
 

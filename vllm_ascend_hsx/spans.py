@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from vllm_ascend_hsx.compat import BatchRow
+from vllm_ascend_hsx.compat.runner import BatchRow
 
 # As the number of wanted rows of a request: its prompt's and those of all tokens that it generates.
 ALL_ROWS = sys.maxsize

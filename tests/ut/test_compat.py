@@ -8,20 +8,18 @@ from typing import Any
 import pytest
 import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
 
-from vllm_ascend_hsx.compat import (
-    IncompatibleVersionError,
+from vllm_ascend_hsx.compat.drafts import (
     apply_logits_processors,
-    compute_what_is_extracted,
-    copy_before_sleep,
     keep_mamba_states_without_drafts,
-    keep_preemption,
-    replace_proposer,
     require_no_drafts,
     schedule_no_drafts,
     set_up_drafter_without_drafts,
     set_up_proposer_without_drafts,
     take_logits_parameters,
 )
+from vllm_ascend_hsx.compat.engine import compute_what_is_extracted, copy_before_sleep, keep_preemption
+from vllm_ascend_hsx.compat.runner import replace_proposer
+from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.proposer import HsxProposer
 

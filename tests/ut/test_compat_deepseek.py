@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_hsx.compat import IncompatibleVersionError, collect_ends_of_deepseek
+from vllm_ascend_hsx.compat.models import collect_ends_of_deepseek
+from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 
 LAYERS = 3
 # What layer i adds to the stream, and the embedding: every state is another number.

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_hsx.compat import IncompatibleVersionError, have_no_drafts_to_take
+from vllm_ascend_hsx.compat.drafts import have_no_drafts_to_take
+from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 
 
 class Runner:

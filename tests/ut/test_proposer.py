@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 
 from vllm_ascend_hsx.attention import AscendCacheOnlyMetadataBuilder
-from vllm_ascend_hsx.compat import IncompatibleVersionError
+from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 from vllm_ascend_hsx.proposer import HsxProposer
 
 LAYER = "cache_only_layers.4"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.compat import BatchRow
+from vllm_ascend_hsx.compat.runner import BatchRow
 from vllm_ascend_hsx.spans import Span, cut, merge_rows, select_spans
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_hsx.compat import require_collecting_target
+from vllm_ascend_hsx.compat.models import require_collecting_target
 from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.targets.supported import ARCHITECTURES
 

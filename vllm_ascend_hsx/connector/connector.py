@@ -12,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from vllm_ascend_hsx.compat import find_layers, require_no_drafts, tensor_parallel_rank
+from vllm_ascend_hsx.compat.drafts import require_no_drafts
+from vllm_ascend_hsx.compat.runner import find_layers, tensor_parallel_rank
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
@@ -72,7 +73,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_new_request(request)
 
     def extracts(self, request: Any) -> bool:
-        """Whether rows of the request are wanted; see compat.compute_what_is_extracted."""
+        """Whether rows of the request are wanted; see compat.engine.compute_what_is_extracted."""
         assert self._scheduler is not None
         return self._scheduler.extracts(request.request_id)
 
@@ -123,7 +124,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to wait for: the rows are in a staging slot, which the engine does not overwrite."""
 
     def drain_copies(self) -> None:
-        """Wait until no copy reads device memory; see compat.copy_before_sleep."""
+        """Wait until no copy reads device memory; see compat.engine.copy_before_sleep."""
         if self._worker is not None:
             self._worker.drain_copies()
 

@@ -183,7 +183,7 @@ def _stand_in(shape: ModelShape, options: EngineOptions, layout: Layout) -> Any:
     """The fields of VllmConfig that the functions called here read, as a server has them after its start.
 
     * `speculative_config`: none without extraction. Upstream has one draft token, hence one more Mamba state per request; our plugin
-      makes it none (compat.schedule_no_drafts).
+      makes it none (compat.drafts.schedule_no_drafts).
     * Upstream goes without chunked prefill, and a hybrid model then without prefix caching (vllm/model_executor/models/config.py:372).
     * `block_size`: vllm-ascend's refresh_block_size (utils.py:1369) makes it 128; that of a hybrid model follows from its state.
     """

@@ -12,7 +12,7 @@ from vllm.model_executor.models.interfaces import EagleModelMixin, SupportsEagle
 from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM as VllmQwen3NextForCausalLM
 from vllm.model_executor.models.qwen3_next import Qwen3NextModel
 
-from vllm_ascend_hsx.compat import IncompatibleVersionError
+from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 
 if TYPE_CHECKING or not supports_eagle3(VllmQwen3NextForCausalLM):
     if not issubclass(Qwen3NextModel, EagleModelMixin):

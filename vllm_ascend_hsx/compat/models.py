@@ -1,0 +1,73 @@
+"""What targets have to do so that they can be extracted."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm_ascend_hsx.compat.versions import require
+from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.targets.supported import ARCHITECTURES
+
+DEEPSEEK_MODULE = "vllm.model_executor.models.deepseek_v2"
+
+
+def collect_ends_of_deepseek(deepseek: Any) -> None:
+    """Have DeepSeek-V2, -V3 and Kimi-K2 return the embedding output (id 0) and the state after the last layer, if they are wanted.
+
+    Reason: DeepseekV2Model.forward collects before each layer only (models/deepseek_v2.py:1328), so the last id is never in what it
+    returns, and before the first layer it adds a residual that is None. Every other target of vllm 0.23.0 that can be extracted uses
+    `_maybe_add_hidden_state` (interfaces.py:1289), which does neither.
+
+    Args:
+        deepseek: that module.
+
+    Raises:
+        IncompatibleVersionError: no DeepseekV2Model there.
+    """
+    model_class, original = require(deepseek, DEEPSEEK_MODULE, "DeepseekV2Model", "forward")
+
+    @functools.wraps(original)
+    def forward(self: Any, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None) -> Any:
+        wanted, last = self.aux_hidden_state_layers, len(self.layers)
+        if 0 not in wanted and last not in wanted:
+            return original(self, input_ids, positions, intermediate_tensors, inputs_embeds)
+        # One pipeline stage, which is what extraction is allowed with: from the embedding to the norm.
+        stream = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        residual = None
+        options = getattr(self.config, "llama_4_scaling", None)
+        scaling = options and deepseek._get_llama_4_scaling(options["original_max_position_embeddings"], options["beta"], positions)
+        collected = []
+        for index, layer in enumerate(self.layers):
+            if index in wanted:
+                collected.append(stream if residual is None else stream + residual)
+            stream, residual = layer(positions, stream, residual, scaling)
+        if last in wanted:
+            collected.append(stream + residual)
+        stream, _ = self.norm(stream, residual)
+        return stream, collected
+
+    model_class.forward = forward
+
+
+def require_collecting_target(model_config: Any) -> None:
+    """Refuse a target whose class does not collect hidden states.
+
+    Reason: the runner refuses it too, but only when all weights are loaded, and does not say what would do (MR:3758).
+
+    Args:
+        model_config: vllm.config.ModelConfig of the target.
+
+    Raises:
+        HsxConfigError: it does not; the message lists what does.
+    """
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    model_class, architecture = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
+    if not supports_eagle3(model_class):
+        raise HsxConfigError(
+            "model",
+            architecture,
+            "collects no hidden states: its class in vLLM lacks the interface SupportsEagle3",
+            f"Targets that can be extracted are {', '.join(ARCHITECTURES)}.",
+        )
