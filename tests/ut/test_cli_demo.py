@@ -137,7 +137,10 @@ demo._environment = lambda options: {{}}
 demo._compile_emulator = lambda console: None
 sys.exit(demo.main(["--model", {str(tiny_minimax_m2)!r}, "--output", {str(tmp_path)!r}, "--no-reference"]))
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    # A shell starts what it puts in the background with SIGINT ignored, and the tests may have been started so.
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
+    )
     assert process.stdout is not None
     # The line that StartProgress prints once the server runs.
     assert any("importing vllm" in line for line in iter(process.stdout.readline, ""))
