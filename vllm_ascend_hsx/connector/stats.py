@@ -1,0 +1,269 @@
+"""What the extraction did since the last engine step: recorded on both sides of the connector, added up over ranks and time."""
+
+from __future__ import annotations
+
+import errno
+import math
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+
+# Upper bounds of the latency buckets in seconds; one more bucket takes what is longer. Fixed, so that size does not grow with traffic.
+BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_BUCKETS_NS = tuple(round(bound * 1e9) for bound in BUCKETS)
+
+# Failures that no errno explains.
+OTHER_FAILURE = "other"
+
+_SCHEDULER = "scheduler"
+
+
+class HsxStats(KVConnectorStats):
+    """Counters, gauges and latency histograms of some ranks over some time.
+
+    `data` is what travels (pickle to the scheduler, msgpack to the API server) and holds builtin types alone; what is zero is left out:
+    * counters: {name: int}; times are in nanoseconds, because sums of integers do not depend on their order
+    * failures: {kind: int}; see `failure_kind`
+    * gauges: {name: {rank: number}}; the rank of what belongs to no rank is "scheduler"
+    * histograms: {name: [counts, sums]}, both by bucket; sums in nanoseconds
+    """
+
+    def counter(self, name: str) -> int:
+        """Of "copied_bytes", "written_bytes", "published_bytes", "published", "failed", "aborted", "stall_ns", "backpressure_ns"."""
+        return int(self._part("counters").get(name, 0))
+
+    @property
+    def failures(self) -> Mapping[str, int]:
+        """Failed files by kind."""
+        return self._part("failures")
+
+    def gauge(self, name: str) -> Mapping[str, float]:
+        """Of "ring_fill" (0 to 1), "backlog_bytes" and "requests_held": the value by rank, for those that reported one."""
+        return self._part("gauges").get(name, {})
+
+    def histogram(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Of "copy", "write" and "publish": how many observations, and their sum in nanoseconds, for each of BUCKETS and what is longer."""
+        counts, sums = self._part("histograms").get(name) or _no_observations()
+        return counts, sums
+
+    def aggregate(self, other: KVConnectorStats) -> HsxStats:
+        """Both together, of other ranks or of another time; neither is changed. Of a rank's gauges the larger value stays."""
+        gauges: dict[str, dict[str, float]] = {}
+        histograms: dict[str, list[list[int]]] = {}
+        for part in (self, other):
+            for name, by_rank in part._part("gauges").items():
+                known = gauges.setdefault(name, {})
+                known.update({rank: max(value, known.get(rank, value)) for rank, value in by_rank.items()})
+            for name, columns in part._part("histograms").items():
+                total = histograms.get(name) or _no_observations()
+                histograms[name] = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(total, columns, strict=True)]
+        return HsxStats(
+            data={
+                "counters": _sums(self._part("counters"), other._part("counters")),
+                "failures": _sums(self._part("failures"), other._part("failures")),
+                "gauges": gauges,
+                "histograms": histograms,
+            }
+        )
+
+    def reduce(self) -> dict[str, int | float]:
+        """The few numbers for vLLM's log line. Latencies are interpolated within their bucket."""
+        counts, _ = self.histogram("publish")
+        write_ns = sum(self.histogram("write")[1])
+        return {
+            "Files": self.counter("published"),
+            "Failed": self.counter("failed"),
+            "Aborted": self.counter("aborted"),
+            "GB written": round(self.counter("written_bytes") / 1e9, 3),
+            "GB/s per writer": round(self.counter("written_bytes") / write_ns, 3) if write_ns else 0.0,
+            "Max ring fill (%)": round(100 * max(self.gauge("ring_fill").values(), default=0.0), 1),
+            "Last row to file P50 (ms)": round(1e3 * quantile(counts, 0.5), 3),
+            "Last row to file P99 (ms)": round(1e3 * quantile(counts, 0.99), 3),
+            "Back-pressure (s)": round(self.counter("backpressure_ns") / 1e9, 3),
+        }
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+    def reset(self) -> None:
+        self.data.clear()
+
+    def _part(self, name: str) -> dict[str, Any]:
+        part: dict[str, Any] = self.data.get(name, {})
+        return part
+
+
+class StatsRecorder:
+    """Counts what one worker process does. Every method may be called from any thread and takes about a microsecond.
+
+    Args:
+        rank: tensor-parallel rank.
+        ring_fill: how much of the pinned ring is in use now, from 0 to 1.
+        backlog: bytes of rows that were computed but are not yet in their files.
+    """
+
+    def __init__(self, rank: int, ring_fill: Callable[[], float], backlog: Callable[[], int]) -> None:
+        self._rank = str(rank)
+        self._ring_fill = ring_fill
+        self._backlog = backlog
+        self._lock = threading.Lock()
+        self._restart()
+        self._taken_gauges = (0.0, 0)
+
+    def copied(self, num_bytes: int, seconds: float) -> None:
+        """One piece came from the device into pinned memory, `seconds` after its copy was issued."""
+        self._observe("copy", seconds, "copied_bytes", num_bytes)
+
+    def wrote(self, num_bytes: int, seconds: float) -> None:
+        """One SinkFile.write returned."""
+        self._observe("write", seconds, "written_bytes", num_bytes)
+
+    def published(self, num_bytes: int, seconds: float) -> None:
+        """A file is visible under its name, `seconds` after its last row was on the host."""
+        self._observe("publish", seconds, "published_bytes", num_bytes, "published")
+
+    def failed(self, kind: str = OTHER_FAILURE) -> None:
+        """A request has no file. See `failure_kind`."""
+        with self._lock:
+            self._counters["failed"] = self._counters.get("failed", 0) + 1
+            self._failures[kind] = self._failures.get(kind, 0) + 1
+            self._happened = True
+
+    def aborted(self) -> None:
+        """A file was discarded, because its request was aborted."""
+        with self._lock:
+            self._counters["aborted"] = self._counters.get("aborted", 0) + 1
+            self._happened = True
+
+    def stalled(self, seconds: float) -> None:
+        """The main thread waited so long for a staging slot."""
+        with self._lock:
+            self._counters["stall_ns"] = self._counters.get("stall_ns", 0) + int(seconds * 1e9)
+            self._happened = True
+
+    def take(self) -> HsxStats | None:
+        """What happened since the last call, with the gauges of now; None if nothing did and no gauge has changed."""
+        gauges = (float(self._ring_fill()), int(self._backlog()))
+        with self._lock:
+            if not self._happened and gauges == self._taken_gauges:
+                return None
+            self._taken_gauges = gauges
+            counters, failures, histograms = self._counters, self._failures, self._histograms
+            self._restart()
+        return HsxStats(
+            data={
+                # int: a count in another type, such as numpy's, does not go through msgpack.
+                "counters": {name: int(value) for name, value in counters.items()},
+                "failures": failures,
+                "gauges": {"ring_fill": {self._rank: gauges[0]}, "backlog_bytes": {self._rank: gauges[1]}},
+                "histograms": histograms,
+            }
+        )
+
+    def _observe(self, histogram: str, seconds: float, bytes_counter: str, num_bytes: int, counter: str | None = None) -> None:
+        nanoseconds = int(seconds * 1e9)
+        bucket = bisect_left(_BUCKETS_NS, nanoseconds)
+        with self._lock:
+            columns = self._histograms.get(histogram)
+            if columns is None:
+                columns = self._histograms[histogram] = _no_observations()
+            columns[0][bucket] += 1
+            columns[1][bucket] += nanoseconds
+            self._counters[bytes_counter] = self._counters.get(bytes_counter, 0) + num_bytes
+            if counter is not None:
+                self._counters[counter] = self._counters.get(counter, 0) + 1
+            self._happened = True
+
+    def _restart(self) -> None:
+        self._happened = False
+        self._counters: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
+        self._histograms: dict[str, list[list[int]]] = {}
+
+
+class BackPressureRecorder:
+    """Knows which requests the scheduler holds back, and for how long there was at least one. Belongs to the scheduler's thread.
+
+    Args:
+        clock: seconds that never run backwards.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._held: set[str] = set()
+        self._since = 0.0  # meaningful while something is held
+        self._seconds = 0.0
+        self._taken_held = 0
+
+    def held(self, request_id: str) -> None:
+        """The request has to wait, again or for the first time."""
+        if not self._held:
+            self._since = self._clock()
+        self._held.add(request_id)
+
+    def let_go(self, request_id: str) -> None:
+        """The request need not wait any more, or has gone. Does nothing for one that was not held."""
+        if request_id in self._held:
+            self._settle()
+            self._held.remove(request_id)
+
+    def take(self) -> HsxStats | None:
+        """What happened since the last call; None if nothing was held and nothing is."""
+        self._settle()
+        if not self._seconds and len(self._held) == self._taken_held:
+            return None
+        self._taken_held = len(self._held)
+        nanoseconds, self._seconds = int(self._seconds * 1e9), 0.0
+        return HsxStats(
+            data={"counters": {"backpressure_ns": nanoseconds}, "gauges": {"requests_held": {_SCHEDULER: self._taken_held}}}
+        )
+
+    def _settle(self) -> None:
+        if self._held:
+            now = self._clock()
+            self._seconds += now - self._since
+            self._since = now
+
+
+def failure_kind(error: BaseException | None) -> str:
+    """The name of the errno behind an exception, such as "ENOSPC", or "other": few enough to be values of a label."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return errno.errorcode.get(error.errno, OTHER_FAILURE)
+        error = error.__cause__ or error.__context__
+    return OTHER_FAILURE
+
+
+def quantile(counts: Sequence[int], share: float) -> float:
+    """Seconds below which `share` of the observations lie, as histogram_quantile of Prometheus computes it; 0 for none.
+
+    Args:
+        counts: observations in each of BUCKETS and beyond.
+        share: from 0 to 1.
+    """
+    left = share * sum(counts)
+    if not left:
+        return 0.0
+    for bucket, (bound, count) in enumerate(zip(BUCKETS, counts, strict=False)):
+        if count and left <= count:
+            lower = BUCKETS[bucket - 1] if bucket else 0.0
+            return lower + (bound - lower) * left / count
+        left -= count
+    return BUCKETS[-1]
+
+
+def mean_seconds(count: int, sum_ns: int) -> float:
+    """Of the observations in one bucket. It lies in the same bucket, for both divisions are correctly rounded."""
+    return sum_ns / count / 1e9 if count else math.nan
+
+
+def _no_observations() -> list[list[int]]:
+    return [[0] * (len(BUCKETS) + 1), [0] * (len(BUCKETS) + 1)]
+
+
+def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}
