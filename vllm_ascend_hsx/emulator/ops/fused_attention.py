@@ -1,12 +1,15 @@
 """References for npu_fused_infer_attention_score, its second version, their ``out`` forms and workspace queries."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from .attention import PagedKeys, attend, band_of, check_cumulative, check_heads
+from .attention import PagedKeys, check_heads
 from .checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+from .fused_call import FusedCall
 from .latent_attention import latent_attention
+
+Results = tuple[torch.Tensor, torch.Tensor]  # output, log-sum-exp
 
 _MASK_SIZE = 2048  # the compressed causal mask that sparse modes 2, 3 and 4 want
 # By address: vllm-ascend makes one mask per process and keeps it, and reading four million elements per call would show.
@@ -32,8 +35,11 @@ def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
         _KNOWN_CAUSAL_MASKS.add(known)
 
 
-def _check_sink(op: str, sink: torch.Tensor, query: torch.Tensor) -> None:
+def _check_sink(call: FusedCall, sink: torch.Tensor) -> None:
     """A sink is one score per query head. Hardware wants bfloat16; float32 is taken too, with a query of it."""
+    op, query = call.op, call.query
+    if call.with_lse:
+        raise unsupported(op, "return_softmax_lse (with learnable_sink)", True)
     check_dtype(op, "learnable_sink", sink, (torch.bfloat16, torch.float32))
     check(query.dtype == torch.float32 or sink.dtype == torch.bfloat16, op, "learnable_sink",
           f"dtype {sink.dtype} must be torch.bfloat16 for a query of {query.dtype}")
@@ -54,69 +60,38 @@ def _check_pages(op: str, cache: torch.Tensor, block_size: int, kv_heads: int, h
     return head_major
 
 
-def _fused(
-    op: str,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    q_lengths: Sequence[int] | None,
-    kv_lengths: Sequence[int] | None,
-    block_table: torch.Tensor | None,
-    heads: int,
-    kv_heads: int,
-    scale: float,
-    pre_tokens: int,
-    next_tokens: int,
-    layout: str,
-    sparse_mode: int,
-    inner_precise: int,
-    block_size: int,
-    sink: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output like ``query``, log-sum-exp [T, heads, 1] float32) of the TND layout; see ``npu_fused_infer_attention_score``."""
-    if layout != "TND":
-        raise unsupported(op, "input_layout", layout)
+def _fused(call: FusedCall) -> Results:
+    """(output like the query, log-sum-exp [T, heads, 1] float32) of the TND layout; see ``npu_fused_infer_attention_score``."""
+    op, query, key, value, table = call.op, call.query, call.key, call.value, call.block_table
+    if call.layout != "TND":
+        raise unsupported(op, "input_layout", call.layout)
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_dtype(op, name, tensor, FLOATS)
         check(tensor.dtype == query.dtype, op, name, f"dtype {tensor.dtype} must equal query's {query.dtype}")
         check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
-    check(inner_precise in (0, 1, 2, 3), op, "inner_precise", f"{inner_precise} is not one of 0, 1, 2, 3")
+    check(call.inner_precise in (0, 1, 2, 3), op, "inner_precise", f"{call.inner_precise} is not one of 0, 1, 2, 3")
     check_rank(op, "query", query, 3)
-    kv_heads = check_heads(op, heads, kv_heads)
-    check(query.shape[1] == heads, op, "num_heads", f"{heads} does not match query {tuple(query.shape)}")
+    kv_heads, width = check_heads(op, call.heads, call.kv_heads), query.shape[2]
+    check(query.shape[1] == call.heads, op, "num_heads", f"{call.heads} does not match query {tuple(query.shape)}")
     check(key.shape == value.shape, op, "value", f"shape {tuple(value.shape)} must equal key's {tuple(key.shape)}")
-    _check_mask(op, mask, sparse_mode)
-    if sink is not None:
-        _check_sink(op, sink, query)
-    spans = check_cumulative(op, "actual_seq_lengths", q_lengths or (), query.shape[0])
-    kv_ends = [int(length) for length in kv_lengths or ()]
-    check(len(kv_ends) >= len(spans), op, "actual_seq_lengths_kv", f"{len(kv_ends)} lengths for {len(spans)} sequences")
-    if block_table is None:
-        check(tuple(key.shape[1:]) == (kv_heads, query.shape[2]), op, "key",
-              f"shape {tuple(key.shape)} must be [S, {kv_heads}, {query.shape[2]}]")
-        kv_spans = check_cumulative(op, "actual_seq_lengths_kv", kv_ends, key.shape[0])
-        pairs = [(key[first:last], value[first:last]) for first, last in kv_spans]
+    if call.sink is not None:
+        _check_sink(call, call.sink)
+    spans = call.query_spans(query.shape[0])
+    if table is None:
+        check(tuple(key.shape[1:]) == (kv_heads, width), op, "key", f"shape {tuple(key.shape)} must be [S, {kv_heads}, {width}]")
+        pairs = [(key[first:last], value[first:last]) for first, last in call.key_spans(len(spans))]
     else:
-        head_major = _check_pages(op, key, block_size, kv_heads, query.shape[2])
-        check(block_table.shape[0] >= len(spans), op, "block_table", f"{block_table.shape[0]} rows for {len(spans)} sequences")
-        keys = PagedKeys(op, key, block_table, kv_heads, head_major)
-        values = PagedKeys(op, value, block_table, kv_heads, head_major)
-        negative = [length for length in kv_ends if length < 0]
-        check(not negative, op, "actual_seq_lengths_kv", f"{negative[:8]} must not be negative")
-        # The table row of a sequence without queries is never read: it may be anything.
-        wanted = [length if first < last else 0 for length, (first, last) in zip(kv_ends, spans, strict=False)]
-        pairs = [(keys.of(sequence, length), values.of(sequence, length)) for sequence, length in enumerate(wanted)]
-    out = torch.empty_like(query)
-    lse = torch.empty(*query.shape[:2], 1, dtype=torch.float32, device=query.device)
-    for (first, last), (k, v) in zip(spans, pairs, strict=False):
-        if first == last:
-            continue
-        band = band_of(op, sparse_mode, pre_tokens, next_tokens, last - first, k.shape[0])
-        rows, sums = attend(query[first:last], k, v, scale, band.hidden(last - first, k.shape[0], query.device), sink)
-        out[first:last] = rows.to(out.dtype)
-        lse[first:last, :, 0] = sums
-    return out, lse
+        head_major = _check_pages(op, key, call.block_size, kv_heads, width)
+        keys, values = (PagedKeys(op, cache, table, kv_heads, head_major) for cache in (key, value))
+        pairs = [(keys.of(i, length), values.of(i, length)) for i, length in enumerate(call.cached_lengths(table, spans))]
+    return call.attend(query, spans, pairs, width)
+
+
+def _infer(call: FusedCall) -> Results:
+    _check_mask(call.op, call.mask, call.sparse_mode)
+    latent = call.query_rope is not None or call.key_rope is not None
+    out, lse = latent_attention(call) if latent else _fused(call)
+    return out, lse if call.with_lse else lse.new_empty(0)
 
 
 def npu_fused_infer_attention_score(
@@ -142,7 +117,7 @@ def npu_fused_infer_attention_score(
     block_size: int = 0,
     softmax_lse_flag: bool = False,
     **quantisation_and_prefix: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Results:
     """Attention of many sequences laid end to end (layout TND), the keys laid end to end too or in a paged cache.
 
     query [T, num_heads, D]; ``actual_seq_lengths``: running totals, the last one T. Without ``block_table``: key and value
@@ -157,18 +132,10 @@ def npu_fused_infer_attention_score(
     """
     op = "npu_fused_infer_attention_score"
     refuse_options(op, pse_shift=pse_shift, **quantisation_and_prefix)
-    if query_rope is not None or key_rope is not None:
-        _check_mask(op, atten_mask, sparse_mode)
-        out, lse = latent_attention(
-            op, query, key, value, query_rope, key_rope, actual_seq_lengths, actual_seq_lengths_kv, block_table, num_heads,
-            num_key_value_heads, scale, pre_tokens, next_tokens, input_layout, sparse_mode, block_size, softmax_lse_flag,
-        )
-        return out, lse if softmax_lse_flag else lse.new_empty(0)
-    out, lse = _fused(
-        op, query, key, value, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, num_heads,
-        num_key_value_heads, scale, pre_tokens, next_tokens, input_layout, sparse_mode, inner_precise, block_size,
-    )
-    return out, lse if softmax_lse_flag else lse.new_empty(0)
+    return _infer(FusedCall(
+        op, query, key, value, query_rope, key_rope, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, num_heads,
+        num_key_value_heads, scale, pre_tokens, next_tokens, input_layout, sparse_mode, inner_precise, block_size, softmax_lse_flag,
+    ))
 
 
 def npu_fused_infer_attention_score_v2(
@@ -195,7 +162,7 @@ def npu_fused_infer_attention_score_v2(
     learnable_sink: torch.Tensor | None = None,
     return_softmax_lse: bool = False,
     **quantisation: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Results:
     """``npu_fused_infer_attention_score`` under the argument names of its second version.
 
     ``learnable_sink`` [num_query_heads]: a score that takes part in each query's softmax and brings no value. Served without
@@ -203,60 +170,39 @@ def npu_fused_infer_attention_score_v2(
     """
     op = "npu_fused_infer_attention_score_v2"
     refuse_options(op, pse_shift=pse_shift, **quantisation)
-    if query_rope is not None or key_rope is not None:
-        refuse_options(op, learnable_sink=learnable_sink)
-        _check_mask(op, atten_mask, sparse_mode)
-        out, lse = latent_attention(
-            op, query, key, value, query_rope, key_rope, actual_seq_qlen, actual_seq_kvlen, block_table, num_query_heads,
-            num_key_value_heads, softmax_scale, pre_tokens, next_tokens, input_layout, sparse_mode, block_size, return_softmax_lse,
-        )
-        return out, lse if return_softmax_lse else lse.new_empty(0)
-    if learnable_sink is not None and return_softmax_lse:
-        raise unsupported(op, "return_softmax_lse (with learnable_sink)", return_softmax_lse)
-    out, lse = _fused(
-        op, query, key, value, atten_mask, actual_seq_qlen, actual_seq_kvlen, block_table, num_query_heads,
+    return _infer(FusedCall(
+        op, query, key, value, query_rope, key_rope, atten_mask, actual_seq_qlen, actual_seq_kvlen, block_table, num_query_heads,
         num_key_value_heads, softmax_scale, pre_tokens, next_tokens, input_layout, sparse_mode, inner_precise, block_size,
-        learnable_sink,
-    )
-    return out, lse if return_softmax_lse else lse.new_empty(0)
+        return_softmax_lse, learnable_sink,
+    ))
 
 
-def _into(out: list[torch.Tensor], results: tuple[torch.Tensor, torch.Tensor], with_lse: object) -> tuple[torch.Tensor, torch.Tensor]:
-    check(len(out) == 2, "npu_fused_infer_attention_score.out", "out", f"{len(out)} tensors given, two wanted")
-    check(out[0].shape == results[0].shape, "npu_fused_infer_attention_score.out", "out",
-          f"shape {tuple(out[0].shape)} must be {tuple(results[0].shape)}")
-    out[0].copy_(results[0])
-    if with_lse:
-        out[1].copy_(results[1])
-    return out[0], out[1]
+def _into_out(infer: Callable[..., Results], lse_option: str) -> Callable[..., Results]:
+    """The form of ``infer`` that writes into ``out`` = [output, log-sum-exp]; ``workspace`` is scratch memory, which nothing here needs."""
+    op = f"{infer.__name__}.out"
+
+    def write(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        workspace: torch.Tensor | None = None,
+        out: list[torch.Tensor],
+        **options: object,
+    ) -> Results:
+        results = infer(query, key, value, **options)
+        check(len(out) == 2, op, "out", f"{len(out)} tensors given, two wanted")
+        check(out[0].shape == results[0].shape, op, "out", f"shape {tuple(out[0].shape)} must be {tuple(results[0].shape)}")
+        out[0].copy_(results[0])
+        if options.get(lse_option):
+            out[1].copy_(results[1])
+        return out[0], out[1]
+
+    return write
 
 
-def npu_fused_infer_attention_score_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    workspace: torch.Tensor | None = None,
-    out: list[torch.Tensor],
-    **options: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The form that writes into ``out`` = [output, log-sum-exp]; ``workspace`` is scratch memory, which nothing here needs."""
-    results = npu_fused_infer_attention_score(query, key, value, **options)  # type: ignore[arg-type]
-    return _into(out, results, options.get("softmax_lse_flag"))
-
-
-def npu_fused_infer_attention_score_v2_out(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    workspace: torch.Tensor | None = None,
-    out: list[torch.Tensor],
-    **options: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``npu_fused_infer_attention_score_out`` for the second version."""
-    results = npu_fused_infer_attention_score_v2(query, key, value, **options)  # type: ignore[arg-type]
-    return _into(out, results, options.get("return_softmax_lse"))
+npu_fused_infer_attention_score_out = _into_out(npu_fused_infer_attention_score, "softmax_lse_flag")
+npu_fused_infer_attention_score_v2_out = _into_out(npu_fused_infer_attention_score_v2, "return_softmax_lse")
 
 
 def get_max_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:

@@ -150,25 +150,11 @@ class _Language:
     def minimum(x: Value, y: Value) -> torch.Tensor:
         return torch.minimum(*_alike(x, y))
 
-    @staticmethod
-    def exp(x: torch.Tensor) -> torch.Tensor:
-        return torch.exp(x)
-
-    @staticmethod
-    def log(x: torch.Tensor) -> torch.Tensor:
-        return torch.log(x)
-
-    @staticmethod
-    def sqrt(x: torch.Tensor) -> torch.Tensor:
-        return torch.sqrt(x)
-
-    @staticmethod
-    def rsqrt(x: torch.Tensor) -> torch.Tensor:
-        return torch.rsqrt(x)
-
-    @staticmethod
-    def sigmoid(x: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(x)
+    exp = staticmethod(torch.exp)
+    log = staticmethod(torch.log)
+    sqrt = staticmethod(torch.sqrt)
+    rsqrt = staticmethod(torch.rsqrt)
+    sigmoid = staticmethod(torch.sigmoid)
 
     @staticmethod
     def cdiv(x: Value, div: Value) -> Value:
