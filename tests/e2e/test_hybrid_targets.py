@@ -18,8 +18,7 @@ import torch
 from harness import EngineSession, Run, compare_file, process_environment, run_engine, tokens
 from oracle import Reference
 from stage import Stage
-from tiny_qwen3_5_moe import build_qwen3_5_moe
-from tiny_qwen3_next import build_qwen3_next
+from tiny_hybrid import build_qwen3_5_moe, build_qwen3_next
 from transformers import AutoModelForCausalLM
 
 from vllm_ascend_hsx.demo.compare import ROW_TOLERANCE

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from harness import HERE, EngineSession, process_environment
-from tiny_qwen3_5_moe import build_qwen3_5_moe
+from tiny_hybrid import build_qwen3_5_moe
 
 from vllm_ascend_hsx.cli import plan as command
 from vllm_ascend_hsx.plan.presets import PRESETS

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
 
-from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE, build_model, draw_weights
+from vllm_ascend_hsx.demo.tiny_models import HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE, build_model, common_config, draw_weights
 
 NUM_HEADS = 4  # with TP 2, two heads a rank
 # The published model's head sizes: the fused attention kernel knows no others for latent keys.
@@ -37,13 +37,9 @@ def build_deepseek_v3(
 
 def _deepseek_v3(layers: int, generator: torch.Generator, q_lora_rank: int | None) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = DeepseekV3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
+        **common_config(layers, NUM_HEADS, NUM_HEADS),
         intermediate_size=512,
         moe_intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_HEADS,
         n_shared_experts=1,
         n_routed_experts=NUM_EXPERTS,
         routed_scaling_factor=1.5,
@@ -57,7 +53,6 @@ def _deepseek_v3(layers: int, generator: torch.Generator, q_lora_rank: int | Non
         num_experts_per_tok=EXPERTS_PER_TOKEN,
         first_k_dense_replace=DENSE_LAYERS,
         norm_topk_prob=True,
-        max_position_embeddings=MAX_POSITIONS,
         # Prompts of the tests are longer than the original length, so that the scaling shows.
         rope_parameters={
             "rope_type": "yarn",
@@ -69,9 +64,6 @@ def _deepseek_v3(layers: int, generator: torch.Generator, q_lora_rank: int | Non
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     model = DeepseekV3ForCausalLM(config)
     draw_weights(model, generator)

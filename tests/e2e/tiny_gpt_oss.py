@@ -11,14 +11,15 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from vllm_ascend_hsx.demo.tiny_models import (
     EXPERTS_PER_TOKEN,
-    HIDDEN_SIZE,
     MAX_POSITIONS,
     NUM_EXPERTS,
     NUM_HEADS,
-    NUM_KV_HEADS,
-    VOCAB_SIZE,
+    ROUTING,
     build_model,
+    choose_experts,
+    common_config,
     draw_weights,
+    follow_choice,
 )
 
 HEAD_DIM = 64  # that of the published models
@@ -38,14 +39,9 @@ def build_gpt_oss(
 
 def _gpt_oss(layers: int, generator: torch.Generator, *, window: int) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = GptOssConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
+        **common_config(layers),
         intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
-        max_position_embeddings=MAX_POSITIONS,
         num_local_experts=NUM_EXPERTS,
         num_experts_per_tok=EXPERTS_PER_TOKEN,
         sliding_window=window,
@@ -61,9 +57,6 @@ def _gpt_oss(layers: int, generator: torch.Generator, *, window: int) -> tuple[P
             "original_max_position_embeddings": MAX_POSITIONS // 32,
         },
         rms_norm_eps=1e-5,  # vllm has this number in its code
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     model = GptOssForCausalLM(config)
     draw_weights(model, generator)
@@ -89,20 +82,12 @@ def _draw_what_gpt_oss_adds(model: PreTrainedModel, generator: torch.Generator) 
 
 @torch.no_grad()
 def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Makes the choice of experts robust to rounding, as that of the tiny MiniMax-M2 (vllm_ascend_hsx.demo.tiny_models).
-
-    A token's embedding carries, in NUM_EXPERTS coordinates of its own, which experts it goes to, and the layers write little into
-    them.
-    """
-    routing = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
-    chosen = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:EXPERTS_PER_TOKEN] for _ in range(VOCAB_SIZE)])
-    model.get_input_embeddings().weight[:, routing] = torch.full((VOCAB_SIZE, NUM_EXPERTS), -1.5).scatter_(1, chosen, 3.0)
+    """As in demo/tiny_models.py; here the projections have biases."""
+    choose_experts(model.get_input_embeddings().weight, generator)
     for layer in model.model.layers:
-        layer.self_attn.o_proj.weight[routing] *= 0.1
-        layer.self_attn.o_proj.bias[routing] *= 0.1
-        layer.mlp.experts.down_proj[:, :, routing] *= 0.1
-        layer.mlp.experts.down_proj_bias[:, routing] *= 0.1
-        layer.mlp.router.weight *= 0.3
-        layer.mlp.router.weight[:, routing] = torch.eye(NUM_EXPERTS)[torch.randperm(NUM_EXPERTS, generator=generator)]
+        layer.self_attn.o_proj.weight[ROUTING] *= 0.1
+        layer.self_attn.o_proj.bias[ROUTING] *= 0.1
+        layer.mlp.experts.down_proj[:, :, ROUTING] *= 0.1
+        layer.mlp.experts.down_proj_bias[:, ROUTING] *= 0.1
+        follow_choice(layer.mlp.router.weight, 0.3, generator)
         layer.mlp.router.bias.copy_(0.02 * torch.randn(NUM_EXPERTS, generator=generator))
-

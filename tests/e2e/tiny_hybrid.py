@@ -1,16 +1,111 @@
-"""What the tiny Qwen3.5-MoE and Qwen3-Next have in common: the parameters of GatedDeltaNet, norms around 0, routers with wide margins."""
+"""Builds tiny hybrid models with random weights, Qwen3.5-MoE and Qwen3-Next: GatedDeltaNet in three layers of four, experts."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
-from vllm_ascend_hsx.demo.tiny_models import EXPERTS_PER_TOKEN, HIDDEN_SIZE, NUM_EXPERTS, VOCAB_SIZE
+from vllm_ascend_hsx.demo.tiny_models import (
+    EXPERTS_PER_TOKEN,
+    HIDDEN_SIZE,
+    NUM_EXPERTS,
+    ROUTING,
+    build_model,
+    choose_experts,
+    common_config,
+    draw_weights,
+    follow_choice,
+)
+
+ROPE = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25}
+
+
+def build_qwen3_5_moe(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
+    """Builds a Qwen3.5-MoE of about 15 MB and returns its directory; see build_model.
+
+    It is the class that vllm 0.23.0 registers and that is published, with a vision tower, which is as small as it can be; serve it
+    with `language_model_only`.
+    """
+    return build_model(directory, "qwen3_5_moe", _qwen3_5_moe, dtype=dtype, layers=layers, seed=seed)
+
+
+def build_qwen3_next(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
+    """Builds a Qwen3-Next of about 20 MB and returns its directory; see build_model."""
+    return build_model(directory, "qwen3_next", _qwen3_next, dtype=dtype, layers=layers, seed=seed)
+
+
+def _hybrid_config(layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
+    """What both configurations say.
+
+    Head sizes are those of the published models: the kernels for GatedDeltaNet are written for 128, and vllm-ascend 0.23.0 wants a
+    page of recurrent state to be as large as the keys of a whole number of tokens, at every TP size.
+    """
+    return {
+        **common_config(layers, heads, kv_heads),
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,  # two share a key, as in the published models
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "num_experts": NUM_EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+    }
+
+
+def _qwen3_5_moe(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+    rope = {**ROPE, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
+    config = Qwen3_5MoeConfig(
+        text_config={**_hybrid_config(layers, heads=8, kv_heads=4), "rope_parameters": rope, "mamba_ssm_dtype": "float32"},
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "num_position_embeddings": 16,
+            "out_hidden_size": HIDDEN_SIZE,
+        },
+        image_token_id=3,
+        video_token_id=4,
+        vision_start_token_id=5,
+        vision_end_token_id=6,
+    )
+    model = Qwen3_5MoeForConditionalGeneration(config)
+    # transformers 5.5.4 saves the vision tower inside of the language model: the renaming that is meant for the text model alone
+    # (conversion_mapping.py:152) is undone for all of it. Without renamings the names are those of the published checkpoints.
+    model._weight_conversions = []
+    _draw(model, model.model.language_model, generator)
+    return model, {}
+
+
+def _qwen3_next(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+    # Half of Qwen3.5's heads: its states are bfloat16, and a page of them is as large as the keys of 128 tokens.
+    config = Qwen3NextConfig(**_hybrid_config(layers, heads=4, kv_heads=2), intermediate_size=256, rope_parameters=ROPE)
+    model = Qwen3NextForCausalLM(config)
+    _draw(model, model.model, generator)
+    return model, {}
+
+
+def _draw(model: PreTrainedModel, decoder: Any, generator: torch.Generator) -> None:
+    draw_weights(model, generator)
+    _draw_what_a_hybrid_adds(decoder, generator)
+    _widen_routing_margins(decoder, generator)
 
 
 @torch.no_grad()
-def draw_what_a_hybrid_adds(decoder: Any, generator: torch.Generator) -> None:
+def _draw_what_a_hybrid_adds(decoder: Any, generator: torch.Generator) -> None:
     """Draws what a decoder (embedding, layers, norm) has beyond ordinary attention.
 
     Its norms multiply by 1 + weight. A state of GatedDeltaNet forgets half of itself in about 20 to 300 tokens, so that a row tells
@@ -33,20 +128,12 @@ def draw_what_a_hybrid_adds(decoder: Any, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def widen_routing_margins(decoder: Any, generator: torch.Generator) -> None:
-    """Makes the choice of experts robust to rounding, as that of the tiny MiniMax-M2 (vllm_ascend_hsx.demo.tiny_models).
-
-    A token's embedding carries, in NUM_EXPERTS coordinates of its own, which experts it goes to, and the layers write little into
-    them.
-    """
-    routing = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
-    chosen = torch.stack([torch.randperm(NUM_EXPERTS, generator=generator)[:EXPERTS_PER_TOKEN] for _ in range(VOCAB_SIZE)])
-    code = torch.full((VOCAB_SIZE, NUM_EXPERTS), -1.5).scatter_(1, chosen, 3.0)
-    decoder.embed_tokens.weight[:, routing] = code
+def _widen_routing_margins(decoder: Any, generator: torch.Generator) -> None:
+    """As in demo/tiny_models.py; here a shared expert writes, too."""
+    choose_experts(decoder.embed_tokens.weight, generator)
     for layer in decoder.layers:
         mixer = layer.self_attn.o_proj if layer.layer_type == "full_attention" else layer.linear_attn.out_proj
-        mixer.weight[routing] *= 0.1
-        layer.mlp.experts.down_proj[:, routing] *= 0.1
-        layer.mlp.shared_expert.down_proj.weight[routing] *= 0.1
-        layer.mlp.gate.weight *= 0.1
-        layer.mlp.gate.weight[:, routing] = torch.eye(NUM_EXPERTS)[torch.randperm(NUM_EXPERTS, generator=generator)]
+        mixer.weight[ROUTING] *= 0.1
+        layer.mlp.experts.down_proj[:, ROUTING] *= 0.1
+        layer.mlp.shared_expert.down_proj.weight[ROUTING] *= 0.1
+        follow_choice(layer.mlp.gate.weight, 0.1, generator)

@@ -24,8 +24,8 @@ ROTARY_DIM = 16  # half of the head, as MiniMax-M2's 64 of 128
 NUM_EXPERTS = 8  # divisible by EP 2, 4 and 8
 EXPERTS_PER_TOKEN = 2
 MAX_POSITIONS = 4096
-
-Weights = Callable[[PreTrainedModel, torch.Generator], None]
+# Coordinates of the residual stream that say to which experts a token goes.
+ROUTING = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
 
 
 def build_minimax_m2(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
@@ -100,16 +100,26 @@ def _extend_json(path: Path, extra: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
+def common_config(layers: int, heads: int = NUM_HEADS, kv_heads: int = NUM_KV_HEADS) -> dict[str, Any]:
+    """What a tiny model's configuration says, whatever its architecture."""
+    return {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": HIDDEN_SIZE,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": MAX_POSITIONS,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
 def _minimax_m2(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = MiniMaxM2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
+        **common_config(layers),
         intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
-        max_position_embeddings=MAX_POSITIONS,
         num_local_experts=NUM_EXPERTS,
         num_experts_per_tok=EXPERTS_PER_TOKEN,
         # transformers 5.5.4 knows partial rotary embedding by this key alone; vllm 0.23.0 prefers it to rotary_dim.
@@ -118,9 +128,6 @@ def _minimax_m2(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
             "rope_theta": 5_000_000.0,
             "partial_rotary_factor": ROTARY_DIM / HEAD_DIM,
         },
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     model = MiniMaxM2ForCausalLM(config)
     draw_weights(model, generator)
@@ -142,18 +149,10 @@ def _minimax_m2(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
 
 def _qwen3(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
     config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN_SIZE,
+        **common_config(layers),
         intermediate_size=512,
-        num_hidden_layers=layers,
-        num_attention_heads=NUM_HEADS,
-        num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
-        max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
     )
     model = Qwen3ForCausalLM(config)
     draw_weights(model, generator)
@@ -180,24 +179,33 @@ def draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 
 @torch.no_grad()
-def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Makes the choice of experts robust to rounding, and even.
+def choose_experts(embedding: torch.Tensor, generator: torch.Generator) -> None:
+    """Writes into the ROUTING of each row of `embedding` [VOCAB_SIZE, HIDDEN_SIZE] which experts its token goes to.
 
     With plain random routers about one token in fifteen has two experts so close that two correct bfloat16 implementations
-    choose differently, and then its rows differ by far more than rounding. Here each token's embedding carries, in
-    NUM_EXPERTS coordinates of its own, which experts it goes to (another permutation in every layer); the layers write little
-    into them. Context still moves the router's logits, hence the weights of the chosen experts, but not the choice.
+    choose differently, and then its rows differ by far more than rounding. So routers follow this choice (follow_choice), and the
+    layers are to write little into ROUTING. Context still moves the router's logits, hence the weights of the chosen experts,
+    but not the choice.
     """
-    routing = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
     chosen = torch.stack(
         [torch.randperm(NUM_EXPERTS, generator=generator)[:EXPERTS_PER_TOKEN] for _ in range(VOCAB_SIZE)]
     )
-    code = torch.full((VOCAB_SIZE, NUM_EXPERTS), -1.5).scatter_(1, chosen, 3.0)
-    model.get_input_embeddings().weight[:, routing] = code
+    embedding[:, ROUTING] = torch.full((VOCAB_SIZE, NUM_EXPERTS), -1.5).scatter_(1, chosen, 3.0)
+
+
+@torch.no_grad()
+def follow_choice(router: torch.Tensor, own: float, generator: torch.Generator) -> None:
+    """Lets `router` [NUM_EXPERTS, HIDDEN_SIZE] read ROUTING, permuted anew, and go by its own weights only `own` times as much."""
+    router *= own
+    router[:, ROUTING] = torch.eye(NUM_EXPERTS)[torch.randperm(NUM_EXPERTS, generator=generator)]
+
+
+@torch.no_grad()
+def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Makes the choice of experts robust to rounding, and even."""
+    choose_experts(model.get_input_embeddings().weight, generator)
     for layer in model.model.layers:
-        layer.self_attn.o_proj.weight[routing] *= 0.1
-        layer.mlp.experts.down_proj[:, routing] *= 0.1
-        assignment = torch.eye(NUM_EXPERTS)[torch.randperm(NUM_EXPERTS, generator=generator)]
-        layer.mlp.gate.weight *= 0.3
-        layer.mlp.gate.weight[:, routing] = assignment
+        layer.self_attn.o_proj.weight[ROUTING] *= 0.1
+        layer.mlp.experts.down_proj[:, ROUTING] *= 0.1
+        follow_choice(layer.mlp.gate.weight, 0.3, generator)
         layer.mlp.e_score_correction_bias.copy_(0.02 * torch.randn(NUM_EXPERTS, generator=generator))
