@@ -178,6 +178,31 @@ def test_new_requests_wait_while_every_rank_is_behind_and_started_ones_do_not() 
     assert not scheduler.must_wait("waiting")
 
 
+@pytest.mark.parametrize("end", ["admitted", "aborted"])
+def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: str) -> None:
+    scheduler, running, waiting = make_scheduler(num_ranks=1), make_request("running"), make_request("waiting")
+    for request in (running, waiting):
+        scheduler.on_new_request(request)
+    assert not scheduler.must_wait("running")
+    schedule(scheduler, running)
+    assert scheduler.take_stats() is None
+    scheduler.on_worker_report(WorkerReport({}, {0: 1001}))
+    assert scheduler.must_wait("waiting")
+    stats = scheduler.take_stats()
+    assert stats is not None
+    assert stats.gauge("requests_held") == {"scheduler": 1}
+    if end == "admitted":
+        scheduler.on_worker_report(WorkerReport({}, {0: 0}))
+        assert not scheduler.must_wait("waiting")
+    else:
+        scheduler.on_finished(waiting)
+    stats = scheduler.take_stats()
+    assert stats is not None
+    assert stats.gauge("requests_held") == {"scheduler": 0}
+    assert stats.counter("backpressure_ns") > 0
+    assert scheduler.take_stats() is None
+
+
 def test_reports_of_two_ranks_add_up() -> None:
     both = WorkerReport({"a": None}, {0: 5}).aggregate(WorkerReport({"b": "broken"}, {1: 7}))
     assert both == WorkerReport({"a": None, "b": "broken"}, {0: 5, 1: 7})

@@ -78,20 +78,21 @@ def test_no_event_of_any_thread_is_lost_while_another_takes() -> None:
     recorder = make_recorder()
     threads, rounds = 4, 2000
     taken: list[HsxStats] = []
-    begin = threading.Barrier(threads + 1)
+    taken_in_between = threading.Event()
 
     def record() -> None:
-        begin.wait()
-        for _ in range(rounds):
+        for index in range(rounds):
             one_of_each(recorder)
+            if index == rounds // 2:
+                taken_in_between.wait()
 
     workers = [threading.Thread(target=record) for _ in range(threads)]
     for worker in workers:
         worker.start()
-    begin.wait()
     while any(worker.is_alive() for worker in workers):
         if stats := recorder.take():
             taken.append(stats)
+            taken_in_between.set()
     for worker in workers:
         worker.join()
     if stats := recorder.take():

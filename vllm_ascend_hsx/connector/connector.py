@@ -15,7 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_ascend_hsx.compat.drafts import require_no_drafts
 from vllm_ascend_hsx.compat.runner import find_layers, tensor_parallel_rank
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
+from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.staging import PinnedRing
@@ -102,6 +104,21 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         return False, self._scheduler.on_finished(request)
+
+    # Stats: taken on both sides. What the scheduler's side says is added to what the workers say, if they say anything.
+
+    def get_kv_connector_stats(self) -> HsxStats | None:
+        return self._scheduler.take_stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HsxStats:
+        return HsxStats() if data is None else HsxStats(data=data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> HsxPromMetrics:
+        return HsxPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # Worker side
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.stats import BackPressureRecorder, HsxStats
 from vllm_ascend_hsx.sinks.names import file_name
 
 PATH_KEY = "hidden_states_path"
@@ -49,6 +50,7 @@ class ExtractionScheduler:
         self._ended_bytes: dict[str, tuple[int, int]] = {}
         self._outstanding = [0] * num_ranks
         self._backlog = [0] * num_ranks
+        self._back_pressure = BackPressureRecorder()
 
     def on_new_request(self, request: Any) -> None:
         """Decide whether the request is extracted; if so, have it compute every one of its rows.
@@ -82,7 +84,11 @@ class ExtractionScheduler:
     def must_wait(self, request_id: str) -> bool:
         """Whether the request is to be extracted and its owner-to-be is too far behind with writing."""
         request = self._requests.get(request_id)
-        return request is not None and request.owner is None and self._backlog[self._least_loaded()] > self._max_backlog
+        if request is not None and request.owner is None and self._backlog[self._least_loaded()] > self._max_backlog:
+            self._back_pressure.held(request_id)
+            return True
+        self._back_pressure.let_go(request_id)
+        return False
 
     def build_metadata(self, scheduler_output: Any) -> HsxConnectorMetadata:
         """What the workers have to know of this step.
@@ -115,6 +121,10 @@ class ExtractionScheduler:
                 owner, num_bytes = self._ended_bytes.pop(request_id)
                 self._outstanding[owner] -= num_bytes
 
+    def take_stats(self) -> HsxStats | None:
+        """For how long, since the last call, requests had to wait; None if none had to."""
+        return self._back_pressure.take()
+
     def on_finished(self, request: Any) -> dict[str, Any] | None:
         """The request has ended, for whatever reason, scheduled or not.
 
@@ -123,6 +133,7 @@ class ExtractionScheduler:
             request whose KV another connector hands to a decoding server: it has params of its own, and MultiConnector stops the
             engine over two (multi_connector.py:498).
         """
+        self._back_pressure.let_go(request.request_id)
         answer = self._end(request)
         return None if (request.kv_transfer_params or {}).get("do_remote_decode") else answer
 

@@ -92,6 +92,11 @@ class HsxStats(KVConnectorStats):
     def reset(self) -> None:
         self.data.clear()
 
+    def __getitem__(self, field: str) -> dict[str, Any]:
+        """What msgpack makes of this object. MultiConnector's metrics take stats to have been through it (multi_connector.py:129, 0.23.0),
+        and they have not where engine and front-end share a process."""
+        return {"data": self.data}[field]
+
     def _part(self, name: str) -> dict[str, Any]:
         part: dict[str, Any] = self.data.get(name, {})
         return part

@@ -1,0 +1,116 @@
+"""HsxStats as Prometheus series, for `/metrics` of `vllm serve` and whatever else vLLM hands metric classes of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
+
+from vllm_ascend_hsx.connector.stats import BUCKETS, HsxStats, mean_seconds
+
+PREFIX = "vllm:hsx_"
+OUTCOMES = ("published", "failed", "aborted")
+
+
+class _Series(NamedTuple):
+    """A series, without PREFIX and without the _total that Prometheus' counters get, and where HsxStats has it."""
+
+    name: str
+    of: str
+    documentation: str
+
+
+BYTES = (
+    _Series("copied_bytes", "copied_bytes", "Bytes of hidden states copied from the device into pinned memory."),
+    _Series("written_bytes", "written_bytes", "Bytes of hidden states written to files, those of files that failed later included."),
+    _Series("published_bytes", "published_bytes", "Size of the files of hidden states that were published."),
+)
+SECONDS = (
+    _Series("backpressure_seconds", "backpressure_ns", "Time in which at least one new request was held back until files are written."),
+    _Series("stall_seconds", "stall_ns", "Time that the main threads of all workers waited for a staging slot."),
+)
+FILES = _Series("files", "", "Files of hidden states that were decided, by outcome.")
+FAILURES = _Series("failures", "failures", 'Files of hidden states that failed, by the name of the errno or else "other".')
+REQUESTS_HELD = _Series("requests_held", "requests_held", "New requests that are held back until files are written.")
+BY_RANK = (
+    _Series("ring_fill_ratio", "ring_fill", "Share of the pinned ring that is in use, by tensor-parallel rank."),
+    _Series("backlog_bytes", "backlog_bytes", "Bytes of hidden states computed but not yet written, by tensor-parallel rank."),
+)
+LATENCIES = (
+    _Series("copy_seconds", "copy", "From the issue of a copy from the device to its completion."),
+    _Series("write_seconds", "write", "Of one write of hidden states to a file."),
+    _Series("publish_seconds", "publish", "From the last row of a file on the host to the file under its name."),
+)
+
+
+class HsxPromMetrics(KVConnectorPromMetrics):
+    """One child of each series per engine (DP rank), there from the start, so that a rate is right from the first event on.
+
+    Args:
+        vllm_config: vllm.config.VllmConfig; its tensor-parallel size is read.
+        metric_types: prometheus_client's classes to the ones to use in their place, such as Ray's.
+        labelnames: vLLM's labels, which tell engines apart.
+        per_engine_labelvalues: their values, by engine.
+    """
+
+    def __init__(
+        self, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        ranks = [str(rank) for rank in range(vllm_config.parallel_config.tensor_parallel_size)]
+        self._counters = {series.of: self._per_engine(self._counter(series)) for series in BYTES + SECONDS}
+        self._files = self._per_engine_and(OUTCOMES, self._counter(FILES, "outcome"))
+        self._failures = self._counter(FAILURES, "reason")
+        self._requests_held = self._per_engine(self._gauge(REQUESTS_HELD))
+        self._by_rank = {series.of: self._per_engine_and(ranks, self._gauge(series, "tp_rank")) for series in BY_RANK}
+        self._latencies = {series.of: self._per_engine(self._histogram(series)) for series in LATENCIES}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add what one engine did since the last call.
+
+        Histograms are handed one value per observation, since their classes take nothing else: the mean of its bucket, which leaves the
+        counts and the sum those of the true values. There are as many as pieces and files since the last step.
+        """
+        stats = HsxStats(data=transfer_stats_data)
+        for series in BYTES:
+            self._counters[series.of][engine_idx].inc(stats.counter(series.of))
+        for series in SECONDS:
+            self._counters[series.of][engine_idx].inc(stats.counter(series.of) / 1e9)
+        for outcome in OUTCOMES:
+            self._files[engine_idx, outcome].inc(stats.counter(outcome))
+        for reason, count in stats.failures.items():
+            self._failures.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(count)
+        for held in stats.gauge(REQUESTS_HELD.of).values():
+            self._requests_held[engine_idx].set(held)
+        for series in BY_RANK:
+            for rank, value in stats.gauge(series.of).items():
+                self._by_rank[series.of][engine_idx, rank].set(value)
+        for series in LATENCIES:
+            histogram = self._latencies[series.of][engine_idx]
+            for count, sum_ns in zip(*stats.histogram(series.of), strict=True):
+                for _ in range(count):
+                    histogram.observe(mean_seconds(count, sum_ns))
+
+    def _counter(self, series: _Series, *labels: str) -> Any:
+        return self._counter_cls(name=PREFIX + series.name, documentation=series.documentation, labelnames=[*self._labelnames, *labels])
+
+    def _gauge(self, series: _Series, *labels: str) -> Any:
+        return self._gauge_cls(
+            name=PREFIX + series.name,
+            documentation=series.documentation,
+            labelnames=[*self._labelnames, *labels],
+            multiprocess_mode="mostrecent",
+        )
+
+    def _histogram(self, series: _Series) -> Any:
+        return self._histogram_cls(
+            name=PREFIX + series.name, documentation=series.documentation, labelnames=self._labelnames, buckets=list(BUCKETS)
+        )
+
+    def _per_engine(self, metric: Any) -> dict[int, Any]:
+        return {engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()}
+
+    def _per_engine_and(self, last: Sequence[str], metric: Any) -> dict[tuple[int, str], Any]:
+        engines = self.per_engine_labelvalues.items()
+        return {(engine, value): metric.labels(*values, value) for engine, values in engines for value in last}
