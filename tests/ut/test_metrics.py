@@ -21,8 +21,9 @@ from vllm.v1.metrics import ray_wrappers
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ascend_hsx.connector.connector import AscendHiddenStatesConnector
+from vllm_ascend_hsx.connector.latency import BUCKETS
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
-from vllm_ascend_hsx.connector.stats import BUCKETS, BackPressureRecorder, HsxStats, StatsRecorder
+from vllm_ascend_hsx.connector.stats import BackPressureRecorder, HsxStats, StatsRecorder
 
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}

@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.connector.stats import BUCKETS, BackPressureRecorder, HsxStats, StatsRecorder, failure_kind, quantile
+from vllm_ascend_hsx.connector.latency import BUCKETS, quantile
+from vllm_ascend_hsx.connector.stats import BackPressureRecorder, HsxStats, StatsRecorder, failure_kind
 from vllm_ascend_hsx.sinks.base import SinkError
 
 Event = Callable[[StatsRecorder], None]

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from vllm_ascend_hsx.connector.stats import BUCKETS, HsxStats, mean_seconds
+from vllm_ascend_hsx.connector.latency import BUCKETS, mean_seconds
+from vllm_ascend_hsx.connector.stats import HsxStats
 
 PREFIX = "vllm:hsx_"
 OUTCOMES = ("published", "failed", "aborted")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import errno
-import math
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-# Upper bounds of the latency buckets in seconds; one more bucket takes what is longer. Fixed, so that size does not grow with traffic.
-BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-_BUCKETS_NS = tuple(round(bound * 1e9) for bound in BUCKETS)
+from vllm_ascend_hsx.connector.latency import NUM_BUCKETS, bucket_of, quantile
 
 # Failures that no errno explains.
 OTHER_FAILURE = "other"
@@ -46,7 +42,7 @@ class HsxStats(KVConnectorStats):
         return self._part("gauges").get(name, {})
 
     def histogram(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Of "copy", "write" and "publish": how many observations, and their sum in nanoseconds, for each of BUCKETS and what is longer."""
+        """Of "copy", "write" and "publish": how many observations, and their sum in nanoseconds, for each bucket."""
         counts, sums = self._part("histograms").get(name) or _no_observations()
         return counts, sums
 
@@ -93,7 +89,7 @@ class HsxStats(KVConnectorStats):
         self.data.clear()
 
     def __getitem__(self, field: str) -> dict[str, Any]:
-        """What msgpack makes of this object. MultiConnector's metrics take stats to have been through it (multi_connector.py:129, 0.23.0),
+        """What msgpack makes of this object. MultiConnector's metrics take stats to have been through it (multi_connector.py:125, 0.23.0),
         and they have not where engine and front-end share a process."""
         return {"data": self.data}[field]
 
@@ -171,7 +167,7 @@ class StatsRecorder:
 
     def _observe(self, histogram: str, seconds: float, bytes_counter: str, num_bytes: int, counter: str | None = None) -> None:
         nanoseconds = int(seconds * 1e9)
-        bucket = bisect_left(_BUCKETS_NS, nanoseconds)
+        bucket = bucket_of(nanoseconds)
         with self._lock:
             columns = self._histograms.get(histogram)
             if columns is None:
@@ -243,31 +239,8 @@ def failure_kind(error: BaseException | None) -> str:
     return OTHER_FAILURE
 
 
-def quantile(counts: Sequence[int], share: float) -> float:
-    """Seconds below which `share` of the observations lie, as histogram_quantile of Prometheus computes it; 0 for none.
-
-    Args:
-        counts: observations in each of BUCKETS and beyond.
-        share: from 0 to 1.
-    """
-    left = share * sum(counts)
-    if not left:
-        return 0.0
-    for bucket, (bound, count) in enumerate(zip(BUCKETS, counts, strict=False)):
-        if count and left <= count:
-            lower = BUCKETS[bucket - 1] if bucket else 0.0
-            return lower + (bound - lower) * left / count
-        left -= count
-    return BUCKETS[-1]
-
-
-def mean_seconds(count: int, sum_ns: int) -> float:
-    """Of the observations in one bucket. It lies in the same bucket, for both divisions are correctly rounded."""
-    return sum_ns / count / 1e9 if count else math.nan
-
-
 def _no_observations() -> list[list[int]]:
-    return [[0] * (len(BUCKETS) + 1), [0] * (len(BUCKETS) + 1)]
+    return [[0] * NUM_BUCKETS, [0] * NUM_BUCKETS]
 
 
 def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
