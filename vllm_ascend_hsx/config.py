@@ -6,7 +6,7 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -48,8 +48,31 @@ class HsxConfig(BaseModel):
         description="Store rows of generated tokens too, all but the last, which is never an input of the model. "
         "A request can say otherwise in its kv_transfer_params.",
     )
-    num_writer_threads: int = Field(
-        default=4, ge=1, le=64, description="Threads per worker that write rows from the pinned ring into files."
+    io: Literal["buffered", "direct"] = Field(
+        default="buffered",
+        description="'direct' writes rows past the page cache (O_DIRECT): less processor time and memory, for local disks; 'buffered' is "
+        "faster where the page cache has room, and works everywhere.",
+    )
+    durability: Literal["none", "fdatasync"] = Field(
+        default="none",
+        description="'fdatasync' publishes a file only when it survives a loss of power, its name included. "
+        "With 'none' a file survives the death of the server, not that of the machine.",
+    )
+    checksum: Literal["xxh3", "none"] = Field(
+        default="xxh3",
+        description="A checksum of each file's data, in its metadata; `vllm_ascend_hsx.load(path, verify=True)` compares it.",
+    )
+    check_finite: bool = Field(default=False, description="Fail the file of a request whose rows hold a NaN or an infinity.")
+    file_mode: str = Field(
+        default="0640",
+        description="Permissions of the files in octal. Who may read a file may also open its lock.",
+    )
+    num_writer_threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=64,
+        description="Threads per worker that write rows from the pinned ring into files. "
+        "By default the processors divided by the workers, at least 2 and at most 8.",
     )
     staging_slots: int = Field(
         default=2,
@@ -62,6 +85,17 @@ class HsxConfig(BaseModel):
         ge=1 << 12,
         description="Pinned host memory per worker that rows pass through on their way to the file; bytes, or a size such as '32MiB'.",
     )
+    storage_patience_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds that an engine step waits for storage that does nothing at all. Then the requests whose rows wait fail, "
+        "new ones are refused, and all others go on, until the storage answers again.",
+    )
+    drain_timeout_s: float = Field(
+        default=30.0,
+        ge=0,
+        description="Seconds that a server which is stopped takes at most to write the rows that were computed.",
+    )
 
     @field_validator("pinned_ring_bytes", mode="before")
     @classmethod
@@ -72,6 +106,18 @@ class HsxConfig(BaseModel):
                 raise ValueError("is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'")
             return int(match[1]) * _UNITS[match[2]]
         return value
+
+    @field_validator("file_mode")
+    @classmethod
+    def _require_mode(cls, value: str) -> str:
+        if not re.fullmatch("0?[0-7]{3}", value) or int(value, 8) & 0o600 != 0o600:
+            raise ValueError("is not a mode that lets the server read and write its own files; use octal digits such as '0640'")
+        return value
+
+    @field_validator("storage_patience_s", "drain_timeout_s", mode="before")
+    @classmethod
+    def _take_whole_seconds(cls, value: object) -> object:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("shared_storage_path")
     @classmethod

@@ -4,7 +4,7 @@ The order that must hold, and what keeps it:
 * the copy reads a slot after it was written           copy stream waits for `slot.written`
 * a slot is written again after its copy was issued    the host waits for `slot.issued` (the copier may be behind a full ring)
 * ... and after that copy has run                      compute stream waits for `slot.copied`, on the device
-* a writer reads pinned memory after the copy has run  the writer waits for `Piece.copied`
+* a writer reads pinned memory after the copy has run  the writer waits in `Piece.wait`
 * pinned memory is copied into after it was read       `Piece.release`, called by the last of its readers
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.spans import Span, cut, merge_rows
+
+_PAGE = 4096  # what direct I/O may want memory to be aligned to
 
 
 def _npu() -> Any:
@@ -79,6 +82,8 @@ class StagingCache:
         self._filled: StagingSlot | None = None
         # Set by the connector at the start of each step; without a connector nothing is wanted and nothing is staged.
         self.wanted: dict[str, int] = {}
+        # Waits until the copy of what a slot held was issued; False: it will not be, and the rows of these spans are given up.
+        self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: slot.issued.wait()
 
     def write(self, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
         """Write the rows of `spans` into the next slot, once, on the current stream.
@@ -96,8 +101,9 @@ class StagingCache:
                 f"expected {len(self.collected)} of {self.rows.dtype}"
             )
         slot = self.slots[self._next]
+        if not self.wait_for_slot(slot, spans):
+            return
         self._next = (self._next + 1) % len(self.slots)
-        slot.issued.wait()
         compute = _npu().current_stream()
         compute.wait_event(slot.copied)
         at = 0
@@ -124,38 +130,56 @@ class Piece:
     """Rows of one slot on their way to the host.
 
     Attributes:
-        rows: pinned [rows, layers, hidden]; valid once `copied` has been waited for, until `release`.
+        rows: pinned [rows, layers, hidden]; valid once `wait` has returned, until the last `release`.
+        data: their bytes.
         spans: what it holds; `Span.row` counts rows of the piece.
         copied: recorded on the copy stream behind the copy.
+        issued_at: when the copy was issued, by time.perf_counter.
     """
 
     rows: torch.Tensor
+    data: memoryview
     spans: list[Span]
     copied: Any
     _ring: PinnedRing
     _buffer: int
+    issued_at: float = field(default_factory=time.perf_counter, init=False)
+    _landed_at: float = field(default=0.0, init=False)
     _readers: int = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         self._readers = len(self.spans)
 
-    def read(self, span: Span) -> torch.Tensor:
-        """The rows of one span, [num_rows, layers, hidden], after the copy has run. Blocks the calling thread until then."""
-        self.copied.synchronize()
-        return self.rows[span.row : span.row + span.num_rows]
+    @property
+    def landed_after(self) -> float:
+        """Seconds from the issue of the copy until a reader saw that it had run."""
+        return self._landed_at - self.issued_at
 
-    def release(self) -> None:
-        """Say that one of the spans has been read; after the last one the memory is used again."""
+    def wait(self) -> float:
+        """Block the calling thread until the copy has run; returns when a reader saw it first, by time.perf_counter."""
+        self.copied.synchronize()
         with self._lock:
-            self._readers -= 1
+            self._landed_at = self._landed_at or time.perf_counter()
+            return self._landed_at
+
+    def read(self, span: Span) -> memoryview:
+        """The bytes of one span's rows, once `wait` has returned."""
+        row_bytes = self._ring.row_bytes
+        return self.data[span.row * row_bytes : (span.row + span.num_rows) * row_bytes]
+
+    def release(self, spans: int = 1) -> bool:
+        """Say that so many of the spans have been read; after the last one, which is told, the memory is used again."""
+        with self._lock:
+            self._readers -= spans
             last = self._readers == 0
         if last:
             self._ring.free(self._buffer)
+        return last
 
 
 class PinnedRing:
-    """A fixed amount of pinned host memory, cut into equal buffers of whole rows.
+    """A fixed amount of pinned host memory, cut into equal buffers of whole rows. Buffers begin at pages, as direct I/O wants it.
 
     Args:
         num_bytes: upper bound for all buffers together.
@@ -165,32 +189,61 @@ class PinnedRing:
         ValueError: less than two rows fit.
     """
 
-    BUFFERS = 8
+    MIN_BUFFERS = 8
+    MAX_BUFFER_BYTES = 4 << 20  # rows of a step are written while the rest of them are copied
 
     def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
-        row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
-        total_rows = num_bytes // row_bytes
-        if total_rows < 2:
-            raise ValueError(f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes")
-        buffers = min(self.BUFFERS, total_rows)
-        self.rows_per_buffer = total_rows // buffers
-        self._memory = torch.empty((buffers, self.rows_per_buffer, *row_shape), dtype=dtype, pin_memory=True)
-        self.num_bytes = self._memory.numel() * dtype.itemsize
+        self.row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
+        self.num_buffers, self.rows_per_buffer = self.shape_for(num_bytes, self.row_bytes)
+        buffer_bytes = self.rows_per_buffer * self.row_bytes
+        self.num_bytes = self.num_buffers * buffer_bytes
+        whole = torch.empty(self.num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
+        begin = -whole.data_ptr() % _PAGE
+        self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_buffers, self.rows_per_buffer, *row_shape)
+        data = whole.numpy().data[begin : begin + self.num_bytes]
+        self._data = [data[index * buffer_bytes : (index + 1) * buffer_bytes] for index in range(self.num_buffers)]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for index in range(buffers):
+        for index in range(self.num_buffers):
             self._free.put(index)
+        self._waiting_since: float | None = None
+        self._freed_at = 0.0
+
+    @classmethod
+    def shape_for(cls, num_bytes: int, row_bytes: int) -> tuple[int, int]:
+        """How many buffers, of how many rows. Raises ValueError: less than two rows fit."""
+        rows = num_bytes // row_bytes
+        if rows < 2:
+            raise ValueError(f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes")
+        buffers = min(max(cls.MIN_BUFFERS, -(-num_bytes // cls.MAX_BUFFER_BYTES)), rows)
+        return buffers, rows // buffers
 
     @property
     def free_buffers(self) -> int:
         return self._free.qsize()
 
-    def acquire(self) -> tuple[int, torch.Tensor]:
-        """Wait for a free buffer: its index for `free`, and its rows."""
-        index = self._free.get()
-        return index, self._memory[index]
+    @property
+    def fill(self) -> float:
+        """How much of it is in use, from 0 to 1."""
+        return 1 - self.free_buffers / self.num_buffers
+
+    def acquire(self) -> tuple[int, torch.Tensor, memoryview]:
+        """Wait for a free buffer: its index for `free`, its rows, and their bytes. One thread calls this."""
+        try:
+            index = self._free.get_nowait()
+        except queue.Empty:
+            self._waiting_since = time.monotonic()
+            index = self._free.get()
+            self._waiting_since = None
+        return index, self._memory[index], self._data[index]
 
     def free(self, index: int) -> None:
+        self._freed_at = time.monotonic()
         self._free.put(index)
+
+    def stuck_for(self) -> float:
+        """Seconds that somebody has been waiting for a buffer since the last one became free; 0 if nobody waits."""
+        since = self._waiting_since
+        return 0.0 if since is None else time.monotonic() - max(since, self._freed_at)
 
 
 class Copier:
@@ -243,11 +296,18 @@ class Copier:
         self.then(note)
         copied.wait()
 
-    def close(self) -> None:
-        """Finish what was submitted and end the thread. No copy reads a slot after this."""
+    def close(self, timeout: float | None = None) -> bool:
+        """Finish what was submitted and end the thread. No copy reads a slot after this.
+
+        Returns:
+            False: not within `timeout` seconds, because the ring is full and stays so.
+        """
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            return False
         self._stream.synchronize()
+        return True
 
     def _run(self) -> None:
         _npu().set_device(self._device)
@@ -268,7 +328,7 @@ class Copier:
             self._stream.wait_event(slot.written)
             try:
                 for start, count, spans in cut(slot.spans, self._ring.rows_per_buffer):
-                    index, buffer = self._ring.acquire()
+                    index, buffer, data = self._ring.acquire()
                     rows = buffer[:count]
                     try:
                         rows.copy_(slot.rows[start : start + count], non_blocking=True)
@@ -279,7 +339,7 @@ class Copier:
                         self._stream.synchronize()
                         self._ring.free(index)
                         raise
-                    self._deliver(Piece(rows, spans, copied, self._ring, index))
+                    self._deliver(Piece(rows, data, spans, copied, self._ring, index))
                     self._delivered += count
             finally:
                 # Also behind a failure: whatever was issued may still be reading the slot.

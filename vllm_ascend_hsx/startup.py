@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from vllm_ascend_hsx.config import CONNECTOR_NAME, ExtractionTarget, HsxConfig, HsxConfigError, read_target, require_producer
 from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -27,6 +29,21 @@ class StartUp:
     @property
     def directory(self) -> Path:
         return Path(self.config.shared_storage_path)
+
+    @property
+    def file_options(self) -> FileOptions:
+        config = self.config
+        return FileOptions(
+            mode=int(config.file_mode, 8),
+            use_lock=config.use_synchronization_lock,
+            durability=config.durability,
+            io=config.io,
+            checksum=config.checksum,
+        )
+
+    def num_writers(self, num_workers: int) -> int:
+        """Writer threads of one worker, of so many on this machine."""
+        return self.config.num_writer_threads or max(2, min(8, len(os.sched_getaffinity(0)) // num_workers))
 
 
 def read_start_up(vllm_config: Any) -> StartUp:
@@ -55,7 +72,15 @@ def read_start_up(vllm_config: Any) -> StartUp:
             f"Give at least {2 * row_format.row_bytes}, better the default of 32MiB.",
         )
     start_up = StartUp(config, target, row_format, dtype)
-    check_directory(start_up.directory, use_lock=config.use_synchronization_lock)
+    alignment = check_directory(start_up.directory, use_lock=config.use_synchronization_lock, direct=config.io == "direct")
+    if row_format.row_bytes % alignment:
+        raise HsxConfigError(
+            "kv_connector_extra_config.io",
+            config.io,
+            f"needs rows of a multiple of {alignment} bytes on this filesystem, and {row_format.num_layers} layers make rows of "
+            f"{row_format.row_bytes} bytes",
+            'Use "buffered", or extract another number of layers.',
+        )
     return start_up
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 from safetensors.torch import load_file
 
+from vllm_ascend_hsx.sinks import system
 from vllm_ascend_hsx.sinks.base import RowFormat
 
 FORMAT = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
@@ -96,9 +97,10 @@ class Traced:
 
 def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
     """Let `checkpoint` see every system call of the file sink and its lock, and of nothing else in the process."""
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.file.os", Traced(os, checkpoint))
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.lock.os", Traced(os, checkpoint))
+    for module in ("data_file", "request_file", "storage", "checksum", "lock"):
+        monkeypatch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.lock.fcntl", Traced(fcntl, checkpoint))
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.reserve", Traced(system, checkpoint).reserve)
 
 
 Reader = Generator[None, None, "dict[str, Any] | None"]

@@ -26,7 +26,8 @@ import vllm_ascend_hsx
 from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load, open_dir, remove
 from vllm_ascend_hsx.sinks import lock as lock_module
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
-from vllm_ascend_hsx.sinks.file import FileSink, FileSinkFile
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 SOURCE = str(Path(vllm_ascend_hsx.__file__).parents[1])
 
@@ -46,7 +47,7 @@ def sink(tmp_path: Path) -> Iterator[FileSink]:
         yield sink
 
 
-def written(sink: FileSink, directory: Path, request_id: str = "cmpl-1", tokens: int = 5) -> FileSinkFile:
+def written(sink: FileSink, directory: Path, request_id: str = "cmpl-1", tokens: int = 5) -> RequestFile:
     """A file with all its rows, not committed yet."""
     file = sink.open(request_id, directory / f"{request_id}.safetensors")
     file.write(0, make_rows(0, tokens))
@@ -164,7 +165,7 @@ assert not any(name.split(".")[0] in ("vllm", "torch_npu", "vllm_ascend") for na
     ids=["commit", "fail", "discard"],
 )
 def test_a_reader_asleep_in_another_process_wakes_when_the_file_ends(
-    sink: FileSink, tmp_path: Path, end: Callable[[FileSinkFile], None], report: str, timeout: str
+    sink: FileSink, tmp_path: Path, end: Callable[[RequestFile], None], report: str, timeout: str
 ) -> None:
     file = written(sink, tmp_path)
     reader = subprocess.Popen(

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from sink_harness import FORMAT, listing, make_rows, open_fds, token_ids, trace
 
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.names import file_name
 
@@ -477,7 +478,7 @@ def test_a_file_that_is_being_written_cannot_be_opened_again(sink: FileSink, tmp
 
 
 def test_without_a_lock_there_is_none_and_one_request_at_a_time_writes_a_file(tmp_path: Path) -> None:
-    with FileSink(tmp_path, FORMAT, use_lock=False) as sink:
+    with FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)) as sink:
         file = open_file(sink, tmp_path)
         assert listing(tmp_path) == []
         with pytest.raises(SinkError, match="another request is writing"):
@@ -515,7 +516,7 @@ def test_file_modes_are_as_asked_whatever_the_umask(tmp_path: Path, umask: int, 
     """The lock can be opened for writing by whoever may read the data: speculators does."""
     before = os.umask(umask)
     try:
-        with FileSink(tmp_path, FORMAT, file_mode=mode) as sink:
+        with FileSink(tmp_path, FORMAT, FileOptions(mode=mode)) as sink:
             good, bad = open_file(sink, tmp_path, "good"), open_file(sink, tmp_path, "bad")
             good.write(0, make_rows(0, 1))
             good.commit(token_ids(1), 1)

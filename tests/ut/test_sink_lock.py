@@ -32,8 +32,9 @@ from sink_harness import (
 
 from vllm_ascend_hsx.reader import HiddenStatesError, load, remove
 from vllm_ascend_hsx.sinks import lock as lock_module
-from vllm_ascend_hsx.sinks.file import FileSink, FileSinkFile
+from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError, wait_until_released
+from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 READERS = {"speculators": speculators_reader, "vLLM": vllm_reader}
 
@@ -312,7 +313,7 @@ def test_what_is_planted_under_the_locks_name_is_replaced_not_followed(tmp_path:
             target.write_text("precious")
         name.symlink_to(target)
     with FileSink(directory, FORMAT) as sink:
-        file: FileSinkFile = sink.open("cmpl-1", directory / "cmpl-1.safetensors")
+        file: RequestFile = sink.open("cmpl-1", directory / "cmpl-1.safetensors")
         assert is_held(name)
         file.write(0, make_rows(0, 3))
         file.commit(token_ids(3), 3)

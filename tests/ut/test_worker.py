@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
@@ -49,9 +50,9 @@ class Engine:
         self._decided = threading.Condition()
         report_decision = self.worker._on_decided
 
-        def on_decided(request_id: str, error: str | None) -> None:
+        def on_decided(extraction: Extraction, error: str | None) -> None:
             with self._decided:
-                report_decision(request_id, error)
+                report_decision(extraction, error)
                 self._decided.notify_all()
 
         self.worker._on_decided = on_decided
@@ -83,7 +84,10 @@ class Engine:
 
     def wait_until_decided(self, request_id: str) -> None:
         with self._decided:
-            assert self._decided.wait_for(lambda: request_id in self.worker._outcomes, timeout=30)
+            assert self._decided.wait_for(lambda: request_id in self._known_outcomes(), timeout=30)
+
+    def _known_outcomes(self) -> set[str]:
+        return {*self.outcomes, *(extraction.request_id for extraction, _ in self.worker._decided)}
 
     def collect(self) -> None:
         report = self.worker.report()
@@ -206,7 +210,7 @@ def test_an_id_can_be_used_again_once_its_file_is_decided(engine: Engine) -> Non
 def test_an_id_whose_file_is_still_being_written_fails_and_leaves_that_file_alone(engine: Engine) -> None:
     engine.step(started(engine.start("b", 9)), [("b", 0, 5)])
     engine.step(started(engine.start("b", 7)), [])
-    assert engine.outcomes["b"] == "another request or server is writing this file"
+    assert engine.outcomes["b"] == "another request of this id is under way"
     engine.step(HsxConnectorMetadata(), [("b", 5, 4)])
     engine.close()
     engine.assert_file_is_right("b", 9)
@@ -215,10 +219,10 @@ def test_an_id_whose_file_is_still_being_written_fails_and_leaves_that_file_alon
 def test_a_file_that_cannot_be_opened_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     original = engine.sink.open
 
-    def open_file(request_id: str, path: Path) -> object:
+    def open_file(request_id: str, path: Path, expected_tokens: int) -> object:
         if request_id == "a":
             raise SinkError(request_id, path, "Too many open files")
-        return original(request_id, path)
+        return original(request_id, path, expected_tokens)
 
     monkeypatch.setattr(engine.sink, "open", open_file)
     engine.step(started(engine.start("a", 3), engine.start("b", 3)), [("a", 0, 3), ("b", 0, 3)])
@@ -231,8 +235,8 @@ def test_a_file_that_cannot_be_opened_fails_alone(engine: Engine, monkeypatch: p
 def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     original = engine.sink.open
 
-    def open_file(request_id: str, path: Path) -> object:
-        file = original(request_id, path)
+    def open_file(request_id: str, path: Path, expected_tokens: int) -> object:
+        file = original(request_id, path, expected_tokens)
         if request_id == "a":
 
             def write(first: int, rows: object) -> None:

@@ -59,13 +59,17 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         layers = find_layers(self._vllm_config, AscendCacheOnlyLayer)
         ((self._layer_name, layer),) = layers.items()
         config, row_format = start_up.config, start_up.row_format
+        parallel = self._vllm_config.parallel_config
+        self._drain_timeout = config.drain_timeout_s
         return ExtractionWorker(
             rank=tensor_parallel_rank(),
             staging=layer.staging,
             ring=PinnedRing(config.pinned_ring_bytes, row_format.row_shape, start_up.dtype),
-            sink=FileSink(start_up.directory, row_format, use_lock=config.use_synchronization_lock),
+            sink=FileSink(start_up.directory, row_format, start_up.file_options),
             device=layer.staging.rows.device,
-            num_writers=config.num_writer_threads,
+            num_writers=start_up.num_writers(parallel.tensor_parallel_size * parallel.data_parallel_size_local),
+            patience=config.storage_patience_s,
+            check_finite=config.check_finite,
         )
 
     # Scheduler side
@@ -108,7 +112,8 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # Stats: taken on both sides. What the scheduler's side says is added to what the workers say, if they say anything.
 
     def get_kv_connector_stats(self) -> HsxStats | None:
-        return self._scheduler.take_stats() if self._scheduler is not None else None
+        side = self._scheduler or self._worker
+        return side.take_stats() if side is not None else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HsxStats:
@@ -151,5 +156,5 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         if self._worker is not None:
-            self._worker.close()
+            self._worker.close(self._drain_timeout)
             self._worker = None

@@ -59,11 +59,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
         outcomes: requests whose file was decided since the last report: None for a complete file or one discarded after an abort, else
             why it failed.
         backlog: bytes of rows that were computed but are not yet in their files, by rank.
+        stuck: ranks whose storage has not answered for so long that they refuse new requests.
     """
 
     outcomes: dict[str, str | None] = field(default_factory=dict)
     backlog: dict[int, int] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.outcomes | other.outcomes, self.backlog | other.backlog)
+        return WorkerReport(self.outcomes | other.outcomes, self.backlog | other.backlog, self.stuck | other.stuck)

@@ -50,6 +50,7 @@ class ExtractionScheduler:
         self._ended_bytes: dict[str, tuple[int, int]] = {}
         self._outstanding = [0] * num_ranks
         self._backlog = [0] * num_ranks
+        self._stuck: set[int] = set()
         self._back_pressure = BackPressureRecorder()
 
     def on_new_request(self, request: Any) -> None:
@@ -84,9 +85,12 @@ class ExtractionScheduler:
     def must_wait(self, request_id: str) -> bool:
         """Whether the request is to be extracted and its owner-to-be is too far behind with writing."""
         request = self._requests.get(request_id)
-        if request is not None and request.owner is None and self._backlog[self._least_loaded()] > self._max_backlog:
-            self._back_pressure.held(request_id)
-            return True
+        if request is not None and request.owner is None:
+            rank = self._least_loaded()
+            # A rank whose storage does not answer refuses the request at once: that is better than to wait for nobody knows how long.
+            if self._backlog[rank] > self._max_backlog and rank not in self._stuck:
+                self._back_pressure.held(request_id)
+                return True
         self._back_pressure.let_go(request_id)
         return False
 
@@ -111,6 +115,7 @@ class ExtractionScheduler:
         """Take note of files that were decided and of how far behind the ranks are."""
         for rank, num_bytes in report.backlog.items():
             self._backlog[rank] = num_bytes
+            (self._stuck.add if rank in report.stuck else self._stuck.discard)(rank)
         for request_id, error in report.outcomes.items():
             request = self._requests.get(request_id)
             if request is not None and not request.decided:

@@ -2,114 +2,32 @@
 
 from __future__ import annotations
 
-import queue
+import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
-import numpy as np
 import torch
 
+from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
-from vllm_ascend_hsx.sinks.base import Sink, SinkError, SinkFile
-from vllm_ascend_hsx.sinks.spans import SpanSet
+from vllm_ascend_hsx.connector.stats import HsxStats, StatsRecorder
+from vllm_ascend_hsx.connector.threads import OpenerThread, WriterThread
+from vllm_ascend_hsx.sinks.base import Sink
 from vllm_ascend_hsx.spans import ALL_ROWS, Span
-from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache
+from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache, StagingSlot
 
-OnDecided = Callable[[str, str | None], None]
+logger = logging.getLogger(__name__)
 
-
-class _WriterThread:
-    """Runs what it is given in order. All work on one file goes through one writer, so a row that is computed again is written again
-    behind its first version, and the end of a request comes behind all of its rows."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], None]) -> None:
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
-
-class _Extraction:
-    """One owned request: its file, and whether that is decided. Touched by its writer thread alone once it is under way."""
-
-    def __init__(self, start: RequestStart, file: SinkFile, writer: _WriterThread, on_decided: OnDecided) -> None:
-        self.request_id = start.request_id
-        self.writer = writer
-        self._prompt = start.token_ids
-        self._include_output = start.include_output
-        self._file = file
-        self._on_decided = on_decided
-        self._written = SpanSet()
-        self._decided = False
-
-    def write(self, first: int, rows: torch.Tensor) -> None:
-        """Write rows [rows, layers, hidden] of token positions from `first`; the last ones of a prompt complete its file."""
-        if self._decided:
-            return
-        with self._failing_alone():
-            self._file.write(first, rows.view(torch.uint8).numpy())
-            self._written.add(first, first + rows.shape[0])
-            if not self._include_output and not self._written.missing(len(self._prompt)):
-                self._commit(self._prompt)
-
-    def end(self, end: RequestEnd) -> None:
-        """No more rows will come. A file that is not complete now never will be."""
-        if self._decided:
-            return
-        if end.aborted:
-            self._file.discard()
-            self._decide(None)
-            return
-        token_ids = np.concatenate([self._prompt, end.output_token_ids])
-        if missing := self._written.missing(len(token_ids)):
-            self.fail(f"the request ended without rows for token positions {missing}")
-            return
-        with self._failing_alone():
-            self._commit(token_ids)
-
-    def fail(self, reason: str) -> None:
-        """Give the file up and say why to whoever waits for it."""
-        if not self._decided:
-            self._file.fail(reason)
-            self._decide(reason)
-
-    @contextmanager
-    def _failing_alone(self) -> Iterator[None]:
-        """Whatever goes wrong inside concerns this file alone: its writer serves others too."""
-        try:
-            yield
-        except SinkError as error:
-            self.fail(error.reason)
-        except Exception as error:  # noqa: BLE001
-            self.fail(f"{type(error).__name__}: {error}")
-
-    def _commit(self, token_ids: np.ndarray) -> None:
-        self._file.commit(token_ids, num_prompt_tokens=len(self._prompt))
-        self._decide(None)
-
-    def _decide(self, error: str | None) -> None:
-        self._decided = True
-        self._on_decided(self.request_id, error)
+_LAST_WORDS = 5.0  # seconds to leave a reason in place of each file that could not be finished
 
 
 class ExtractionWorker:
     """One rank's part of the extraction.
 
-    The main thread only stages, opens files and passes slots on; the copier thread issues copies and knows who is under way; writer
-    threads write and decide files. What passes between them is queues, so no lock is held while anything slow happens.
+    The main thread only stages and passes slots on; an opener opens files; the copier thread issues copies and knows who is under way;
+    writer threads write and decide files. What passes between them is queues, so no lock is held while anything slow happens.
 
     Args:
         rank: tensor-parallel rank; requests of other owners are ignored.
@@ -118,49 +36,77 @@ class ExtractionWorker:
         sink: makes files.
         device: the worker's NPU.
         num_writers: writer threads.
+        patience: seconds that a step waits for storage that does nothing at all; then the requests whose rows it holds fail.
+        check_finite: whether a file with a NaN or an infinity fails.
     """
 
-    def __init__(self, *, rank: int, staging: StagingCache, ring: PinnedRing, sink: Sink, device: torch.device, num_writers: int) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        staging: StagingCache,
+        ring: PinnedRing,
+        sink: Sink,
+        device: torch.device,
+        num_writers: int,
+        patience: float = 30.0,
+        check_finite: bool = False,
+    ) -> None:
         self._rank = rank
         self._staging = staging
+        self._ring = ring
         self._sink = sink
-        self._row_bytes = staging.rows[0, 0].numel() * staging.rows.element_size()
-        self._owned: set[str] = set()  # the main thread's
-        self._extractions: dict[str, _Extraction] = {}  # the copier thread's
-        self._writers = [_WriterThread(f"hsx-writer-{index}") for index in range(num_writers)]
-        self._opened = 0
-        self._report_lock = threading.Lock()
-        self._outcomes: dict[str, str | None] = {}
+        self._patience = patience
+        self._check_finite = check_finite
+        self._row_bytes = ring.row_bytes
+        self._owned: dict[str, Extraction] = {}  # the main thread's
+        self._opening: list[Extraction] = []  # the main thread's
+        self._extractions: dict[str, Extraction] = {}  # the copier thread's
+        self._mutex = threading.Lock()  # guards the next four
+        self._under_way: set[Extraction] = set()
+        self._decided: list[tuple[Extraction, str | None]] = []
+        self._refused: dict[str, str] = {}
         self._backlog = 0
-        self._reported_backlog = 0
+        self._reported = (0, False)
+        self._stats = StatsRecorder(rank, lambda: ring.fill, lambda: self._backlog)
+        self._opener = OpenerThread("hsx-opener")
+        self._writers = [WriterThread(f"hsx-writer-{index}") for index in range(num_writers)]
+        staging.wait_for_slot = self._wait_for_slot
         self._copier = Copier(ring, device, self._deliver, self._on_copy_error)
 
     # Main thread
 
     def start_step(self, metadata: HsxConnectorMetadata) -> None:
-        """Open the files of requests that begin, close those of requests that ended, and say what is wanted of this step."""
+        """Let the files of requests that begin be opened, close those of requests that ended, and say what is wanted of this step."""
         for ended in metadata.ended:
             self._staging.wanted.pop(ended.request_id, None)
-            if ended.request_id in self._owned:
-                self._owned.remove(ended.request_id)
+            if self._owned.pop(ended.request_id, None) is not None:
                 self._copier.then(partial(self._end, ended))
         for start in metadata.started:
             if start.owner == self._rank:
                 self._start(start)
 
     def _start(self, start: RequestStart) -> None:
-        try:
-            # Here and not in a thread: its lock must be held before the response can leave.
-            file = self._sink.open(start.request_id, Path(start.path))
-        except SinkError as error:
-            self._on_decided(start.request_id, error.reason)
+        if start.request_id in self._owned:
+            self._refuse(start, "another request of this id is under way")
             return
-        writer = self._writers[self._opened % len(self._writers)]
-        self._opened += 1
-        extraction = _Extraction(start, file, writer, self._on_decided)
-        self._owned.add(start.request_id)
+        if self._storage_is_stuck():
+            self._refuse(start, self._stuck_reason())
+            return
+        writer = min(self._writers, key=lambda each: each.assigned)
+        extraction = Extraction(start, writer, self._row_bytes, self._on_decided, self._stats)
+        self._owned[start.request_id] = extraction
+        with self._mutex:
+            self._under_way.add(extraction)
+        self._opening.append(extraction)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         self._copier.then(partial(self._extractions.__setitem__, start.request_id, extraction))
+        self._opener.submit(partial(extraction.open, self._sink))
+
+    def _refuse(self, start: RequestStart, reason: str) -> None:
+        self._stats.failed()
+        with self._mutex:
+            self._refused[start.request_id] = reason
 
     def save(self) -> None:
         """Pass on the slot that this step filled, if it filled one."""
@@ -179,32 +125,90 @@ class ExtractionWorker:
         self._copier.drain()
 
     def report(self) -> WorkerReport | None:
-        """What happened since the last report, or None if nothing did."""
-        with self._report_lock:
-            if not self._outcomes and self._backlog == self._reported_backlog:
-                return None
-            outcomes, self._outcomes = self._outcomes, {}
-            self._reported_backlog = self._backlog
-            return WorkerReport(outcomes, {self._rank: self._backlog})
+        """What happened since the last report, or None if nothing did.
 
-    def close(self) -> None:
-        """Finish what was staged, then end all threads; files that are still incomplete fail with that reason."""
-        self._copier.close()
-        for writer in self._writers:
-            writer.close()
-        self._sink.close()
+        The files of this step's new requests are open when this returns: their locks must be held before a response can leave.
+        """
+        if self._opening:
+            if not self._opener.wait(self._patience):
+                for extraction in self._opening:
+                    extraction.fail(self._stuck_reason())
+            self._opening = []
+        stuck = self._storage_is_stuck()
+        with self._mutex:
+            if not self._decided and not self._refused and (self._backlog, stuck) == self._reported:
+                return None
+            decided, self._decided = self._decided, []
+            refused, self._refused = self._refused, {}
+            self._reported = (self._backlog, stuck)
+            report = WorkerReport({**refused}, {self._rank: self._backlog}, {self._rank} if stuck else set())
+        for extraction, error in decided:
+            report.outcomes[extraction.request_id] = error
+            if error is not None and self._owned.get(extraction.request_id) is extraction:
+                self._staging.wanted.pop(extraction.request_id, None)  # nobody needs the rest of its rows
+        return report
+
+    def take_stats(self) -> HsxStats | None:
+        """What was counted since the last call."""
+        return self._stats.take()
+
+    def close(self, timeout: float | None = None) -> None:
+        """Finish what was staged, then end all threads; files that are still incomplete fail with that reason.
+
+        Args:
+            timeout: seconds for what was staged; what is not in its file by then is lost, and its file fails. None: as long as it takes.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        finished = all([self._opener.close(left()), self._copier.close(left()), *(writer.close(left()) for writer in self._writers)])
+        with self._mutex:
+            unfinished = sorted(extraction.request_id for extraction in self._under_way)
+            self._under_way.clear()
+        if unfinished:
+            why = "they were not complete" if finished else f"the storage did not take {self._backlog} bytes within {timeout:g} s"
+            logger.error("stopping without the files of %d requests, %s: %s", len(unfinished), why, ", ".join(unfinished))
+        # In a thread that ends with the process: storage that does not answer must not keep a server from stopping.
+        closer = threading.Thread(target=self._sink.close, name="hsx-closer", daemon=True)
+        closer.start()
+        closer.join(None if finished else _LAST_WORDS)
+
+    def _wait_for_slot(self, slot: StagingSlot, spans: Sequence[Span]) -> bool:
+        """Wait while the ring is full and the storage gets on; False: it does not, and these requests have failed."""
+        if slot.issued.is_set():
+            return True
+        began = time.perf_counter()
+        issued = slot.issued.wait(self._patience - self._ring.stuck_for())
+        while not issued and not self._storage_is_stuck():
+            issued = slot.issued.wait(self._patience - self._ring.stuck_for())
+        self._stats.stalled(time.perf_counter() - began)
+        if not issued:
+            for span in spans:
+                self._staging.wanted.pop(span.request_id, None)
+                self._owned[span.request_id].fail(self._stuck_reason())
+        return issued
+
+    def _storage_is_stuck(self) -> bool:
+        return self._ring.stuck_for() >= self._patience
+
+    def _stuck_reason(self) -> str:
+        return f"the storage did not answer for {self._patience:g} s"
 
     # Copier thread
 
     def _deliver(self, piece: Piece) -> None:
+        by_writer: dict[WriterThread, list[tuple[Extraction, Span]]] = {}
         for span in piece.spans:
             extraction = self._extractions[span.request_id]
-            extraction.writer.submit(partial(self._write, extraction, piece, span))
+            by_writer.setdefault(extraction.writer, []).append((extraction, span))
+        for writer, parts in by_writer.items():
+            writer.submit(partial(self._write, piece, parts))
 
     def _on_copy_error(self, spans: Sequence[Span], lost_rows: int, error: Exception) -> None:
         for span in spans:
-            extraction = self._extractions[span.request_id]
-            extraction.writer.submit(partial(extraction.fail, f"copy from the device failed: {error}"))
+            self._extractions[span.request_id].fail(f"copy from the device failed: {error}")
         self._add_backlog(-lost_rows)
 
     def _end(self, end: RequestEnd) -> None:
@@ -213,21 +217,27 @@ class ExtractionWorker:
 
     # Writer threads
 
-    def _write(self, extraction: _Extraction, piece: Piece, span: Span) -> None:
+    def _write(self, piece: Piece, parts: list[tuple[Extraction, Span]]) -> None:
         try:
-            extraction.write(span.first, piece.read(span))
+            landed_at = piece.wait()
+            for extraction, span in parts:
+                check = piece.rows[span.row : span.row + span.num_rows] if self._check_finite else None
+                extraction.write(span.first, piece.read(span), landed_at, check)
         except Exception as error:  # noqa: BLE001 - waiting for the copy failed; this thread serves other files too
-            extraction.fail(f"copy from the device failed: {error}")
+            for extraction, _ in parts:
+                extraction.fail(f"copy from the device failed: {error}")
         finally:
-            piece.release()
-            self._add_backlog(-span.num_rows)
+            if piece.release(len(parts)):
+                self._stats.copied(len(piece.rows) * self._row_bytes, piece.landed_after)
+            self._add_backlog(-sum(span.num_rows for _, span in parts))
 
     # Any thread
 
     def _add_backlog(self, rows: int) -> None:
-        with self._report_lock:
+        with self._mutex:
             self._backlog += rows * self._row_bytes
 
-    def _on_decided(self, request_id: str, error: str | None) -> None:
-        with self._report_lock:
-            self._outcomes[request_id] = error
+    def _on_decided(self, extraction: Extraction, error: str | None) -> None:
+        with self._mutex:
+            self._under_way.discard(extraction)
+            self._decided.append((extraction, error))

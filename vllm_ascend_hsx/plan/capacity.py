@@ -129,17 +129,17 @@ def make_plan(request: Request) -> Plan:
     except ValueError as error:
         raise PlanError("--layers", _ids(request.layer_ids), str(error).rstrip("."), "choose others") from None
     file = FileLayout(row_format, _REQUEST_ID)
-    rows = request.ring_bytes // row_bytes
-    if rows < 2:
+    try:
+        buffers, rows_per_buffer = PinnedRing.shape_for(request.ring_bytes, row_bytes)
+    except ValueError:
         problem = f"a row has {row_bytes} bytes and two must fit"
-        raise PlanError("--ring", _size(request.ring_bytes), problem, f"give at least {2 * row_bytes}")
-    buffers = min(PinnedRing.BUFFERS, rows)
+        raise PlanError("--ring", _size(request.ring_bytes), problem, f"give at least {2 * row_bytes}") from None
     per_token = file.file_size(1) - file.file_size(0)
     return Plan(
         request=request,
         row_bytes=row_bytes,
         staging_bytes=staging,
-        ring_bytes=rows // buffers * buffers * row_bytes,
+        ring_bytes=buffers * rows_per_buffer * row_bytes,
         collected_bytes=collected * step_tokens(engine, Layout.HSX),
         layouts=_layouts(request, staging, collected),
         prompts_bytes=PROMPTS * file.file_size(request.prompt_tokens),

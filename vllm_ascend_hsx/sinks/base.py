@@ -137,8 +137,13 @@ class Sink(ABC):
     """Takes the rows of requests. `open` and `close` belong to one thread; the files' methods to any."""
 
     @abstractmethod
-    def open(self, request_id: str, path: Path) -> SinkFile:
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> SinkFile:
         """Announce a request. Cheap: no data is moved. Readers of `path` wait from now on.
+
+        Args:
+            request_id: the request.
+            path: the file that is to appear.
+            expected_tokens: rows that it will have at least; room is made for them with the first ones.
 
         Raises:
             SinkError: the path cannot be used, or somebody is writing it now.

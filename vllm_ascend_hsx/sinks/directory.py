@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import secrets
 from pathlib import Path
 
+from vllm_ascend_hsx.sinks.format import PAGE
 from vllm_ascend_hsx.sinks.names import partial_name
+from vllm_ascend_hsx.sinks.system import reserve
 
 OPTION = "shared_storage_path"
 LOCK_OPTION = "use_synchronization_lock"
+IO_OPTION = "io"
+_SECTORS = (512, 1024, 2048, PAGE)  # what a filesystem may want direct I/O to be aligned to
 
 
 class StorageDirectoryError(ValueError):
@@ -21,19 +26,23 @@ class StorageDirectoryError(ValueError):
         self.path = path
 
 
-def check_directory(path: Path, *, use_lock: bool = True) -> None:
+def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) -> int:
     """Create the directory if need be, and try in it everything a request will need: create, lock, write, rename, remove.
 
     Args:
         path: the directory; a symbolic link to one is followed, for the administrator chose it.
         use_lock: whether files will be locked, so that a filesystem without flock is refused.
+        direct: whether rows will bypass the page cache, so that a filesystem without O_DIRECT is refused.
+
+    Returns:
+        What direct I/O must be aligned to in bytes; 1 if it is not wanted.
 
     Raises:
         StorageDirectoryError: a file could not be published there.
     """
     dir_fd = open_directory(path)
     try:
-        _try_to_publish(path, dir_fd, use_lock)
+        return _try_to_publish(path, dir_fd, use_lock, direct)
     finally:
         os.close(dir_fd)
 
@@ -61,7 +70,7 @@ def open_directory(path: Path) -> int:
         raise StorageDirectoryError(path, f"is not a path: {error}", "Name a directory.") from error
 
 
-def _try_to_publish(path: Path, dir_fd: int, use_lock: bool) -> None:
+def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool) -> int:
     token = secrets.token_hex(4)
     first, second = partial_name("probe", token), partial_name("probe.renamed", token)
     try:
@@ -85,6 +94,7 @@ def _try_to_publish(path: Path, dir_fd: int, use_lock: bool) -> None:
                     "for the file to appear.",
                 ) from error
         try:
+            alignment = _alignment_of_direct_writes(path, dir_fd, first, fd) if direct else 1
             os.pwrite(fd, b"x", 0)
             os.rename(first, second, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
             name = second
@@ -92,6 +102,28 @@ def _try_to_publish(path: Path, dir_fd: int, use_lock: bool) -> None:
             raise StorageDirectoryError(
                 path, f"cannot hold a file: {error.strerror}", "Free space or raise the quota there, or name another one."
             ) from error
+        return alignment
     finally:
         os.close(fd)
         os.unlink(name, dir_fd=dir_fd)
+
+
+def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int) -> int:
+    """Found by trying, for what statx says of it is not known on older kernels, and wrong on some network filesystems."""
+    remedy = f'Set {IO_OPTION} to "buffered", or name a directory on a local disk.'
+    try:
+        direct_fd = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+    except OSError as error:
+        raise StorageDirectoryError(path, f"is on a filesystem without O_DIRECT: {error.strerror}", remedy) from error
+    try:
+        reserve(fd, 2 * PAGE)
+        with mmap.mmap(-1, 2 * PAGE) as pages, memoryview(pages) as page:
+            for alignment in _SECTORS:
+                try:
+                    os.pwrite(direct_fd, page[alignment : 2 * alignment], alignment)
+                    return alignment
+                except OSError as error:
+                    refused = error
+        raise StorageDirectoryError(path, f"takes no direct writes: {refused.strerror}", remedy) from refused
+    finally:
+        os.close(direct_fd)

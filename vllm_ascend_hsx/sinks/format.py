@@ -68,14 +68,20 @@ class FileLayout:
     def file_size(self, tokens: int) -> int:
         return self.row_offset(tokens) + tokens * _TOKEN_ID_BYTES
 
-    def header(self, tokens: int, num_prompt_tokens: int) -> bytes:
-        """The first `data_start` bytes of the file, padded with the spaces that safetensors allows."""
-        text = self._header_json(tokens, num_prompt_tokens)
+    def header(self, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None = None) -> bytes:
+        """The first `data_start` bytes of the file, padded with the spaces that safetensors allows.
+
+        Args:
+            tokens: rows of the file.
+            num_prompt_tokens: how many of them are the prompt's.
+            checksum: algorithm and digest of all that stands behind the header.
+        """
+        text = self._header_json(tokens, num_prompt_tokens, checksum)
         size = self.data_start - _LENGTH.size
         assert len(text) <= size, f"header of {len(text)} bytes does not fit in the {size} reserved"
         return _LENGTH.pack(size) + text.ljust(size)
 
-    def _header_json(self, tokens: int, num_prompt_tokens: int) -> bytes:
+    def _header_json(self, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None = None) -> bytes:
         row_format = self._row_format
         rows_end = tokens * row_format.row_bytes
         header = {
@@ -90,6 +96,7 @@ class FileLayout:
                 "num_prompt_tokens": str(num_prompt_tokens),
                 "num_output_tokens": str(tokens - num_prompt_tokens),
                 "request_id": _valid_unicode(self._request_id),
+                **({} if checksum is None else {"checksum_algorithm": checksum[0], "checksum": checksum[1]}),
             },
             HIDDEN_STATES: {
                 "dtype": row_format.dtype,

@@ -6,6 +6,8 @@ from bisect import bisect_left, bisect_right
 
 Span = tuple[int, int]
 
+_NAMED = 8  # of the missing spans; the rest is counted
+
 
 class SpanSet:
     """Positions as sorted, disjoint spans [first, last) that do not touch; in-order writing keeps it at one span."""
@@ -44,3 +46,10 @@ class SpanSet:
     def spans(self) -> list[Span]:
         """The spans, in order."""
         return list(zip(self._firsts, self._lasts, strict=True))
+
+
+def describe_missing(missing: list[Span], tokens: int) -> str:
+    """Which of a file's rows are missing, in words."""
+    named = ", ".join(f"[{first}, {last})" for first, last in missing[:_NAMED])
+    more = f" and {len(missing) - _NAMED} more spans" if len(missing) > _NAMED else ""
+    return f"rows of token positions {named}{more} of {tokens} were never written"

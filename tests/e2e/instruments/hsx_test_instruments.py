@@ -89,9 +89,9 @@ def trace_files(directory: str) -> None:
     def ours(sink_module: Any) -> None:
         original = sink_module.FileSink.open
 
-        def open_file(self: Any, request_id: str, path: Any) -> Any:
+        def open_file(self: Any, request_id: str, path: Any, expected_tokens: int = 0) -> Any:
             trace.write(written=str(path), process=os.getpid())
-            return original(self, request_id, path)
+            return original(self, request_id, path, expected_tokens)
 
         sink_module.FileSink.open = open_file
 

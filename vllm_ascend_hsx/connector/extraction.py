@@ -1,0 +1,187 @@
+"""One owned request: its file, which of its rows are there, and the one decision about it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.stats import StatsRecorder, failure_kind
+from vllm_ascend_hsx.connector.threads import WriterThread
+from vllm_ascend_hsx.sinks.base import Sink, SinkError, SinkFile
+from vllm_ascend_hsx.sinks.spans import SpanSet
+
+logger = logging.getLogger(__name__)
+
+
+class Extraction:
+    """An owned request. `open` belongs to the opener, `write` and `end` to its writer, `fail` to any thread.
+
+    Args:
+        start: what the scheduler said of it.
+        writer: the thread that does all work on its file.
+        row_bytes: of one token.
+        on_decided: called once, with the error or None for a file that is complete or was discarded after an abort.
+        stats: what is counted.
+    """
+
+    def __init__(
+        self,
+        start: RequestStart,
+        writer: WriterThread,
+        row_bytes: int,
+        on_decided: Callable[[Extraction, str | None], None],
+        stats: StatsRecorder,
+    ) -> None:
+        self.request_id = start.request_id
+        self.writer = writer
+        self._path = Path(start.path)
+        self._prompt = start.token_ids
+        self._include_output = start.include_output
+        self._row_bytes = row_bytes
+        self._on_decided = on_decided
+        self._stats = stats
+        self._written = SpanSet()
+        self._landed_at = time.perf_counter()
+        self._opening = threading.Event()
+        self._file: SinkFile | None = None
+        self._mutex = threading.Lock()
+        self._claimed = False
+        writer.assign(self.expected_bytes)
+
+    @property
+    def expected_bytes(self) -> int:
+        return len(self._prompt) * self._row_bytes
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has been decided, or is being."""
+        return self._claimed
+
+    def open(self, sink: Sink) -> None:
+        """Open its file."""
+        try:
+            self._file = sink.open(self.request_id, self._path, len(self._prompt))
+        except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
+            if self._claim():
+                self._stats.failed(failure_kind(error))
+                self._decide(error.reason if isinstance(error, SinkError) else f"{type(error).__name__}: {error}")
+        finally:
+            self._opening.set()
+
+    def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> None:
+        """Write rows; the last ones of a prompt complete its file.
+
+        Args:
+            first: token position of the first one.
+            rows: their bytes.
+            landed_at: when they were in host memory, by time.perf_counter.
+            check: the same rows [rows, layers, hidden] if they must be finite.
+        """
+        file = self._wait_until_open()
+        if file is None:
+            return
+        self._landed_at = landed_at
+        with self._failing_alone(file):
+            if check is not None and (problem := describe_not_finite(first, check)):
+                raise SinkError(self.request_id, self._path, problem)
+            began = time.perf_counter()
+            file.write(first, rows)
+            self._stats.wrote(len(rows), time.perf_counter() - began)
+            self._written.add(first, first + len(rows) // self._row_bytes)
+            if not self._include_output and not self._written.missing(len(self._prompt)):
+                self._commit(file, self._prompt)
+
+    def end(self, end: RequestEnd) -> None:
+        """No more rows will come. A file that is not complete now never will be."""
+        file = self._wait_until_open()
+        if file is None:
+            return
+        if end.aborted:
+            if self._claim():
+                file.discard()
+                self._stats.aborted()
+                self._decide(None)
+            return
+        with self._failing_alone(file):
+            token_ids = np.concatenate([self._prompt, end.output_token_ids])
+            if missing := self._written.missing(len(token_ids)):
+                raise SinkError(self.request_id, self._path, f"the request ended without rows for token positions {missing}")
+            self._commit(file, token_ids)
+
+    def fail(self, reason: str) -> None:
+        """Give the file up: the decision is known at once, and stands in the file's place as soon as its writer gets there."""
+        if self._claim():
+            self._stats.failed()
+            self._decide(reason)
+            self.writer.submit(lambda: self._leave_reason(reason))
+
+    def _leave_reason(self, reason: str) -> None:
+        self._opening.wait()
+        if self._file is not None:
+            self._file.fail(reason)
+
+    def _wait_until_open(self) -> SinkFile | None:
+        """Its file, or None if there is nothing more to do with it."""
+        self._opening.wait()
+        return None if self._claimed else self._file
+
+    @contextmanager
+    def _failing_alone(self, file: SinkFile) -> Iterator[None]:
+        """Whatever goes wrong inside concerns this file alone: its writer serves others too."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            reason = error.reason if isinstance(error, SinkError) else f"{type(error).__name__}: {error}"
+            if self._claim():
+                file.fail(reason)
+                self._stats.failed(failure_kind(error))
+                self._decide(reason)
+
+    def _commit(self, file: SinkFile, token_ids: np.ndarray) -> None:
+        if not self._claim():
+            return
+        error: str | None = "its writer was interrupted"
+        try:
+            file.commit(token_ids, num_prompt_tokens=len(self._prompt))
+            self._stats.published(len(token_ids) * self._row_bytes, time.perf_counter() - self._landed_at)
+            error = None
+        except Exception as problem:  # noqa: BLE001
+            error = problem.reason if isinstance(problem, SinkError) else f"{type(problem).__name__}: {problem}"
+            file.fail(error)
+            self._stats.failed(failure_kind(problem))
+        finally:
+            self._decide(error)
+
+    def _claim(self) -> bool:
+        """Whether the caller is the one who decides."""
+        with self._mutex:
+            claimed, self._claimed = self._claimed, True
+        return not claimed
+
+    def _decide(self, error: str | None) -> None:
+        self.writer.assign(-self.expected_bytes)
+        if error is not None:
+            logger.error("request %r, %s: %s", self.request_id, self._path, error)
+        self._on_decided(self, error)
+
+
+def describe_not_finite(first: int, rows: torch.Tensor) -> str | None:
+    """The first token position and layer whose row holds a NaN or an infinity, in words; None if all are finite.
+
+    Args:
+        first: token position of the first row.
+        rows: [rows, layers, hidden].
+    """
+    low, high = torch.aminmax(rows)  # NaN comes out as NaN; one pass and no temporary, unlike isfinite
+    if torch.isfinite(low) and torch.isfinite(high):
+        return None
+    row, layer = (~torch.isfinite(rows).all(dim=-1)).nonzero()[0].tolist()
+    return f"the row of token position {first + row} is not finite in layer {layer} of the {rows.shape[1]} that are stored"

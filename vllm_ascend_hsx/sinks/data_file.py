@@ -1,0 +1,172 @@
+"""The hidden file of one request while it grows: rows at their final offset, then what stands around them, then it is safe or not."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from vllm_ascend_hsx.sinks.base import Rows, TokenIds
+from vllm_ascend_hsx.sinks.checksum import ALGORITHM, RunningChecksum
+from vllm_ascend_hsx.sinks.format import PAGE, FileLayout
+from vllm_ascend_hsx.sinks.storage import Storage
+from vllm_ascend_hsx.sinks.system import reserve, start_writeback
+
+_WRITEBACK = 1 << 20  # bytes of a write from which it is worth to begin with the disk's part of it at once
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """How files are written.
+
+    Attributes:
+        mode: permissions of the data and error files, whatever the umask. Whoever may read a file may also lock it.
+        use_lock: hold `<path>.lock` until a file has ended. Without it readers must wait for the file to appear.
+        durability: with "fdatasync" a file that can be seen survives a loss of power, its name included.
+        io: with "direct" rows go to the disk without a stay in the page cache.
+        checksum: xxh3 (64 bits) of all that stands behind the header, or none.
+    """
+
+    mode: int = 0o640
+    use_lock: bool = True
+    durability: Literal["none", "fdatasync"] = "none"
+    io: Literal["buffered", "direct"] = "buffered"
+    checksum: Literal["xxh3", "none"] = "xxh3"
+
+
+class DataFile:
+    """A file under its hidden name. `write` may be called from several threads; the rest belongs to one, when no write is in flight.
+
+    Args:
+        storage: the directory.
+        name: the hidden name.
+        layout: where everything stands.
+        options: how to write.
+        expected_tokens: rows to reserve space for; there may be more or less in the end.
+        alignment: bytes that direct I/O wants offsets, lengths and addresses to be multiples of.
+
+    Raises:
+        OSError: the file cannot be created, or not for direct I/O.
+    """
+
+    def __init__(
+        self, storage: Storage, name: str, layout: FileLayout, options: FileOptions, expected_tokens: int, alignment: int = PAGE
+    ) -> None:
+        self._layout = layout
+        self._options = options
+        self._expected_tokens = expected_tokens
+        self._alignment = alignment
+        self._reserved = False
+        self._reserving = threading.Lock()
+        self._checksum = RunningChecksum(layout.data_start) if options.checksum == "xxh3" else None
+        self._direct_fd = -1
+        self._fd = storage.create(name)
+        try:
+            if options.io == "direct":
+                self._direct_fd = storage.open_direct(name)
+        except BaseException:
+            self.close()
+            storage.unlink(name)
+            raise
+
+    def write(self, first: int, data: memoryview) -> None:
+        """Put rows at their place; the first ones reserve space for all that are expected.
+
+        Args:
+            first: token position of the first row.
+            data: their bytes.
+
+        Raises:
+            OSError: they could not be written, or not all of them; or there is no space for the whole file.
+        """
+        self._reserve()
+        offset = self._layout.row_offset(first)
+        try:
+            write_at(self._fd_for(data, offset), data, offset)
+        except BaseException:
+            if self._checksum is not None:
+                self._checksum.spoil()
+            raise
+        if self._checksum is not None:
+            self._checksum.add(offset, data)
+        if self._options.durability == "fdatasync" and self._direct_fd < 0 and data.nbytes >= _WRITEBACK:
+            start_writeback(self._fd, offset, data.nbytes)
+
+    def complete(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
+        """Write what stands around the rows, cut off what stands behind, and make it durable if that is wanted.
+
+        Args:
+            token_ids: int64 [tokens]; all their rows have been written.
+            num_prompt_tokens: how many of them are the prompt's.
+
+        Raises:
+            OSError: the system could not do it, or reports now that an earlier write failed.
+        """
+        tokens = len(token_ids)
+        ids = as_bytes(np.ascontiguousarray(token_ids, dtype="<i8"))
+        end = self._layout.row_offset(tokens)
+        checksum = None if self._checksum is None else (ALGORITHM, self._checksum.finish(self._fd, end, ids))
+        write_at(self._fd, ids, end)
+        write_at(self._fd, memoryview(self._layout.header(tokens, num_prompt_tokens, checksum)), 0)
+        os.ftruncate(self._fd, self._layout.file_size(tokens))
+        if self._options.durability == "fdatasync":
+            os.fdatasync(self._fd)
+        # Before the rename: a network filesystem may report a failed write only now.
+        self.close()
+
+    def close(self) -> None:
+        """Close it, if it is open. Raises OSError: the system reports now that an earlier write failed."""
+        fds, self._fd, self._direct_fd = (self._direct_fd, self._fd), -1, -1
+        try:
+            if fds[0] >= 0:
+                os.close(fds[0])
+        finally:
+            if fds[1] >= 0:
+                os.close(fds[1])
+
+    def _reserve(self) -> None:
+        with self._reserving:
+            if not self._reserved and self._expected_tokens:
+                reserve(self._fd, self._layout.file_size(self._expected_tokens))
+            self._reserved = True
+
+    def _fd_for(self, data: memoryview, offset: int) -> int:
+        """Direct I/O takes only what is aligned; the ring is. Other memory, and rows of another size, go through the page cache."""
+        if self._direct_fd < 0 or not data.nbytes or (offset | data.nbytes | _address(data)) % self._alignment:
+            return self._fd
+        return self._direct_fd
+
+
+def _address(data: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(data)) if not data.readonly else 1
+
+
+def as_bytes(rows: Rows) -> memoryview:
+    """The bytes of an array or a buffer, not copied.
+
+    Raises:
+        ValueError: they do not stand one after the other.
+    """
+    contiguous = rows.flags.c_contiguous if isinstance(rows, np.ndarray) else rows.c_contiguous
+    if not contiguous:
+        raise ValueError("the rows are not C-contiguous")
+    if rows.nbytes == 0:
+        return memoryview(b"")
+    if isinstance(rows, np.ndarray):
+        return rows.reshape(-1).view(np.uint8).data
+    return rows.cast("B")
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """pwrite all of it; the system may take less at a time than it is given (never more than 2 GiB)."""
+    while data:
+        written = os.pwrite(fd, data, offset)
+        if written == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        data = data[written:]
+        offset += written
