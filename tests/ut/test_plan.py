@@ -15,8 +15,8 @@ from vllm_ascend_hsx.plan import vllm_planner
 from vllm_ascend_hsx.plan.capacity import Plan, Request, make_plan
 from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.plan.server_config import EngineOptions, Layout, UnknownFieldError
 from vllm_ascend_hsx.plan.shape import read_shape
-from vllm_ascend_hsx.plan.vllm_planner import EngineOptions, Layout
 from vllm_ascend_hsx.plan.weights import count_parameters
 from vllm_ascend_hsx.staging import PinnedRing
 
@@ -154,15 +154,15 @@ def test_upstream_does_not_start_where_hidden_states_share_a_tensor_with_attenti
 
 
 def test_what_the_stand_in_lacks_is_not_taken_for_a_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = vllm_planner._stand_in
+    made = vllm_planner.server_config
 
     def without_parallel_config(*arguments: Any) -> Any:
         config = made(*arguments)
         del config.parallel_config
         return config
 
-    monkeypatch.setattr(vllm_planner, "_stand_in", without_parallel_config)
-    with pytest.raises(vllm_planner.UnknownFieldError, match="gives vLLM no 'parallel_config'"):
+    monkeypatch.setattr(vllm_planner, "server_config", without_parallel_config)
+    with pytest.raises(UnknownFieldError, match="gives vLLM no 'parallel_config'"):
         make_plan(dense_request(tmp_path))
 
 

@@ -14,7 +14,7 @@ from vllm_ascend_hsx.connector.scheduler import OPT_OUT_KEY, OUTPUT_KEY
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.demo.options import ServeOptions, kv_transfer_config, speculative_config
 from vllm_ascend_hsx.plan.presets import PRESETS
-from vllm_ascend_hsx.plan.vllm_planner import Layout
+from vllm_ascend_hsx.plan.server_config import Layout
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -134,6 +134,7 @@ def plan(options: argparse.Namespace) -> Plan:
         PlanError, PlannerMissingError.
     """
     from vllm_ascend_hsx.plan import vllm_planner
+    from vllm_ascend_hsx.plan.server_config import EngineOptions
 
     shape = read_shape(options.model, options.dtype)
     vllm_planner.load()
@@ -154,7 +155,7 @@ def plan(options: argparse.Namespace) -> Plan:
         capacity.Request(
             shape=shape,
             layer_ids=options.layers or default_layers(shape.num_layers),
-            engine=vllm_planner.EngineOptions(
+            engine=EngineOptions(
                 tensor_parallel=options.tp,
                 max_model_len=options.max_model_len,
                 max_num_batched_tokens=options.max_num_batched_tokens,

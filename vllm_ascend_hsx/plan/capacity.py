@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
 from vllm_ascend_hsx.plan.errors import PlanError
+from vllm_ascend_hsx.plan.server_config import EngineOptions, Layout, step_tokens
 from vllm_ascend_hsx.plan.shape import ModelShape
-from vllm_ascend_hsx.plan.vllm_planner import Capacity, EngineOptions, Layout, LayoutError, plan_layout, step_tokens
+from vllm_ascend_hsx.plan.vllm_planner import Capacity, LayoutError, plan_layout
 from vllm_ascend_hsx.plan.weights import count_parameters
 from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.sinks.format import FileLayout

@@ -1,0 +1,166 @@
+"""A server's configuration as vLLM's planner reads it, made of a plan's options: a stand-in for VllmConfig, which needs a server's model.
+
+Checked against vllm 0.23.0 and vllm-ascend 0.23.0. It has the fields of VllmConfig that are read on the way to a KV cache. Nothing is
+imported before it is needed: vLLM takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_ascend_hsx.config import METHOD
+from vllm_ascend_hsx.plan.shape import ModelShape
+
+MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"
+MAMBA_CONFIG = "vllm_ascend.patch.platform.patch_mamba_config"
+
+
+class Layout(Enum):
+    """Where the hidden states are: there are none, in our staging slots, or in the KV pool (vLLM's ExampleHiddenStatesConnector)."""
+
+    PLAIN = "no extraction"
+    HSX = "hsx"
+    UPSTREAM = "upstream"
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What of a server's options the KV cache depends on. `block_size` is None for vLLM's choice; tokens are counted in tokens."""
+
+    tensor_parallel: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    block_size: int | None
+    prefix_caching: bool
+
+
+class UnknownFieldError(AttributeError):
+    """vLLM reads a field of its configuration that the stand-in lacks: this version of vLLM is not the one that it was made for."""
+
+
+class _Fields(SimpleNamespace):
+    """A part of VllmConfig. What it lacks must not pass for a configuration that vLLM refuses."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnknownFieldError(
+            f"hsx plan gives vLLM no {name!r}, which it reads; it was checked against vllm 0.23.0 and vllm-ascend 0.23.0: install these"
+        )
+
+
+def step_tokens(options: EngineOptions, layout: Layout) -> int:
+    """Most tokens of one step. Upstream has no chunked prefill (vllm/config/vllm.py:764), so that one takes a whole request."""
+    batched = options.max_num_batched_tokens
+    return max(batched, options.max_model_len) if layout is Layout.UPSTREAM else batched
+
+
+def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> Any:
+    """The fields of VllmConfig that the functions called here read, as a server has them after its start.
+
+    * `speculative_config`: none without extraction. Upstream has one draft token, hence one more Mamba state per request; our plugin
+      makes it none (compat.drafts.schedule_no_drafts).
+    * Upstream goes without chunked prefill, and a hybrid model then without prefix caching (vllm/model_executor/models/config.py:372).
+    * `block_size`: vllm-ascend's refresh_block_size (utils.py:1369) makes it 128; that of a hybrid model follows from its state.
+    """
+    torch = importlib.import_module("torch")
+    upstream = layout is Layout.UPSTREAM
+    drafts = {Layout.PLAIN: None, Layout.HSX: 0, Layout.UPSTREAM: 1}[layout]
+    config = _Fields(
+        cache_config=_Fields(
+            block_size=options.block_size,
+            cache_dtype="auto",
+            enable_prefix_caching=options.prefix_caching and not (upstream and shape.is_hybrid),
+            mamba_block_size=None,
+            mamba_cache_dtype="auto",
+            mamba_cache_mode="none",
+            mamba_page_size_padded=None,
+            mamba_ssm_cache_dtype="auto",
+            num_gpu_blocks_override=None,
+        ),
+        model_config=_Fields(
+            architecture=shape.architecture,
+            dtype=getattr(torch, shape.dtype),
+            get_head_size=lambda: shape.head_dim,
+            get_num_kv_heads=lambda parallel: max(1, shape.num_kv_heads // parallel.tensor_parallel_size),  # vllm/config/model.py:1284
+            hf_config=_Fields(model_type=shape.model_type),
+            hf_text_config=_Fields(**shape.config),
+            is_hybrid=shape.is_hybrid,
+            max_model_len=options.max_model_len,
+            original_max_model_len=options.max_model_len,
+            supports_mamba_prefix_caching=False,  # no class with GatedDeltaNet has SupportsMambaPrefixCaching
+            use_mla=shape.is_latent,
+        ),
+        parallel_config=_Fields(
+            tensor_parallel_size=options.tensor_parallel, decode_context_parallel_size=1, prefill_context_parallel_size=1
+        ),
+        scheduler_config=_Fields(
+            disable_hybrid_kv_cache_manager=False,
+            enable_chunked_prefill=not upstream,
+            max_num_batched_tokens=step_tokens(options, layout),
+        ),
+        speculative_config=None
+        if drafts is None
+        else _Fields(method=METHOD, num_speculative_tokens=drafts, use_eagle=lambda: False),
+        kv_transfer_config=None,  # read for AscendStoreConnector alone
+        max_concurrent_batches=2,  # asynchronous scheduling, vLLM's default, with extraction too
+    )
+    if shape.is_hybrid:
+        _align(shape, config)
+    else:
+        importlib.import_module("vllm_ascend.utils").refresh_block_size(config)
+    return config
+
+
+def _align(shape: ModelShape, config: Any) -> None:
+    """Let vllm-ascend choose block size and page of a hybrid model.
+
+    Reason: its patch_mamba_config.verify_and_update_config takes the place of vLLM's HybridAttentionMambaModelConfig. It finds the
+    model's class in vLLM's registry, which would import the model, and asks it for the state's shapes; these are given to it instead.
+    Before it, vLLM takes the recurrent state's dtype from config.json for some classes (models/config.py:536, in MODELS_CONFIG_MAP).
+    """
+    per_class = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP.get(shape.architecture)
+    if per_class is not None:
+        per_class.verify_and_update_config(config)
+    shapes, dtypes = delta_net_state(shape, config)
+    model_class = SimpleNamespace(
+        get_mamba_state_shape_from_config=lambda _: shapes, get_mamba_state_dtype_from_config=lambda _: dtypes
+    )
+    module: Any = importlib.import_module(MAMBA_CONFIG)
+    registry = module.ModelRegistry
+    module.ModelRegistry = SimpleNamespace(resolve_model_cls=lambda *_, **__: (model_class, shape.architecture))
+    try:
+        module.verify_and_update_config.__func__(None, config)
+    finally:
+        module.ModelRegistry = registry
+
+
+def delta_net_state(shape: ModelShape, config: Any) -> tuple[Any, Any]:
+    """Shapes and dtypes of GatedDeltaNet's convolution and recurrent state on one NPU.
+
+    Reason: vllm/model_executor/models/qwen3_5.py:678-708 and qwen3_next.py ask the same calculators, and so does the layer
+    (vllm_ascend/ops/gdn.py:45).
+    """
+    utils = importlib.import_module(MAMBA_UTILS)
+    net = shape.delta_net
+    assert net is not None
+    shapes = utils.MambaStateShapeCalculator.gated_delta_net_state_shape(
+        config.parallel_config.tensor_parallel_size,
+        net.num_key_heads,
+        net.num_value_heads,
+        net.key_head_dim,
+        net.value_head_dim,
+        net.conv_kernel,
+        num_drafts(config),
+    )
+    dtypes = utils.MambaStateDtypeCalculator.gated_delta_net_state_dtype(
+        config.model_config.dtype, config.cache_config.mamba_cache_dtype, config.cache_config.mamba_ssm_cache_dtype
+    )
+    return shapes, dtypes
+
+
+def num_drafts(config: Any) -> int:
+    """Draft tokens of a step."""
+    return config.speculative_config.num_speculative_tokens if config.speculative_config else 0
