@@ -72,12 +72,12 @@ def read_start_up(vllm_config: Any) -> StartUp:
             f"Give at least {2 * row_format.row_bytes}, better the default of 32MiB.",
         )
     start_up = StartUp(config, target, row_format, dtype)
-    alignment = check_directory(start_up.directory, use_lock=config.use_synchronization_lock, direct=config.io == "direct")
-    if row_format.row_bytes % alignment:
+    filesystem = check_directory(start_up.directory, use_lock=config.use_synchronization_lock, direct=config.io == "direct")
+    if row_format.row_bytes % filesystem.alignment:
         raise HsxConfigError(
             "kv_connector_extra_config.io",
             config.io,
-            f"needs rows of a multiple of {alignment} bytes on this filesystem, and {row_format.num_layers} layers make rows of "
+            f"needs rows of a multiple of {filesystem.alignment} bytes on this filesystem, and {row_format.num_layers} layers make rows of "
             f"{row_format.row_bytes} bytes",
             'Use "buffered", or extract another number of layers.',
         )

@@ -595,8 +595,9 @@ def test_a_write_that_a_network_filesystem_reports_at_close_is_not_published(
 
 @pytest.mark.parametrize("end", ["commit", "fail", "discard"])
 @pytest.mark.parametrize("earlier", [False, True], ids=["new name", "name used before"])
+@pytest.mark.parametrize("options", [FileOptions(), FileOptions(io="direct", durability="fdatasync")], ids=["default", "direct, durable"])
 def test_a_fault_at_any_system_call_of_an_end_neither_lies_nor_leaks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, earlier: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, earlier: bool, options: FileOptions, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls_made = 0
     fail_at = -1
@@ -611,7 +612,7 @@ def test_a_fault_at_any_system_call_of_an_end_neither_lies_nor_leaks(
 
     for fail_at in itertools.count(1):
         directory = tmp_path / str(fail_at)
-        with FileSink(directory, FORMAT) as sink:
+        with FileSink(directory, FORMAT, options) as sink:
             inside = open_fds()
             if earlier:
                 before = open_file(sink, directory)

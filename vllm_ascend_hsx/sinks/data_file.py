@@ -13,7 +13,8 @@ import numpy as np
 
 from vllm_ascend_hsx.sinks.base import Rows, TokenIds
 from vllm_ascend_hsx.sinks.checksum import ALGORITHM, RunningChecksum
-from vllm_ascend_hsx.sinks.format import PAGE, FileLayout
+from vllm_ascend_hsx.sinks.directory import Filesystem
+from vllm_ascend_hsx.sinks.format import FileLayout
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import reserve, start_writeback
 
@@ -48,21 +49,22 @@ class DataFile:
         layout: where everything stands.
         options: how to write.
         expected_tokens: rows to reserve space for; there may be more or less in the end.
-        alignment: bytes that direct I/O wants offsets, lengths and addresses to be multiples of.
+        filesystem: what it is on.
 
     Raises:
         OSError: the file cannot be created, or not for direct I/O.
     """
 
     def __init__(
-        self, storage: Storage, name: str, layout: FileLayout, options: FileOptions, expected_tokens: int, alignment: int = PAGE
+        self, storage: Storage, name: str, layout: FileLayout, options: FileOptions, expected_tokens: int, filesystem: Filesystem
     ) -> None:
         self._layout = layout
         self._options = options
-        self._expected_tokens = expected_tokens
-        self._alignment = alignment
+        self._filesystem = filesystem
+        self._expected_size = layout.file_size(expected_tokens) if expected_tokens else 0
+        self._mutex = threading.Lock()  # guards the next two
         self._reserved = False
-        self._reserving = threading.Lock()
+        self._end = 0  # of what was written
         self._checksum = RunningChecksum(layout.data_start) if options.checksum == "xxh3" else None
         self._direct_fd = -1
         self._fd = storage.create(name)
@@ -84,8 +86,8 @@ class DataFile:
         Raises:
             OSError: they could not be written, or not all of them; or there is no space for the whole file.
         """
-        self._reserve()
         offset = self._layout.row_offset(first)
+        self._make_room(offset + data.nbytes)
         try:
             write_at(self._fd_for(data, offset), data, offset)
         except BaseException:
@@ -113,7 +115,9 @@ class DataFile:
         checksum = None if self._checksum is None else (ALGORITHM, self._checksum.finish(self._fd, end, ids))
         write_at(self._fd, ids, end)
         write_at(self._fd, memoryview(self._layout.header(tokens, num_prompt_tokens, checksum)), 0)
-        os.ftruncate(self._fd, self._layout.file_size(tokens))
+        size = self._layout.file_size(tokens)
+        if max(self._end, self._expected_size) > size:
+            os.ftruncate(self._fd, size)
         if self._options.durability == "fdatasync":
             os.fdatasync(self._fd)
         # Before the rename: a network filesystem may report a failed write only now.
@@ -129,15 +133,16 @@ class DataFile:
             if fds[1] >= 0:
                 os.close(fds[1])
 
-    def _reserve(self) -> None:
-        with self._reserving:
-            if not self._reserved and self._expected_tokens:
-                reserve(self._fd, self._layout.file_size(self._expected_tokens))
+    def _make_room(self, end: int) -> None:
+        with self._mutex:
+            self._end = max(self._end, end)
+            if not self._reserved and self._expected_size and self._filesystem.reserves:
+                reserve(self._fd, self._expected_size)
             self._reserved = True
 
     def _fd_for(self, data: memoryview, offset: int) -> int:
         """Direct I/O takes only what is aligned; the ring is. Other memory, and rows of another size, go through the page cache."""
-        if self._direct_fd < 0 or not data.nbytes or (offset | data.nbytes | _address(data)) % self._alignment:
+        if self._direct_fd < 0 or not data.nbytes or (offset | data.nbytes | _address(data)) % self._filesystem.alignment:
             return self._fd
         return self._direct_fd
 

@@ -6,11 +6,12 @@ import fcntl
 import mmap
 import os
 import secrets
+from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_hsx.sinks.format import PAGE
 from vllm_ascend_hsx.sinks.names import partial_name
-from vllm_ascend_hsx.sinks.system import reserve
+from vllm_ascend_hsx.sinks.system import is_in_memory, reserve
 
 OPTION = "shared_storage_path"
 LOCK_OPTION = "use_synchronization_lock"
@@ -26,16 +27,26 @@ class StorageDirectoryError(ValueError):
         self.path = path
 
 
-def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) -> int:
+@dataclass(frozen=True)
+class Filesystem:
+    """What the sink has to know of the filesystem that the directory is on.
+
+    Attributes:
+        alignment: what offsets, lengths and addresses of direct I/O must be multiples of, in bytes; 1 if none is wanted.
+        reserves: whether space for a whole file is taken before its first rows are written.
+    """
+
+    alignment: int = 1
+    reserves: bool = True
+
+
+def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) -> Filesystem:
     """Create the directory if need be, and try in it everything a request will need: create, lock, write, rename, remove.
 
     Args:
         path: the directory; a symbolic link to one is followed, for the administrator chose it.
         use_lock: whether files will be locked, so that a filesystem without flock is refused.
         direct: whether rows will bypass the page cache, so that a filesystem without O_DIRECT is refused.
-
-    Returns:
-        What direct I/O must be aligned to in bytes; 1 if it is not wanted.
 
     Raises:
         StorageDirectoryError: a file could not be published there.
@@ -70,7 +81,7 @@ def open_directory(path: Path) -> int:
         raise StorageDirectoryError(path, f"is not a path: {error}", "Name a directory.") from error
 
 
-def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool) -> int:
+def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool) -> Filesystem:
     token = secrets.token_hex(4)
     first, second = partial_name("probe", token), partial_name("probe.renamed", token)
     try:
@@ -94,7 +105,7 @@ def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool) -> in
                     "for the file to appear.",
                 ) from error
         try:
-            alignment = _alignment_of_direct_writes(path, dir_fd, first, fd) if direct else 1
+            filesystem = Filesystem(_alignment_of_direct_writes(path, dir_fd, first, fd) if direct else 1, not is_in_memory(fd))
             os.pwrite(fd, b"x", 0)
             os.rename(first, second, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
             name = second
@@ -102,7 +113,7 @@ def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool) -> in
             raise StorageDirectoryError(
                 path, f"cannot hold a file: {error.strerror}", "Free space or raise the quota there, or name another one."
             ) from error
-        return alignment
+        return filesystem
     finally:
         os.close(fd)
         os.unlink(name, dir_fd=dir_fd)
@@ -117,13 +128,13 @@ def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int) -> 
         raise StorageDirectoryError(path, f"is on a filesystem without O_DIRECT: {error.strerror}", remedy) from error
     try:
         reserve(fd, 2 * PAGE)
-        with mmap.mmap(-1, 2 * PAGE) as pages, memoryview(pages) as page:
-            for alignment in _SECTORS:
-                try:
-                    os.pwrite(direct_fd, page[alignment : 2 * alignment], alignment)
-                    return alignment
-                except OSError as error:
-                    refused = error
+        page = memoryview(mmap.mmap(-1, 2 * PAGE))  # for memory that begins at a page
+        for alignment in _SECTORS:
+            try:
+                os.pwrite(direct_fd, page[alignment : 2 * alignment], alignment)
+                return alignment
+            except OSError as error:
+                refused = error
         raise StorageDirectoryError(path, f"takes no direct writes: {refused.strerror}", remedy) from refused
     finally:
         os.close(direct_fd)

@@ -35,7 +35,7 @@ class FileSink(Sink):
     """
 
     def __init__(self, directory: Path, row_format: RowFormat, options: FileOptions = _DEFAULTS) -> None:
-        self.alignment = check_directory(directory, use_lock=options.use_lock, direct=options.io == "direct")
+        self.filesystem = check_directory(directory, use_lock=options.use_lock, direct=options.io == "direct")
         self.row_format = row_format
         self.options = options
         self.storage = Storage(directory, options.mode)

@@ -194,10 +194,11 @@ class _Sleeper(threading.Thread):
         except OSError as error:
             self._error = error
         finally:
+            # Before all else: somebody waits. Who finds this thread in the table is right to go on as long as the shared lock is held.
+            self._woken.set()
             with _sleepers_mutex:
                 del _sleepers[self._key]
                 _unlock_and_close(self._fd)
-            self._woken.set()
 
     def join_until(self, deadline: float) -> bool:
         if not self._woken.wait(max(0.0, deadline - time.monotonic())):

@@ -140,7 +140,7 @@ class RequestFile(SinkFile):
 
     def _make_data_file(self) -> DataFile:
         layout = FileLayout(self._sink.row_format, self.request_id)
-        return DataFile(self._storage, self._partial, layout, self._sink.options, self._expected_tokens, self._sink.alignment)
+        return DataFile(self._storage, self._partial, layout, self._sink.options, self._expected_tokens, self._sink.filesystem)
 
     def _end_write(self, span: Span, problem: str | None) -> None:
         with self._condition:
@@ -225,12 +225,12 @@ class RequestFile(SinkFile):
     def _end(self, state: _State) -> None:
         """What every end has in common; nothing here can change the outcome any more, so problems are only logged."""
         try:
+            if self._lock is not None:  # first: somebody may be asleep on it
+                release = self._lock.remove if state is _State.DISCARDED else self._lock.release
+                self._attempt("release the lock", release)
             if self._superseded is not None:
                 superseded = self._superseded
                 self._attempt("remove the earlier file of this name", lambda: self._storage.unlink(superseded))
-            if self._lock is not None:
-                release = self._lock.remove if state is _State.DISCARDED else self._lock.release
-                self._attempt("release the lock", release)
         finally:
             with self._condition:
                 self._state = state

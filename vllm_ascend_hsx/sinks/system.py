@@ -1,4 +1,4 @@
-"""Two system calls of Linux that Python's os module lacks, and the system's errors in words."""
+"""System calls of Linux that Python's os module lacks, and the system's errors in words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import os
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_IN_MEMORY = (0x01021994, 0x858458F6)  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write dirty pages, wait for none
 
 
@@ -27,6 +29,15 @@ def reserve(fd: int, num_bytes: int) -> None:
             return
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+def is_in_memory(fd: int) -> bool:
+    """Whether a file is on tmpfs or ramfs, whose space is not worth reserving: it is made of the same pages that a write makes."""
+    status = (ctypes.c_long * 32)()  # struct statfs: f_type comes first, and it is 120 bytes long
+    if _libc.fstatfs(fd, status):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return status[0] in _IN_MEMORY
 
 
 def start_writeback(fd: int, offset: int, num_bytes: int) -> None:

@@ -1,0 +1,335 @@
+"""How files are written: direct I/O, durability, checksum, room for the whole file."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from sink_harness import listing, trace
+
+from vllm_ascend_hsx.sinks import data_file, directory, system
+from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
+from vllm_ascend_hsx.sinks.checksum import RunningChecksum, checksum_of
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.format import PAGE, read_header
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+
+FORMAT = RowFormat(layer_ids=(1, 2), hidden_size=512, dtype="BF16", model="tiny")  # 2,048 bytes a row
+SMALL = RowFormat(layer_ids=(1,), hidden_size=4, dtype="BF16")
+
+
+def tokens(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.int64) + 5
+
+
+class Aligned:
+    """Rows in memory that begins at a page, as the pinned ring does."""
+
+    def __init__(self, row_format: RowFormat, count: int) -> None:
+        self._pages = mmap.mmap(-1, max(PAGE, count * row_format.row_bytes))
+        self.rows = np.frombuffer(self._pages, np.uint8)[: count * row_format.row_bytes].reshape(count, -1)
+        self.rows[:] = np.random.default_rng(count).integers(0, 255, self.rows.shape, dtype=np.uint8)
+
+
+def open_file(sink: FileSink, where: Path, expected: int = 0, name: str = "a") -> RequestFile:
+    return sink.open(name, where / f"{name}.safetensors", expected)
+
+
+def stored(path: Path) -> np.ndarray:
+    """The rows of a file as bytes, [tokens, bytes]."""
+    return load_file(path)["hidden_states"].flatten(1).view(torch.uint8).numpy()
+
+
+def metadata(path: Path) -> dict[str, str]:
+    with open(path, "rb") as file:
+        return read_header(file.fileno()).metadata
+
+
+# Checksum
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)), max_size=8),
+    in_order=st.booleans(),
+    extra=st.integers(0, 2),
+)
+def test_the_checksum_is_that_of_the_bytes_in_the_file_whatever_the_order_of_writing(
+    tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]], in_order: bool, extra: int
+) -> None:
+    where = tmp_path_factory.mktemp("sum")
+    generator = np.random.default_rng(1)
+    with FileSink(where, SMALL) as sink:
+        file = open_file(sink, where, 12)
+        if not in_order:
+            for first, count in spans:
+                file.write(first, generator.integers(0, 255, (count, SMALL.row_bytes), dtype=np.uint8))
+        for first in range(0, 12, 3):
+            file.write(first, generator.integers(0, 255, (3, SMALL.row_bytes), dtype=np.uint8))
+        for first in range(12, 12 + extra):
+            file.write(first, generator.integers(0, 255, (1, SMALL.row_bytes), dtype=np.uint8))
+        file.commit(tokens(12), 12)
+    said = metadata(file.path)
+    data = file.path.read_bytes()
+    begin = len(data) - 12 * (SMALL.row_bytes + 8)
+    assert said["checksum_algorithm"] == "xxh3_64"
+    assert said["checksum"] == xxhash.xxh3_64(data[begin:]).hexdigest()
+    with open(file.path, "rb") as opened:
+        assert checksum_of(opened.fileno(), begin, len(data)) == said["checksum"]
+
+
+@pytest.mark.parametrize(
+    ("writes", "reads"),
+    [
+        ([(0, 4), (4, 8), (8, 12)], False),
+        ([(0, 4), (4, 12), (12, 13)], False),  # a row more than the request turns out to have
+        ([(0, 4), (0, 4), (4, 12)], True),  # preempted and computed again
+        ([(4, 12), (0, 4)], True),
+    ],
+    ids=["in order", "one row too many", "recomputed", "out of order"],
+)
+def test_only_a_file_that_was_not_written_in_order_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: list[tuple[int, int]], reads: bool
+) -> None:
+    calls: list[str] = []
+    with FileSink(tmp_path, SMALL) as sink:
+        file = open_file(sink, tmp_path, 12)
+        for first, last in writes:
+            file.write(first, np.full((last - first, SMALL.row_bytes), first, np.uint8))
+        trace(monkeypatch, calls.append)
+        file.commit(tokens(12), 12)
+    assert ("pread" in calls) == reads
+
+
+def test_a_write_that_failed_half_way_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FileSink(tmp_path, SMALL) as sink:
+        file = open_file(sink, tmp_path, 2)
+        with monkeypatch.context() as patch:
+
+            def half(fd: int, data: memoryview, offset: int) -> None:
+                os.pwrite(fd, bytes(8), offset)
+                raise OSError(errno.EIO, "x")
+
+            patch.setattr(data_file, "write_at", half)
+            with pytest.raises(SinkError):
+                file.write(0, np.ones((2, SMALL.row_bytes), np.uint8))
+        file.write(0, np.ones((2, SMALL.row_bytes), np.uint8))
+        file.commit(tokens(2), 2)
+    assert metadata(file.path)["checksum"] == xxhash.xxh3_64(file.path.read_bytes()[PAGE:]).hexdigest()
+
+
+def test_without_a_checksum_the_file_names_none(tmp_path: Path) -> None:
+    with FileSink(tmp_path, SMALL, FileOptions(checksum="none")) as sink:
+        file = open_file(sink, tmp_path)
+        file.commit(tokens(0), 0)
+    assert not [key for key in metadata(file.path) if key.startswith("checksum")]
+
+
+def test_a_file_that_ends_too_early_has_no_checksum(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(bytes(10))
+    checksum = RunningChecksum(0)
+    checksum.spoil()
+    with open(tmp_path / "x", "rb") as file, pytest.raises(OSError, match="ends at byte 10"):
+        checksum.finish(file.fileno(), 20, memoryview(b""))
+
+
+# Durability
+
+
+def test_a_durable_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_lock_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    with FileSink(tmp_path, FORMAT, FileOptions(durability="fdatasync")) as sink:
+        file = open_file(sink, tmp_path, 2)
+        file.write(0, Aligned(FORMAT, 2).rows)
+        trace(monkeypatch, calls.append)
+        file.commit(tokens(2), 2)
+    order = [call for call in calls if call in ("pwrite", "fdatasync", "rename", "fsync", "flock")]
+    assert order == ["pwrite", "pwrite", "fdatasync", "rename", "fsync", "flock"]
+
+
+def test_a_file_whose_name_may_be_lost_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def checkpoint(call: str) -> None:
+        if call == "fsync":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with FileSink(tmp_path, FORMAT, FileOptions(durability="fdatasync")) as sink:
+        file = open_file(sink, tmp_path, 2)
+        file.write(0, Aligned(FORMAT, 2).rows)
+        trace(monkeypatch, checkpoint)
+        with pytest.raises(SinkError, match="EIO"):
+            file.commit(tokens(2), 2)
+    assert listing(tmp_path) == ["a.safetensors.error", "a.safetensors.lock"]
+
+
+def test_without_durability_nothing_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    trace(monkeypatch, calls.append)
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = open_file(sink, tmp_path, 2)
+        file.write(0, Aligned(FORMAT, 2).rows)
+        file.commit(tokens(2), 2)
+    assert not {"fsync", "fdatasync"} & set(calls)
+
+
+# Direct I/O
+
+
+def test_aligned_rows_bypass_the_page_cache_and_others_go_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of two 2,048-byte pieces, where the filesystem wants 512: all are aligned but the ones in ordinary memory."""
+    bypassed: list[bool] = []
+    real = os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        bypassed.append(bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+        return real(fd, data, offset)
+
+    aligned = Aligned(FORMAT, 8)
+    elsewhere = np.empty(FORMAT.row_bytes + 1, np.uint8)[1:].reshape(1, -1)
+    elsewhere[:] = 7
+    with FileSink(tmp_path, FORMAT, FileOptions(io="direct")) as sink:
+        file = open_file(sink, tmp_path, 9)
+        monkeypatch.setattr(os, "pwrite", pwrite)
+        file.write(0, aligned.rows[:3])
+        file.write(3, aligned.rows[3:])
+        file.write(8, elsewhere)
+        file.commit(tokens(9), 9)
+    assert bypassed == [True, True, False, False, False]
+    assert np.array_equal(stored(file.path), np.concatenate([aligned.rows, elsewhere]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(order=st.permutations(range(6)), again=st.lists(st.integers(0, 5), max_size=3))
+def test_direct_and_buffered_writes_of_one_file_do_not_lose_each_others_bytes(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], again: list[int]
+) -> None:
+    """Rows of half a page: two of them, one written past the page cache and one through it, share a page of the file."""
+    where = tmp_path_factory.mktemp("mixed")
+    expected = np.zeros((6, FORMAT.row_bytes), np.uint8)
+    with FileSink(where, FORMAT, FileOptions(io="direct", durability="fdatasync")) as sink:
+        file = open_file(sink, where, 6)
+        for turn, position in enumerate([*order, *again]):
+            aligned = Aligned(FORMAT, 1)
+            aligned.rows[:] = turn * 11 + 1
+            file.write(position, aligned.rows if turn % 2 else aligned.rows.copy()[:, :])
+            expected[position] = turn * 11 + 1
+        file.commit(tokens(6), 6)
+    assert np.array_equal(stored(file.path), expected)
+
+
+def _refuse_to_open(number: int) -> Callable[..., int]:
+    real = os.open
+
+    def open_(path: str, flags: int, *args: int, **kwargs: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(number, os.strerror(number))
+        return real(path, flags, *args, **kwargs)
+
+    return open_
+
+
+def test_a_filesystem_without_direct_io_is_refused_with_the_option_that_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "open", _refuse_to_open(errno.EINVAL))
+    check_directory(tmp_path)
+    with pytest.raises(StorageDirectoryError, match=r'without O_DIRECT: Invalid argument\. Set io to "buffered"'):
+        FileSink(tmp_path, FORMAT, FileOptions(io="direct"))
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("wants", [512, 2048, 4096])
+def test_the_alignment_of_direct_io_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wants: int) -> None:
+    real = os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and (offset | len(data)) % wants:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert check_directory(tmp_path, direct=True).alignment == wants
+
+
+def test_a_filesystem_that_takes_no_direct_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    with pytest.raises(StorageDirectoryError, match="takes no direct writes"):
+        check_directory(tmp_path, direct=True)
+    assert listing(tmp_path) == []
+
+
+# Room
+
+
+def test_the_first_rows_take_the_room_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "is_in_memory", lambda fd: False)
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = open_file(sink, tmp_path, 1000)
+        file.write(0, Aligned(FORMAT, 1).rows)
+        (hidden,) = [name for name in listing(tmp_path) if name.endswith(".partial")]
+        status = os.stat(tmp_path / hidden)
+        assert status.st_size == PAGE + 1000 * (FORMAT.row_bytes + 8)
+        assert status.st_blocks * 512 >= 1000 * FORMAT.row_bytes
+        file.discard()
+
+
+def test_a_disk_without_room_for_the_file_fails_the_request_with_its_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "is_in_memory", lambda fd: False)
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = open_file(sink, tmp_path, 1 << 45)  # 64 PiB
+        with pytest.raises(SinkError, match=r"ENOSPC|EFBIG"):
+            file.write(0, Aligned(FORMAT, 1).rows)
+        file.fail("no room")
+    assert listing(tmp_path) == ["a.safetensors.error", "a.safetensors.lock"]
+
+
+def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(fd: int, mode: int, offset: int, length: int) -> int:
+        system.ctypes.set_errno(errno.EOPNOTSUPP)
+        return -1
+
+    monkeypatch.setattr(system._libc, "fallocate", refuse)
+    with open(tmp_path / "x", "wb") as file:
+        system.reserve(file.fileno(), 1 << 30)
+    status = os.stat(tmp_path / "x")
+    assert (status.st_size, status.st_blocks) == (1 << 30, 0)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no filesystem in memory here")
+def test_a_filesystem_in_memory_is_known_and_takes_no_room_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
+        assert not check_directory(Path(in_memory)).reserves
+        calls: list[str] = []
+        trace(monkeypatch, calls.append)
+        with FileSink(Path(in_memory), FORMAT) as sink:
+            file = open_file(sink, Path(in_memory), 2)
+            file.write(0, Aligned(FORMAT, 2).rows)
+            file.commit(tokens(2), 2)
+        assert np.array_equal(stored(file.path), Aligned(FORMAT, 2).rows)
+    assert "pwrite" in calls
+    assert "reserve" not in calls
+
+
+@pytest.mark.parametrize("extra", [0, 3])
+def test_what_stands_behind_the_last_row_is_cut_off(tmp_path: Path, extra: int) -> None:
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = open_file(sink, tmp_path, 2)
+        file.write(0, Aligned(FORMAT, 2 + extra).rows)
+        file.commit(tokens(2), 2)
+    assert os.stat(file.path).st_size == PAGE + 2 * (FORMAT.row_bytes + 8)
