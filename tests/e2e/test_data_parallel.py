@@ -14,6 +14,7 @@ from harness import compare_file, process_environment, read_trace, tokens
 
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.server import Server, free_port
+from vllm_ascend_hsx.sinks.lock import wait_until_released
 
 LAYER_IDS = (4, 1, 3)
 START_SECONDS = 280
@@ -81,6 +82,9 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
             with ThreadPoolExecutor(len(jobs)) as pool:
                 found = pool.map(lambda job: complete(server, tiny_minimax_m2, job[0], **job[1]), jobs)
                 answers |= dict(zip([*WITH_OUTPUT, *TOGETHER], found, strict=True))
+            for answer in answers.values():
+                # The step behind the answer publishes what was generated; a server that is stopped before it says so in an error file.
+                wait_until_released(Path(answer["kv_transfer_params"]["hidden_states_path"] + ".lock"), timeout=60)
         except httpx.HTTPError as error:
             raise AssertionError(f"{error!r}\n{server.log_tail()}") from error
     with_output = {name: prompt + answers[name]["choices"][0]["token_ids"][:-1] for name, prompt in WITH_OUTPUT.items()}
