@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_ascend_hsx.sinks.checksum import ALGORITHM, checksum_of
 from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
 from vllm_ascend_hsx.sinks.lock import wait_until_released
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
@@ -76,7 +77,7 @@ class HiddenStates(NamedTuple):
         return int(self.metadata["num_prompt_tokens"])
 
 
-def load(path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False) -> HiddenStates:
+def load(path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False, verify: bool = False) -> HiddenStates:
     """Wait until the file of a request is complete, and load it.
 
     Sleeps in the kernel on the file's lock, so it returns as soon as the server lets go, be it because the file is complete, because
@@ -86,10 +87,11 @@ def load(path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False) 
         path: the path that the response named (`kv_transfer_params["hidden_states_path"]`).
         timeout: seconds to wait for the server at most; None waits for ever.
         mmap: map the file instead of reading it. Changes to the tensors stay private, but the pages are read when they are used.
+        verify: compare the file with the checksum in its metadata, which reads all of it.
 
     Raises:
         HiddenStatesError: the server says that the request failed, or it died before the file was complete, or the file does not hold
-            hidden states.
+            hidden states, or not those that were written, or there is no checksum to compare it with.
         TimeoutError: the server is still writing.
         FileNotFoundError: nothing is there: a wrong path, an aborted request, or a file that somebody has taken away.
     """
@@ -113,6 +115,8 @@ def load(path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False) 
     try:
         header = read_header(fd)
         _check(header)
+        if verify and (problem := _difference(fd, header)):
+            raise HiddenStatesError(path, problem)
         hidden_states = _tensor(fd, header.tensors[HIDDEN_STATES], mmap)
         token_ids = _tensor(fd, header.tensors[TOKEN_IDS], mmap)
     except FormatError as error:
@@ -192,6 +196,16 @@ def _check(header: Header) -> None:
     for tensor in (states, ids):
         if tensor.dtype not in _TORCH_DTYPES:
             raise FormatError(f"a tensor is {tensor.dtype}")
+
+
+def _difference(fd: int, header: Header) -> str | None:
+    """What speaks against the file being as it was written, or None if nothing does."""
+    expected = header.metadata.get("checksum")
+    algorithm = header.metadata.get("checksum_algorithm")
+    if expected is None or algorithm != ALGORITHM:
+        return f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm is {algorithm})"
+    found = checksum_of(fd, min(tensor.begin for tensor in header.tensors.values()), os.fstat(fd).st_size)
+    return None if found == expected else f"it is not as it was written: its checksum is {found}, not {expected}"
 
 
 def _tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:

@@ -26,6 +26,7 @@ import vllm_ascend_hsx
 from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load, open_dir, remove
 from vllm_ascend_hsx.sinks import lock as lock_module
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
+from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
@@ -68,6 +69,26 @@ def assert_rows(states: HiddenStates, tokens: int) -> None:
 
 
 # Loading
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 700])
+def test_a_file_is_verified_and_a_byte_that_changed_is_found(sink: FileSink, tmp_path: Path, tokens: int, mmap: bool) -> None:
+    path = committed(sink, tmp_path, tokens=tokens)
+    assert_rows(load(path, verify=True, mmap=mmap), tokens)
+    data = path.read_bytes()
+    for changed in {len(data) - 1, len(data) - tokens * 8 - 1} if tokens else set():
+        path.write_bytes(data[:changed] + bytes([data[changed] ^ 1]) + data[changed + 1 :])
+        load(path, mmap=mmap)
+        with pytest.raises(HiddenStatesError, match="it is not as it was written: its checksum is"):
+            load(path, verify=True, mmap=mmap)
+
+
+def test_a_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:
+    with FileSink(tmp_path, FORMAT, FileOptions(checksum="none")) as sink:
+        path = committed(sink, tmp_path)
+    with pytest.raises(HiddenStatesError, match="has no xxh3_64 checksum"):
+        load(path, verify=True)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
