@@ -72,12 +72,12 @@ def assert_rows(states: HiddenStates, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-@pytest.mark.parametrize("tokens", [0, 1, 700])
+@pytest.mark.parametrize("tokens", [1, 700])
 def test_a_file_is_verified_and_a_byte_that_changed_is_found(sink: FileSink, tmp_path: Path, tokens: int, mmap: bool) -> None:
     path = committed(sink, tmp_path, tokens=tokens)
     assert_rows(load(path, verify=True, mmap=mmap), tokens)
     data = path.read_bytes()
-    for changed in {len(data) - 1, len(data) - tokens * 8 - 1} if tokens else set():
+    for changed in (len(data) - 1, len(data) - tokens * 8 - 1):
         path.write_bytes(data[:changed] + bytes([data[changed] ^ 1]) + data[changed + 1 :])
         load(path, mmap=mmap)
         with pytest.raises(HiddenStatesError, match="it is not as it was written: its checksum is"):

@@ -299,7 +299,7 @@ def test_a_disk_without_room_for_the_file_fails_the_request_with_its_first_rows(
     assert listing(tmp_path) == ["a.safetensors.error", "a.safetensors.lock"]
 
 
-def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, mode: int, offset: int, length: int) -> int:
         system.ctypes.set_errno(errno.EOPNOTSUPP)
         return -1
