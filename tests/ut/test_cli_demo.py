@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,9 @@ def test_sixteen_matching_requests_give_exit_code_zero(
     assert "16 of 16 requests match" in output
     assert "300 × 3 × 256" in output
     assert str(tmp_path / "out" / "server.log") in output
+    assert re.search(r'vllm:hsx_files_total\{outcome="published"\} +│ +0 │ +16 │', output)
+    assert re.search(r"vllm:hsx_publish_seconds: P50, P99, count +│ +none │ +0\.38 ms, 0\.50 ms, 16 │", output)
+    assert "prompt_tokens" not in output
 
 
 @pytest.mark.parametrize(
@@ -46,6 +50,7 @@ def test_sixteen_matching_requests_give_exit_code_zero(
         ("shifted", "13 of 16 requests match"),
         ("foreign tokens", "0 of 16 requests match"),
         ("no params", "has no hidden_states_path"),
+        ("miscounts", "/metrics counts 15 published files, 16 requests were answered"),
         ("dies", "the server ended with exit code 3"),
     ],
 )

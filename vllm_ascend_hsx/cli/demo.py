@@ -1,4 +1,4 @@
-"""`hsx demo`: serves a model with extraction on, sends it sixteen prompts, and checks every file against transformers."""
+"""`hsx demo`: serves a model with extraction on, sends it sixteen prompts, checks every file against transformers, shows the metrics."""
 
 import argparse
 import json
@@ -16,6 +16,7 @@ from rich.console import Console
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # of one emulated NPU
+NO_METRICS = "--disable-log-stats"
 
 
 class DemoError(Exception):
@@ -81,9 +82,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from openai import OpenAIError
 
     from vllm_ascend_hsx.demo.client import AnswerError, send_all
+    from vllm_ascend_hsx.demo.metrics import collect
     from vllm_ascend_hsx.demo.options import ServeOptions
     from vllm_ascend_hsx.demo.prompts import demo_prompts
-    from vllm_ascend_hsx.demo.report import StartProgress, show_rows
+    from vllm_ascend_hsx.demo.report import StartProgress, show_metrics, show_rows
     from vllm_ascend_hsx.demo.server import STOP_SECONDS, Server, ServerError, free_port
     from vllm_ascend_hsx.demo.verify import verify
 
@@ -118,7 +120,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
                     answers = send_all(server.url, prompts, timeout=options.request_timeout)
                 with console.status("comparing with transformers"):
                     rows = [verify(answer, layer_ids, reference) for answer in answers]
-            except (OpenAIError, AnswerError) as error:
+                metrics = None if NO_METRICS in options.serve_options else collect(server.url, options.request_timeout)
+            except (OpenAIError, AnswerError, OSError) as error:
                 raise DemoError(f"a request failed: {error}\n{server.log_tail()}") from error
             finally:
                 with console.status(f"stopping the server (up to {STOP_SECONDS:.0f} s)"):
@@ -126,10 +129,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
     except ServerError as error:
         raise DemoError(str(error)) from error
     show_rows(console, rows, layer_ids)
+    published = len(answers)
+    if metrics is not None:
+        show_metrics(console, metrics)
+        published = round(metrics.total("vllm:hsx_files_total", outcome="published"))
+        if published != len(answers):
+            console.print(f"/metrics counts {published} published files, {len(answers)} requests were answered", style="red")
     passed = sum(row.passed for row in rows)
     good = "match" if reference else "are finite and complete (not compared)"
     console.print(f"{passed} of {len(rows)} requests {good}", style="green" if passed == len(rows) else "red", highlight=False)
-    return 0 if passed == len(rows) else 1
+    return 0 if passed == len(rows) and published == len(answers) else 1
 
 
 def _environment(options: argparse.Namespace) -> dict[str, str]:

@@ -25,7 +25,7 @@ class _Series(NamedTuple):
 BYTES = (
     _Series("copied_bytes", "copied_bytes", "Bytes of hidden states copied from the device into pinned memory."),
     _Series("written_bytes", "written_bytes", "Bytes of hidden states written to files, those of files that failed later included."),
-    _Series("published_bytes", "published_bytes", "Size of the files of hidden states that were published."),
+    _Series("published_bytes", "published_bytes", "Bytes of hidden states in files that were published."),
 )
 SECONDS = (
     _Series("backpressure_seconds", "backpressure_ns", "Time in which at least one new request was held back until files are written."),

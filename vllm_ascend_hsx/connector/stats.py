@@ -124,7 +124,7 @@ class StatsRecorder:
         self._observe("write", seconds, "written_bytes", num_bytes)
 
     def published(self, num_bytes: int, seconds: float) -> None:
-        """A file is visible under its name, `seconds` after its last row was on the host."""
+        """A file with so many bytes of rows is visible under its name, `seconds` after its last row was on the host."""
         self._observe("publish", seconds, "published_bytes", num_bytes, "published")
 
     def failed(self, kind: str = OTHER_FAILURE) -> None:

@@ -1,13 +1,15 @@
-"""What the demo shows: how far the server's start has come, and the table of results."""
+"""What the demo shows: how far the server's start has come, the server's metrics, and the table of results."""
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from vllm_ascend_hsx.demo.metrics import Metrics
 from vllm_ascend_hsx.demo.verify import Row
 
 # What the server says, in the order in which a start goes by, and what that means. The last that occurs in the log counts.
@@ -78,3 +80,26 @@ def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int]) -
             str(number), row.request, str(row.tokens), shape, f"{row.size:,}", difference, f"[{colour}]{row.verdict}[/{colour}]"
         )
     console.print(table)
+
+
+def show_metrics(console: Console, metrics: Metrics) -> None:
+    """Prints one line per series, one column per engine; of histograms two quantiles and the number of observations."""
+    cells: dict[str, dict[str, str]] = defaultdict(dict)
+    for each in metrics.counts:
+        labels = ",".join(f'{name}="{value}"' for name, value in each.labels.items())
+        cells[each.name + (f"{{{labels}}}" if labels else "")][each.engine] = _number(each.value)
+    for latency in metrics.latencies:
+        cells[f"{latency.name}: P50, P99, count"][latency.engine] = (
+            f"{1e3 * latency.p50:.2f} ms, {1e3 * latency.p99:.2f} ms, {latency.observations:,}" if latency.observations else "none"
+        )
+    table = Table(title="GET /metrics, by engine (DP rank)", title_justify="left")
+    table.add_column("series", no_wrap=True)
+    for engine in metrics.engines:
+        table.add_column(engine, justify="right")
+    for name, by_engine in cells.items():
+        table.add_row(name, *(by_engine.get(engine, "") for engine in metrics.engines))
+    console.print(table, highlight=False, markup=False)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value == int(value) else f"{value:.3g}"

@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
+from vllm_ascend_hsx.connector.latency import BUCKETS
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
 parser = argparse.ArgumentParser()
@@ -26,6 +28,7 @@ arguments = parser.parse_args()
 tokenizer = AutoTokenizer.from_pretrained(arguments.model)
 one_at_a_time = threading.Lock()
 count = 0
+stepped: set[str] = set()
 
 
 def extract(token_ids: list[int]) -> str:
@@ -44,16 +47,36 @@ def extract(token_ids: list[int]) -> str:
     return str(path)
 
 
+def metrics() -> str:
+    """Two engines, the second of which did all the work; it tells only once it has been given a step."""
+    registry = CollectorRegistry()
+    files = Counter("vllm:hsx_files", "", ["model_name", "engine", "outcome"], registry=registry)
+    latency = Histogram("vllm:hsx_publish_seconds", "", ["model_name", "engine"], buckets=BUCKETS, registry=registry)
+    Counter("vllm:prompt_tokens", "", ["model_name", "engine"], registry=registry).labels("tiny", "0").inc(7)
+    for engine in ("0", "1"):
+        files.labels("tiny", engine, "published")
+        latency.labels("tiny", engine)
+    if "1" in stepped:
+        files.labels("tiny", "1", "published").inc(count - (arguments.fault == "miscounts"))
+        for _ in range(count):
+            latency.labels("tiny", "1").observe(0.0004)
+    return generate_latest(registry).decode()
+
+
 class Handler(BaseHTTPRequestHandler):
     def reply(self, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
+        self.send("application/json", json.dumps(body).encode())
+
+    def send(self, kind: str, data: bytes) -> None:
         self.send_response(200)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
     def do_GET(self) -> None:
+        if self.path == "/metrics":
+            return self.send("text/plain; version=0.0.4", metrics().encode())
         self.reply({"object": "list", "data": [{"id": "fake", "object": "model", "created": 0, "owned_by": "tests"}]})
 
     def do_POST(self) -> None:
@@ -64,7 +87,10 @@ class Handler(BaseHTTPRequestHandler):
         else:
             prompt = request["prompt"]
             prompt = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
-        params = None if arguments.fault == "no params" else {"hidden_states_path": extract(prompt)}
+        wanted = request.get("kv_transfer_params", {}).get("hidden_states", True)
+        if not wanted:
+            stepped.add(self.headers["X-data-parallel-rank"])
+        params = {"hidden_states_path": extract(prompt)} if wanted and arguments.fault != "no params" else None
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
         choice |= {"message": {"role": "assistant", "content": "x"}} if chat else {"text": "x", "prompt_token_ids": prompt}
         self.reply(
@@ -86,4 +112,5 @@ assert worker.stdout is not None
 worker.stdout.readline()
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 arguments.storage.mkdir(parents=True)
+ThreadingHTTPServer.request_queue_size = 64  # all requests come at once, and more than 5 at a time would be refused on some systems
 ThreadingHTTPServer(("127.0.0.1", arguments.port), Handler).serve_forever()
