@@ -14,6 +14,7 @@ import torch
 import torch_npu  # noqa: F401 - brings torch.npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_ascend_hsx.spans import Span
 from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache
@@ -229,6 +230,36 @@ def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
         release.cancel()
     arrived = {key: row for key, row in sabotaged.read.items() if torch.equal(row, expected[key])}
     assert arrived.keys() != expected.keys()
+
+
+class Copied(TorchDispatchMode):
+    """Counts the bytes that operators write on the device, and names the operators that are not views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.operators: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.operators.add(func.overloadpacket.__name__)
+            self.num_bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_row_is_written_once_and_no_other_device_memory_is_used() -> None:
+    """Three passes over a row's bytes on the device: read and written here, read by the copy to the host."""
+    staging = StagingCache(
+        num_slots=1, max_tokens=MAX_TOKENS, num_layers=LAYERS, hidden_size=HIDDEN, dtype=DTYPE, device=DEVICE, collected=COLLECTED
+    )
+    rows = [layer.to(DEVICE) for layer in target_output(MAX_TOKENS, 1)]
+    allocated = torch.npu.memory_allocated(DEVICE)
+    torch.npu.reset_peak_memory_stats(DEVICE)
+    with Copied() as copied:
+        staging.write(rows, [Span("a", 0, 5, 2), Span("b", 7, 4, 7), Span("c", 0, 3, 15)])
+    assert copied.operators == {"copy_"}
+    assert copied.num_bytes == 12 * LAYERS * HIDDEN * DTYPE.itemsize
+    assert torch.npu.max_memory_allocated(DEVICE) == allocated
 
 
 def test_closing_waits_until_no_copy_reads_a_slot() -> None:

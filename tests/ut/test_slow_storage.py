@@ -1,0 +1,225 @@
+"""Storage that is slow, hangs, or gives errors: no step waits for ever, requests fail alone, and everything comes back with the storage."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from worker_harness import Engine, ended, started
+
+from vllm_ascend_hsx import staging
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
+from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.sinks.lock import HeldLock
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+
+PATIENCE = 0.3
+SILENT = f"the storage did not answer for {PATIENCE:g} s"
+NOTHING = HsxConnectorMetadata()
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        made.append(Engine(tmp_path / "out", **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.worker.close()
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Answers while it is set; a write begins and an opened lock comes back only then."""
+    answers = threading.Event()
+    answers.set()
+    for owner, name in ((RequestFile, "_begin_write"), (HeldLock, "acquire")):
+        original = getattr(owner, name)
+
+        def wait(*args: Any, _original: Any = original) -> Any:
+            answers.wait()
+            return _original(*args)
+
+        monkeypatch.setattr(owner, name, wait)
+    yield answers
+    answers.set()
+
+
+def reason(path: Path) -> str:
+    return json.loads(Path(f"{path}.error").read_text())["reason"]
+
+
+def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their_own_step(
+    make_engine: Callable[..., Engine], storage: threading.Event
+) -> None:
+    engine = make_engine(patience=PATIENCE)
+    storage.clear()
+    engine.step(started(engine.start("a", 3), engine.start("b", 4)), [("a", 0, 3), ("b", 0, 4)])
+    assert engine.outcomes == {"a": SILENT, "b": SILENT}, "the response that leaves now says so"
+    assert engine.staging.wanted == {}
+    engine.step(ended("a"), [])
+    engine.step(ended("b"), [])
+    storage.set()
+    engine.worker.drain_copies()  # the rest of their rows waited for the ring
+    engine.step(started(engine.start("c", 5)), [("c", 0, 5)])
+    engine.close()
+    assert engine.outcomes == {"a": SILENT, "b": SILENT, "c": None}
+    engine.assert_file_is_right("c", 5)
+    assert (reason(engine.path("a")), reason(engine.path("b"))) == (SILENT, SILENT)
+    assert engine.worker._backlog == 0
+
+
+def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_those_whose_rows_wait(
+    make_engine: Callable[..., Engine], storage: threading.Event
+) -> None:
+    """The ring holds 6 rows and the two slots 16 each: the fourth step finds no slot."""
+    engine = make_engine(patience=PATIENCE)
+    engine.step(started(engine.start("before", 2)), [("before", 0, 2)])
+    engine.wait_until_decided("before")
+    engine.step(started(engine.start("a", 40), engine.start("b", 40)), [("a", 0, 8), ("b", 0, 8)])
+    storage.clear()
+    position = 8
+    while "a" not in engine.outcomes:
+        engine.step(NOTHING, [("a", position, 8), ("b", position, 8)])
+        position += 8
+        assert position <= 40
+    assert engine.outcomes == {"before": None, "a": SILENT, "b": SILENT}
+    assert engine.staging.wanted == {}
+    # The storage is still silent. New requests are refused at once, and others are not concerned.
+    engine.step(started(engine.start("c", 3)), [("c", 0, 3)])
+    assert engine.outcomes["c"] == SILENT
+    assert engine.last_report.stuck == {0}
+    engine.step(ended("c"), [("not extracted", 0, 16)])
+    storage.set()
+    engine.worker.drain_copies()
+    engine.step(NOTHING, [])
+    engine.step(started(engine.start("d", 20)), [("d", 0, 16)])
+    assert engine.last_report.stuck == set()
+    engine.step(NOTHING, [("d", 16, 4)])
+    engine.close()
+    assert engine.outcomes == {"before": None, "a": SILENT, "b": SILENT, "c": SILENT, "d": None}
+    engine.assert_file_is_right("before", 2)
+    engine.assert_file_is_right("d", 20)
+    assert (reason(engine.path("a")), reason(engine.path("b"))) == (SILENT, SILENT)
+    assert engine.visible() == {f"{name}.safetensors" for name in ("before", "d")} | {f"{name}.safetensors.error" for name in "ab"}
+    assert engine.ring.free_buffers == engine.ring.num_buffers
+    assert engine.worker._backlog == 0
+
+
+def test_the_ring_is_stuck_only_while_somebody_waits_and_nothing_becomes_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = staging.PinnedRing(2 * 16, (2, 4), torch.bfloat16)
+    now = 100.0
+    monkeypatch.setattr(staging.time, "monotonic", lambda: now)
+    buffers = [ring.acquire()[0] for _ in range(2)]
+    now = 200.0
+    assert ring.stuck_for() == 0.0, "nobody waits"
+    waiting, got = threading.Event(), []
+    original = ring._free.get
+
+    class Free:
+        put, get_nowait, qsize = ring._free.put, ring._free.get_nowait, ring._free.qsize
+
+        def get(self) -> int:
+            waiting.set()
+            return original()
+
+    ring._free = Free()
+    taker = threading.Thread(target=lambda: got.append(ring.acquire()))
+    taker.start()
+    assert waiting.wait(10)
+    now = 230.0
+    assert ring.stuck_for() == 30.0
+    ring.free(buffers[0])
+    taker.join(10)
+    assert got
+    assert ring.stuck_for() == 0.0
+    waiting.clear()
+    taker = threading.Thread(target=lambda: got.append(ring.acquire()))
+    now = 300.0
+    taker.start()
+    assert waiting.wait(10)
+    ring._freed_at = 340.0  # another one was freed and taken meanwhile
+    now = 345.0
+    assert ring.stuck_for() == 5.0
+    ring.free(buffers[1])
+    taker.join(10)
+
+
+def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_step(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    original, opened_by = engine.sink.open, []
+
+    def open_file(request_id: str, path: Path, expected_tokens: int) -> object:
+        opened_by.append((request_id, threading.current_thread().name, expected_tokens))
+        return original(request_id, path, expected_tokens)
+
+    monkeypatch.setattr(engine.sink, "open", open_file)
+    engine.step(started(*(engine.start(f"r{index}", 4) for index in range(5))), [])
+    assert opened_by == [(f"r{index}", "hsx-opener", 4) for index in range(5)]
+    assert sorted(path.name for path in engine.directory.iterdir() if path.suffix == ".lock") == [
+        f"r{index}.safetensors.lock" for index in range(5)
+    ]
+
+
+def test_a_rank_whose_storage_is_silent_refuses_instead_of_holding_requests_back() -> None:
+    class Request:
+        request_id, kv_transfer_params, pooling_params, prompt_token_ids, resumable = "a", None, None, [1, 2], False
+
+    scheduler = ExtractionScheduler(Path("/data"), row_bytes=8, num_ranks=1, max_backlog=100)
+    scheduler.on_new_request(Request())
+    scheduler.on_worker_report(WorkerReport({}, {0: 200}))
+    assert scheduler.must_wait("a")
+    scheduler.on_worker_report(WorkerReport({}, {0: 200}, {0}))
+    assert not scheduler.must_wait("a")
+    scheduler.on_worker_report(WorkerReport({}, {0: 200}))
+    assert scheduler.must_wait("a")
+
+
+def test_a_request_that_has_failed_has_no_more_rows_staged(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+
+    def refuse(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    engine.step(started(engine.start("a", 40)), [("a", 0, 4)])
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.write_at", refuse)
+    engine.step(NOTHING, [("a", 4, 4)])
+    engine.wait_until_decided("a")
+    engine.step(NOTHING, [])
+    assert engine.staging.wanted == {}
+    assert "ENOSPC" in str(engine.outcomes["a"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_fails_its_file_and_is_named(make_engine: Callable[..., Engine], value: float) -> None:
+    engine = make_engine(check_finite=True)
+    engine.values["a", 5] = value
+    engine.step(started(engine.start("a", 9), engine.start("b", 7)), [("a", 0, 9), ("b", 0, 7)])
+    engine.close()
+    assert engine.outcomes == {"a": "the row of token position 5 is not finite in layer 0 of the 2 that are stored", "b": None}
+    assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
+
+
+def test_without_the_check_a_row_that_is_not_finite_is_stored(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.values["a", 0] = float("nan")
+    engine.step(started(engine.start("a", 1)), [("a", 0, 1)])
+    engine.close()
+    assert engine.outcomes == {"a": None}
+
+
+def test_a_long_file_does_not_hold_up_the_short_ones(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.step(started(engine.start("long", 1000), *(engine.start(f"short{index}", 4) for index in range(6))), [])
+    writers = {extraction.request_id: extraction.writer for extraction in engine.worker._under_way}
+    assert all(writers[f"short{index}"] is not writers["long"] for index in range(6))

@@ -1,0 +1,125 @@
+"""A worker on an emulated NPU with real files, and the calls that an engine makes; used by the tests of the worker."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch_npu  # noqa: F401 - brings torch.npu
+from safetensors.torch import load_file
+
+from vllm_ascend_hsx.connector.extraction import Extraction
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.worker import ExtractionWorker
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.spans import Span
+from vllm_ascend_hsx.staging import PinnedRing, StagingCache
+
+LAYERS, HIDDEN, MAX_TOKENS = 2, 4, 16
+FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=HIDDEN, dtype="F32", model="tiny")
+DEVICE = torch.device("npu:0")
+
+
+class Engine:
+    """A worker with the calls that an engine makes; keeps what every row must be."""
+
+    def __init__(self, directory: Path, rank: int = 0, patience: float = 30.0, check_finite: bool = False) -> None:
+        self.directory = directory
+        staging = StagingCache(
+            num_slots=2,
+            max_tokens=MAX_TOKENS,
+            num_layers=LAYERS,
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+            device=DEVICE,
+            collected=(1, 0),
+        )
+        self.staging = staging
+        self.sink = FileSink(directory, FORMAT)
+        self.ring = PinnedRing(6 * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
+        self.worker = ExtractionWorker(
+            rank=rank,
+            staging=staging,
+            ring=self.ring,
+            sink=self.sink,
+            device=DEVICE,
+            num_writers=2,
+            patience=patience,
+            check_finite=check_finite,
+        )
+        self.values: dict[tuple[str, int], float] = {}  # of rows that are to hold something else
+        self.outcomes: dict[str, str | None] = {}
+        self._decided = threading.Condition()
+        report_decision = self.worker._on_decided
+
+        def on_decided(extraction: Extraction, error: str | None) -> None:
+            with self._decided:
+                report_decision(extraction, error)
+                self._decided.notify_all()
+
+        self.worker._on_decided = on_decided
+
+    def path(self, request_id: str) -> Path:
+        return self.directory / f"{request_id}.safetensors"
+
+    def start(self, request_id: str, num_tokens: int, owner: int = 0, include_output: bool = False) -> RequestStart:
+        return RequestStart(request_id, str(self.path(request_id)), owner, np.arange(num_tokens, dtype=np.int64), include_output)
+
+    def value(self, request_id: str, position: int) -> float:
+        return float(sum(request_id.encode()) * 1000 + position)
+
+    def step(self, metadata: HsxConnectorMetadata, spans: list[tuple[str, int, int]]) -> None:
+        """One engine step; spans are (request, first position, rows), in batch order."""
+        self.worker.start_step(metadata)
+        rows, staged = torch.zeros(MAX_TOKENS, HIDDEN), []
+        at = 0
+        for request_id, first, num_rows in spans:
+            for offset in range(num_rows):
+                position = first + offset
+                rows[at + offset] = self.values.get((request_id, position), self.value(request_id, position))
+            if self.staging.wanted.get(request_id, 0) > first:
+                staged.append(Span(request_id, first, min(num_rows, self.staging.wanted[request_id] - first), at))
+            at += num_rows
+        if staged:
+            self.staging.write([rows.to(DEVICE), (rows + 0.5).to(DEVICE)], staged)
+        self.worker.save()
+        self.collect()
+
+    def wait_until_decided(self, request_id: str) -> None:
+        with self._decided:
+            assert self._decided.wait_for(lambda: request_id in self._known_outcomes(), timeout=30)
+
+    def _known_outcomes(self) -> set[str]:
+        return {*self.outcomes, *(extraction.request_id for extraction, _ in self.worker._decided)}
+
+    def collect(self) -> None:
+        report = self.worker.report()
+        if report is not None:
+            self.last_report = report
+            self.outcomes |= report.outcomes
+
+    def close(self) -> None:
+        self.worker.close()
+        self.collect()
+
+    def assert_file_is_right(self, request_id: str, num_tokens: int) -> None:
+        tensors = load_file(self.path(request_id))
+        expected = torch.tensor([self.value(request_id, position) for position in range(num_tokens)])
+        # Layer ids (3, 1): the first layer of a row is the second that the target collects.
+        assert torch.equal(tensors["hidden_states"][:, 0], (expected + 0.5).unsqueeze(1).expand(-1, HIDDEN))
+        assert torch.equal(tensors["hidden_states"][:, 1], expected.unsqueeze(1).expand(-1, HIDDEN))
+        assert tensors["token_ids"].tolist() == list(range(num_tokens))
+
+    def visible(self) -> set[str]:
+        return {path.name for path in self.directory.iterdir() if not path.name.endswith(".lock")}
+
+
+def started(*starts: RequestStart) -> HsxConnectorMetadata:
+    return HsxConnectorMetadata(started=list(starts))
+
+
+def ended(request_id: str, aborted: bool = False, output: range = range(0)) -> HsxConnectorMetadata:
+    return HsxConnectorMetadata(ended=[RequestEnd(request_id, aborted, np.array(output, dtype=np.int64))])
