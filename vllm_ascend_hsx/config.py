@@ -43,6 +43,11 @@ class HsxConfig(BaseModel):
         default=True,
         description="Hold an flock on `<file>.lock` until the file is complete, so that a reader can sleep until then.",
     )
+    allow_custom_save_path: bool = Field(
+        default=False,
+        description="Let requests choose the file that receives their rows, below shared_storage_path, with `hidden_states_path` in their "
+        "kv_transfer_params. Whoever may do so may replace any file of hidden states there: see docs/security.md.",
+    )
     include_output_tokens: bool = Field(
         default=False,
         description="Store rows of generated tokens too, all but the last, which is never an input of the model. "
@@ -65,7 +70,8 @@ class HsxConfig(BaseModel):
     check_finite: bool = Field(default=False, description="Fail the file of a request whose rows hold a NaN or an infinity.")
     file_mode: str = Field(
         default="0640",
-        description="Permissions of the files in octal. Who may read a file may also open its lock.",
+        description="Permissions of the files in octal digits, such as '0640', whatever the umask. Who may read a file may also open its "
+        "lock for writing.",
     )
     num_writer_threads: int | None = Field(
         default=None,

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_ascend_hsx.cli import demo, plan
 from vllm_ascend_hsx.config import HsxConfig, validate_layer_ids
-from vllm_ascend_hsx.connector.scheduler import OPT_OUT_KEY, OUTPUT_KEY
+from vllm_ascend_hsx.connector.params import OPT_OUT_KEY, OUTPUT_KEY
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.demo.options import ServeOptions, kv_transfer_config, speculative_config
 from vllm_ascend_hsx.plan.presets import PRESETS

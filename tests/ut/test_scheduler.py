@@ -62,6 +62,8 @@ def test_an_extracted_request_skips_the_prefix_cache_and_its_response_names_the_
         pytest.param({"pooling_params": object()}, None, id="pooling"),
         pytest.param({"kv_transfer_params": {"hidden_states": "no"}}, "'no'; use true or false", id="not a boolean"),
         pytest.param({"kv_transfer_params": {"include_output_tokens": 1}}, "1; use true or false", id="not a boolean either"),
+        pytest.param({"kv_transfer_params": "x"}, "kv_transfer_params is 'x'; use an object", id="vllm_xargs"),
+        pytest.param({"kv_transfer_params": {"hidden_states_path": "a.safetensors"}}, "allow_custom_save_path", id="chooses a name"),
         pytest.param({"prompt_token_ids": None}, "prompt_embeds", id="embeddings"),
         pytest.param({"resumable": True}, "streaming input", id="streaming input"),
     ],

@@ -102,7 +102,11 @@ def test_a_full_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     "path",
     [
         "../escaped.safetensors",
-        "sub/inside.safetensors",
+        "sub/../escaped.safetensors",
+        ".hidden/inside.safetensors",
+        "r.safetensors/inside.safetensors",
+        "r.safetensors.lock/inside.safetensors",
+        "a/" * 9 + "inside.safetensors",
         "/etc/passwd.safetensors",
         "..",
         ".",
@@ -114,7 +118,7 @@ def test_a_full_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
     ids=ascii,
 )
-def test_a_path_that_is_not_a_plain_name_in_the_directory_is_refused(tmp_path: Path, path: str) -> None:
+def test_a_path_that_is_not_made_of_plain_names_below_the_directory_is_refused(tmp_path: Path, path: str) -> None:
     directory = tmp_path / "storage"
     with FileSink(directory, FORMAT) as sink:
         (directory / "sub").mkdir()

@@ -49,6 +49,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 max_backlog=start_up.config.pinned_ring_bytes,
                 include_output=start_up.config.include_output_tokens,
+                allow_path=start_up.config.allow_custom_save_path,
             )
         else:
             self._worker = self._build_worker(start_up)

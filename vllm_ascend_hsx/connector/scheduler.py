@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.params import PATH_KEY, ParamsError, ServerParams, is_sent_to_a_decoding_server, read_params, shown
 from vllm_ascend_hsx.connector.stats import BackPressureRecorder, HsxStats
 from vllm_ascend_hsx.sinks.names import file_name
 
-PATH_KEY = "hidden_states_path"
 ERROR_KEY = "hidden_states_error"
-OPT_OUT_KEY = "hidden_states"
-OUTPUT_KEY = "include_output_tokens"
 
 
 @dataclass
@@ -37,17 +35,21 @@ class ExtractionScheduler:
         num_ranks: tensor-parallel ranks; each can own requests.
         max_backlog: bytes computed but not yet written on a rank above which no new request is given to it.
         include_output: whether rows of generated tokens are wanted of requests that do not say so themselves.
+        allow_path: whether a request may choose its file.
     """
 
-    def __init__(self, directory: Path, row_bytes: int, num_ranks: int, max_backlog: int, include_output: bool = False) -> None:
+    def __init__(
+        self, directory: Path, row_bytes: int, num_ranks: int, max_backlog: int, include_output: bool = False, allow_path: bool = False
+    ) -> None:
         self._directory = directory
         self._row_bytes = row_bytes
         self._max_backlog = max_backlog
-        self._include_output = include_output
+        self._params = ServerParams(directory, include_output, allow_path)
         self._requests: dict[str, _Request] = {}
         self._refused: dict[str, str] = {}
         self._ended: list[RequestEnd] = []
-        self._ended_bytes: dict[str, tuple[int, int]] = {}
+        self._undecided: dict[str, _Request] = {}  # that have ended
+        self._writing: dict[str, str] = {}  # the request by the path of its file, until that is decided
         self._outstanding = [0] * num_ranks
         self._backlog = [0] * num_ranks
         self._stuck: set[int] = set()
@@ -59,22 +61,29 @@ class ExtractionScheduler:
         Args:
             request: vllm.v1.request.Request, which has just entered the waiting queue.
         """
-        params = request.kv_transfer_params or {}
-        wanted, include_output = params.get(OPT_OUT_KEY, True), params.get(OUTPUT_KEY, self._include_output)
-        if wanted is False or request.pooling_params is not None:
+        if request.pooling_params is not None:
             return
-        if wanted is not True:
-            self._refused[request.request_id] = f"kv_transfer_params.{OPT_OUT_KEY} is {wanted!r}; use true or false"
-        elif not isinstance(include_output, bool):
-            self._refused[request.request_id] = f"kv_transfer_params.{OUTPUT_KEY} is {include_output!r}; use true or false"
-        elif request.prompt_token_ids is None:
+        try:
+            params = read_params(request.kv_transfer_params, self._params)
+        except ParamsError as error:
+            self._refused[request.request_id] = str(error)
+            return
+        if not params.extract:
+            return
+        path = str(params.path or self._directory / file_name(request.request_id))
+        if request.prompt_token_ids is None:
             self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
         elif request.resumable:
             self._refused[request.request_id] = "streaming input is not supported; send the whole prompt at once"
+        elif params.path is not None and path in self._writing:
+            # The worker would see it too, by the lock; but a short request's response would leave without the error, and name the other's.
+            self._refused[request.request_id] = (
+                f"kv_transfer_params.{PATH_KEY} is {shown(path)}, which another request is writing; choose another name"
+            )
         else:
-            path = self._directory / file_name(request.request_id)
-            num_rows = len(request.prompt_token_ids) + (request.max_tokens if include_output else 0)
-            self._requests[request.request_id] = _Request(str(path), num_rows * self._row_bytes, include_output)
+            num_rows = len(request.prompt_token_ids) + (request.max_tokens if params.include_output else 0)
+            self._requests[request.request_id] = _Request(path, num_rows * self._row_bytes, params.include_output)
+            self._writing[path] = request.request_id
             # A cached prefix is not computed, so its rows would be missing. Other requests go on using the prefix cache.
             request.skip_reading_prefix_cache = True
 
@@ -118,13 +127,13 @@ class ExtractionScheduler:
             (self._stuck.add if rank in report.stuck else self._stuck.discard)(rank)
         for request_id, error in report.outcomes.items():
             request = self._requests.get(request_id)
-            if request is not None and not request.decided:
+            if request is None or request.decided:
+                request = self._undecided.pop(request_id, None)
+            if request is not None:
                 assert request.owner is not None
                 request.decided, request.error = True, error
                 self._outstanding[request.owner] -= request.num_bytes
-            elif request_id in self._ended_bytes:
-                owner, num_bytes = self._ended_bytes.pop(request_id)
-                self._outstanding[owner] -= num_bytes
+                self._let_go_of(request.path, request_id)
 
     def take_stats(self) -> HsxStats | None:
         """For how long, since the last call, requests had to wait; None if none had to."""
@@ -140,25 +149,32 @@ class ExtractionScheduler:
         """
         self._back_pressure.let_go(request.request_id)
         answer = self._end(request)
-        return None if (request.kv_transfer_params or {}).get("do_remote_decode") else answer
+        return None if is_sent_to_a_decoding_server(request.kv_transfer_params) else answer
 
     def _end(self, request: Any) -> dict[str, Any] | None:
         request_id = request.request_id
         if reason := self._refused.pop(request_id, None):
             return {ERROR_KEY: reason}
         state = self._requests.pop(request_id, None)
-        if state is None or state.owner is None:
+        if state is None:
+            return None
+        if state.owner is None:
+            self._let_go_of(state.path, request_id)
             return None
         end = RequestEnd(request_id, aborted=request.status.name == "FINISHED_ABORTED" and not _stopped_by_string(request))
         if state.include_output and not end.aborted:
             end = replace(end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64))
         self._ended.append(end)
         if not state.decided:
-            self._ended_bytes[request_id] = (state.owner, state.num_bytes)
+            self._undecided[request_id] = state
         answer: dict[str, Any] = {PATH_KEY: state.path}
         if state.error is not None:
             answer[ERROR_KEY] = state.error
         return answer
+
+    def _let_go_of(self, path: str, request_id: str) -> None:
+        if self._writing.get(path) == request_id:
+            del self._writing[path]
 
     def _least_loaded(self) -> int:
         return min(range(len(self._outstanding)), key=self._outstanding.__getitem__)

@@ -70,7 +70,7 @@ class DataFile:
         self._fd = storage.create(name)
         try:
             if options.io == "direct":
-                self._direct_fd = storage.open_direct(name)
+                self._direct_fd = storage.open_direct(name, self._fd)
         except BaseException:
             self.close()
             storage.unlink(name)

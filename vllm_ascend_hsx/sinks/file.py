@@ -11,7 +11,7 @@ from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, Sink, SinkErro
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, partial_name, refusal
+from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, below, partial_name, path_refusal
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import describe
@@ -38,7 +38,7 @@ class FileSink(Sink):
         self.filesystem = check_directory(directory, use_lock=options.use_lock, direct=options.io == "direct")
         self.row_format = row_format
         self.options = options
-        self.storage = Storage(directory, options.mode)
+        self.storage = Storage.at(directory, options.mode)
         # Hidden names of this sink's own: two servers in one directory never meet in them.
         self.token = secrets.token_hex(4)
         self._directory = os.path.abspath(directory)
@@ -50,30 +50,36 @@ class FileSink(Sink):
         self._closed = False
 
     def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> RequestFile:
-        parent, _, name = os.fspath(path).rpartition("/")
-        if parent not in self._parents:
-            raise SinkError(request_id, path, f"it is not directly inside {self._directory}")
-        problem = refusal(name)
+        relative = self._relative(path)
+        if relative is None:
+            raise SinkError(request_id, path, f"it is not inside {self._directory}")
+        problem = path_refusal(relative)
         if problem is not None:
             raise SinkError(request_id, path, f"the name cannot be used: {problem}")
+        *folders, name = relative.split("/")
         with self._mutex:
             if self._closed:
                 raise SinkError(request_id, path, "the sink is closed")
-            if not self.options.use_lock and name in self._files:
+            if not self.options.use_lock and relative in self._files:
                 raise SinkError(request_id, path, "another request is writing this file")
+            try:
+                storage = self.storage.enter(folders, durable=self.options.durability == "fdatasync")
+            except OSError as error:
+                raise SinkError(request_id, path, describe("a directory on the way to it cannot be entered", error)) from error
             lock = None
             try:
                 if self.options.use_lock:
-                    lock = HeldLock.acquire(self.storage.fd, name + LOCK_SUFFIX, self._lock_mode)
-                superseded = self._set_aside(name)
+                    lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, self._lock_mode)
+                superseded = self._set_aside(storage, name)
             except LockHeldError:
+                self.leave(storage)
                 raise SinkError(request_id, path, "another request or server is writing this file") from None
             except OSError as error:
                 reason = describe("it cannot be opened", error)
-                RequestFile(self, request_id, path, name, 0, lock, None).refuse(reason)
+                RequestFile(self, request_id, path, storage, relative, 0, lock, None).refuse(reason)
                 raise SinkError(request_id, path, reason) from error
-            file = RequestFile(self, request_id, path, name, expected_tokens, lock, superseded)
-            self._files[name] = file
+            file = RequestFile(self, request_id, path, storage, relative, expected_tokens, lock, superseded)
+            self._files[relative] = file
             return file
 
     def close(self) -> None:
@@ -89,17 +95,28 @@ class FileSink(Sink):
     def forget(self, file: RequestFile) -> None:
         """Called by a file that has ended. Its name may already belong to the next one: the lock is free."""
         with self._mutex:
-            if self._files.get(file.name) is file:
-                del self._files[file.name]
+            if self._files.get(file.relative) is file:
+                del self._files[file.relative]
 
-    def _set_aside(self, name: str) -> str | None:
+    def leave(self, storage: Storage) -> None:
+        """Close a file's directory, unless it is that of all. Raises OSError."""
+        if storage is not self.storage:
+            storage.close()
+
+    def _relative(self, path: Path) -> str | None:
+        """What stands behind the directory in `path`, which is compared as text; None if it does not begin with it."""
+        text = os.fspath(path)
+        relative = below(text, self._parents[0])
+        return below(text, self._parents[1]) if relative is None else relative
+
+    def _set_aside(self, storage: Storage, name: str) -> str | None:
         """Take what an earlier request of this name left out of sight; returns the hidden name of its data, if there was any.
 
         Were it left in place, a server that dies now would leave the earlier request's rows as the answer to this one.
         """
-        self.storage.unlink(name + ERROR_SUFFIX)
-        if not self.storage.has_file(name):
+        storage.unlink(name + ERROR_SUFFIX)
+        if not storage.has_file(name):
             return None
         hidden = partial_name(f"{name}.superseded", self.token)
-        self.storage.rename(name, hidden)
+        storage.rename(name, hidden)
         return hidden

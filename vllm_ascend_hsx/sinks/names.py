@@ -1,18 +1,21 @@
-"""From a request id to file names: the one place where what a client sends becomes part of a path."""
+"""From a request id, or a path that a client chose, to file names: the one place where what a client sends becomes part of a path."""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 
 DATA_SUFFIX = ".safetensors"
 LOCK_SUFFIX = ".lock"
 ERROR_SUFFIX = ".error"
 PARTIAL_SUFFIX = ".partial"
+_FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX)
 
 NAME_MAX = 255  # bytes of one path component on every Linux filesystem (NAME_MAX in linux/limits.h)
 # What a companion adds to the name of the data: the longest is `.<name>.error.<8 hex digits>.partial`.
 COMPANION_ROOM = 32
+MAX_DEPTH = 8  # directories between the storage directory and a file
 
 # '~' joins prefix and hash, and is in no id that is used unchanged: a changed id can never meet an unchanged one.
 _UNCHANGED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -49,12 +52,41 @@ def partial_name(name: str, token: str = "") -> str:
 
 def refusal(name: str) -> str | None:
     """Why `name` cannot be the data file's name, or None if it can; holds for names that do not come from `file_name` too."""
+    problem = _component_refusal(name)
+    if problem is None and not name.endswith(DATA_SUFFIX):
+        return f"it does not end with {DATA_SUFFIX}"
+    return problem
+
+
+def path_refusal(path: str) -> str | None:
+    """Why `path`, relative to the storage directory, cannot be that of a data file, or None if it can."""
+    *folders, name = path.split("/", MAX_DEPTH + 1)
+    if len(folders) > MAX_DEPTH:
+        return f"it leads through more than {MAX_DEPTH} directories"
+    for folder in folders:
+        problem = _component_refusal(folder)
+        if problem is None and folder.endswith(_FILE_SUFFIXES):
+            problem = "it ends like a file's, and would be in that file's way"
+        if problem is not None:
+            return f"a directory's name in it cannot be used: {problem}"
+    return refusal(name)
+
+
+def below(path: str, directory: str) -> str | None:
+    """What stands behind `directory` in `path`, both as they are written: nothing is resolved. None: it does not begin with it."""
+    prefix = directory.rstrip("/") + "/"
+    return path[len(prefix) :] if path.startswith(prefix) else None
+
+
+def _component_refusal(name: str) -> str | None:
     if name in ("", ".", "..") or "/" in name or not name.isprintable():
-        return "it is not the name of a file, or not printable"
+        return "it is not a plain, printable name"
     if name.startswith("."):
         return "it starts with a dot, and hidden names are for files that are not complete yet"
-    if not name.endswith(DATA_SUFFIX):
-        return f"it does not end with {DATA_SUFFIX}"
-    if len(name.encode("utf-8")) > NAME_MAX - COMPANION_ROOM:
+    try:
+        length = len(os.fsencode(name))
+    except UnicodeEncodeError:
+        return "the server's locale cannot write it"
+    if length > NAME_MAX - COMPANION_ROOM:
         return f"it is longer than {NAME_MAX - COMPANION_ROOM} bytes"
     return None

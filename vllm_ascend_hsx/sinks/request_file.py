@@ -21,6 +21,7 @@ from vllm_ascend_hsx.sinks.format import PRODUCER, FileLayout
 from vllm_ascend_hsx.sinks.lock import HeldLock
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, partial_name
 from vllm_ascend_hsx.sinks.spans import Span, SpanSet, describe_missing
+from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import describe
 
 if TYPE_CHECKING:
@@ -45,16 +46,18 @@ class RequestFile(SinkFile):
         sink: FileSink,
         request_id: str,
         path: Path,
-        name: str,
+        storage: Storage,
+        relative: str,
         expected_tokens: int,
         lock: HeldLock | None,
         superseded: str | None,
     ) -> None:
         self.request_id = request_id
         self.path = path
-        self.name = name
+        self.relative = relative
         self._sink = sink
-        self._storage = sink.storage
+        self._storage = storage
+        self._name = name = relative.rpartition("/")[2]
         self._expected_tokens = expected_tokens
         self._lock = lock
         self._superseded = superseded
@@ -122,6 +125,7 @@ class RequestFile(SinkFile):
         self._attempt("publish the reason of the failure", lambda: self._publish_reason(reason))
         if self._lock is not None:
             self._attempt("remove the lock", self._lock.remove)
+        self._leave()
 
     # Writing
 
@@ -176,12 +180,12 @@ class RequestFile(SinkFile):
         if self._data is None:
             self._data = self._make_data_file()
         self._data.complete(token_ids, num_prompt_tokens)
-        self._storage.rename(self._partial, self.name)
+        self._storage.rename(self._partial, self._name)
         if self._sink.options.durability == "fdatasync":
             try:
                 self._storage.sync()
             except BaseException:
-                self._storage.unlink(self.name)  # what may not survive must not be seen
+                self._storage.unlink(self._name)  # what may not survive must not be seen
                 raise
 
     def _end_failed(self, reason: str) -> None:
@@ -209,7 +213,7 @@ class RequestFile(SinkFile):
                 "producer_version": vllm_ascend_hsx.__version__,
             }
         )
-        name = self.name + ERROR_SUFFIX
+        name = self._name + ERROR_SUFFIX
         hidden = partial_name(name, self._sink.token)
         fd = self._storage.create(hidden)
         try:
@@ -232,12 +236,17 @@ class RequestFile(SinkFile):
                 superseded = self._superseded
                 self._attempt("remove the earlier file of this name", lambda: self._storage.unlink(superseded))
         finally:
+            self._leave()
             with self._condition:
                 self._state = state
                 if self._writers == 0:
                     self._attempt("close the hidden file", self._close_data)
                 self._condition.notify_all()
             self._sink.forget(self)
+
+    def _leave(self) -> None:
+        """The directory is needed no more: a writer that is still in flight has the hidden file open."""
+        self._attempt("close the directory", lambda: self._sink.leave(self._storage))
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:

@@ -5,28 +5,81 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from vllm_ascend_hsx.sinks.directory import open_directory
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ATTEMPTS = 8  # to enter a directory; each is lost only to somebody who removed it between two of our calls
 
 
 class Storage:
     """A directory, by its descriptor: whatever happens to its path, nothing outside of it is touched.
 
     Args:
-        path: the directory; created if it does not exist.
+        fd: the directory; closed with this object.
         file_mode: permissions of the files that are created in it, whatever the umask.
-
-    Raises:
-        StorageDirectoryError: it is not a directory, or cannot be created or opened.
     """
 
-    def __init__(self, path: Path, file_mode: int) -> None:
-        self.fd = open_directory(path)
+    def __init__(self, fd: int, file_mode: int) -> None:
+        self.fd = fd
         self.file_mode = file_mode
+
+    @classmethod
+    def at(cls, path: Path, file_mode: int) -> Storage:
+        """The directory of that path; created if it does not exist.
+
+        Raises:
+            StorageDirectoryError: it is not a directory, or cannot be created or opened.
+        """
+        return cls(open_directory(path), file_mode)
+
+    def enter(self, names: Sequence[str], *, durable: bool = False) -> Storage:
+        """The directory that `names` lead to from here; this one if there are none, otherwise one that the caller closes.
+
+        Each is made if it does not exist, with the permissions of the directory that it is in: who may take files from that one may
+        take them from this. A symbolic link is no directory.
+
+        Args:
+            names: one path component each.
+            durable: have their names survive a loss of power, whoever made them.
+
+        Raises:
+            OSError: one of them is not a directory, or cannot be made or opened.
+        """
+        inside = self
+        for name in names:
+            try:
+                below = inside._enter(name, durable)
+            finally:
+                if inside is not self:
+                    inside.close()
+            inside = below
+        return inside
+
+    def _enter(self, name: str, durable: bool) -> Storage:
+        made = False
+        for _ in range(_ATTEMPTS):
+            try:
+                fd = os.open(name, _DIRECTORY, dir_fd=self.fd)
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    os.mkdir(name, 0o700, dir_fd=self.fd)
+                    made = True
+                continue
+            try:
+                if made:
+                    os.fchmod(fd, stat.S_IMODE(os.fstat(self.fd).st_mode) | 0o700)
+                if durable:
+                    os.fsync(self.fd)
+            except BaseException:
+                os.close(fd)
+                raise
+            return Storage(fd, self.file_mode)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
     def create(self, name: str) -> int:
         """A descriptor of a new file, for reading and writing.
@@ -43,9 +96,20 @@ class Storage:
             raise
         return fd
 
-    def open_direct(self, name: str) -> int:
-        """A second descriptor of a file, which bypasses the page cache. Raises OSError: the filesystem has no O_DIRECT."""
-        return os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
+    def open_direct(self, name: str, fd: int) -> int:
+        """A second descriptor of the file `name`, which is open at `fd`; it bypasses the page cache.
+
+        Raises:
+            OSError: the filesystem has no O_DIRECT, or somebody has put another file in its place (ESTALE).
+        """
+        direct_fd = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            if not os.path.samestat(os.fstat(fd), os.fstat(direct_fd)):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
+        except BaseException:
+            os.close(direct_fd)
+            raise
+        return direct_fd
 
     def rename(self, source: str, target: str) -> None:
         os.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
