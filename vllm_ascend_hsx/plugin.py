@@ -20,9 +20,11 @@ from vllm_ascend_hsx.compat.drafts import (
 from vllm_ascend_hsx.compat.engine import (
     BALANCE_SCHEDULE_MODULE,
     MULTI_CONNECTOR_MODULE,
+    SCHEDULER_MODULE,
     WORKER_MODULE,
     compute_what_is_extracted,
     copy_before_sleep,
+    hear_outcomes_before_answers,
     keep_preemption,
 )
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE, collect_ends_of_deepseek
@@ -56,6 +58,7 @@ def register() -> None:
     register_post_import_hook(collect_ends_of_deepseek, DEEPSEEK_MODULE)
     register_post_import_hook(apply_logits_processors, RUNNER_MODULE)
     register_post_import_hook(compute_what_is_extracted, MULTI_CONNECTOR_MODULE)
+    register_post_import_hook(hear_outcomes_before_answers, SCHEDULER_MODULE)
     register_post_import_hook(copy_before_sleep, WORKER_MODULE)
     register_post_import_hook(take_logits_parameters, SAMPLING_MODULE)
 

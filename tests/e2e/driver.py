@@ -173,6 +173,15 @@ class Driver:
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.engine.wake_up(tags)
 
+    def inject(self, rules: list[dict[str, str]]) -> list[str]:
+        """Have these system calls of the sink fail from now on, and no others; returns those that have since the last call."""
+        import faulty_storage
+
+        faulty_storage.install()
+        faulty_storage.rules[:] = rules
+        hits, faulty_storage.hits[:] = list(faulty_storage.hits), []
+        return hits
+
     # What is going on inside
 
     def progress(self) -> dict[str, dict[str, Any]]:

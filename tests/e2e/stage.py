@@ -16,8 +16,9 @@ from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX
 
 # What is to be found when a request has ended: rows of its prompt; rows of what it generated too; nothing at all; rows of its prompt or
-# nothing, for one that was aborted at any time; the reason of a failure; the reason that the server was stopped.
-Expected = Literal["prompt", "output", "nothing", "either", "error", "stopped"]
+# nothing, for one that was aborted at any time; the reason of a failure beside what was in the file's way; the reason alone; the reason
+# that the server was stopped.
+Expected = Literal["prompt", "output", "nothing", "either", "error", "failed", "stopped"]
 STEPS = 400  # after so many a scenario does not get any further
 
 
@@ -152,6 +153,10 @@ class Stage:
             if expected == "error":
                 self._visible |= {path.name, path.name + ERROR_SUFFIX}
                 continue
+            if expected == "failed":
+                self._visible |= {path.name + ERROR_SUFFIX, *([path.name + LOCK_SUFFIX] if _companion_exists(path, LOCK_SUFFIX) else [])}
+                problems.append(_not_failed(path))
+                continue
             if expected == "stopped":
                 self._visible |= {path.name + ERROR_SUFFIX, path.name + LOCK_SUFFIX}
                 problems.append(_not_stopped(path))
@@ -182,6 +187,18 @@ class Stage:
         assert not any(stats["worker"].values()), stats["worker"]
         assert not stats["wanted"]
         return stats
+
+
+def _companion_exists(path: Path, suffix: str) -> bool:
+    return path.with_name(path.name + suffix).exists()
+
+
+def _not_failed(path: Path) -> str:
+    try:
+        load(path, LOAD_SECONDS)
+    except HiddenStatesError:
+        return ""
+    return f"{path}: it is complete"
 
 
 def _not_stopped(path: Path) -> str:

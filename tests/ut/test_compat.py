@@ -17,7 +17,12 @@ from vllm_ascend_hsx.compat.drafts import (
     set_up_proposer_without_drafts,
     take_logits_parameters,
 )
-from vllm_ascend_hsx.compat.engine import compute_what_is_extracted, copy_before_sleep, keep_preemption
+from vllm_ascend_hsx.compat.engine import (
+    compute_what_is_extracted,
+    copy_before_sleep,
+    hear_outcomes_before_answers,
+    keep_preemption,
+)
 from vllm_ascend_hsx.compat.runner import replace_proposer
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 from vllm_ascend_hsx.config import HsxConfigError
@@ -209,6 +214,29 @@ def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracte
     assert multi._requests_to_connector == ({"r": 0} if answer else {})
 
 
+@pytest.mark.parametrize("in_multi_connector", [False, True])
+def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answered(in_multi_connector: bool) -> None:
+    known: list[str] = []
+    ours, sibling = SimpleNamespace(hear=known.append), SimpleNamespace()
+    connector = SimpleNamespace(_connectors=[sibling, ours]) if in_multi_connector else ours
+    report = SimpleNamespace(metadata=("theirs", "ours")) if in_multi_connector else "ours"
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.connector = connector
+
+        def update_from_output(self, scheduler_output: str, model_runner_output: Any) -> tuple[str, list[str]]:
+            return scheduler_output, list(known)
+
+    hear_outcomes_before_answers(SimpleNamespace(Scheduler=Scheduler))
+    scheduler = Scheduler()
+    output = SimpleNamespace(kv_connector_output=SimpleNamespace(kv_connector_worker_meta=report))
+    assert scheduler.update_from_output("scheduled", output) == ("scheduled", ["ours"])
+    for nothing in (None, SimpleNamespace(kv_connector_worker_meta=None)):
+        known.clear()
+        assert scheduler.update_from_output("scheduled", SimpleNamespace(kv_connector_output=nothing)) == ("scheduled", [])
+
+
 @pytest.mark.parametrize(
     ("touch", "what"),
     [
@@ -218,6 +246,7 @@ def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracte
         (keep_mamba_states_without_drafts, "_update_states_after_model_execute"),
         (apply_logits_processors, "build_logitsprocs"),
         (compute_what_is_extracted, "get_num_new_matched_tokens"),
+        (hear_outcomes_before_answers, "update_from_output"),
         (copy_before_sleep, "NPUWorker.sleep"),
         (take_logits_parameters, "_validate_spec_decode"),
     ],

@@ -1,4 +1,4 @@
-"""How the engine preempts, loads and sleeps while requests are extracted."""
+"""How the engine preempts, loads, answers and sleeps while requests are extracted."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from vllm_ascend_hsx.config import CONNECTOR_NAME
 
 BALANCE_SCHEDULE_MODULE = "vllm_ascend.patch.platform.patch_balance_schedule"
 MULTI_CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 WORKER_MODULE = "vllm_ascend.worker.worker"
 
 
@@ -61,6 +62,36 @@ def compute_what_is_extracted(multi_module: Any) -> None:
         return tokens, load_async
 
     multi_class.get_num_new_matched_tokens = get_num_new_matched_tokens
+
+
+def hear_outcomes_before_answers(scheduler_module: Any) -> None:
+    """Have our connector know what its workers report of a step before the requests that end in this step are answered.
+
+    Reason: `Scheduler.update_from_output` ends requests, and asks the connector what their answers are to say, before it passes on the report
+    of the workers (v1/core/sched/scheduler.py:1526 and 1597 in 0.23.0). A prompt of one step whose file could not be opened would be
+    answered as if it had one. The report is passed on twice then; the second time it changes nothing.
+
+    Args:
+        scheduler_module: the module `vllm.v1.core.sched.scheduler`.
+
+    Raises:
+        IncompatibleVersionError: no such method there.
+    """
+    scheduler_class, original = require(scheduler_module, SCHEDULER_MODULE, "Scheduler", "update_from_output")
+
+    @functools.wraps(original)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        output = model_runner_output.kv_connector_output
+        meta = None if output is None else output.kv_connector_worker_meta
+        if meta is not None:
+            children = getattr(self.connector, "_connectors", None)  # MultiConnector's, whose report is one of each
+            pairs = [(self.connector, meta)] if children is None else zip(children, meta.metadata, strict=True)
+            for connector, report in pairs:
+                if hear := getattr(connector, "hear", None):
+                    hear(report)
+        return original(self, scheduler_output, model_runner_output)
+
+    scheduler_class.update_from_output = update_from_output
 
 
 def copy_before_sleep(worker_module: Any) -> None:

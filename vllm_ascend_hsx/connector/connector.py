@@ -97,8 +97,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
+        self.hear(connector_output.kv_connector_worker_meta)
+
+    def hear(self, report: KVConnectorWorkerMetadata | None) -> None:
+        """What the workers report of a step; see compat.engine.hear_outcomes_before_answers."""
         assert self._scheduler is not None
-        report = connector_output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
             self._scheduler.on_worker_report(report)
 

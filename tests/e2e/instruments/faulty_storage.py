@@ -1,0 +1,69 @@
+"""Gives errors, as a disk does, to the system calls of our sink; told by the driver, in the engine's process, while it runs."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib
+import os
+import re
+from types import ModuleType
+from typing import Any
+
+SINK_MODULES = ("data_file", "request_file", "storage", "lock", "file", "checksum")
+
+# {"call": a function of os or fcntl or "reserve", "errno": its name, "name": a pattern found in the names of the files that it is about}
+rules: list[dict[str, str]] = []
+hits: list[str] = []  # "call name" of every error that was given
+
+
+class _Faulty:
+    """Stands in for a module."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._module, name)
+        if not callable(attribute) or isinstance(attribute, type):
+            return attribute
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            about = _about(args)
+            for rule in rules:
+                if rule["call"] == name and re.search(rule["name"], about):
+                    hits.append(f"{name} {about}")
+                    if name == "close":  # a close that fails closes nevertheless
+                        attribute(*args, **kwargs)
+                    number = getattr(errno, rule["errno"])
+                    raise OSError(number, os.strerror(number))
+            return attribute(*args, **kwargs)
+
+        return call
+
+
+def _about(args: tuple[Any, ...]) -> str:
+    """The names of the files that a call is about."""
+    names = []
+    for arg in args[:2]:
+        if isinstance(arg, str):
+            names.append(arg)
+        elif isinstance(arg, int):
+            try:
+                names.append(os.readlink(f"/proc/self/fd/{arg}"))
+            except OSError:
+                continue  # not a descriptor, but a number
+    return " ".join(names)
+
+
+def install() -> None:
+    """Stand in for os and fcntl in the sink's modules; once."""
+    from vllm_ascend_hsx.sinks import system
+
+    for name in SINK_MODULES:
+        module = importlib.import_module(f"vllm_ascend_hsx.sinks.{name}")
+        for attribute, real in (("os", os), ("fcntl", fcntl)):
+            if getattr(module, attribute, None) is real:
+                setattr(module, attribute, _Faulty(real))
+        if getattr(module, "reserve", None) is system.reserve:
+            module.reserve = _Faulty(system).reserve  # type: ignore[attr-defined]

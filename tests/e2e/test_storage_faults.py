@@ -1,0 +1,109 @@
+"""Errors of the storage on a running engine: the request fails alone and is told why, everything else goes on, and nothing is lost."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import EngineSession, tokens
+from oracle import Reference
+from stage import Stage
+
+from vllm_ascend_hsx.reader import HiddenStatesError, load
+
+LAYER_IDS = (1, 2, 4)
+CHUNK = 64
+
+
+@pytest.fixture(scope="module")
+def stage(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    options: dict[str, Any] = {"max_num_batched_tokens": CHUNK, "layer_ids": LAYER_IDS, "dtype": "float32"}
+    with EngineSession(tmp_path_factory.mktemp("faults"), float32_qwen3, **options) as session:
+        yield Stage(session, Reference(float32_qwen3, 4, torch.float32))
+
+
+# Which file of the request a call fails for, with which error, and whether this is while the prompt is still being computed, so that the
+# response can say so.
+FAULTS = [
+    ("data", "reserve", "ENOSPC", True),
+    ("data", "reserve", "EDQUOT", True),
+    ("data", "pwrite", "ENOSPC", True),
+    ("data", "pwrite", "EIO", True),
+    ("data", "open", "EMFILE", True),
+    ("data", "open", "EACCES", True),
+    ("data", "fchmod", "EPERM", True),
+    ("lock", "open", "EMFILE", True),
+    ("lock", "open", "EROFS", True),
+    ("lock", "flock", "ENOLCK", True),
+    ("data", "rename", "EIO", False),
+    ("data", "rename", "ENOSPC", False),
+    ("data", "close", "EIO", False),
+    ("data", "close", "EDQUOT", False),
+]
+
+
+def pattern(name: str, kind: str) -> str:
+    """Names of the data under its hidden name, or of the lock: not of the error file, where the reason is to stand."""
+    return rf"\.{re.escape(name)}\.\w+\.partial" if kind == "data" else rf"{re.escape(name)}\.lock"
+
+
+@pytest.mark.parametrize("prompt", [3, CHUNK])
+def test_the_answer_to_a_prompt_of_one_step_says_that_its_file_could_not_be_opened(stage: Stage, prompt: int) -> None:
+    victim = stage.add(tokens(prompt), name="victim", expect="failed")
+    (path,) = stage.session.paths(victim)
+    stage.session.call("inject", [{"call": "flock", "errno": "ENOLCK", "name": pattern(path.name, "lock")}])
+    stage.drain()
+    assert stage.session.call("inject", [])
+    assert "ENOLCK" in victim.kv_transfer_params["hidden_states_error"]
+    stage.check()
+
+
+@pytest.mark.parametrize(("kind", "call", "errno", "early"), FAULTS, ids=["-".join(each[:3]) for each in FAULTS])
+def test_a_fault_of_the_storage_fails_its_request_alone(stage: Stage, kind: str, call: str, errno: str, early: bool) -> None:
+    victim = stage.add(tokens(150), name="victim", expect="failed")
+    other = stage.add(tokens(120, seed=1), name="other", max_tokens=4)
+    unaware = stage.add(tokens(20, seed=2), name="unaware", params={"hidden_states": False}, expect="nothing")
+    (path,) = stage.session.paths(victim)
+    stage.session.call("inject", [{"call": call, "errno": errno, "name": pattern(path.name, kind)}])
+    stage.drain()
+    stage.session.settle()
+    assert stage.session.call("inject", [])
+    with pytest.raises(HiddenStatesError, match=errno):
+        load(path, 10)
+    assert victim.finished
+    if early:
+        assert errno in victim.kv_transfer_params["hidden_states_error"]
+    assert other.finished
+    assert unaware.finished
+    again = stage.add(tokens(150), name="again")
+    stage.check()
+    assert again.finished
+
+
+def test_many_faults_at_once_leave_the_others_right(stage: Stage) -> None:
+    victims = [stage.add(tokens(30 + index, seed=index), name=f"victim{index}", expect="failed") for index in range(6)]
+    for index in range(6):
+        stage.add(tokens(40 + index, seed=10 + index), name=f"other{index}")
+    names = [stage.session.paths(victim)[0].name for victim in victims]
+    stage.session.call("inject", [{"call": "pwrite", "errno": "EIO", "name": pattern(name, "data")} for name in names])
+    stage.drain()
+    assert len(stage.session.call("inject", [])) >= len(victims)
+    stage.check()
+
+
+def test_a_directory_removed_under_a_running_engine_fails_requests_and_nothing_else(stage: Stage) -> None:
+    stage.clear()
+    under_way = stage.add(tokens(150), name="under-way", expect="nothing")
+    stage.step()
+    shutil.rmtree(stage.session.storage)
+    during = stage.add(tokens(30), name="during", expect="nothing")
+    plain = stage.add(tokens(20), name="plain", params={"hidden_states": False}, expect="nothing", max_tokens=5)
+    stage.session.settle()
+    assert under_way.finished
+    assert plain.finished
+    assert "ENOENT" in during.kv_transfer_params["hidden_states_error"]
