@@ -205,6 +205,7 @@ class PinnedRing:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(self.num_buffers):
             self._free.put(index)
+        self._least_free = self.num_buffers
         self._waiting_since: float | None = None
         self._freed_at = 0.0
 
@@ -221,10 +222,10 @@ class PinnedRing:
     def free_buffers(self) -> int:
         return self._free.qsize()
 
-    @property
-    def fill(self) -> float:
-        """How much of it is in use, from 0 to 1."""
-        return 1 - self.free_buffers / self.num_buffers
+    def take_peak_fill(self) -> float:
+        """The largest part that was in use since the last call, from 0 to 1. One thread calls this."""
+        least, self._least_free = self._least_free, self.free_buffers
+        return 1 - least / self.num_buffers
 
     def acquire(self) -> tuple[int, torch.Tensor, memoryview]:
         """Wait for a free buffer: its index for `free`, its rows, and their bytes. One thread calls this."""
@@ -234,6 +235,7 @@ class PinnedRing:
             self._waiting_since = time.monotonic()
             index = self._free.get()
             self._waiting_since = None
+        self._least_free = min(self._least_free, self.free_buffers)
         return index, self._memory[index], self._data[index]
 
     def free(self, index: int) -> None:

@@ -342,6 +342,19 @@ def test_a_ring_is_pinned_and_never_larger_than_asked(ring_rows: int, buffers: i
     assert ring.acquire()[1].is_pinned()
 
 
+def test_a_ring_knows_the_largest_part_in_use_since_it_was_asked() -> None:
+    ring = PinnedRing(8 * LAYERS * HIDDEN * DTYPE.itemsize, (LAYERS, HIDDEN), DTYPE)
+    assert ring.take_peak_fill() == 0.0
+    first, second, third = (ring.acquire()[0] for _ in range(3))
+    ring.free(first)
+    ring.free(second)
+    assert ring.take_peak_fill() == 3 / 8
+    assert ring.take_peak_fill() == 1 / 8  # the third, still in use
+    ring.free(third)
+    assert ring.take_peak_fill() == 1 / 8
+    assert ring.take_peak_fill() == 0.0
+
+
 def test_a_ring_that_holds_less_than_two_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="give at least 96 bytes"):
         PinnedRing(95, (LAYERS, HIDDEN), DTYPE)

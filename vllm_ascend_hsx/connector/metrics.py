@@ -35,7 +35,7 @@ FILES = _Series("files", "", "Files of hidden states that were decided, by outco
 FAILURES = _Series("failures", "failures", 'Files of hidden states that failed, by the name of the errno or else "other".')
 REQUESTS_HELD = _Series("requests_held", "requests_held", "New requests that are held back until files are written.")
 BY_RANK = (
-    _Series("ring_fill_ratio", "ring_fill", "Share of the pinned ring that is in use, by tensor-parallel rank."),
+    _Series("ring_fill_ratio", "ring_fill", "Largest share of the pinned ring in use between two steps, by tensor-parallel rank."),
     _Series("backlog_bytes", "backlog_bytes", "Bytes of hidden states computed but not yet written, by tensor-parallel rank."),
 )
 LATENCIES = (

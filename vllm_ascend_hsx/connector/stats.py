@@ -103,7 +103,7 @@ class StatsRecorder:
 
     Args:
         rank: tensor-parallel rank.
-        ring_fill: how much of the pinned ring is in use now, from 0 to 1.
+        ring_fill: the largest part of the pinned ring that was in use since the last call, from 0 to 1.
         backlog: bytes of rows that were computed but are not yet in their files.
     """
 

@@ -68,7 +68,7 @@ class ExtractionWorker:
         self._refused: dict[str, str] = {}
         self._backlog = 0
         self._reported = (0, False)
-        self._stats = StatsRecorder(rank, lambda: ring.fill, lambda: self._backlog)
+        self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._backlog)
         self._opener = OpenerThread("hsx-opener")
         self._writers = [WriterThread(f"hsx-writer-{index}") for index in range(num_writers)]
         staging.wait_for_slot = self._wait_for_slot
