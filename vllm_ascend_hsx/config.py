@@ -78,7 +78,8 @@ class HsxConfig(BaseModel):
         ge=1,
         le=64,
         description="Threads per worker that write rows from the pinned ring into files. "
-        "By default the processors divided by the workers, at least 2 and at most 8.",
+        "By default the processors divided by the workers, but at most 8, and at least 2, or 4 if they wait for the disk "
+        "(direct, fdatasync).",
     )
     staging_slots: int = Field(
         default=2,

@@ -43,7 +43,9 @@ class StartUp:
 
     def num_writers(self, num_workers: int) -> int:
         """Writer threads of one worker, of so many on this machine."""
-        return self.config.num_writer_threads or max(2, min(8, len(os.sched_getaffinity(0)) // num_workers))
+        waits_for_disk = self.config.io == "direct" or self.config.durability == "fdatasync"
+        fewest = 4 if waits_for_disk else 2
+        return self.config.num_writer_threads or max(fewest, min(8, len(os.sched_getaffinity(0)) // num_workers))
 
 
 def read_start_up(vllm_config: Any) -> StartUp:

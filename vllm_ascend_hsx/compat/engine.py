@@ -67,9 +67,9 @@ def compute_what_is_extracted(multi_module: Any) -> None:
 def hear_outcomes_before_answers(scheduler_module: Any) -> None:
     """Have our connector know what its workers report of a step before the requests that end in this step are answered.
 
-    Reason: `Scheduler.update_from_output` ends requests, and asks the connector what their answers are to say, before it passes on the report
-    of the workers (v1/core/sched/scheduler.py:1526 and 1597 in 0.23.0). A prompt of one step whose file could not be opened would be
-    answered as if it had one. The report is passed on twice then; the second time it changes nothing.
+    Reason: `Scheduler.update_from_output` ends requests, and asks the connector what their answers are to say, before it passes on the
+    report of the workers (v1/core/sched/scheduler.py:1526 and 1597 in 0.23.0). A prompt of one step whose file could not be opened would
+    be answered as if it had one. The report is passed on twice then; the second time it changes nothing.
 
     Args:
         scheduler_module: the module `vllm.v1.core.sched.scheduler`.

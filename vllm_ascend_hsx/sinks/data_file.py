@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import threading
 from dataclasses import dataclass
@@ -138,6 +139,9 @@ class DataFile:
             self._end = max(self._end, end)
             if not self._reserved and self._expected_size and self._filesystem.reserves:
                 reserve(self._fd, self._expected_size)
+                if self._direct_fd >= 0:
+                    # ext4 writes rows behind a reserved page that nobody has written yet at half the speed: in 4 ms instead of 2 for 4 MiB.
+                    write_at(self._direct_fd, memoryview(mmap.mmap(-1, self._layout.data_start)), 0)
             self._reserved = True
 
     def _fd_for(self, data: memoryview, offset: int) -> int:
