@@ -189,7 +189,9 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
     schedule(scheduler, running)
     assert scheduler.take_stats() is None
     scheduler.on_worker_report(WorkerReport({}, {0: 1001}))
+    assert not schedule(scheduler).stats_wanted
     assert scheduler.must_wait("waiting")
+    assert schedule(scheduler).stats_wanted
     stats = scheduler.take_stats()
     assert stats is not None
     assert stats.gauge("requests_held") == {"scheduler": 1}
@@ -198,10 +200,12 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
         assert not scheduler.must_wait("waiting")
     else:
         scheduler.on_finished(waiting)
+    assert schedule(scheduler).stats_wanted
     stats = scheduler.take_stats()
     assert stats is not None
     assert stats.gauge("requests_held") == {"scheduler": 0}
     assert stats.counter("backpressure_ns") > 0
+    assert not schedule(scheduler).stats_wanted
     assert scheduler.take_stats() is None
 
 

@@ -75,6 +75,15 @@ def test_a_gauge_that_changed_is_taken_without_any_event() -> None:
     assert (stats.gauge("ring_fill"), stats.gauge("backlog_bytes")) == ({"2": 0.0}, {"2": 0})
 
 
+def test_stats_that_are_to_be_sent_are_taken_without_any_event() -> None:
+    recorder = make_recorder(1)
+    recorder.send()
+    stats = recorder.take()
+    assert stats is not None
+    assert (stats.gauge("ring_fill"), stats.gauge("backlog_bytes"), stats.counter("written_bytes")) == ({"1": 0.0}, {"1": 0}, 0)
+    assert recorder.take() is None
+
+
 def test_no_event_of_any_thread_is_lost_while_another_takes() -> None:
     recorder = make_recorder()
     threads, rounds = 4, 2000

@@ -61,6 +61,12 @@ def test_bytes_and_files_of_requests_that_complete(engine: Engine) -> None:
     assert 0 < stats.gauge("ring_fill")["0"] <= 1
 
 
+def test_stats_come_when_the_scheduler_has_some_to_add_and_else_only_if_something_happened(engine: Engine) -> None:
+    for wanted in (False, True, False):
+        engine.step(HsxConnectorMetadata(stats_wanted=wanted), [])
+        assert (engine.worker.take_stats() is not None) == wanted
+
+
 def test_rows_that_are_computed_again_are_written_again_and_published_once(engine: Engine) -> None:
     engine.step(started(engine.start("a", 10)), [("a", 0, 6)])
     engine.step(HsxConnectorMetadata(), [("a", 0, 8)])

@@ -45,10 +45,16 @@ class RequestEnd:
 
 @dataclass
 class HsxConnectorMetadata(KVConnectorMetadata):
-    """Scheduler to workers. Ends come first: an id may end and start again in one step."""
+    """Scheduler to workers. Ends come first: an id may end and start again in one step.
+
+    Attributes:
+        stats_wanted: the workers are to send stats with this step even if they have counted nothing, for the scheduler has, and vLLM asks
+            it for stats only if they have sent some (v1/core/sched/scheduler.py:1352 in 0.23.0).
+    """
 
     ended: list[RequestEnd] = field(default_factory=list)
     started: list[RequestStart] = field(default_factory=list)
+    stats_wanted: bool = False
 
 
 @dataclass

@@ -109,7 +109,7 @@ class ExtractionScheduler:
         Args:
             scheduler_output: vllm.v1.core.sched.output.SchedulerOutput; not modified.
         """
-        metadata = HsxConnectorMetadata(ended=self._ended)
+        metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._back_pressure.has_news)
         self._ended = []
         for new in scheduler_output.scheduled_new_reqs:
             request = self._requests.get(new.req_id)

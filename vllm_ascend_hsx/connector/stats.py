@@ -146,6 +146,11 @@ class StatsRecorder:
             self._counters["stall_ns"] = self._counters.get("stall_ns", 0) + int(seconds * 1e9)
             self._happened = True
 
+    def send(self) -> None:
+        """Have the next `take` return stats in any case."""
+        with self._lock:
+            self._happened = True
+
     def take(self) -> HsxStats | None:
         """What happened since the last call, with the gauges of now; None if nothing did and no gauge has changed."""
         gauges = (float(self._ring_fill()), int(self._backlog()))
@@ -212,11 +217,16 @@ class BackPressureRecorder:
             self._settle()
             self._held.remove(request_id)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `take` has something to return."""
+        return bool(self._held or self._seconds or self._taken_held)
+
     def take(self) -> HsxStats | None:
         """What happened since the last call; None if nothing was held and nothing is."""
-        self._settle()
-        if not self._seconds and len(self._held) == self._taken_held:
+        if not self.has_news:
             return None
+        self._settle()
         self._taken_held = len(self._held)
         nanoseconds, self._seconds = int(self._seconds * 1e9), 0.0
         return HsxStats(

@@ -78,6 +78,8 @@ class ExtractionWorker:
 
     def start_step(self, metadata: HsxConnectorMetadata) -> None:
         """Let the files of requests that begin be opened, close those of requests that ended, and say what is wanted of this step."""
+        if metadata.stats_wanted:
+            self._stats.send()
         for ended in metadata.ended:
             self._staging.wanted.pop(ended.request_id, None)
             if self._owned.pop(ended.request_id, None) is not None:
