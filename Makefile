@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 # Each emulated NPU is a process; more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint ut e2e clean
+.PHONY: setup demo test lint ut e2e benchmark clean
 
 setup:
 	@$(PYTHON) tools/setup_emulated.py
@@ -26,6 +26,10 @@ e2e: setup
 	$(PYTEST) tests/e2e
 
 test: lint ut e2e
+
+# Prints the tables and writes docs/performance.md, .json and .png.
+benchmark: setup
+	@$(BIN)/python -m benchmarks
 
 clean:
 	rm -rf .venv .venv.lock build dist *.egg-info

@@ -1,0 +1,96 @@
+"""`python -m benchmarks`: measures, prints the tables, and writes docs/performance.md, .json and .png.
+
+Where torch_npu is not installed it runs itself on one emulated NPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks import ROOT
+
+PARTS = ("host", "latency", "engine", "step")
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="a minute instead of ten; writes nothing unless --output says where")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="leave the others out (default: all)")
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), metavar="DIR", help="on a tmpfs (default: %(default)s)")
+    parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="on a disk (default: the system's)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: docs/, with all parts)")
+    arguments = parser.parse_args(argv)
+    arguments.memory, arguments.disk = arguments.memory.resolve(), arguments.disk.resolve()  # processes have other current directories
+    if arguments.output is None and not arguments.quick and set(arguments.parts) == set(PARTS):
+        arguments.output = ROOT / "docs"
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> int:
+    import torch
+    import torch_npu  # noqa: F401 - brings torch.npu
+    from rich.console import Console
+
+    from benchmarks import engine, host_path, latency, machine, per_step, report
+    from benchmarks.goals import Results
+    from benchmarks.ours import ring_bytes
+    from benchmarks.rows import MINIMAX_M2, Source, npu
+
+    console = Console()
+    began = time.monotonic()
+
+    def show(text: str) -> None:
+        console.print(f"{time.monotonic() - began:4.0f} s  {text}", highlight=False, soft_wrap=True)
+
+    device = torch.device("npu:0")
+    npu().set_device(device)
+    directories = list(dict.fromkeys((arguments.memory, arguments.disk)))
+    load = machine.load_average()
+    cells: list[host_path.Cell] = []
+    refusals: dict[str, str] = {}
+    latencies: list[latency.Result] = []
+    if {"host", "latency"} & set(arguments.parts):
+        host_scale = host_path.QUICK if arguments.quick else host_path.FULL
+        # More than the longest request, and more than the caches hold.
+        source = Source(MINIMAX_M2, max(host_scale.tokens) + 1024, device)
+    for directory in directories if "host" in arguments.parts else ():
+        found, refusal = host_path.run(host_scale, source, directory, show)
+        cells += found
+        if refusal is not None:
+            refusals[machine.filesystem_of(directory)] = refusal
+    for directory in directories if "latency" in arguments.parts else ():
+        latencies.append(latency.run(latency.QUICK if arguments.quick else latency.FULL, source, directory, show))
+    steps = None
+    if "step" in arguments.parts:
+        steps = per_step.run(per_step.QUICK if arguments.quick else per_step.FULL, arguments.memory, device, show)
+    engines = None
+    if "engine" in arguments.parts:
+        engines = engine.run(engine.QUICK if arguments.quick else engine.FULL, arguments.memory, show)
+    loads = (load, machine.load_average())
+    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps)
+    report.show(console, results)
+    if arguments.output is not None:
+        for path in report.write(results, arguments.output):
+            console.print(f"written: {path}")
+    return 0
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = parse_arguments(argv)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if find_spec("torch_npu") is None:
+        from vllm_ascend_hsx.emulator.launch import emulate
+
+        return emulate(["--npus", "1", "--", sys.executable, "-m", "benchmarks", *argv])
+    return run(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

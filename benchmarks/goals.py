@@ -1,0 +1,212 @@
+"""What was aimed at, what was measured, and where a goal is missed the limit that was measured beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from benchmarks import engine, latency, per_step
+from benchmarks.host_path import COPIED, DIRECT, DURABLY, OURS, OURS_UNCHECKED, PINNED, RAW, VLLM, Cell
+
+MIB = 1 << 20
+STRAY_BYTES = 4 * MIB  # of memory that comes and goes with interpreter and threads, whatever is written
+SMALL_CHUNK = 64  # rows of a last chunk whose writing is not what a reader waits for
+
+
+@dataclass(frozen=True)
+class Results:
+    """All that was measured. A part that was left out is empty."""
+
+    machine: dict[str, str]
+    load_average: tuple[float, float]
+    ring_bytes: int
+    host: list[Cell]
+    no_durable_view: dict[str, str]
+    latency: list[latency.Result]
+    engine: engine.Result | None
+    step: per_step.Result | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One line of the table.
+
+    Attributes:
+        goal, measured: in words.
+        met: "yes", "no", or in how many cells.
+        limit: what stops it, measured in the same run; empty if it is met.
+    """
+
+    goal: str
+    measured: str
+    met: str
+    limit: str = ""
+
+
+def judge(results: Results) -> list[Verdict]:
+    """Every goal of which there is a measurement."""
+    host = results.host
+    verdicts = [
+        _each_cell(
+            "from 512 tokens on at least 90 % of a raw write",
+            _of(host, PINNED, lambda cell: cell.tokens >= 512),
+            lambda cell: cell.figures[OURS].of_raw,
+            0.9,
+            _percent,
+            _fixed_cost,
+        ),
+        _each_cell(
+            "at 128 tokens at least 80 % of a raw write",
+            _of(host, PINNED, lambda cell: cell.tokens == 128),
+            lambda cell: cell.figures[OURS].of_raw,
+            0.8,
+            _percent,
+            _fixed_cost,
+        ),
+        _each_cell(
+            "from 2,048 tokens on at least 4 times as fast as vLLM 0.33's path",
+            _of(host, COPIED, lambda cell: cell.tokens >= 2048),
+            lambda cell: cell.figures[OURS].of_vllm or 0.0,
+            4.0,
+            lambda value: f"{value:.1f} x",
+            _raw_against_vllm,
+        ),
+        _each_cell(
+            "durable, from 2,048 tokens on: at least 95 % of raw O_DIRECT with fdatasync",
+            _of(host, DURABLY, lambda cell: cell.tokens >= 2048),
+            lambda cell: cell.figures[OURS].of_raw,
+            0.95,
+            _percent,
+            _fixed_cost,
+        ),
+        _each_cell(
+            "durable, from 2,048 tokens on: at most 0.1 s of CPU time per GB",
+            _of(host, DURABLY, lambda cell: cell.tokens >= 2048),
+            lambda cell: -cell.figures[OURS].cpu_s_per_gb,
+            -0.1,
+            lambda value: f"{-value:.3f} s",
+            _direct_cpu,
+        ),
+        _each_cell(
+            "a checksum at no more than 10 % of the path's CPU time",
+            _of(host, PINNED, lambda cell: cell.tokens >= 512),
+            lambda cell: -(cell.figures[OURS].cpu_s_per_gb / cell.figures[OURS_UNCHECKED].cpu_s_per_gb - 1),
+            -0.1,
+            lambda value: f"{-value:.1%}",
+            lambda cells: "",
+        ),
+        *_latency(results.latency),
+        _memory(host, results.ring_bytes),
+        *_steps(results.step),
+    ]
+    return [verdict for verdict in verdicts if verdict is not None]
+
+
+def _of(cells: Sequence[Cell], view: str, wanted: Callable[[Cell], bool]) -> list[Cell]:
+    return [cell for cell in cells if cell.view == view and wanted(cell)]
+
+
+def _each_cell(
+    goal: str,
+    cells: Sequence[Cell],
+    value: Callable[[Cell], float],
+    least: float,
+    write: Callable[[float], str],
+    limit: Callable[[Sequence[Cell]], str],
+) -> Verdict | None:
+    """The goal holds if it does in every cell; `value` is larger where it is better."""
+    if not cells:
+        return None
+    values = sorted((value(cell), cell.filesystem, cell.tokens, cell.in_flight) for cell in cells)
+    (worst, filesystem, tokens, in_flight), good = values[0], sum(each[0] >= least for each in values)
+    middle = values[len(values) // 2][0]
+    where = f"{write(worst)} at worst ({filesystem}, {tokens:,} tokens, {in_flight} in flight)"
+    met = "yes" if good == len(values) else f"in {good} of {len(values)} cells"
+    return Verdict(goal, f"{write(middle)} in the middle cell, {where}", met, "" if met == "yes" else limit(cells))
+
+
+def _percent(value: float) -> str:
+    return f"{value:.0%}"
+
+
+def _fixed_cost(cells: Sequence[Cell]) -> str:
+    """What a file costs beyond the raw write of its bytes, of the smallest files."""
+    fewest = min(cell.tokens for cell in cells)
+    extra = []
+    for cell in cells:
+        raw = cell.figures.get(RAW) or cell.figures[DIRECT]
+        if cell.tokens == fewest:
+            share = cell.num_bytes / cell.requests / 1e9
+            extra.append(share * (cell.figures[OURS].cpu_s_per_gb - raw.cpu_s_per_gb))
+    each = sorted(extra)[len(extra) // 2] * 1e6
+    return f"a file of {fewest:,} tokens takes {each:.0f} µs of CPU time more than its raw write"
+
+
+def _raw_against_vllm(cells: Sequence[Cell]) -> str:
+    most = max(cell.figures[RAW].of_vllm or 0.0 for cell in cells)
+    return f"a raw write alone is at most {most:.1f} times as fast as that path: its save_file is one too"
+
+
+def _direct_cpu(cells: Sequence[Cell]) -> str:
+    least = min(cell.figures[DIRECT].cpu_s_per_gb for cell in cells)
+    unchecked = min(cell.figures[OURS_UNCHECKED].cpu_s_per_gb for cell in cells)
+    return f"raw O_DIRECT takes {least:.3f} s at least, ours without checksum {unchecked:.3f} s"
+
+
+def _latency(results: Sequence[latency.Result]) -> list[Verdict]:
+    verdicts = []
+    for result in results:
+        small = [each for each in result.prompts if each.last_chunk == SMALL_CHUNK]
+        for prompt in small:
+            p50 = prompt.quantiles["from_host"]["p50"]
+            met = p50 <= 1e-3
+            verdicts.append(
+                Verdict(
+                    f"{prompt.tokens:,} tokens, {result.filesystem}: published within 1 ms (p50) of the last row",
+                    f"{p50 * 1e3:.2f} ms after a last chunk of {SMALL_CHUNK} rows",
+                    "yes" if met else "no",
+                    "" if met else f"a raw write of that chunk takes {prompt.quantiles['raw']['p50'] * 1e3:.2f} ms",
+                )
+            )
+        told = result.told["p99"]
+        verdicts.append(
+            Verdict(
+                f"{result.filesystem}: a reader is told within 0.3 ms (p99)",
+                f"{told * 1e3:.2f} ms (p50 {result.told['p50'] * 1e3:.2f} ms)",
+                "yes" if told <= 3e-4 else "no",
+                "" if told <= 3e-4 else f"a bare flock that is let go takes {result.bare_told['p99'] * 1e3:.2f} ms to wake its sleeper",
+            )
+        )
+    return verdicts
+
+
+def _memory(cells: Sequence[Cell], ring_bytes: int) -> Verdict | None:
+    copied = [cell for cell in cells if cell.view == COPIED]
+    if not copied:
+        return None
+    most = max(cell.figures[OURS].rss for cell in copied)
+    peer = max(cell.figures[VLLM].rss for cell in copied)
+    met = most <= STRAY_BYTES
+    return Verdict(
+        "no host memory beyond the ring, whatever the prompts' length and number",
+        f"{most / MIB:.1f} MiB at most beyond a ring of {ring_bytes / MIB:.0f} MiB (vLLM 0.33's path: {peer / MIB:,.0f} MiB)",
+        "yes" if met else "no",
+    )
+
+
+def _steps(result: per_step.Result | None) -> list[Verdict]:
+    if result is None:
+        return []
+    step, begins = result.per_step * 1e6, (result.per_request + result.per_beginning) * 1e6
+    return [
+        Verdict(
+            "main thread: at most 150 µs per step",
+            f"{step:.0f} µs, and {result.per_1000_tokens * 1e6:+.1f} µs for 1,000 tokens more in a prompt",
+            "yes" if step <= 150 else "no",
+        ),
+        Verdict(
+            "main thread: at most 20 µs per request",
+            f"{result.per_request * 1e6:.1f} µs for one in a step, {begins:.1f} µs for one that begins in it",
+            "yes" if max(begins, result.per_request * 1e6) <= 20 else "no",
+        ),
+    ]

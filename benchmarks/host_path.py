@@ -1,0 +1,173 @@
+"""Part (a), from rows in pinned memory, or on the NPU, to published files: ours, its peers and its limits, side by side."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.machine import filesystem_of
+from benchmarks.measure import Cost, in_turn, median_wall, speed_ratio
+from benchmarks.ours import DURABLE, DURABLE_NO_CHECKSUM, NO_CHECKSUM, Ours, num_writers
+from benchmarks.peers import Contestant, Memcpy, RawDirect, RawWrite, Vllm033, direct_io_works
+from benchmarks.rows import STEP_TOKENS, Load, Source
+
+PINNED, COPIED, DURABLY = "from pinned memory", "with the copy", "durable"
+OURS, OURS_UNCHECKED = "ours", "ours, no checksum"
+RAW, MEMCPY, DIRECT = "raw write", "memcpy", "raw O_DIRECT"
+VLLM, VLLM_REUSING = "vLLM 0.33's path", "vLLM 0.33's path, pinned memory reused"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        tokens: lengths of the requests.
+        in_flight: requests at a time.
+        durable_in_flight: the same, of the durable view.
+        repetitions: of each cell, an odd number.
+        most_bytes: that one cell writes at most; where that many requests in flight do not fit, there are fewer.
+        least_bytes: so that one run is long enough to be measured.
+    """
+
+    tokens: tuple[int, ...] = (128, 512, 2048, 8192)
+    in_flight: tuple[int, ...] = (1, 8, 32, 256)
+    durable_in_flight: tuple[int, ...] = (1, 8)
+    repetitions: int = 7
+    most_bytes: int = 820 << 20
+    least_bytes: int = 96 << 20
+
+
+FULL = Scale()
+QUICK = Scale(tokens=(128, 2048), in_flight=(1, 8), durable_in_flight=(1,), repetitions=3, most_bytes=420 << 20)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One contestant in one cell.
+
+    Attributes:
+        gb_per_s: median, in 10^9 bytes.
+        cpu_s_per_gb: median of the CPU time of all threads.
+        rss: bytes of memory beyond what was held at the beginning, the most of all repetitions.
+        of_raw: speed as a share of the raw write's (of raw O_DIRECT's in the durable view); median of the ratios within a repetition.
+        of_vllm: the same of vLLM 0.33's path; None where that did not take part.
+    """
+
+    gb_per_s: float
+    cpu_s_per_gb: float
+    rss: int
+    of_raw: float
+    of_vllm: float | None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was measured, and what came out, by contestant."""
+
+    view: str
+    filesystem: str
+    tokens: int
+    in_flight: int
+    requests: int
+    num_bytes: int
+    figures: dict[str, Figures]
+
+
+def loads(scale: Scale, in_flight: Iterable[int], row_bytes: int, source_tokens: int, step_tokens: int) -> Iterator[Load]:
+    """The cells of a view: equal ones are left out."""
+    for tokens in scale.tokens:
+        file_bytes, seen = tokens * row_bytes, set()
+        for wanted in in_flight:
+            together = min(wanted, max(1, scale.most_bytes // file_bytes))
+            if together in seen:
+                continue
+            seen.add(together)
+            waves = max(1, scale.least_bytes // (together * file_bytes))
+            yield Load(tokens, together * waves, together, source_tokens, step_tokens)
+
+
+def run(
+    scale: Scale, source: Source, directory: Path, show: Callable[[str], None], *, step_tokens: int = STEP_TOKENS
+) -> tuple[list[Cell], str | None]:
+    """Measure every view that the directory's filesystem allows.
+
+    Returns:
+        The cells, and why there is no durable view (None if there is one).
+    """
+    cells: list[Cell] = []
+    for view in (PINNED, COPIED):
+        with contestants(view, source, directory) as entered:
+            for load in loads(scale, scale.in_flight, source.row_format.row_bytes, source.tokens, step_tokens):
+                cells.append(_measure(view, entered, load, scale, directory, show))
+    refusal = direct_io_works(directory)
+    if refusal is None:
+        with contestants(DURABLY, source, directory) as entered:
+            for load in loads(scale, scale.durable_in_flight, source.row_format.row_bytes, source.tokens, step_tokens):
+                cells.append(_measure(DURABLY, entered, load, scale, directory, show))
+    return cells, refusal
+
+
+@contextmanager
+def contestants(view: str, source: Source, directory: Path) -> Iterator[dict[str, Contestant]]:
+    """Those of a view, each with a directory of its own below `directory`."""
+    with ExitStack() as stack:
+
+        def place() -> Path:
+            return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)))
+
+        entered: dict[str, Contestant]
+        copied = view == COPIED
+        if view == DURABLY:
+            entered = {
+                OURS: Ours(source, place(), with_copy=False, options=DURABLE),
+                OURS_UNCHECKED: Ours(source, place(), with_copy=False, options=DURABLE_NO_CHECKSUM),
+                DIRECT: RawDirect(source, place(), num_writers()),
+            }
+        else:
+            entered = {
+                OURS: Ours(source, place(), with_copy=copied),
+                OURS_UNCHECKED: Ours(source, place(), with_copy=copied, options=NO_CHECKSUM),
+                RAW: RawWrite(source, place(), num_writers()),
+                VLLM: Vllm033(source, place(), with_copy=copied),
+            }
+            if copied:
+                entered[VLLM_REUSING] = Vllm033(source, place(), with_copy=True, reuse_pinned=True)
+            else:
+                entered[MEMCPY] = Memcpy(source, place(), num_writers())
+        for contestant in entered.values():
+            stack.callback(contestant.close)
+        yield entered
+
+
+def _measure(
+    view: str, entered: dict[str, Contestant], load: Load, scale: Scale, directory: Path, show: Callable[[str], None]
+) -> Cell:
+    checked = {name: contestant.measure(load, check=True) for name, contestant in entered.items()}  # warms up, too
+    assert checked.keys() == entered.keys()
+    costs = in_turn({name: _runs(contestant, load) for name, contestant in entered.items()}, scale.repetitions, warm_up=0)
+    num_bytes = load.num_rows * next(iter(entered.values())).source.row_format.row_bytes
+    raw = costs[DIRECT if view == DURABLY else RAW]
+    figures = {
+        name: Figures(
+            gb_per_s=num_bytes / 1e9 / median_wall(mine),
+            cpu_s_per_gb=statistics.median(cost.cpu for cost in mine) / (num_bytes / 1e9),
+            rss=max(cost.rss for cost in mine),
+            of_raw=speed_ratio(mine, raw),
+            of_vllm=speed_ratio(mine, costs[VLLM]) if VLLM in costs else None,
+        )
+        for name, mine in costs.items()
+    }
+    cell = Cell(view, filesystem_of(directory), load.tokens, load.in_flight, load.requests, num_bytes, figures)
+    ours = figures[OURS]
+    versus = f", {ours.of_vllm:.2f} x {VLLM}" if ours.of_vllm is not None else ""
+    show(f"{view}, {cell.filesystem}: {load.tokens} tokens, {load.in_flight} in flight: {ours.of_raw:.0%} of raw{versus}")
+    return cell
+
+
+def _runs(contestant: Contestant, load: Load) -> Callable[[], Cost]:
+    return lambda: contestant.measure(load)

@@ -1,0 +1,56 @@
+"""The machine in words: what a reader of the figures has to know of it, and nothing that names it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+
+MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+_PACKAGES = ("torch", "vllm", "vllm-ascend", "safetensors")
+
+
+def filesystem_of(directory: Path) -> str:
+    """The type of the filesystem, such as ext4."""
+    device = os.stat(directory).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            return rest.split()[0]
+    return "unknown filesystem"
+
+
+def describe() -> dict[str, str]:
+    """What the figures depend on, by name."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores for this process",
+        "memory": f"{total / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
+        "NPU": _npu(),
+        "Python": platform.python_version(),
+    } | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def load_average() -> float:
+    """Of the last minute; above the number of cores others are running too."""
+    return os.getloadavg()[0]
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _npu() -> str:
+    import torch_npu
+
+    # The emulator's torch_npu is a module on PYTHONPATH; the real one is a package that pip knows.
+    try:
+        return f"torch_npu {importlib.metadata.version('torch_npu')}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"emulated ({Path(torch_npu.__file__).parent.name} of vllm_ascend_hsx.emulator)"

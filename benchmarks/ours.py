@@ -1,0 +1,311 @@
+"""Ours as a contestant, and the one place where the benchmarks touch the package's internals: the production worker, its threads and
+FileSink, without an engine around them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import vllm_ascend_hsx
+from benchmarks.peers import Contestant
+from benchmarks.rows import DTYPE, MINIMAX_M2, STEP_TOKENS, Load, Source, Step, assert_files_are_right, npu, token_ids
+from vllm_ascend_hsx.attention import AscendCacheOnlyLayer, AscendCacheOnlyMetadataBuilder
+from vllm_ascend_hsx.config import ExtractionTarget, HsxConfig
+from vllm_ascend_hsx.connector.extraction import Extraction
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.worker import ExtractionWorker
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.spans import cut
+from vllm_ascend_hsx.staging import Piece, PinnedRing, StagingCache, StagingSlot
+from vllm_ascend_hsx.startup import StartUp
+
+# kv_connector_extra_config, as a user would give it.
+Options = Mapping[str, Any]
+DEFAULTS: Options = {}
+NO_CHECKSUM: Options = {"checksum": "none"}
+DURABLE: Options = {"io": "direct", "durability": "fdatasync"}
+DURABLE_NO_CHECKSUM: Options = {**DURABLE, **NO_CHECKSUM}
+
+
+def start_up(row_format: RowFormat, directory: Path, options: Options = DEFAULTS) -> StartUp:
+    """What a server with these options would start with."""
+    layers = row_format.num_layers
+    target = ExtractionTarget(row_format.model, row_format.layer_ids, tuple(range(layers)), row_format.hidden_size, STEP_TOKENS)
+    return StartUp(HsxConfig.parse({"shared_storage_path": str(directory), **options}), target, row_format, DTYPE)
+
+
+def num_writers() -> int:
+    """Writer threads of a worker that has this machine for itself."""
+    return start_up(MINIMAX_M2, Path("/unused")).num_writers(1)
+
+
+def ring_bytes() -> int:
+    """Pinned memory of a worker."""
+    return start_up(MINIMAX_M2, Path("/unused")).config.pinned_ring_bytes
+
+
+def _build_worker(settled: StartUp, staging: StagingCache, device: torch.device) -> ExtractionWorker:
+    """As AscendHiddenStatesConnector does it."""
+    config, row_format = settled.config, settled.row_format
+    return ExtractionWorker(
+        rank=0,
+        staging=staging,
+        ring=PinnedRing(config.pinned_ring_bytes, row_format.row_shape, settled.dtype),
+        sink=FileSink(settled.directory, row_format, settled.file_options),
+        device=device,
+        num_writers=settled.num_writers(1),
+        patience=config.storage_patience_s,
+        check_finite=config.check_finite,
+    )
+
+
+def _settle(worker: ExtractionWorker) -> None:
+    """Wait until all rows that were saved are in their files, and what ended has been decided."""
+    copied = threading.Event()
+    worker._copier.then(copied.set)
+    copied.wait()
+    for writer in worker._writers:
+        written = threading.Event()
+        writer.submit(written.set)
+        written.wait()
+
+
+class SourceSlot(StagingSlot):
+    """A slot that has been filled with rows of the source; nothing of that is measured, for it is the device's work."""
+
+    def __init__(self, source: Source, step: Step) -> None:
+        super().__init__(source.device[step.source : step.source + step.num_rows])
+        self.spans = list(step.spans)
+        self.host = source.host[step.source : step.source + step.num_rows]
+        self.data = source.bytes_of(step.source, step.num_rows)
+        self.written.record(npu().current_stream())
+
+
+class Staging(StagingCache):
+    """Hands out slots that stand ready instead of filling its own."""
+
+    def ready(self, slot: StagingSlot) -> None:
+        self._filled = slot
+
+
+class Pipeline:
+    """A worker as the connector builds it. The engine's part of it belongs to the thread that calls.
+
+    Args:
+        with_copy: the copier copies from the NPU into the ring. Without, its pieces are the rows of the source that are on the host
+            already: a device's DMA engine would have put them there. The ring still says how many there may be.
+        options: kv_connector_extra_config, without the directory.
+        on_host: called when a piece is there; without the copy only.
+        on_published: called when a file can be seen under its name.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        directory: Path,
+        *,
+        with_copy: bool,
+        options: Options = DEFAULTS,
+        on_host: Callable[[], None] = lambda: None,
+        on_published: Callable[[], None] = lambda: None,
+    ) -> None:
+        row_format, device = source.row_format, source.device.device
+        settled = start_up(row_format, directory, options)
+        self.staging_slots = settled.config.staging_slots
+        self.staging = Staging(
+            num_slots=1,
+            max_tokens=1,
+            num_layers=row_format.num_layers,
+            hidden_size=row_format.hidden_size,
+            dtype=DTYPE,
+            device=device,
+            collected=settled.target.collected,
+        )
+        self.worker = _build_worker(settled, self.staging, device)
+        self.ring: PinnedRing = self.worker._ring
+        self._on_host = on_host
+        self._on_published = on_published
+        storage = self.worker._sink.storage  # type: ignore[attr-defined]
+        self._rename = storage.rename
+        storage.rename = self._rename_and_tell
+        self._condition = threading.Condition()
+        self._decided: dict[str, str | None] = {}
+        self._tell_worker = self.worker._on_decided
+        self.worker._on_decided = self._on_decided  # type: ignore[method-assign]
+        self._ended: list[RequestEnd] = []
+        if not with_copy:
+            self.worker._copier._copy = self._deliver_source  # type: ignore[method-assign,assignment]
+
+    def start(self, starts: Iterable[RequestStart]) -> None:
+        """The beginning of a step."""
+        self.worker.start_step(HsxConnectorMetadata(ended=self._ended, started=list(starts)))
+        self._ended = []
+
+    def save(self, slot: StagingSlot) -> None:
+        """The rest of a step."""
+        self.staging.ready(slot)
+        self.worker.save()
+        self.worker.report()
+
+    def wait_until_open(self) -> None:
+        """Until the files of the requests that began have their locks."""
+        self.worker.report()
+
+    def wait_until_written(self) -> None:
+        """Until the files have all rows that were saved."""
+        _settle(self.worker)
+
+    def wait_for(self, request_ids: Iterable[str]) -> None:
+        """Until the files are published; the requests end, as in an engine, with the next step."""
+        wanted = set(request_ids)
+        with self._condition:
+            self._condition.wait_for(lambda: wanted <= self._decided.keys())
+            reasons = {self._decided.pop(request_id) for request_id in wanted} - {None}
+        if reasons:
+            raise RuntimeError(f"requests failed: {reasons}")
+        self._ended += [RequestEnd(request_id, aborted=False) for request_id in wanted]
+
+    def close(self) -> None:
+        self.start([])
+        self.worker.close()
+
+    def _on_decided(self, extraction: Extraction, error: str | None) -> None:
+        self._tell_worker(extraction, error)
+        with self._condition:
+            self._decided[extraction.request_id] = error
+            self._condition.notify_all()
+
+    def _rename_and_tell(self, source: str, target: str) -> None:
+        self._rename(source, target)
+        self._on_published()
+
+    def _deliver_source(self, slot: SourceSlot) -> None:
+        """Stands in for Copier._copy."""
+        copier, row_bytes = self.worker._copier, self.ring.row_bytes
+        for start, count, spans in cut(slot.spans, self.ring.rows_per_buffer):
+            index, _, _ = self.ring.acquire()
+            copied = npu().Event()
+            copied.record(copier._stream)
+            data = slot.data[start * row_bytes : (start + count) * row_bytes]
+            self._on_host()
+            copier._deliver(Piece(slot.host[start : start + count], data, spans, copied, self.ring, index))
+            copier._delivered += count
+        slot.copied.record(copier._stream)
+
+
+class MainThread:
+    """What the worker's main thread does in a step: proposer, forward context, cache-only layer, staging and worker; the model, the runner
+    and the connector's facade are not there. Tensor and pipeline parallelism are off, so the runner has nothing to pad or agree on.
+
+    Args:
+        max_tokens: of a step.
+    """
+
+    def __init__(self, row_format: RowFormat, directory: Path, device: torch.device, max_tokens: int) -> None:
+        import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
+        from vllm.config import VllmConfig
+
+        from vllm_ascend_hsx.proposer import HsxProposer
+
+        settled = start_up(row_format, directory)
+        staging = StagingCache(
+            num_slots=settled.config.staging_slots,
+            max_tokens=max_tokens,
+            num_layers=row_format.num_layers,
+            hidden_size=row_format.hidden_size,
+            dtype=DTYPE,
+            device=device,
+            collected=settled.target.collected,
+        )
+        self._worker = _build_worker(settled, staging, device)
+        name = "cache_only_layers.0"
+        config = VllmConfig()
+        self._proposer = HsxProposer.__new__(HsxProposer)
+        self._proposer.runner = SimpleNamespace(_pad_for_sequence_parallelism=lambda num_tokens: num_tokens)
+        self._proposer.vllm_config = config
+        self._proposer.staging = staging
+        self._proposer.model = AscendCacheOnlyLayer(staging, name, config)
+        self._proposer.attn_metadata_builder = AscendCacheOnlyMetadataBuilder(None, [name], config, device)
+        # What the target returns: one [tokens, hidden] per layer.
+        self._rows = [
+            torch.zeros(max_tokens, row_format.hidden_size, dtype=DTYPE, device=device) for _ in range(row_format.num_layers)
+        ]
+        self._sampled = torch.zeros(max_tokens, 1, dtype=torch.int64, device=device)
+        self._ended: list[RequestEnd] = []
+
+    def step(self, starts: Iterable[RequestStart], input_batch: Any, query_start_loc: torch.Tensor) -> float:
+        """One step; returns the CPU time of this thread in seconds.
+
+        Args:
+            starts: the requests that begin in it.
+            input_batch: the runner's, as far as the proposer reads it.
+            query_start_loc: int32 [requests + 1] on the host.
+        """
+        metadata = HsxConnectorMetadata(ended=self._ended, started=list(starts))
+        self._ended = []
+        self._proposer.runner.input_batch = input_batch
+        common = SimpleNamespace(query_start_loc_cpu=query_start_loc)
+        target_rows = [rows[: int(query_start_loc[-1])] for rows in self._rows]
+        sampled = self._sampled[: len(input_batch.req_ids)]
+        began = time.thread_time()
+        self._worker.start_step(metadata)
+        self._proposer.propose(sampled, target_rows, common)
+        self._worker.save()
+        self._worker.report()
+        return time.thread_time() - began
+
+    def settle(self) -> None:
+        """Wait until nothing is under way: what the next step costs is its own."""
+        _settle(self._worker)
+
+    def end(self, request_ids: Iterable[str], *, complete: bool) -> None:
+        """The requests end with the next step; those that are not complete are aborted."""
+        self._ended += [RequestEnd(request_id, aborted=not complete) for request_id in request_ids]
+
+    def close(self) -> None:
+        self._worker.start_step(HsxConnectorMetadata(ended=self._ended))
+        self._worker.close()
+
+
+def start_of(request_id: str, path: Path, tokens: int) -> RequestStart:
+    """What the scheduler says of a request of which only the prompt is wanted."""
+    return RequestStart(request_id, str(path), 0, token_ids(tokens))
+
+
+class Ours(Contestant):
+    """Steps one after the other, as fast as the staging slots allow."""
+
+    def __init__(self, source: Source, directory: Path, *, with_copy: bool, options: Options = DEFAULTS) -> None:
+        super().__init__(source, directory)
+        self._pipeline = Pipeline(source, directory, with_copy=with_copy, options=options)
+        self._waves: list[tuple[list[RequestStart], list[SourceSlot]]] = []
+
+    def prepare(self, load: Load) -> None:
+        self._waves = []
+        for steps in load.waves:
+            starts = [start_of(span.request_id, self.path(span.request_id), load.tokens) for span in steps[0].spans]
+            self._waves.append((starts, [SourceSlot(self.source, step) for step in steps]))
+
+    def run(self, load: Load) -> None:
+        for starts, slots in self._waves:
+            for index, slot in enumerate(slots):
+                self._pipeline.start(starts if index == 0 else [])
+                if index >= self._pipeline.staging_slots:
+                    slots[index - self._pipeline.staging_slots].issued.wait()  # its memory is this slot's, as StagingCache.write has it
+                self._pipeline.save(slot)
+            self._pipeline.wait_for(start.request_id for start in starts)
+
+    def verify(self, load: Load) -> None:
+        for request_id, rows in load.expected(self.source.host).items():
+            states = vllm_ascend_hsx.load(self.path(request_id), 0)
+            assert_files_are_right([({"hidden_states": states.hidden_states, "token_ids": states.token_ids}, rows)])
+
+    def close(self) -> None:
+        self._pipeline.close()

@@ -1,0 +1,62 @@
+"""A reader in a process of its own: waits for the files that it is told of, and answers when it was woken and when it had the tensors.
+
+Usage: python -m benchmarks.reader_process sleep|poll|flock
+
+Reads a path per line, answers each with a line of JSON: "told" and "loaded", seconds of the clock that all processes share.
+* sleep: as vllm_ascend_hsx.load, which sleeps on the lock.
+* poll: tries the lock every 0.1 s, as the reader of speculators does (hs_connectors/transfer.py, hs-connectors 0.9.0).
+* flock: sleeps on the lock and loads nothing: how fast the system wakes anybody.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import sys
+import time
+from pathlib import Path
+
+import vllm_ascend_hsx
+from vllm_ascend_hsx.sinks.lock import wait_until_released
+from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
+
+POLL_SECONDS = 0.1
+TIMEOUT = 60.0
+
+
+def wait_asleep(path: Path) -> None:
+    """The first thing that `load` does."""
+    wait_until_released(path.with_name(path.name + LOCK_SUFFIX), TIMEOUT)
+
+
+def wait_polling(path: Path) -> None:
+    with open(path.with_name(path.name + LOCK_SUFFIX)) as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(POLL_SECONDS)
+            else:
+                return
+
+
+def wait_for_flock(path: Path) -> None:
+    with open(path.with_name(path.name + LOCK_SUFFIX)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
+WAYS = {"sleep": wait_asleep, "poll": wait_polling, "flock": wait_for_flock}
+
+
+def main(way: str) -> None:
+    for line in sys.stdin:
+        path = Path(line.rstrip("\n"))
+        WAYS[way](path)
+        told = time.monotonic()
+        if way != "flock":
+            vllm_ascend_hsx.load(path, TIMEOUT, mmap=True)
+        print(json.dumps({"told": told, "loaded": time.monotonic()}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,174 @@
+"""The results as tables on the terminal, as JSON, as docs/performance.md and as a plot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import engine, latency, per_step, words
+from benchmarks.engine import OFF
+from benchmarks.goals import MIB, Results, judge
+from benchmarks.host_path import COPIED, DIRECT, DURABLY, OURS, PINNED, RAW, VLLM, Cell
+from benchmarks.rows import STEP_TOKENS
+
+Rows = list[list[str]]
+TABLE = tuple[str, list[str], Rows]  # title, headings, rows
+
+NAME = "performance"
+
+
+def tables(results: Results) -> list[TABLE]:
+    """What is shown, in this order."""
+    shown: list[TABLE] = [goals_table(results)]
+    for view in (PINNED, COPIED, DURABLY):
+        if cells := [cell for cell in results.host if cell.view == view]:
+            shown.append(host_table(view, cells))
+    shown += [latency_table(each) for each in results.latency]
+    if results.engine is not None:
+        shown.append(engine_table(results.engine))
+    if results.step is not None:
+        shown.append(step_table(results.step))
+    return shown
+
+
+def goals_table(results: Results) -> TABLE:
+    rows = [[each.goal, each.measured, each.met, each.limit] for each in judge(results)]
+    return "goals", ["goal", "measured", "met", "limit measured"], rows
+
+
+def host_table(view: str, cells: Sequence[Cell]) -> TABLE:
+    reference = DIRECT if view == DURABLY else RAW
+    names = [name for name in cells[0].figures if name != reference]
+    headings = ["filesystem", "tokens", "in flight", *(f"{name}: % of {reference}" for name in names)]
+    if view != DURABLY:
+        headings.append(f"ours: times {VLLM}")
+    headings += ["CPU s/GB: " + ", ".join(cells[0].figures)]
+    peers = [name for name in cells[0].figures if name.startswith(VLLM)]
+    if view == COPIED:
+        headings += ["memory in MiB: " + ", ".join([OURS, *peers])]
+    rows = []
+    for cell in cells:
+        row = [cell.filesystem, f"{cell.tokens:,}", str(cell.in_flight), *(f"{cell.figures[name].of_raw:.0%}" for name in names)]
+        if view != DURABLY:
+            row.append(f"{cell.figures[OURS].of_vllm or 0:.2f}")
+        row.append(" / ".join(f"{figures.cpu_s_per_gb:.3f}" for figures in cell.figures.values()))
+        if view == COPIED:
+            row.append(" / ".join(f"{cell.figures[name].rss / MIB:,.0f}" for name in (OURS, *peers)))
+        rows.append(row)
+    return view, headings, rows
+
+
+def latency_table(result: latency.Result) -> TABLE:
+    headings = ["tokens", "last chunk", "last row → published", "end of step → published"]
+    headings += ["raw write of the last chunk", "published → told", "published → mapped"]
+    rows = [
+        [f"{each.tokens:,}", f"{each.last_chunk:,}"]
+        + [_p50_p99(each.quantiles[name]) for name in ("from_host", "from_step", "raw", "told", "loaded")]
+        for each in result.prompts
+    ]
+    return f"latency, {result.filesystem}: p50 / p99 in ms", headings, rows
+
+
+def _p50_p99(quantiles: dict[str, float]) -> str:
+    return f"{quantiles['p50'] * 1e3:.2f} / {quantiles['p99'] * 1e3:.2f}"
+
+
+def engine_table(result: engine.Result) -> TABLE:
+    rows = [
+        [name, f"{result.requests_per_s[name]:.0%}", f"{result.cpu_per_step[name]:.0%}", str(result.steps[name])]
+        for name in result.requests_per_s
+    ]
+    return "engine on the emulated NPU", ["extraction", "requests/s, % of off", "CPU time per step, % of off", "steps"], rows
+
+
+def step_table(result: per_step.Result) -> TABLE:
+    rows = [
+        [
+            f"{cell.tokens:,}",
+            str(cell.in_flight),
+            f"{cell.beginning * 1e6:.0f}",
+            "" if cell.going_on is None else f"{cell.going_on * 1e6:.0f}",
+            f"{cell.idle * 1e6:.0f}",
+        ]
+        for cell in result.cells
+    ]
+    return "main thread, µs of CPU time per step", ["tokens", "in flight", "all begin", "all go on", "nothing is extracted"], rows
+
+
+def show(console: Console, results: Results) -> None:
+    """Print all tables."""
+    for title, headings, rows in tables(results):
+        table = Table(title=title, title_justify="left")
+        for index, heading in enumerate(headings):
+            table.add_column(heading, overflow="fold", justify="left" if index == 0 or title == "goals" else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def write(results: Results, directory: Path) -> list[Path]:
+    """Write performance.json, .png and .md; returns their paths."""
+    from benchmarks.plot import draw
+
+    directory.mkdir(parents=True, exist_ok=True)
+    as_json, image, text = (directory / f"{NAME}.{suffix}" for suffix in ("json", "png", "md"))
+    as_json.write_text(json.dumps(asdict(results), indent=1) + "\n")
+    draw(results, image)
+    text.write_text(markdown(results))
+    return [as_json, image, text]
+
+
+def markdown(results: Results) -> str:
+    """docs/performance.md."""
+    found = {title: _markdown_table(headings, rows) for title, headings, rows in tables(results)}
+    parts = [words.HEAD.format(machine=_machine(results)), "## Goals", found.pop("goals"), f"![the figures as a plot]({NAME}.png)"]
+    parts += ["## What is measured", words.METHOD]
+    for view in (PINNED, COPIED, DURABLY):
+        if view in found:
+            parts += [f"## Path to the file: {view}", words.VIEWS[view], found.pop(view)]
+    for filesystem, reason in results.no_durable_view.items():
+        parts.append(f"There is no durable view on {filesystem}: {reason}.")
+    for each in results.latency:
+        parts += [f"## Latency on {each.filesystem}", _latency_words(each), found.pop(latency_table(each)[0])]
+    if results.engine is not None:
+        parts += ["## Engine", _engine_words(results.engine), found.pop(engine_table(results.engine)[0])]
+    if results.step is not None:
+        parts += ["## Main thread", _step_words(results.step), found.pop(step_table(results.step)[0])]
+    assert not found, found.keys()
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(headings: Sequence[str], rows: Rows) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _machine(results: Results) -> str:
+    facts = [f"* {name}: {value}" for name, value in results.machine.items()]
+    before, after = results.load_average
+    return "\n".join([*facts, f"* load average at the beginning and at the end: {before:.1f}, {after:.1f}"])
+
+
+def _latency_words(result: latency.Result) -> str:
+    vllm = ", ".join(f"{seconds * 1e3:,.0f} ms for {tokens:,} tokens" for tokens, seconds in result.vllm.items())
+    return words.LATENCY.format(
+        told=_p50_p99(result.told), bare=_p50_p99(result.bare_told), polled=_p50_p99(result.polled), vllm=vllm, step_tokens=STEP_TOKENS
+    )
+
+
+def _engine_words(result: engine.Result) -> str:
+    return f"{result.model}. {words.ENGINE.format(off=OFF)}"
+
+
+def _step_words(result: per_step.Result) -> str:
+    return words.STEP.format(
+        step=result.per_step * 1e6,
+        request=result.per_request * 1e6,
+        begins=result.per_beginning * 1e6,
+        slope=result.per_1000_tokens * 1e6,
+    )

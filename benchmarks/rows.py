@@ -1,0 +1,158 @@
+"""The rows that all contestants write, and how requests in flight share the steps that compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.spans import Span
+
+# MiniMax-M2 with four layers in bfloat16: 24,576 bytes per token.
+MINIMAX_M2 = RowFormat(layer_ids=(2, 31, 59, 62), hidden_size=3072, dtype="BF16", model="MiniMaxAI/MiniMax-M2")
+# For the smoke test, as small as direct I/O allows: 4,096 bytes per token.
+TINY = RowFormat(layer_ids=(2, 0), hidden_size=1024, dtype="BF16", model="tiny")
+
+DTYPE = torch.bfloat16
+PAGE = 4096  # what O_DIRECT wants offsets, sizes and memory to be multiples of
+STEP_TOKENS = 2048  # tokens of one step of the engine (max_num_batched_tokens)
+
+
+def npu() -> Any:
+    """torch.npu, which torch_npu brings."""
+    return torch.npu  # type: ignore[attr-defined]
+
+
+class Source:
+    """Rows as the device computed them, in pinned host memory and on the NPU: the same bytes in both.
+
+    Args:
+        row_format: BF16.
+        tokens: rows; more bytes than the processor's caches hold, so that nobody reads them from there.
+
+    Attributes:
+        host: pinned [tokens, layers, hidden], at the beginning of a page.
+        device: the same on the NPU.
+    """
+
+    def __init__(self, row_format: RowFormat, tokens: int, device: torch.device) -> None:
+        self.row_format = row_format
+        self.tokens = tokens
+        num_bytes = tokens * row_format.row_bytes
+        memory = torch.empty(num_bytes + PAGE, dtype=torch.uint8, pin_memory=True)
+        begin = -memory.data_ptr() % PAGE
+        self.host = memory[begin : begin + num_bytes].view(DTYPE).view(tokens, *row_format.row_shape)
+        # Finite values of bfloat16 (exponent below 0xff), no two rows alike.
+        bits = np.random.default_rng(0).integers(0, 0x7F80, size=(tokens, *row_format.row_shape), dtype=np.int16)
+        self.host.view(torch.int16).copy_(torch.from_numpy(bits))
+        self.device = self.host.to(device)
+
+    def bytes_of(self, first: int, count: int) -> memoryview:
+        """The bytes of rows [first, first + count) of the pinned copy, not copied."""
+        view: memoryview = self.host[first : first + count].view(torch.uint8).numpy().reshape(-1).data
+        return view
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step computes.
+
+    Attributes:
+        source: row of the source where the step's rows begin.
+        spans: whose they are; `Span.row` counts from there.
+    """
+
+    source: int
+    spans: tuple[Span, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(span.num_rows for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Equal requests, some of which are in flight at a time.
+
+    Attributes:
+        tokens: of each request.
+        requests: how many in all.
+        in_flight: how many share the steps; when these are done, the next ones begin.
+        source_tokens: rows of the source.
+        step_tokens: rows of a step.
+    """
+
+    tokens: int
+    requests: int
+    in_flight: int
+    source_tokens: int
+    step_tokens: int = STEP_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.requests % self.in_flight:
+            raise ValueError(f"{self.requests} requests cannot be {self.in_flight} in flight at all times")
+        if max(self.tokens, self.step_tokens) > self.source_tokens:
+            raise ValueError(f"requests of {self.tokens} tokens and steps of {self.step_tokens} need a source as large")
+
+    @cached_property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(f"request-{index}" for index in range(self.requests))
+
+    @cached_property
+    def waves(self) -> tuple[tuple[Step, ...], ...]:
+        """The steps of each group of requests that are in flight together; every request has an equal share of each step."""
+        share = max(1, min(self.tokens, self.step_tokens // self.in_flight))
+        at, waves = 0, []
+        for begin in range(0, self.requests, self.in_flight):
+            together = self.ids[begin : begin + self.in_flight]
+            steps = []
+            for first in range(0, self.tokens, share):
+                count = min(share, self.tokens - first)
+                if at + count * len(together) > self.source_tokens:
+                    at = 0
+                spans = tuple(Span(request_id, first, count, index * count) for index, request_id in enumerate(together))
+                steps.append(Step(at, spans))
+                at += count * len(together)
+            waves.append(tuple(steps))
+        return tuple(waves)
+
+    @property
+    def num_rows(self) -> int:
+        return self.tokens * self.requests
+
+    def first_row(self, index: int) -> int:
+        """Where in the source a contestant that writes a request as one piece finds the rows of request `index`."""
+        places = self.source_tokens - self.tokens + 1
+        return index * 977 % places  # spread out, so that no request finds what the one before it left in the caches
+
+    def expected(self, source: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The rows of each request that came in steps, [tokens, layers, hidden]."""
+        pieces: dict[str, list[torch.Tensor]] = {request_id: [] for request_id in self.ids}
+        for step in (step for wave in self.waves for step in wave):
+            for span in step.spans:
+                begin = step.source + span.row
+                pieces[span.request_id].append(source[begin : begin + span.num_rows])
+        return {request_id: torch.cat(rows) for request_id, rows in pieces.items()}
+
+
+def token_ids(tokens: int) -> np.ndarray:
+    """int64 [tokens]."""
+    return np.arange(tokens, dtype=np.int64) * 3 + 1
+
+
+def assert_files_are_right(files: Sequence[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+    """Compare loaded tensors with the rows that they must hold, bit by bit.
+
+    Raises:
+        AssertionError: they differ: then the figures are worth nothing.
+    """
+    for tensors, rows in files:
+        if not torch.equal(tensors["hidden_states"].view(torch.int16), rows.view(torch.int16)):
+            raise AssertionError("a file does not hold the rows that were written")
+        if not np.array_equal(tensors["token_ids"].numpy(), token_ids(len(rows))):
+            raise AssertionError("a file does not hold the token ids that were written")

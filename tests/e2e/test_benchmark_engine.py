@@ -1,0 +1,27 @@
+"""The benchmark of engines runs: the same requests without extraction, with ours and with vLLM's connector."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import process_environment
+
+from benchmarks import engine
+
+
+def test_three_engines_serve_the_same_requests_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in process_environment(npus=1, late=False).items():
+        monkeypatch.setenv(name, value)
+    result = engine.run(engine.Scale(rounds=1, requests=3, max_tokens=2), tmp_path, print)
+    assert set(result.requests_per_s) == set(result.cpu_per_step) == {engine.OFF, engine.OURS, engine.VLLM}
+    assert result.requests_per_s[engine.OFF] == result.cpu_per_step[engine.OFF] == 1.0
+    assert len(set(result.steps.values())) == 1  # extraction adds none
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_does_not_start_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in process_environment(npus=1, late=False).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match="exit code 1(.|\\n)*no-such-model"):
+        engine.Engine({"model": str(tmp_path / "no-such-model")}, {}, tmp_path / "log")
