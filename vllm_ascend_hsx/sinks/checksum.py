@@ -31,7 +31,7 @@ class RunningChecksum:
         self._stale = False
 
     def add(self, offset: int, data: memoryview) -> None:
-        """Bytes that are in the file at `offset` now."""
+        """Bytes that are about to be written at `offset`."""
         with self._mutex:
             if self._stale or offset != self._end:
                 self._stale = True

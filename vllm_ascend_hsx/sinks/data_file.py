@@ -89,14 +89,14 @@ class DataFile:
         """
         offset = self._layout.row_offset(first)
         self._make_room(offset + data.nbytes)
+        if self._checksum is not None:
+            self._checksum.add(offset, data)  # before the write, which then finds the rows in the processor's cache
         try:
             write_at(self._fd_for(data, offset), data, offset)
         except BaseException:
             if self._checksum is not None:
                 self._checksum.spoil()
             raise
-        if self._checksum is not None:
-            self._checksum.add(offset, data)
         if self._options.durability == "fdatasync" and self._direct_fd < 0 and data.nbytes >= _WRITEBACK:
             start_writeback(self._fd, offset, data.nbytes)
 

@@ -6,6 +6,7 @@ import json
 import os
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import vllm_ascend_hsx
@@ -22,6 +23,7 @@ _LENGTH = struct.Struct("<Q")
 _TOKEN_ID_BYTES = 8
 # Room for the numbers and digests that are known only at the end: eight of at most 20 digits, and a checksum with its name.
 _LATE_BYTES = 320
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _MAX_HEADER = 100_000_000  # safetensors' own limit (safetensors 0.8.0, MAX_HEADER_SIZE)
 
 # Bytes per element of every dtype that a file which we read may hold, by safetensors name.
@@ -58,7 +60,7 @@ class FileLayout:
     def __init__(self, row_format: RowFormat, request_id: str) -> None:
         self._row_format = row_format
         self._request_id = request_id
-        needed = _LENGTH.size + len(self._header_json(0, 0)) + _LATE_BYTES
+        needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(_valid_unicode(request_id))) + _LATE_BYTES
         self.data_start = -(-needed // PAGE) * PAGE
 
     def row_offset(self, position: int) -> int:
@@ -76,40 +78,48 @@ class FileLayout:
             num_prompt_tokens: how many of them are the prompt's.
             checksum: algorithm and digest of all that stands behind the header.
         """
-        text = self._header_json(tokens, num_prompt_tokens, checksum)
+        text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum)
         size = self.data_start - _LENGTH.size
         assert len(text) <= size, f"header of {len(text)} bytes does not fit in the {size} reserved"
         return _LENGTH.pack(size) + text.ljust(size)
 
-    def _header_json(self, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None = None) -> bytes:
-        row_format = self._row_format
-        rows_end = tokens * row_format.row_bytes
-        header = {
-            "__metadata__": {
-                "format_version": FORMAT_VERSION,
-                "producer": PRODUCER,
-                "producer_version": vllm_ascend_hsx.__version__,
-                "model": _valid_unicode(row_format.model),
-                "layer_ids": json.dumps(list(row_format.layer_ids)),
-                "layer_id_meaning": LAYER_ID_MEANING,
-                "dtype": row_format.dtype,
-                "num_prompt_tokens": str(num_prompt_tokens),
-                "num_output_tokens": str(tokens - num_prompt_tokens),
-                "request_id": _valid_unicode(self._request_id),
-                **({} if checksum is None else {"checksum_algorithm": checksum[0], "checksum": checksum[1]}),
-            },
-            HIDDEN_STATES: {
-                "dtype": row_format.dtype,
-                "shape": [tokens, *row_format.row_shape],
-                "data_offsets": [0, rows_end],
-            },
-            TOKEN_IDS: {
-                "dtype": "I64",
-                "shape": [tokens],
-                "data_offsets": [rows_end, rows_end + tokens * _TOKEN_ID_BYTES],
-            },
-        }
-        return json.dumps(header, separators=(",", ":")).encode("ascii")
+
+@lru_cache(maxsize=8)
+def _fixed_bytes(row_format: RowFormat) -> int:
+    """Bytes of a header without what is only known of a request; a server has one format, and many requests."""
+    return len(_header_json(row_format, "", 0, 0, None))
+
+
+def _header_json(
+    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None
+) -> bytes:
+    rows_end = tokens * row_format.row_bytes
+    header = {
+        "__metadata__": {
+            "format_version": FORMAT_VERSION,
+            "producer": PRODUCER,
+            "producer_version": vllm_ascend_hsx.__version__,
+            "model": _valid_unicode(row_format.model),
+            "layer_ids": json.dumps(list(row_format.layer_ids)),
+            "layer_id_meaning": LAYER_ID_MEANING,
+            "dtype": row_format.dtype,
+            "num_prompt_tokens": str(num_prompt_tokens),
+            "num_output_tokens": str(tokens - num_prompt_tokens),
+            "request_id": _valid_unicode(request_id),
+            **({} if checksum is None else {"checksum_algorithm": checksum[0], "checksum": checksum[1]}),
+        },
+        HIDDEN_STATES: {
+            "dtype": row_format.dtype,
+            "shape": [tokens, *row_format.row_shape],
+            "data_offsets": [0, rows_end],
+        },
+        TOKEN_IDS: {
+            "dtype": "I64",
+            "shape": [tokens],
+            "data_offsets": [rows_end, rows_end + tokens * _TOKEN_ID_BYTES],
+        },
+    }
+    return _ENCODER.encode(header).encode("ascii")
 
 
 def read_header(fd: int) -> Header:
