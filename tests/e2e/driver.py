@@ -147,8 +147,16 @@ class Driver:
             self.step()
 
     def settle(self) -> None:
-        """After drain: step until the workers know that the requests have ended, wait until every row is written, and let the scheduler
-        hear of it. Needs our connector, and its worker in this process."""
+        """After drain: finish_writes, and let the scheduler hear of it."""
+        self.finish_writes()
+        # What the engine does when a request has ended and nothing else is to be done: a step without tokens.
+        empty = self.core.scheduler.schedule()
+        assert empty.total_num_scheduled_tokens == 0
+        self.core.scheduler.update_from_output(empty, self.core.model_executor.execute_model(empty))
+
+    def finish_writes(self) -> None:
+        """After drain: step until the workers know that the requests have ended, and wait until every file is decided. Needs our connector,
+        and its worker in this process."""
         while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.step()
         worker = self._halves()["worker"]
@@ -159,10 +167,15 @@ class Driver:
             written = threading.Event()
             writer.submit(written.set)
             written.wait()
-        # What the engine does when a request has ended and nothing else is to be done: a step without tokens.
-        empty = self.core.scheduler.schedule()
-        assert empty.total_num_scheduled_tokens == 0
-        self.core.scheduler.update_from_output(empty, self.core.model_executor.execute_model(empty))
+
+    def hold_writes(self) -> None:
+        """Have storage stand still until `release_writes`."""
+        self._released = threading.Event()
+        for writer in self._halves()["worker"]._writers:
+            writer.submit(self._released.wait)
+
+    def release_writes(self) -> None:
+        self._released.set()
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         return bool(self.engine.reset_prefix_cache(reset_running_requests=reset_running_requests))
@@ -182,7 +195,30 @@ class Driver:
         hits, faulty_storage.hits[:] = list(faulty_storage.hits), []
         return hits
 
+    def log_stats(self) -> None:
+        self.engine.do_log_stats()
+
     # What is going on inside
+
+    def record_all_stats(self) -> None:
+        """Record stats of steps without outputs too, as the API server does (v1/engine/async_llm.py:697 in 0.23.0); LLMEngine loses them
+        (v1/engine/llm_engine.py:316)."""
+        client, loggers = self.engine.engine_core, self.engine.logger_manager
+        get_output = client.get_output
+
+        def get_and_record() -> Any:
+            outputs = get_output()
+            if outputs.scheduler_stats is not None and not outputs.outputs:
+                loggers.record(scheduler_stats=outputs.scheduler_stats, iteration_stats=None)
+            return outputs
+
+        client.get_output = get_and_record
+
+    def metrics(self) -> str:
+        """What GET /metrics would answer."""
+        from prometheus_client import REGISTRY, generate_latest
+
+        return generate_latest(REGISTRY).decode()
 
     def progress(self) -> dict[str, dict[str, Any]]:
         """Every request that the scheduler knows, by internal id."""
@@ -231,7 +267,9 @@ class Driver:
     def _halves(self) -> dict[str, Any]:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        return {"scheduler": self.core.scheduler.connector._scheduler, "worker": get_kv_transfer_group()._worker}
+        scheduler, worker = self.core.scheduler.connector, get_kv_transfer_group()
+        ours = [next(each for each in getattr(side, "_connectors", [side]) if hasattr(each, "_worker")) for side in (scheduler, worker)]
+        return {"scheduler": ours[0]._scheduler, "worker": ours[1]._worker}
 
     def real_events(self) -> None:
         """Undo what vllm-ascend does when its runner is built: torch.cuda.Event is a placeholder then (model_runner_v1.py:5210)."""
