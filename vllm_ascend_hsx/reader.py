@@ -93,7 +93,8 @@ def load(path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False, 
         HiddenStatesError: the server says that the request failed, or it died before the file was complete, or the file does not hold
             hidden states, or not those that were written, or there is no checksum to compare it with.
         TimeoutError: the server is still writing.
-        FileNotFoundError: nothing is there: a wrong path, an aborted request, or a file that somebody has taken away.
+        FileNotFoundError: nothing is there: a wrong path, an aborted request, a file that somebody has taken away, or a server that died
+            and whose leftovers another one has removed.
     """
     path = Path(path)
     lock_path = _companion(path, LOCK_SUFFIX)
@@ -106,7 +107,7 @@ def load(path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False, 
     except FileNotFoundError:
         if not lock_path.exists():
             raise FileNotFoundError(
-                errno.ENOENT, "no hidden states, no lock and no error are there; was the request aborted?", str(path)
+                errno.ENOENT, "no hidden states, no lock and no error are there; was the request aborted, or did its server die?", str(path)
             ) from None
         raise HiddenStatesError(
             path,

@@ -17,6 +17,7 @@ from sink_harness import FORMAT, Traced, listing, make_rows, open_fds, token_ids
 
 from vllm_ascend_hsx.reader import load
 from vllm_ascend_hsx.sinks import directory as directory_module
+from vllm_ascend_hsx.sinks import lock as lock_module
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -74,7 +75,7 @@ def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(tmp_path: Pa
         if call == "flock":
             raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(directory_module, "fcntl", Traced(directory_module.fcntl, checkpoint))
+    monkeypatch.setattr(lock_module, "fcntl", Traced(lock_module.fcntl, checkpoint))
     with pytest.raises(StorageDirectoryError, match="without flock.*use_synchronization_lock"):
         check_directory(tmp_path)
     check_directory(tmp_path, use_lock=False)

@@ -191,7 +191,7 @@ def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls
 
 
 def acquire(directory: Path) -> HeldLock:
-    return HeldLock.acquire(os.open(directory, os.O_RDONLY | os.O_DIRECTORY), "f.lock", 0o600)
+    return HeldLock.acquire(os.open(directory, os.O_RDONLY | os.O_DIRECTORY), "f.lock", 0o600, "token")
 
 
 def test_a_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) -> None:

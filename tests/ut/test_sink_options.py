@@ -159,7 +159,7 @@ def test_a_durable_file_is_on_the_disk_before_it_has_its_name_and_its_name_befor
         file.write(0, Aligned(FORMAT, 2).rows)
         trace(monkeypatch, calls.append)
         file.commit(tokens(2), 2)
-    order = [call for call in calls if call in ("pwrite", "fdatasync", "rename", "fsync", "flock")]
+        order = [call for call in calls if call in ("pwrite", "fdatasync", "rename", "fsync", "flock")]
     assert order == ["pwrite", "pwrite", "fdatasync", "rename", "fsync", "flock"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import secrets
@@ -10,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_hsx.sinks.format import PAGE
-from vllm_ascend_hsx.sinks.names import partial_name
+from vllm_ascend_hsx.sinks.lock import hold_new
+from vllm_ascend_hsx.sinks.names import mark_name, partial_name
 from vllm_ascend_hsx.sinks.system import is_in_memory, reserve
 
 OPTION = "shared_storage_path"
 LOCK_OPTION = "use_synchronization_lock"
 IO_OPTION = "io"
+_ATTEMPTS = 8  # to hold a new file; each is lost only to somebody who saw it before it was held
 _SECTORS = (512, 1024, 2048, PAGE)  # what a filesystem may want direct I/O to be aligned to
 
 
@@ -82,41 +83,58 @@ def open_directory(path: Path) -> int:
 
 
 def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool) -> Filesystem:
-    token = secrets.token_hex(4)
-    first, second = partial_name("probe", token), partial_name("probe.renamed", token)
+    name, fd = _make_probe(path, dir_fd, use_lock)
     try:
-        fd = os.open(first, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
-    except OSError as error:
-        raise StorageDirectoryError(
-            path,
-            f"cannot be written: {error.strerror}",
-            f"Make it writable for the user that runs the server (uid {os.geteuid()}), or name another one.",
-        ) from error
-    name = first
-    try:
-        if use_lock:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise StorageDirectoryError(
-                    path,
-                    f"is on a filesystem without flock: {error.strerror}",
-                    f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false and let readers wait "
-                    "for the file to appear.",
-                ) from error
         try:
-            filesystem = Filesystem(_alignment_of_direct_writes(path, dir_fd, first, fd) if direct else 1, not is_in_memory(fd))
+            filesystem = Filesystem(_alignment_of_direct_writes(path, dir_fd, name, fd) if direct else 1, not is_in_memory(fd))
             os.pwrite(fd, b"x", 0)
-            os.rename(first, second, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-            name = second
+            renamed = _probe_name(use_lock)
+            os.rename(name, renamed, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+            name = renamed
         except OSError as error:
             raise StorageDirectoryError(
                 path, f"cannot hold a file: {error.strerror}", "Free space or raise the quota there, or name another one."
             ) from error
         return filesystem
     finally:
+        try:
+            os.unlink(name, dir_fd=dir_fd)  # while it is held, or somebody who cleans up is faster
+        finally:
+            os.close(fd)
+
+
+def _probe_name(use_lock: bool) -> str:
+    """With locks that of a server's mark: it is held, and were we killed now, the next server removes it."""
+    token = secrets.token_hex(4)
+    return mark_name(token) if use_lock else partial_name("probe", token)
+
+
+def _make_probe(path: Path, dir_fd: int, use_lock: bool) -> tuple[str, int]:
+    for _ in range(_ATTEMPTS):
+        name = _probe_name(use_lock)
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+        except OSError as error:
+            raise StorageDirectoryError(
+                path,
+                f"cannot be written: {error.strerror}",
+                f"Make it writable for the user that runs the server (uid {os.geteuid()}), or name another one.",
+            ) from error
+        try:
+            if not use_lock or hold_new(dir_fd, name, fd):
+                return name, fd
+        except OSError as error:
+            os.unlink(name, dir_fd=dir_fd)
+            os.close(fd)
+            raise StorageDirectoryError(
+                path,
+                f"is on a filesystem without flock: {error.strerror}",
+                f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false and let readers wait for the file to appear.",
+            ) from error
         os.close(fd)
-        os.unlink(name, dir_fd=dir_fd)
+    raise StorageDirectoryError(
+        path, "cannot be used: new files in it are locked or removed at once", "Find out by whom, or name another one."
+    )
 
 
 def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int) -> int:

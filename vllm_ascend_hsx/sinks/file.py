@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import threading
@@ -9,12 +10,15 @@ from pathlib import Path
 
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.directory import check_directory
+from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
+from vllm_ascend_hsx.sinks.leftovers import ServerMark, remove_leftovers
 from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, below, partial_name, path_refusal
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import describe
+
+logger = logging.getLogger(__name__)
 
 _DEFAULTS = FileOptions()
 
@@ -39,8 +43,6 @@ class FileSink(Sink):
         self.row_format = row_format
         self.options = options
         self.storage = Storage.at(directory, options.mode)
-        # Hidden names of this sink's own: two servers in one directory never meet in them.
-        self.token = secrets.token_hex(4)
         self._directory = os.path.abspath(directory)
         self._parents = (os.fspath(directory), self._directory)
         # speculators opens the lock for writing: let those who may read the data do so.
@@ -48,6 +50,26 @@ class FileSink(Sink):
         self._mutex = threading.Lock()
         self._files: dict[str, RequestFile] = {}
         self._closed = False
+        self._mark: ServerMark | None = None
+        self.tidy = True  # whether every hidden file that was to be removed could be
+        try:
+            self.token = self._begin_life()
+        except BaseException:
+            self.storage.close()
+            raise
+
+    def _begin_life(self) -> str:
+        """The token of this sink's hidden files: two servers in one directory never meet in them."""
+        if not self.options.use_lock:
+            return secrets.token_hex(4)
+        try:
+            self._mark = ServerMark(self.storage.fd, self._lock_mode)
+        except OSError as error:
+            raise StorageDirectoryError(
+                Path(self._directory), describe("cannot be used: this server's mark in it could not be made", error), "Try again."
+            ) from error
+        remove_leftovers(self.storage.fd, self._directory)
+        return self._mark.token
 
     def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> RequestFile:
         relative = self._relative(path)
@@ -60,7 +82,9 @@ class FileSink(Sink):
         with self._mutex:
             if self._closed:
                 raise SinkError(request_id, path, "the sink is closed")
-            if not self.options.use_lock and relative in self._files:
+            earlier = self._files.get(relative)
+            # At once: to take its lock would be tried for some milliseconds.
+            if earlier is not None and (earlier.is_open or not self.options.use_lock):
                 raise SinkError(request_id, path, "another request is writing this file")
             try:
                 storage = self.storage.enter(folders, durable=self.options.durability == "fdatasync")
@@ -68,8 +92,9 @@ class FileSink(Sink):
                 raise SinkError(request_id, path, describe("a directory on the way to it cannot be entered", error)) from error
             lock = None
             try:
-                if self.options.use_lock:
-                    lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, self._lock_mode)
+                if self._mark is not None:
+                    self._mark.enter(folders)
+                    lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, self._lock_mode, self.token)
                 superseded = self._set_aside(storage, name)
             except LockHeldError:
                 self.leave(storage)
@@ -90,7 +115,13 @@ class FileSink(Sink):
             files = list(self._files.values())
         for file in files:
             file.fail(SERVER_STOPPED)
-        self.storage.close()
+        try:
+            if self._mark is not None:
+                (self._mark.remove if self.tidy else self._mark.leave)()
+        except OSError as error:
+            logger.error("%s: %s", self._directory, describe("the mark of this server could not be removed", error))
+        finally:
+            self.storage.close()
 
     def forget(self, file: RequestFile) -> None:
         """Called by a file that has ended. Its name may already belong to the next one: the lock is free."""

@@ -7,9 +7,9 @@ removes it itself and fails if it is gone (hs_connectors/transfer.py:43 and 126,
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
-import secrets
 import stat
 import threading
 import time
@@ -20,7 +20,9 @@ from vllm_ascend_hsx.sinks.names import partial_name
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
-_ATTEMPTS = 8  # each is lost only to somebody who changed the name between two of our calls
+# Seconds before each attempt. An attempt is lost to somebody who changed the name between two of our calls, or who holds the lock for a
+# moment: a server that cleans up, and the reader of speculators, which locks exclusively to see whether it can.
+_PAUSES = (0.0, 0.0, 0.0, 0.001, 0.002, 0.004, 0.008, 0.016)
 
 
 class LockHeldError(Exception):
@@ -36,33 +38,87 @@ class HeldLock:
         self._fd = fd
 
     @classmethod
-    def acquire(cls, dir_fd: int, name: str, mode: int) -> HeldLock:
-        """Create the lock file and hold it; never blocks, follows no symbolic link.
+    def acquire(cls, dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
+        """Create the lock file and hold it; waits for some milliseconds at most, follows no symbolic link.
 
         A file that stands there already is taken over unless another writer holds it.
+
+        Args:
+            dir_fd: the directory.
+            name: of the lock file.
+            mode: of a lock file that is created.
+            token: the server's, for a hidden name.
 
         Raises:
             LockHeldError: another writer holds it.
             OSError: it cannot be created.
         """
-        for _ in range(_ATTEMPTS):
+        for pause in _PAUSES:
+            if pause:
+                time.sleep(pause)
             try:
-                fd = os.open(name, _CREATE, mode, dir_fd=dir_fd)
+                held = cls.create(dir_fd, name, mode)
             except FileExistsError:
-                taken = _take_over(dir_fd, name, mode)
-                if taken is not None:
-                    return cls(dir_fd, name, taken)
-                continue
-            held = cls(dir_fd, name, fd)
-            try:
-                if _flock_now(fd, fcntl.LOCK_EX):
-                    os.fchmod(fd, mode)
-                    return held
-            except BaseException:
-                held.remove()
-                raise
-            os.close(fd)  # a reader that knew the name was faster
+                held = _take_over(dir_fd, name, mode, token)
+            if held is not None:
+                return held
         raise LockHeldError
+
+    @classmethod
+    def create(cls, dir_fd: int, name: str, mode: int) -> HeldLock | None:
+        """Create the lock file and hold it.
+
+        Returns:
+            None: somebody who saw it before it was held has locked or removed it.
+
+        Raises:
+            FileExistsError: something is called so.
+            OSError: it cannot be created, or its filesystem has no flock.
+        """
+        fd = os.open(name, _CREATE, mode, dir_fd=dir_fd)
+        held = cls(dir_fd, name, fd)
+        try:
+            if hold_new(dir_fd, name, fd):
+                os.fchmod(fd, mode)
+                return held
+        except BaseException:
+            held.remove()
+            raise
+        held.release()
+        return None
+
+    @classmethod
+    def adopt(cls, dir_fd: int, name: str) -> HeldLock | None:
+        """Hold a lock file that is there, at once.
+
+        Returns:
+            None: a writer or a reader holds it, or there is no regular file of that name.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        try:
+            fd = os.open(name, _OPEN, dir_fd=dir_fd)
+        except FileNotFoundError:
+            return None
+        held = None
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode) and _flock_now(fd, fcntl.LOCK_EX) and _is_named(fd, name, dir_fd):
+                held = cls(dir_fd, name, fd)
+        finally:
+            if held is None:
+                _unlock_and_close(fd)
+        return held
+
+    def append(self, line: bytes) -> None:
+        """Write at the end of the lock file. Raises OSError."""
+        os.lseek(self._fd, 0, os.SEEK_END)
+        if os.write(self._fd, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._name)
+
+    def content(self) -> bytes:
+        """What was written into the lock file. Raises OSError."""
+        return os.pread(self._fd, os.fstat(self._fd).st_size, 0)
 
     def release(self) -> None:
         """Wake the readers; the lock file stays."""
@@ -78,35 +134,47 @@ class HeldLock:
             self.release()
 
 
-def _take_over(dir_fd: int, name: str, mode: int) -> int | None:
-    """A descriptor that holds the lock file `name`, which exists: an earlier request's, or planted. None if it has gone meanwhile."""
+def hold_new(dir_fd: int, name: str, fd: int) -> bool:
+    """Hold the file `name`, which the caller has just created.
+
+    Returns:
+        False: somebody who saw it before it was held has locked or removed it.
+
+    Raises:
+        OSError: the filesystem has no flock.
+    """
+    return _flock_now(fd, fcntl.LOCK_EX) and _is_named(fd, name, dir_fd)
+
+
+def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
+    """Hold the lock file `name`, which exists: an earlier request's, or planted. None if somebody holds it, or it has gone meanwhile."""
     try:
         fd = os.open(name, _OPEN, dir_fd=dir_fd)
     except FileNotFoundError:
         return None
     except OSError:  # a symbolic link, a socket, not ours to open: put ours in its place
-        return _put_in_place(dir_fd, name, mode)
-    held = -1
+        return _put_in_place(dir_fd, name, mode, token)
+    held = None
     try:
         if _flock_now(fd, fcntl.LOCK_EX):
             if not _is_named(fd, name, dir_fd):
                 return None
             if stat.S_ISREG(os.fstat(fd).st_mode):
-                held = fd  # with the mode it has: it may belong to another user
+                held = HeldLock(dir_fd, name, fd)  # with the mode it has: it may belong to another user
                 return held
         elif not _flock_now(fd, fcntl.LOCK_SH):
-            raise LockHeldError
+            return None
         # Only readers hold it, of what stood here before, and they keep it; a new one takes its name. Our own lock on the old one
         # keeps other writers from adopting it meanwhile.
-        return _put_in_place(dir_fd, name, mode)
+        return _put_in_place(dir_fd, name, mode, token)
     finally:
-        if held < 0:
+        if held is None:
             _unlock_and_close(fd)
 
 
-def _put_in_place(dir_fd: int, name: str, mode: int) -> int:
+def _put_in_place(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
     """Replace whatever is called `name` by a lock file that is held before it can be seen."""
-    hidden = partial_name(name, secrets.token_hex(4))
+    hidden = partial_name(name, token)
     fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,7 +183,7 @@ def _put_in_place(dir_fd: int, name: str, mode: int) -> int:
     except BaseException:
         HeldLock(dir_fd, hidden, fd).remove()
         raise
-    return fd
+    return HeldLock(dir_fd, name, fd)
 
 
 def _flock_now(fd: int, kind: int) -> bool:

@@ -11,6 +11,7 @@ LOCK_SUFFIX = ".lock"
 ERROR_SUFFIX = ".error"
 PARTIAL_SUFFIX = ".partial"
 _FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX)
+MARK_SUFFIX = ".server"
 
 NAME_MAX = 255  # bytes of one path component on every Linux filesystem (NAME_MAX in linux/limits.h)
 # What a companion adds to the name of the data: the longest is `.<name>.error.<8 hex digits>.partial`.
@@ -20,6 +21,8 @@ MAX_DEPTH = 8  # directories between the storage directory and a file
 # '~' joins prefix and hash, and is in no id that is used unchanged: a changed id can never meet an unchanged one.
 _UNCHANGED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+_MARK = re.compile(r"\.hsx-([0-9a-f]{8})" + re.escape(MARK_SUFFIX))
+_PARTIAL = re.compile(r"\..+\.([0-9a-f]{8})" + re.escape(PARTIAL_SUFFIX), re.DOTALL)
 _HASH_DIGITS = 32
 _ID_MAX = NAME_MAX - COMPANION_ROOM - len(DATA_SUFFIX)
 
@@ -48,6 +51,23 @@ def sanitize(request_id: str) -> str:
 def partial_name(name: str, token: str = "") -> str:
     """The hidden name under which `name` is made before it is renamed; `token` tells several of them apart."""
     return f".{name}.{token}{PARTIAL_SUFFIX}" if token else f".{name}{PARTIAL_SUFFIX}"
+
+
+def mark_name(token: str) -> str:
+    """The hidden name of the mark of a server that lives; `token` is in the names of all its hidden files."""
+    return f".hsx-{token}{MARK_SUFFIX}"
+
+
+def token_of_mark(name: str) -> str | None:
+    """The token of a server's mark, or None: `name` is no mark."""
+    match = _MARK.fullmatch(name)
+    return match and match[1]
+
+
+def token_of_partial(name: str) -> str | None:
+    """The token of a hidden file, or None: `name` is none of a server's hidden files."""
+    match = _PARTIAL.fullmatch(name)
+    return match and match[1]
 
 
 def refusal(name: str) -> str | None:

@@ -71,6 +71,11 @@ class RequestFile(SinkFile):
         self._write_error: str | None = None
         self._failure: str | None = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has begun to end it."""
+        return self._state is _State.OPEN
+
     def write(self, first: int, rows: Rows) -> None:
         data = as_bytes(rows)
         count, rest = divmod(data.nbytes, self._row_bytes)
@@ -252,6 +257,7 @@ class RequestFile(SinkFile):
         try:
             action()
         except OSError as error:
+            self._sink.tidy = False
             logger.error("request %r, %s: %s", self.request_id, self.path, describe(f"could not {what}", error))
 
     def _close_data(self) -> None:
