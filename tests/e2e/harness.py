@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from vllm_ascend_hsx.demo.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.demo.reference import Comparison, compare, reference_hidden_states
 from vllm_ascend_hsx.emulator.launch import environment
-from vllm_ascend_hsx.sinks.names import file_name
+from vllm_ascend_hsx.sinks.names import file_name, token_of_mark
 
 HERE = Path(__file__).parent
 HBM_BYTES = 2 << 30
@@ -442,6 +442,11 @@ def run_engine(
     result["requests"] = {each.id: {**vars(each), "tokens": each.tokens} for each in session.requests.values()}
     prompts = {action[1]: action[2] for action in script if action[0] == "add"}
     return Run(model, session.storage, layer_ids, result, session.log, prompts)
+
+
+def names_in(storage: Path) -> set[str]:
+    """What is in a storage directory, hidden or not, but for the marks by which servers that live are known."""
+    return {name for name in os.listdir(storage) if token_of_mark(name) is None}
 
 
 def read_trace(directory: Path) -> dict[int, list[dict[str, Any]]]:

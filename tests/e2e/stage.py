@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import EngineSession, Request
+from harness import EngineSession, Request, names_in
 from oracle import LOAD_SECONDS, Oracle, Reference, Served
 
 from vllm_ascend_hsx.reader import HiddenStatesError, load
@@ -122,14 +121,14 @@ class Stage:
                 self._checked.add(request.id)
                 problems += self._check_request(request, oracle, served)
         assert not problems, "\n".join(problems)
-        visible = set(os.listdir(self.session.storage))
+        visible = names_in(self.session.storage)
         assert visible == self._visible, {"unexpected": visible - self._visible, "missing": self._visible - visible}
         stats = self.stats()
         assert stats == self._idle, {key: (self._idle.get(key), stats[key]) for key in stats if stats[key] != self._idle.get(key)}
 
     def clear(self) -> None:
         """Forget all requests, and remove what they have left."""
-        for name in os.listdir(self.session.storage):
+        for name in names_in(self.session.storage):
             (self.session.storage / name).unlink()
         self.session.requests.clear()
         self._expected.clear()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import torch
-from harness import process_environment, tokens
+from harness import names_in, process_environment, tokens
 from oracle import Oracle, Reference, Served
 
 import vllm_ascend_hsx
@@ -211,4 +211,4 @@ def test_a_client_that_goes_away_leaves_nothing(client: Client) -> None:
 
 def test_nothing_but_complete_files_is_visible(client: Client, answers: dict[str, Answer]) -> None:
     expected = {client.find(answers[name], *file).name for name, case in CASES.items() if name != "opted-out" for file in case.files}
-    assert {path.name.removesuffix(".lock") for path in client.storage.iterdir()} == expected
+    assert {name.removesuffix(".lock") for name in names_in(client.storage)} == expected
