@@ -98,7 +98,7 @@ class Traced:
 
 def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
     """Let `checkpoint` see every system call of the file sink and its lock, and of nothing else in the process."""
-    for module in ("data_file", "request_file", "storage", "checksum", "lock"):
+    for module in ("data_file", "request_file", "storage", "checksum", "lock", "home"):
         monkeypatch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.lock.fcntl", Traced(fcntl, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.reserve", Traced(system, checkpoint).reserve)

@@ -276,7 +276,7 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
 
     before = open_fds()
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_ascend_hsx.sinks.file.remove_leftovers", remove_leftovers)
+        patch.setattr("vllm_ascend_hsx.sinks.home.remove_leftovers", remove_leftovers)
         for module in (leftovers, lock_module):
             patch.setattr(module, "os", Traced(os, checkpoint))
         with FileSink(tmp_path, FORMAT) as sink:

@@ -190,3 +190,25 @@ def test_a_directory_planted_under_a_files_name_fails_that_request_only(tmp_path
                 sink.open(name, tmp_path / f"{name}.safetensors")
         sink.open("c", tmp_path / "c.safetensors").discard()
     assert listing(tmp_path) == ["a.safetensors", "a.safetensors.error", "b.safetensors.error", "b.safetensors.lock"]
+
+
+def test_a_directory_that_was_removed_is_used_again_when_it_is_back(tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    with FileSink(directory, FORMAT) as sink:
+        under_way = sink.open("a", directory / "a.safetensors")
+        under_way.write(0, make_rows(0, 2))
+        moved = directory.rename(tmp_path / "moved")
+        with pytest.raises(SinkError, match="another request is writing"):
+            sink.open("a", directory / "a.safetensors")
+        sink.open("b", directory / "b.safetensors").discard()
+        assert not directory.exists(), "nobody asked the server to make it again"
+        directory.mkdir()
+        again = sink.open("c", directory / "c.safetensors")
+        again.write(0, make_rows(0, 3))
+        again.commit(token_ids(3), 3)
+        under_way.commit(token_ids(2), 2)
+        assert (directory / "c.safetensors").exists()
+        assert (moved / "a.safetensors").exists()
+        with FileSink(moved, FORMAT), FileSink(directory, FORMAT):
+            assert len([name for name in os.listdir(moved) if name.startswith(".")]) == 2, "both marks are held"
+    assert not [name for path in (moved, directory) for name in os.listdir(path) if name.startswith(".")]

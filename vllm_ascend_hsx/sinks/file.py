@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 from pathlib import Path
 
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
-from vllm_ascend_hsx.sinks.leftovers import ServerMark, remove_leftovers
+from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
+from vllm_ascend_hsx.sinks.home import Home
 from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, below, partial_name, path_refusal
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -39,37 +38,20 @@ class FileSink(Sink):
     """
 
     def __init__(self, directory: Path, row_format: RowFormat, options: FileOptions = _DEFAULTS) -> None:
-        self.filesystem = check_directory(directory, use_lock=options.use_lock, direct=options.io == "direct")
         self.row_format = row_format
         self.options = options
-        self.storage = Storage.at(directory, options.mode)
-        self._directory = os.path.abspath(directory)
-        self._parents = (os.fspath(directory), self._directory)
-        # speculators opens the lock for writing: let those who may read the data do so.
-        self._lock_mode = options.mode | (options.mode & 0o444) >> 1
+        self._directory = Path(os.path.abspath(directory))
+        self._parents = (os.fspath(directory), os.fspath(self._directory))
+        self._home = Home(self._directory, options)
+        self._former: list[Home] = []  # there may be files under way in them
         self._mutex = threading.Lock()
         self._files: dict[str, RequestFile] = {}
         self._closed = False
-        self._mark: ServerMark | None = None
-        self.tidy = True  # whether every hidden file that was to be removed could be
-        try:
-            self.token = self._begin_life()
-        except BaseException:
-            self.storage.close()
-            raise
 
-    def _begin_life(self) -> str:
-        """The token of this sink's hidden files: two servers in one directory never meet in them."""
-        if not self.options.use_lock:
-            return secrets.token_hex(4)
-        try:
-            self._mark = ServerMark(self.storage.fd, self._lock_mode)
-        except OSError as error:
-            raise StorageDirectoryError(
-                Path(self._directory), describe("cannot be used: this server's mark in it could not be made", error), "Try again."
-            ) from error
-        remove_leftovers(self.storage.fd, self._directory)
-        return self._mark.token
+    @property
+    def token(self) -> str:
+        """Part of the names of its hidden files."""
+        return self._home.token
 
     def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> RequestFile:
         relative = self._relative(path)
@@ -86,24 +68,25 @@ class FileSink(Sink):
             # At once: to take its lock would be tried for some milliseconds.
             if earlier is not None and (earlier.is_open or not self.options.use_lock):
                 raise SinkError(request_id, path, "another request is writing this file")
+            home = self._settle()
             try:
-                storage = self.storage.enter(folders, durable=self.options.durability == "fdatasync")
+                storage = home.storage.enter(folders, durable=self.options.durability == "fdatasync")
             except OSError as error:
                 raise SinkError(request_id, path, describe("a directory on the way to it cannot be entered", error)) from error
             lock = None
             try:
-                if self._mark is not None:
-                    self._mark.enter(folders)
-                    lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, self._lock_mode, self.token)
-                superseded = self._set_aside(storage, name)
+                if self.options.use_lock:
+                    home.note(folders)
+                    lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, home.lock_mode, home.token)
+                superseded = _set_aside(storage, name, home.token)
             except LockHeldError:
-                self.leave(storage)
+                home.leave(storage)
                 raise SinkError(request_id, path, "another request or server is writing this file") from None
             except OSError as error:
                 reason = describe("it cannot be opened", error)
-                RequestFile(self, request_id, path, storage, relative, 0, lock, None).refuse(reason)
+                RequestFile(self, home, request_id, path, storage, relative, 0, lock, None).refuse(reason)
                 raise SinkError(request_id, path, reason) from error
-            file = RequestFile(self, request_id, path, storage, relative, expected_tokens, lock, superseded)
+            file = RequestFile(self, home, request_id, path, storage, relative, expected_tokens, lock, superseded)
             self._files[relative] = file
             return file
 
@@ -115,13 +98,8 @@ class FileSink(Sink):
             files = list(self._files.values())
         for file in files:
             file.fail(SERVER_STOPPED)
-        try:
-            if self._mark is not None:
-                (self._mark.remove if self.tidy else self._mark.leave)()
-        except OSError as error:
-            logger.error("%s: %s", self._directory, describe("the mark of this server could not be removed", error))
-        finally:
-            self.storage.close()
+        for home in (*self._former, self._home):
+            home.close()
 
     def forget(self, file: RequestFile) -> None:
         """Called by a file that has ended. Its name may already belong to the next one: the lock is free."""
@@ -129,10 +107,18 @@ class FileSink(Sink):
             if self._files.get(file.relative) is file:
                 del self._files[file.relative]
 
-    def leave(self, storage: Storage) -> None:
-        """Close a file's directory, unless it is that of all. Raises OSError."""
-        if storage is not self.storage:
-            storage.close()
+    def _settle(self) -> Home:
+        """The directory as it is now: one that was removed, or unmounted, may be back."""
+        if self._home.has_moved():
+            try:
+                new = Home(self._directory, self.options)
+            except StorageDirectoryError as error:
+                logger.error("%s", error)  # the request fails, in the old one, with the system's reason
+            else:
+                logger.warning("%s is another directory than before; new files go there", self._directory)
+                self._former.append(self._home)
+                self._home = new
+        return self._home
 
     def _relative(self, path: Path) -> str | None:
         """What stands behind the directory in `path`, which is compared as text; None if it does not begin with it."""
@@ -140,14 +126,15 @@ class FileSink(Sink):
         relative = below(text, self._parents[0])
         return below(text, self._parents[1]) if relative is None else relative
 
-    def _set_aside(self, storage: Storage, name: str) -> str | None:
-        """Take what an earlier request of this name left out of sight; returns the hidden name of its data, if there was any.
 
-        Were it left in place, a server that dies now would leave the earlier request's rows as the answer to this one.
-        """
-        storage.unlink(name + ERROR_SUFFIX)
-        if not storage.has_file(name):
-            return None
-        hidden = partial_name(f"{name}.superseded", self.token)
-        storage.rename(name, hidden)
-        return hidden
+def _set_aside(storage: Storage, name: str, token: str) -> str | None:
+    """Take what an earlier request of this name left out of sight; returns the hidden name of its data, if there was any.
+
+    Were it left in place, a server that dies now would leave the earlier request's rows as the answer to this one.
+    """
+    storage.unlink(name + ERROR_SUFFIX)
+    if not storage.has_file(name):
+        return None
+    hidden = partial_name(f"{name}.superseded", token)
+    storage.rename(name, hidden)
+    return hidden

@@ -26,6 +26,7 @@ from vllm_ascend_hsx.sinks.system import describe
 
 if TYPE_CHECKING:
     from vllm_ascend_hsx.sinks.file import FileSink
+    from vllm_ascend_hsx.sinks.home import Home
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class RequestFile(SinkFile):
     def __init__(
         self,
         sink: FileSink,
+        home: Home,
         request_id: str,
         path: Path,
         storage: Storage,
@@ -56,12 +58,13 @@ class RequestFile(SinkFile):
         self.path = path
         self.relative = relative
         self._sink = sink
+        self._home = home
         self._storage = storage
         self._name = name = relative.rpartition("/")[2]
         self._expected_tokens = expected_tokens
         self._lock = lock
         self._superseded = superseded
-        self._partial = partial_name(name, sink.token)
+        self._partial = partial_name(name, home.token)
         self._row_bytes = sink.row_format.row_bytes
         self._condition = threading.Condition()  # guards everything below
         self._state = _State.OPEN
@@ -149,7 +152,7 @@ class RequestFile(SinkFile):
 
     def _make_data_file(self) -> DataFile:
         layout = FileLayout(self._sink.row_format, self.request_id)
-        return DataFile(self._storage, self._partial, layout, self._sink.options, self._expected_tokens, self._sink.filesystem)
+        return DataFile(self._storage, self._partial, layout, self._sink.options, self._expected_tokens, self._home.filesystem)
 
     def _end_write(self, span: Span, problem: str | None) -> None:
         with self._condition:
@@ -219,7 +222,7 @@ class RequestFile(SinkFile):
             }
         )
         name = self._name + ERROR_SUFFIX
-        hidden = partial_name(name, self._sink.token)
+        hidden = partial_name(name, self._home.token)
         fd = self._storage.create(hidden)
         try:
             try:
@@ -251,13 +254,13 @@ class RequestFile(SinkFile):
 
     def _leave(self) -> None:
         """The directory is needed no more: a writer that is still in flight has the hidden file open."""
-        self._attempt("close the directory", lambda: self._sink.leave(self._storage))
+        self._attempt("close the directory", lambda: self._home.leave(self._storage))
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
         except OSError as error:
-            self._sink.tidy = False
+            self._home.tidy = False
             logger.error("request %r, %s: %s", self.request_id, self.path, describe(f"could not {what}", error))
 
     def _close_data(self) -> None:
