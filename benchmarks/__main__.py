@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if {"host", "latency"} & set(arguments.parts):
         host_scale = host_path.QUICK if arguments.quick else host_path.FULL
         # More than the longest request, and more than the caches hold.
-        source = Source(MINIMAX_M2, max(host_scale.tokens) + 1024, device)
+        source = Source(MINIMAX_M2, host_scale.longest + 1024, device)
     for directory in directories if "host" in arguments.parts else ():
         found, refusal = host_path.run(host_scale, source, directory, show)
         cells += found

@@ -103,7 +103,8 @@ def judge(results: Results) -> list[Verdict]:
 
 
 def _of(cells: Sequence[Cell], view: str, wanted: Callable[[Cell], bool]) -> list[Cell]:
-    return [cell for cell in cells if cell.view == view and wanted(cell)]
+    """Of those in which prompts come as vLLM schedules them."""
+    return [cell for cell in cells if cell.view == view and not cell.evenly and wanted(cell)]
 
 
 def _each_cell(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,24 +26,33 @@ class Scale:
     """How much is measured.
 
     Attributes:
-        tokens: lengths of the requests.
-        in_flight: requests at a time.
-        durable_in_flight: the same, of the durable view.
+        pinned, copied, durable: of each view the lengths of the requests, and with each how many are in flight.
+        evenly: the same for the first view, with requests that share each step evenly.
         repetitions: of each cell, an odd number.
-        most_bytes: that one cell writes at most; where that many requests in flight do not fit, there are fewer.
-        least_bytes: so that one run is long enough to be measured.
+        least_bytes: that one run writes, so that it is long enough to be measured.
     """
 
-    tokens: tuple[int, ...] = (128, 512, 2048, 8192)
-    in_flight: tuple[int, ...] = (1, 8, 32, 256)
-    durable_in_flight: tuple[int, ...] = (1, 8)
+    pinned: Mapping[int, Sequence[int]]
+    copied: Mapping[int, Sequence[int]]
+    durable: Mapping[int, Sequence[int]]
+    evenly: Mapping[int, Sequence[int]]
     repetitions: int = 7
-    most_bytes: int = 820 << 20
     least_bytes: int = 96 << 20
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return max(tokens for view in (self.pinned, self.copied, self.durable, self.evenly) for tokens in view)
 
-FULL = Scale()
-QUICK = Scale(tokens=(128, 2048), in_flight=(1, 8), durable_in_flight=(1,), repetitions=3, most_bytes=420 << 20)
+
+# As many in flight as make 0.8 GB of files in the first case, 0.4 GB in the others.
+FULL = Scale(
+    pinned={128: (1, 8, 32, 256), 512: (1, 8, 32), 2048: (1, 8), 8192: (1, 2)},
+    copied={128: (1, 256), 512: (1, 32), 2048: (1, 8), 8192: (1, 2)},
+    durable={128: (1, 8), 2048: (1, 8), 8192: (1, 2)},
+    evenly={128: (256,), 2048: (8,)},
+)
+QUICK = Scale(pinned={128: (1, 8), 2048: (1, 8)}, copied={2048: (1,)}, durable={2048: (1,)}, evenly={}, repetitions=3)
 
 
 @dataclass(frozen=True)
@@ -73,22 +82,18 @@ class Cell:
     filesystem: str
     tokens: int
     in_flight: int
+    evenly: bool
     requests: int
     num_bytes: int
     figures: dict[str, Figures]
 
 
-def loads(scale: Scale, in_flight: Iterable[int], row_bytes: int, source_tokens: int, step_tokens: int) -> Iterator[Load]:
-    """The cells of a view: equal ones are left out."""
-    for tokens in scale.tokens:
-        file_bytes, seen = tokens * row_bytes, set()
-        for wanted in in_flight:
-            together = min(wanted, max(1, scale.most_bytes // file_bytes))
-            if together in seen:
-                continue
-            seen.add(together)
-            waves = max(1, scale.least_bytes // (together * file_bytes))
-            yield Load(tokens, together * waves, together, source_tokens, step_tokens)
+def loads(sizes: Mapping[int, Sequence[int]], scale: Scale, source: Source, step_tokens: int, *, evenly: bool = False) -> Iterator[Load]:
+    """The cells of a view."""
+    for tokens, many in sizes.items():
+        for in_flight in many:
+            waves = max(1, scale.least_bytes // (in_flight * tokens * source.row_format.row_bytes))
+            yield Load(tokens, in_flight * waves, in_flight, source.tokens, step_tokens, evenly)
 
 
 def run(
@@ -99,16 +104,20 @@ def run(
     Returns:
         The cells, and why there is no durable view (None if there is one).
     """
-    cells: list[Cell] = []
-    for view in (PINNED, COPIED):
-        with contestants(view, source, directory) as entered:
-            for load in loads(scale, scale.in_flight, source.row_format.row_bytes, source.tokens, step_tokens):
-                cells.append(_measure(view, entered, load, scale, directory, show))
+    views = {
+        PINNED: [
+            *loads(scale.pinned, scale, source, step_tokens),
+            *loads(scale.evenly, scale, source, step_tokens, evenly=True),
+        ],
+        COPIED: [*loads(scale.copied, scale, source, step_tokens)],
+    }
     refusal = direct_io_works(directory)
     if refusal is None:
-        with contestants(DURABLY, source, directory) as entered:
-            for load in loads(scale, scale.durable_in_flight, source.row_format.row_bytes, source.tokens, step_tokens):
-                cells.append(_measure(DURABLY, entered, load, scale, directory, show))
+        views[DURABLY] = [*loads(scale.durable, scale, source, step_tokens)]
+    cells = []
+    for view, cases in views.items():
+        with contestants(view, source, directory) as entered:
+            cells += [_measure(view, entered, load, scale, directory, show) for load in cases]
     return cells, refusal
 
 
@@ -162,10 +171,11 @@ def _measure(
         )
         for name, mine in costs.items()
     }
-    cell = Cell(view, filesystem_of(directory), load.tokens, load.in_flight, load.requests, num_bytes, figures)
+    cell = Cell(view, filesystem_of(directory), load.tokens, load.in_flight, load.evenly, load.requests, num_bytes, figures)
     ours = figures[OURS]
     versus = f", {ours.of_vllm:.2f} x {VLLM}" if ours.of_vllm is not None else ""
-    show(f"{view}, {cell.filesystem}: {load.tokens} tokens, {load.in_flight} in flight: {ours.of_raw:.0%} of raw{versus}")
+    how = "evenly" if load.evenly else "in flight"
+    show(f"{view}, {cell.filesystem}: {load.tokens} tokens, {load.in_flight} {how}: {ours.of_raw:.0%} of raw{versus}")
     return cell
 
 

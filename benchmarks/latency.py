@@ -42,7 +42,7 @@ class Scale:
 
     tokens: tuple[int, ...] = (2048, 8192)
     last_chunks: tuple[int, ...] = (64, 512, 2048)
-    samples: int = 100
+    samples: int = 50
     polled: int = 20
     peer_samples: int = 7
 

@@ -285,22 +285,22 @@ class Ours(Contestant):
     def __init__(self, source: Source, directory: Path, *, with_copy: bool, options: Options = DEFAULTS) -> None:
         super().__init__(source, directory)
         self._pipeline = Pipeline(source, directory, with_copy=with_copy, options=options)
-        self._waves: list[tuple[list[RequestStart], list[SourceSlot]]] = []
+        self._waves: list[list[tuple[list[RequestStart], SourceSlot]]] = []
 
     def prepare(self, load: Load) -> None:
-        self._waves = []
-        for steps in load.waves:
-            starts = [start_of(span.request_id, self.path(span.request_id), load.tokens) for span in steps[0].spans]
-            self._waves.append((starts, [SourceSlot(self.source, step) for step in steps]))
+        self._waves = [
+            [([start_of(name, self.path(name), load.tokens) for name in step.begins], SourceSlot(self.source, step)) for step in steps]
+            for steps in load.waves
+        ]
 
     def run(self, load: Load) -> None:
-        for starts, slots in self._waves:
-            for index, slot in enumerate(slots):
-                self._pipeline.start(starts if index == 0 else [])
+        for steps in self._waves:
+            for index, (starts, slot) in enumerate(steps):
+                self._pipeline.start(starts)
                 if index >= self._pipeline.staging_slots:
-                    slots[index - self._pipeline.staging_slots].issued.wait()  # its memory is this slot's, as StagingCache.write has it
+                    steps[index - self._pipeline.staging_slots][1].issued.wait()  # it has the same memory, see StagingCache.write
                 self._pipeline.save(slot)
-            self._pipeline.wait_for(start.request_id for start in starts)
+            self._pipeline.wait_for(start.request_id for starts, _ in steps for start in starts)
 
     def verify(self, load: Load) -> None:
         for request_id, rows in load.expected(self.source.host).items():

@@ -56,7 +56,7 @@ def _token_axis(axis: Any, title: str, label: str) -> None:
 
 
 def _of_raw(axis: Any, results: Results) -> None:
-    cells = [cell for cell in results.host if cell.view == PINNED]
+    cells = [cell for cell in results.host if cell.view == PINNED and not cell.evenly]
     _lines(axis, cells, OURS, "of_raw", OURS_COLOUR, 100)
     _lines(axis, cells, VLLM, "of_raw", PEER_COLOUR, 100)
     axis.axhline(90, **_GOAL)

@@ -53,7 +53,8 @@ def host_table(view: str, cells: Sequence[Cell]) -> TABLE:
         headings += ["memory in MiB: " + ", ".join([OURS, *peers])]
     rows = []
     for cell in cells:
-        row = [cell.filesystem, f"{cell.tokens:,}", str(cell.in_flight), *(f"{cell.figures[name].of_raw:.0%}" for name in names)]
+        in_flight = f"{cell.in_flight} evenly" if cell.evenly else str(cell.in_flight)
+        row = [cell.filesystem, f"{cell.tokens:,}", in_flight, *(f"{cell.figures[name].of_raw:.0%}" for name in names)]
         if view != DURABLY:
             row.append(f"{cell.figures[OURS].of_vllm or 0:.2f}")
         row.append(" / ".join(f"{figures.cpu_s_per_gb:.3f}" for figures in cell.figures.values()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -58,6 +58,10 @@ class Source:
         return view
 
 
+# Of a step: request id, first token position, rows.
+Part = tuple[str, int, int]
+
+
 @dataclass(frozen=True)
 class Step:
     """What one step computes.
@@ -74,6 +78,11 @@ class Step:
     def num_rows(self) -> int:
         return sum(span.num_rows for span in self.spans)
 
+    @property
+    def begins(self) -> list[str]:
+        """The requests of which it computes the first row."""
+        return [span.request_id for span in self.spans if span.first == 0]
+
 
 @dataclass(frozen=True)
 class Load:
@@ -82,9 +91,11 @@ class Load:
     Attributes:
         tokens: of each request.
         requests: how many in all.
-        in_flight: how many share the steps; when these are done, the next ones begin.
+        in_flight: how many an engine has at a time; when these are done, the next ones begin.
         source_tokens: rows of the source.
         step_tokens: rows of a step.
+        evenly: all that are in flight share each step. Otherwise a step takes them as vLLM's scheduler does, first come, first served:
+            whole prompts while there is room, then a part of one, whose rest comes first in the next step.
     """
 
     tokens: int
@@ -92,11 +103,12 @@ class Load:
     in_flight: int
     source_tokens: int
     step_tokens: int = STEP_TOKENS
+    evenly: bool = False
 
     def __post_init__(self) -> None:
         if self.requests % self.in_flight:
             raise ValueError(f"{self.requests} requests cannot be {self.in_flight} in flight at all times")
-        if max(self.tokens, self.step_tokens) > self.source_tokens:
+        if max(self.tokens, self.step_tokens, self.in_flight) > self.source_tokens:
             raise ValueError(f"requests of {self.tokens} tokens and steps of {self.step_tokens} need a source as large")
 
     @cached_property
@@ -105,21 +117,42 @@ class Load:
 
     @cached_property
     def waves(self) -> tuple[tuple[Step, ...], ...]:
-        """The steps of each group of requests that are in flight together; every request has an equal share of each step."""
-        share = max(1, min(self.tokens, self.step_tokens // self.in_flight))
+        """The steps of each group of requests that are in flight together."""
+        cut = self._cut_evenly if self.evenly else self._cut_in_turn
         at, waves = 0, []
         for begin in range(0, self.requests, self.in_flight):
-            together = self.ids[begin : begin + self.in_flight]
             steps = []
-            for first in range(0, self.tokens, share):
-                count = min(share, self.tokens - first)
-                if at + count * len(together) > self.source_tokens:
-                    at = 0
-                spans = tuple(Span(request_id, first, count, index * count) for index, request_id in enumerate(together))
-                steps.append(Step(at, spans))
-                at += count * len(together)
+            for parts in cut(self.ids[begin : begin + self.in_flight]):
+                total = sum(count for _, _, count in parts)
+                at = 0 if at + total > self.source_tokens else at
+                spans, row = [], 0
+                for request_id, first, count in parts:
+                    spans.append(Span(request_id, first, count, row))
+                    row += count
+                steps.append(Step(at, tuple(spans)))
+                at += total
             waves.append(tuple(steps))
         return tuple(waves)
+
+    def _cut_in_turn(self, ids: Sequence[str]) -> Iterator[list[Part]]:
+        step: list[Part] = []
+        room = self.step_tokens
+        for request_id in ids:
+            first = 0
+            while first < self.tokens:
+                count = min(room, self.tokens - first)
+                step.append((request_id, first, count))
+                first, room = first + count, room - count
+                if room == 0:
+                    yield step
+                    step, room = [], self.step_tokens
+        if step:
+            yield step
+
+    def _cut_evenly(self, ids: Sequence[str]) -> Iterator[list[Part]]:
+        share = max(1, min(self.tokens, self.step_tokens // len(ids)))
+        for first in range(0, self.tokens, share):
+            yield [(request_id, first, min(share, self.tokens - first)) for request_id in ids]
 
     @property
     def num_rows(self) -> int:

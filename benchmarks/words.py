@@ -17,9 +17,9 @@ METHOD = f"""Rows of MiniMax-M2 with four layers, {MINIMAX_M2.row_bytes:,} bytes
 one after the other in each repetition, in an order drawn anew; a ratio is taken within a repetition, and the median of the
 ratios is shown. Before the first repetition each file is compared bit by bit with what it must hold.
 
-* Requests in flight share each step of {STEP_TOKENS:,} tokens evenly, so with 256 of them ours writes 8 rows at a time. Raw
-  writes and vLLM's path always write whole files. Where that many requests would be more than 820 MiB of files, there are
-  fewer.
+* Requests in flight are given at once, and come in steps of {STEP_TOKENS:,} tokens as vLLM schedules them: whole prompts while
+  there is room, then a part of one. «Evenly»: they share each step, so that with 256 of them ours writes 8 rows at a time; no
+  goal is judged by that. Raw writes and vLLM's path always write whole files.
 * Raw writes are of {PIECE >> 20} MiB at a time, with as many threads as ours has writers, or one for each request in flight
   if these are fewer.
 * CPU time is that of all threads of the process, user and system.

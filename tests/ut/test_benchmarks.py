@@ -23,7 +23,7 @@ from benchmarks.rows import MINIMAX_M2, TINY, Load, Source, assert_files_are_rig
 STEP_TOKENS = 32
 SOURCE_TOKENS = 96
 HOST = host_path.Scale(
-    tokens=(8, 48), in_flight=(1, 4, 300), durable_in_flight=(2,), repetitions=3, most_bytes=48 * 12 * TINY.row_bytes, least_bytes=1
+    pinned={8: (1, 20), 48: (3,)}, copied={8: (4,), 48: (1,)}, durable={48: (2,)}, evenly={48: (5,)}, repetitions=3, least_bytes=40000
 )
 LATENCY = latency.Scale(tokens=(48,), last_chunks=(5, 32), samples=2, polled=1, peer_samples=1)
 STEP = per_step.Scale(tokens=(8, 40, 80), in_flight=(1, 4), steps=4)
@@ -66,18 +66,34 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
 # Rows and loads
 
 
+@pytest.mark.parametrize("evenly", [False, True])
 @pytest.mark.parametrize(("tokens", "requests", "in_flight"), [(8, 6, 2), (48, 3, 1), (33, 4, 4), (5, 40, 40)])
-def test_every_row_of_every_request_comes_in_exactly_one_step(tokens: int, requests: int, in_flight: int) -> None:
-    load = Load(tokens, requests, in_flight, SOURCE_TOKENS, STEP_TOKENS)
+def test_every_row_of_every_request_comes_in_exactly_one_step(tokens: int, requests: int, in_flight: int, evenly: bool) -> None:
+    load = Load(tokens, requests, in_flight, SOURCE_TOKENS, STEP_TOKENS, evenly)
     seen = np.zeros((requests, tokens), int)
     for wave in load.waves:
         for step in wave:
             assert step.num_rows <= max(STEP_TOKENS, in_flight)
             assert step.source + step.num_rows <= SOURCE_TOKENS
-            assert sorted(span.row for span in step.spans) == [index * step.spans[0].num_rows for index in range(in_flight)]
+            row = 0
             for span in step.spans:
+                assert span.row == row
+                row += span.num_rows
                 seen[load.ids.index(span.request_id), span.first : span.first + span.num_rows] += 1
     assert (seen == 1).all()
+
+
+def test_prompts_come_as_a_scheduler_takes_them() -> None:
+    ((first, second, third),) = Load(20, 4, 4, SOURCE_TOKENS, STEP_TOKENS).waves
+    assert [(span.request_id, span.first, span.num_rows) for span in first.spans] == [("request-0", 0, 20), ("request-1", 0, 12)]
+    assert first.begins == ["request-0", "request-1"]
+    assert [(span.request_id, span.first, span.num_rows) for span in second.spans] == [
+        ("request-1", 12, 8),
+        ("request-2", 0, 20),
+        ("request-3", 0, 4),
+    ]
+    assert second.begins == ["request-2", "request-3"]
+    assert [(span.request_id, span.first, span.num_rows) for span in third.spans] == [("request-3", 4, 16)]
 
 
 def test_rows_are_finite_and_no_two_are_alike(source: Source) -> None:
@@ -196,11 +212,17 @@ def test_a_quantile_is_the_smallest_value_that_enough_do_not_exceed(share: float
 # Parts
 
 
-def test_every_view_has_every_length_with_as_many_in_flight_as_fit(host: list[Cell]) -> None:
-    for view in (PINNED, COPIED):
-        cells = [(cell.tokens, cell.in_flight) for cell in host if cell.view == view]
-        assert cells == [(8, 1), (8, 4), (8, 72), (48, 1), (48, 4), (48, 12)]
-    assert {(cell.tokens, cell.in_flight) for cell in host if cell.view == DURABLY} in (set(), {(8, 2), (48, 2)})
+def test_every_view_has_every_cell(host: list[Cell]) -> None:
+    cells = [(cell.view, cell.tokens, cell.in_flight, cell.evenly, cell.requests) for cell in host if cell.view != DURABLY]
+    assert cells == [
+        (PINNED, 8, 1, False, 1),
+        (PINNED, 8, 20, False, 20),
+        (PINNED, 48, 3, False, 3),
+        (PINNED, 48, 5, True, 5),
+        (COPIED, 8, 4, False, 4),
+        (COPIED, 48, 1, False, 1),
+    ]
+    assert {(cell.tokens, cell.in_flight) for cell in host if cell.view == DURABLY} in (set(), {(48, 2)})
     for cell in host:
         assert OURS in cell.figures
         assert all(figures.gb_per_s > 0 and figures.of_raw > 0 for figures in cell.figures.values())
@@ -247,7 +269,8 @@ def test_main_thread_is_measured_with_and_without_requests_that_begin(results: g
 def cell_with(of_raw: float, tokens: int = 2048, view: str = PINNED) -> Cell:
     ours = Figures(1.0, 0.3, 0, of_raw, 2.0)
     raw = replace(ours, of_raw=1.0, of_vllm=3.0, cpu_s_per_gb=0.2)
-    return Cell(view, "ext4", tokens, 1, 1, 1000, {OURS: ours, host_path.OURS_UNCHECKED: ours, RAW: raw, VLLM: replace(raw, of_vllm=1.0)})
+    figures = {OURS: ours, host_path.OURS_UNCHECKED: ours, RAW: raw, VLLM: replace(raw, of_vllm=1.0)}
+    return Cell(view, "ext4", tokens, 1, False, 1, 1000, figures)
 
 
 def judged(cells: list[Cell], goal: str) -> goals.Verdict:
@@ -264,7 +287,7 @@ def test_a_goal_is_met_only_if_every_cell_meets_it_and_names_its_limit_if_not() 
     missed = judged([cell_with(0.91), cell_with(0.89)], goal)
     assert missed.met == "in 1 of 2 cells"
     assert "more than its raw write" in missed.limit
-    assert judged([cell_with(0.1, tokens=128), cell_with(0.95)], goal).met == "yes"
+    assert judged([cell_with(0.1, tokens=128), replace(cell_with(0.1), evenly=True), cell_with(0.95)], goal).met == "yes"
 
 
 def test_what_is_beyond_a_raw_write_is_named_as_the_limit() -> None:
