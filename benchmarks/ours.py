@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +24,7 @@ from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd,
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.spans import cut
 from vllm_ascend_hsx.staging import Piece, PinnedRing, StagingCache, StagingSlot
 from vllm_ascend_hsx.startup import StartUp
@@ -64,6 +67,19 @@ def _build_worker(settled: StartUp, staging: StagingCache, device: torch.device)
         patience=config.storage_patience_s,
         check_finite=config.check_finite,
     )
+
+
+@contextmanager
+def _each_rename(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` behind each rename of a file, which is when it can be seen."""
+    rename = Storage.rename
+
+    def rename_and_tell(storage: Storage, source: str, target: str) -> None:
+        rename(storage, source, target)
+        tell()
+
+    with patch.object(Storage, "rename", rename_and_tell):
+        yield
 
 
 def _settle(worker: ExtractionWorker) -> None:
@@ -114,7 +130,7 @@ class Pipeline:
         with_copy: bool,
         options: Options = DEFAULTS,
         on_host: Callable[[], None] = lambda: None,
-        on_published: Callable[[], None] = lambda: None,
+        on_published: Callable[[], None] | None = None,
     ) -> None:
         row_format, device = source.row_format, source.device.device
         settled = start_up(row_format, directory, options)
@@ -131,10 +147,9 @@ class Pipeline:
         self.worker = _build_worker(settled, self.staging, device)
         self.ring: PinnedRing = self.worker._ring
         self._on_host = on_host
-        self._on_published = on_published
-        storage = self.worker._sink.storage  # type: ignore[attr-defined]
-        self._rename = storage.rename
-        storage.rename = self._rename_and_tell
+        self._watched = ExitStack()
+        if on_published is not None:
+            self._watched.enter_context(_each_rename(on_published))
         self._condition = threading.Condition()
         self._decided: dict[str, str | None] = {}
         self._tell_worker = self.worker._on_decided
@@ -175,16 +190,13 @@ class Pipeline:
     def close(self) -> None:
         self.start([])
         self.worker.close()
+        self._watched.close()
 
     def _on_decided(self, extraction: Extraction, error: str | None) -> None:
         self._tell_worker(extraction, error)
         with self._condition:
             self._decided[extraction.request_id] = error
             self._condition.notify_all()
-
-    def _rename_and_tell(self, source: str, target: str) -> None:
-        self._rename(source, target)
-        self._on_published()
 
     def _deliver_source(self, slot: SourceSlot) -> None:
         """Stands in for Copier._copy."""
