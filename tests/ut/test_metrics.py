@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from functools import partial, reduce
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,6 +125,18 @@ def test_counters_add_up_over_steps_and_gauges_are_those_of_the_last_that_says_a
     found = values(registry, 0)
     assert (found["written_bytes_total"], found["files_total outcome=failed"], found["write_seconds_count"]) == (1800, 4, 2)
     assert (found["ring_fill_ratio tp_rank=0"], found["requests_held"], found["backpressure_seconds_total"]) == (0.25, 2, 3)
+
+
+def test_the_readme_lists_the_series_with_their_labels() -> None:
+    registry = CollectorRegistry()
+    make_metrics(registry).observe(busy(0).data, 0)
+    made = {}
+    for family in registry.collect():
+        labels = [set(sample.labels) - {*LABELS, "le"} for sample in family.samples]
+        if family.samples and not family.name.endswith("_created"):
+            made[family.name + ("_total" if family.type == "counter" else "")] = ",".join(sorted(labels[0]))
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert dict(re.findall(r"^\| `(vllm:hsx_\w+)(?:\{(\w+)\})?` \|", readme, re.MULTILINE)) == made
 
 
 nanoseconds = st.one_of(st.integers(0, 20_000_000_000), st.sampled_from([round(bound * 1e9) for bound in BUCKETS]))
