@@ -97,22 +97,7 @@ def load(path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False, 
             and whose leftovers another one has removed.
     """
     path = Path(path)
-    lock_path = _companion(path, LOCK_SUFFIX)
-    wait_until_released(lock_path, timeout)
-    reason = _failure(path)
-    if reason is not None:
-        raise HiddenStatesError(path, reason)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        if not lock_path.exists():
-            raise FileNotFoundError(
-                errno.ENOENT, "no hidden states, no lock and no error are there; was the request aborted, or did its server die?", str(path)
-            ) from None
-        raise HiddenStatesError(
-            path,
-            "the server died before the file was complete: it left the lock file, which nobody holds, and no data",
-        ) from None
+    fd = open_complete(path, timeout)
     try:
         header = read_header(fd)
         _check(header)
@@ -125,6 +110,26 @@ def load(path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False, 
     finally:
         os.close(fd)
     return HiddenStates(hidden_states, token_ids, header.metadata)
+
+
+def open_complete(path: Path, timeout: float | None) -> int:
+    """Wait until the file of a request is complete; a descriptor of it, for reading. `load` says what it waits for and raises."""
+    lock_path = _companion(path, LOCK_SUFFIX)
+    wait_until_released(lock_path, timeout)
+    reason = _failure(path)
+    if reason is not None:
+        raise HiddenStatesError(path, reason)
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if not lock_path.exists():
+            raise FileNotFoundError(
+                errno.ENOENT, "no hidden states, no lock and no error are there; was the request aborted, or did its server die?", str(path)
+            ) from None
+        raise HiddenStatesError(
+            path,
+            "the server died before the file was complete: it left the lock file, which nobody holds, and no data",
+        ) from None
 
 
 def open_dir(directory: str | Path, *, mmap: bool = False) -> Iterator[tuple[Path, HiddenStates]]:
