@@ -29,9 +29,17 @@ COMMANDS: dict[str, Command] = {
         "run a command with emulated Ascend NPUs on the CPU",
         "vllm_ascend_hsx.emulator.launch:emulate",
     ),
+    "inspect": Command(
+        "show what a file of hidden states, or each file of a directory, holds",
+        "vllm_ascend_hsx.cli.inspect:main",
+    ),
     "plan": Command(
         "show what extraction costs: memory, KV cache, disk and bandwidth",
         "vllm_ascend_hsx.cli.plan:main",
+    ),
+    "verify": Command(
+        "check every file of hidden states below a directory",
+        "vllm_ascend_hsx.cli.verify:main",
     ),
 }
 

@@ -1,0 +1,93 @@
+"""Files of hidden states as a torch Dataset."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_examine import rows_of, write
+from torch.utils.data import DataLoader
+
+from vllm_ascend_hsx import HiddenStatesDataset, collate
+from vllm_ascend_hsx.reader import HiddenStatesError
+
+LENGTHS = {"a": 9, "b": 3, "c": 17}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for name, tokens in LENGTHS.items():
+        write(tmp_path / "files", name, rows_of(tokens), prompt=tokens - 1)
+    return tmp_path / "files"
+
+
+def test_an_item_is_a_file(directory: Path) -> None:
+    dataset = HiddenStatesDataset(directory)
+    assert len(dataset) == 3
+    item = dataset[2]
+    assert torch.equal(item["hidden_states"], rows_of(17))
+    assert item["token_ids"].tolist() == list(range(17))
+    assert item["is_output"].tolist() == [False] * 16 + [True]
+    assert item["path"] == str(directory / "c.safetensors")
+
+
+def test_layers_are_chosen_by_id_and_rows_converted_and_cut(directory: Path) -> None:
+    item = HiddenStatesDataset(directory, layer_ids=[4], dtype=torch.float32, max_tokens=5)[2]
+    assert torch.equal(item["hidden_states"], rows_of(17)[:5, 1:].float())
+    assert len(item["token_ids"]) == len(item["is_output"]) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_padded_and_masked_in_the_workers_of_a_loader_too(directory: Path, workers: int) -> None:
+    loader = DataLoader(
+        HiddenStatesDataset(directory),
+        batch_size=3,
+        collate_fn=collate,
+        num_workers=workers,
+        multiprocessing_context="spawn" if workers else None,
+    )
+    (batch,) = list(loader)
+    assert batch["hidden_states"].shape == (3, 17, 2, 8)
+    assert batch["lengths"].tolist() == [9, 3, 17]
+    assert batch["attention_mask"].sum(1).tolist() == [9, 3, 17]
+    for index, tokens in enumerate(LENGTHS.values()):
+        assert torch.equal(batch["hidden_states"][index, :tokens], rows_of(tokens))
+        assert not batch["hidden_states"][index, tokens:].any()
+        assert batch["token_ids"][index, :tokens].tolist() == list(range(tokens))
+    assert batch["is_output"].sum().item() == 3
+    assert [Path(path).stem for path in batch["paths"]] == list(LENGTHS)
+
+
+def test_a_layer_that_a_file_lacks_is_named(directory: Path) -> None:
+    with pytest.raises(ValueError, match=r"a.safetensors has layers \[2, 4\] and not \[3\]"):
+        HiddenStatesDataset(directory, layer_ids=[2, 3])[0]
+
+
+@pytest.mark.parametrize("source", ["empty", []])
+def test_a_dataset_of_nothing_is_refused(tmp_path: Path, source: str | list[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="no \\*.safetensors files|names no file"):
+        HiddenStatesDataset(tmp_path / source if isinstance(source, str) else source)
+
+
+def test_a_changed_file_is_found_if_that_is_wanted(directory: Path) -> None:
+    path = directory / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x07")
+    HiddenStatesDataset([path])[0]
+    with pytest.raises(HiddenStatesError, match="not as it was written"):
+        HiddenStatesDataset([path], verify=True)[0]
+
+
+def test_reading_needs_neither_vllm_nor_torch_npu() -> None:
+    code = """
+import sys
+import vllm_ascend_hsx
+assert "torch" not in sys.modules
+vllm_ascend_hsx.load, vllm_ascend_hsx.find, vllm_ascend_hsx.HiddenStatesDataset, vllm_ascend_hsx.collate
+import vllm_ascend_hsx.cli.verify, vllm_ascend_hsx.cli.inspect
+assert not {"vllm", "vllm_ascend", "torch_npu", "pydantic"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,230 @@
+"""`hsx inspect` and `hsx verify` find what is wrong with files, and nothing that is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from vllm_ascend_hsx.cli import inspect, verify
+from vllm_ascend_hsx.cli.main import main
+from vllm_ascend_hsx.examine import examine, files_in
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.file import FileSink
+
+FORMAT = RowFormat(layer_ids=(2, 4), hidden_size=8, dtype="BF16", model="tiny")
+
+
+def rows_of(tokens: int, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return (torch.randn(tokens, *FORMAT.row_shape, generator=generator) * scale).bfloat16()
+
+
+def write(directory: Path, name: str, rows: torch.Tensor, prompt: int | None = None, options: FileOptions | None = None) -> Path:
+    row_format = RowFormat(tuple(range(1, rows.shape[1] + 1)), rows.shape[2], "BF16") if rows.shape[1:] != FORMAT.row_shape else FORMAT
+    with FileSink(directory, row_format, options or FileOptions()) as sink:
+        file = sink.open(name, directory / f"{name}.safetensors", len(rows))
+        if len(rows):
+            file.write(0, rows.contiguous().view(torch.uint8).numpy())
+        file.commit(np.arange(len(rows), dtype=np.int64), len(rows) if prompt is None else prompt)
+    return file.path
+
+
+def test_a_good_file_is_described(tmp_path: Path) -> None:
+    rows = rows_of(50)
+    found = examine(write(tmp_path, "a", rows, prompt=40), token_norms=True)
+    assert (found.problem, found.verdict) == (None, "verified")
+    assert (found.tokens, found.prompt_tokens, found.layers, found.hidden_size, found.dtype) == (50, 40, 2, 8, "bfloat16")
+    assert found.layer_ids == (2, 4)
+    assert found.num_bytes == rows.nbytes
+    norms = rows.float().norm(dim=-1)
+    assert found.norms == pytest.approx(norms.mean(0).tolist())
+    assert np.allclose(found.token_norms, norms.T)
+
+
+def test_large_files_are_looked_at_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = examine(write(tmp_path, "a", rows_of(50)), token_norms=True)
+    monkeypatch.setattr("vllm_ascend_hsx.examine._BLOCK", 100)
+    in_blocks = examine(whole.path, token_norms=True)
+    assert in_blocks.token_norms == whole.token_norms
+    assert in_blocks.norms == pytest.approx(whole.norms)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_is_named(tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_ascend_hsx.examine._BLOCK", 100)
+    rows = rows_of(20)
+    rows[17, 1, 3] = value
+    path = write(tmp_path, "a", rows)
+    assert examine(path).problem == "the row of token 17 in layer 1 is not finite"
+    assert examine(path, finite=False).problem is None
+
+
+def test_large_values_are_finite(tmp_path: Path) -> None:
+    assert examine(write(tmp_path, "a", rows_of(5, scale=1e30))).problem is None
+
+
+def test_a_byte_that_changed_is_found_unless_checksums_are_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, "a", rows_of(5))
+    data = bytearray(path.read_bytes())
+    data[-50] ^= 1
+    path.write_bytes(data)
+    assert "it is not as it was written" in str(examine(path).problem)
+    assert examine(path, checksum=False).problem is None
+
+
+def test_a_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
+    save_file({"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, tmp_path / "x.safetensors")
+    found = examine(tmp_path / "x.safetensors")
+    assert (found.problem, found.verdict, found.layer_ids, found.prompt_tokens) == (None, "plausible", (), None)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "metadata", "problem"),
+    [
+        ({"hidden_states": torch.zeros(3, 8), "token_ids": torch.arange(3)}, {}, "not [tokens, layers, hidden]"),
+        ({"hidden_states": torch.zeros(3, 2, 8)}, {}, "it has no token_ids"),
+        ({"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)}, {"layer_ids": "[1]"}, "names 1 layer ids and has 2"),
+        ({"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3)}, {"num_prompt_tokens": "4"}, "says that 4 of its 3"),
+        ({"hidden_states": torch.zeros(3, 2, 8), "token_ids": torch.arange(3) - 1}, {}, "negative token id"),
+    ],
+)
+def test_what_does_not_fit_is_a_problem(tmp_path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str], problem: str) -> None:
+    save_file(tensors, tmp_path / "x.safetensors", metadata or None)
+    assert problem in str(examine(tmp_path / "x.safetensors").problem)
+
+
+def test_a_file_that_is_not_there_or_no_file_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"no header")
+    assert "this is not a file of hidden states" in str(examine(tmp_path / "x.safetensors").problem)
+    assert "cannot be read" in str(examine(tmp_path / "y.safetensors").problem)
+
+
+def test_a_file_that_is_still_written_says_so(tmp_path: Path) -> None:
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = sink.open("a", tmp_path / "a.safetensors")
+        assert examine(file.path).problem == "a server is still writing it"
+
+
+# The commands
+
+
+def a_directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "files"
+    for tokens in (3, 30, 7):
+        write(directory, f"r{tokens}", rows_of(tokens))
+    return directory
+
+
+def test_verify_finds_nothing_in_good_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = a_directory(tmp_path)
+    write(directory / "below", "deep", rows_of(4), options=FileOptions(checksum="none"))
+    (directory / ".hidden").mkdir()
+    (directory / ".hidden" / "x.safetensors").write_bytes(b"")
+    assert main(["verify", str(directory), "--jobs", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "4 files of 2 layers [2, 4] x 8 bfloat16" in said
+    assert "4 good (1 of them name no checksum), 0 bad, 0 failed requests; 44 tokens" in said
+
+
+def test_verify_in_several_processes_finds_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = a_directory(tmp_path)
+    (directory / "bad.safetensors").write_bytes(b"x")
+    results = []
+    for jobs in ("1", "2"):
+        assert verify.main([str(directory), "--jobs", jobs, "--json"]) == 1
+        results.append(json.loads(capsys.readouterr().out))
+    assert results[0] == results[1]
+    assert (results[0]["good"], len(results[0]["bad"]), results[0]["tokens"]) == (3, 1, 40)
+
+
+def test_verify_tells_of_requests_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = a_directory(tmp_path)
+    with FileSink(directory, FORMAT) as sink:
+        sink.open("f", directory / "f.safetensors").fail("the disk is full")
+    assert verify.main([str(directory), "--jobs", "1"]) == 1
+    assert "f.safetensors.error: the disk is full" in capsys.readouterr().out
+    assert verify.main([str(directory), "--jobs", "1", "--allow-errors"]) == 0
+
+
+def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = a_directory(tmp_path)
+    write(directory, "other", torch.zeros(3, 4, 8, dtype=torch.bfloat16))
+    assert verify.main([str(directory), "--jobs", "1"]) == 1
+    assert "files of different kinds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_verify_of_nothing_is_no_success(tmp_path: Path, make: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    if make:
+        (tmp_path / "none").mkdir()
+    assert verify.main([str(tmp_path / "none")]) == 2
+    assert str(tmp_path / "none") in capsys.readouterr().out.replace("\n", "")
+
+
+def test_many_problems_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for index in range(25):
+        (tmp_path / f"{index}.safetensors").write_bytes(b"x")
+    assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
+    assert "... and 5 more bad" in capsys.readouterr().out
+
+
+def test_inspect_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "a", rows_of(50), prompt=40)
+    assert main(["inspect", str(path)]) == 0
+    said = capsys.readouterr().out
+    for words in ("verified", "50 (40 of the prompt)", "2 layers x 8 bfloat16", "layer 2", "layer 4", "mean norm", "producer", "tiny"):
+        assert words in said
+
+
+def test_inspect_shows_a_directory_and_what_is_bad_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = a_directory(tmp_path)
+    assert inspect.main([str(directory)]) == 0
+    (directory / "a-bad.safetensors").write_bytes(b"x")
+    capsys.readouterr()
+    assert inspect.main([str(directory), "--limit", "2"]) == 1
+    said = capsys.readouterr().out
+    assert "... and 2 more" in said
+    assert "bad: this is not a file" in " ".join(said.split())
+
+
+def test_inspect_draws_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
+    path = write(tmp_path, "a", rows_of(50))
+    assert inspect.main([str(path), "--plot", str(tmp_path / "a.png")]) == 0
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{directory}", "--plot", "x.png"], "is a directory: name a file in it"),
+        (["{directory}", "--limit", "0"], "--limit 0: give a number of at least 1"),
+    ],
+)
+def test_wrong_options_of_inspect_are_named(
+    tmp_path: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspect, "find_spec", lambda name: True)
+    with pytest.raises(SystemExit) as ended:
+        inspect.main([each.format(directory=tmp_path) for each in arguments])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_picture_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(inspect, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        inspect.main(["x.safetensors", "--plot", "x.png"])
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
+    directory = a_directory(tmp_path)
+    (directory / ".x.safetensors").write_bytes(b"")
+    assert [path.name for path in files_in(directory)] == ["r3.safetensors", "r30.safetensors", "r7.safetensors"]

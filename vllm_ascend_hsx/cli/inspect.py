@@ -1,0 +1,112 @@
+"""`hsx inspect`: what a file, or each file of a directory, holds; with a picture if one is wanted."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from vllm_ascend_hsx.examine import Examination, examine, files_in
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the options of `hsx inspect`; exits with code 2 and one line for a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog="hsx inspect",
+        description="Shows tokens, layers, dtype, norms of the rows, provenance and verdict of files of hidden states. "
+        "Exit code 0: all are good; 1: one is not; 2: nothing could be looked at.",
+    )
+    parser.add_argument("path", type=Path, metavar="FILE|DIR")
+    parser.add_argument("--limit", type=int, default=50, metavar="N", help="files of a directory to show (default: 50)")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the norms of a file's rows, by layer and by token; needs matplotlib")
+    options = parser.parse_args(argv)
+    if options.limit < 1:
+        parser.error(f"--limit {options.limit}: give a number of at least 1")
+    if options.plot is not None and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    if options.plot is not None and options.path.is_dir():
+        parser.error(f"--plot draws one file, and {options.path} is a directory: name a file in it")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `hsx inspect` and returns its exit code."""
+    options = parse_arguments(sys.argv[1:] if argv is None else argv)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    if options.path.is_dir():
+        paths = [path for path in files_in(options.path) if not path.name.endswith(ERROR_SUFFIX)]
+    else:
+        paths = [options.path] if options.path.exists() else []
+    if not paths:
+        problem = f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files."
+        console.print(problem, style="red", markup=False, highlight=False)
+        return 2
+    found = [examine(path, token_norms=options.plot is not None) for path in paths[: options.limit]]
+    if options.path.is_dir():
+        console.print(_table(found))
+        if len(paths) > options.limit:
+            console.print(f"... and {len(paths) - options.limit} more; --limit {len(paths)} shows them", highlight=False)
+    else:
+        _show(console, found[0])
+        if options.plot is not None and found[0].tokens:
+            draw(found[0], options.plot)
+            console.print(f"drawn: {options.plot}", highlight=False, markup=False)
+    return 0 if all(each.problem is None for each in found) else 1
+
+
+def _table(found: Sequence[Examination]) -> Table:
+    table = Table("file", "tokens", "layers", "dtype", "norm per layer", "verdict")
+    for each in found:
+        prompt = each.tokens if each.prompt_tokens is None else each.prompt_tokens
+        tokens = str(prompt) if prompt == each.tokens else f"{prompt} + {each.tokens - prompt}"
+        layers = f"{list(each.layer_ids or range(each.layers))} x {each.hidden_size}"
+        verdict = each.verdict if each.problem is None else f"[red]{each.verdict}: {each.problem}[/red]"
+        table.add_row(each.path.name, tokens, layers, each.dtype, " ".join(f"{norm:.3g}" for norm in each.norms), verdict)
+    return table
+
+
+def _show(console: Console, found: Examination) -> None:
+    table = Table(show_header=False, box=None)
+    table.add_row("file", str(found.path))
+    table.add_row("verdict", found.verdict if found.problem is None else f"[red]{found.problem}[/red]")
+    if found.layers:
+        prompt = "" if found.prompt_tokens is None else f" ({found.prompt_tokens} of the prompt)"
+        table.add_row("tokens", f"{found.tokens}{prompt}")
+        table.add_row("rows", f"{found.layers} layers x {found.hidden_size} {found.dtype}, {found.num_bytes / 1e6:.1f} MB")
+        for layer, norm in enumerate(found.norms):
+            name = f"layer {found.layer_ids[layer]}" if found.layer_ids else f"layer #{layer}"
+            table.add_row(name, f"mean norm {norm:.4g}")
+    for key, value in found.metadata.items():
+        table.add_row(key, value)
+    console.print(table)
+
+
+def draw(found: Examination, target: Path) -> None:
+    """A picture of the norms of all rows: a line for each layer, and a map of layers by tokens.
+
+    Args:
+        found: of one file, with the norms of its tokens.
+        target: the PNG.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = [str(layer_id) for layer_id in found.layer_ids] or [f"#{layer}" for layer in range(found.layers)]
+    figure, (lines, heat) = pyplot.subplots(2, 1, figsize=(10, 6), layout="constrained")
+    for name, norms in zip(names, found.token_norms, strict=True):
+        lines.plot(norms, label=f"layer {name}", linewidth=0.8)
+    lines.set(yscale="log", ylabel="norm of the row", title=found.path.name)
+    lines.legend(fontsize="small")
+    image = heat.imshow(found.token_norms, aspect="auto", norm="log", interpolation="nearest")
+    heat.set(xlabel="token position", ylabel="layer", yticks=range(found.layers), yticklabels=names)
+    figure.colorbar(image, ax=heat, label="norm of the row")
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)

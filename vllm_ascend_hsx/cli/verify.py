@@ -1,0 +1,167 @@
+"""`hsx verify`: looks at every file of a directory, in parallel, and says which are not what they should be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from vllm_ascend_hsx.examine import Examination, examine, files_in
+from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX
+
+_SHOWN = 20  # problems; the rest is counted
+
+
+@dataclass
+class Tally:
+    """What was found so far.
+
+    Attributes:
+        good: files that are what they should be; without_checksum: how many of them name no checksum.
+        bad: path and problem of the others. failed: error files, path and reason.
+        shapes: the kinds of files there are, (layer ids, layers, hidden size, dtype), with their number.
+        tokens, num_bytes: of the good ones.
+    """
+
+    good: int = 0
+    without_checksum: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    shapes: dict[tuple[tuple[int, ...], int, int, str], int] = field(default_factory=dict)
+    tokens: int = 0
+    num_bytes: int = 0
+
+    def add(self, found: Examination) -> None:
+        """Take note of a data file."""
+        if found.problem is not None:
+            self.bad.append((str(found.path), found.problem))
+            return
+        self.good += 1
+        self.without_checksum += "checksum" not in found.metadata
+        self.tokens += found.tokens
+        self.num_bytes += found.num_bytes
+        shape = (found.layer_ids, found.layers, found.hidden_size, found.dtype)
+        self.shapes[shape] = self.shapes.get(shape, 0) + 1
+
+    def add_failure(self, path: Path) -> None:
+        """Take note of an error file."""
+        try:
+            reason = str(json.loads(path.read_text(encoding="utf-8"))["reason"])
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            reason = f"it cannot be understood: {error}"
+        self.failed.append((str(path), reason))
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the options of `hsx verify`; exits with code 2 and one line for a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog="hsx verify",
+        description="Looks at every file of hidden states below a directory: complete, finite, as its checksum says, all of one kind. "
+        "Exit code 0: all are good; 1: some are not, or requests failed; 2: nothing could be looked at.",
+    )
+    parser.add_argument("directory", type=Path)
+    processors = len(os.sched_getaffinity(0))
+    parser.add_argument("--jobs", type=int, default=processors, metavar="N", help="processes (default: one per processor)")
+    parser.add_argument("--no-checksum", action="store_true", help="do not compare checksums")
+    parser.add_argument("--allow-errors", action="store_true", help="error files of requests that failed are no reason for exit code 1")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    options = parser.parse_args(argv)
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: give a number of at least 1")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `hsx verify` and returns its exit code."""
+    options = parse_arguments(sys.argv[1:] if argv is None else argv)
+    console = Console(width=None if sys.stdout.isatty() else 150, stderr=options.json)
+    try:
+        paths = files_in(options.directory)
+    except OSError as error:
+        console.print(f"hsx verify: {error}. Name the directory that holds the files.", style="red", markup=False, highlight=False)
+        return 2
+    tally = Tally()
+    data = [path for path in paths if not path.name.endswith(ERROR_SUFFIX)]
+    for path in paths:
+        if path.name.endswith(ERROR_SUFFIX):
+            tally.add_failure(path)
+    if not paths:
+        console.print(f"hsx verify: {options.directory} has no files of hidden states.", style="red", markup=False, highlight=False)
+        return 2
+    with _progress(console) as progress:
+        task = progress.add_task("files", total=len(data))
+        for found in _examinations(data, options.jobs, not options.no_checksum):
+            tally.add(found)
+            progress.update(task, advance=1)
+    if options.json:
+        print(json.dumps(_as_json(tally)))
+    else:
+        _show(console, tally)
+    one_kind = len(tally.shapes) <= 1
+    return 0 if not tally.bad and one_kind and (options.allow_errors or not tally.failed) else 1
+
+
+def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[Examination]:
+    look = partial(examine, checksum=checksum)
+    if jobs == 1 or len(paths) < 2:
+        yield from map(look, paths)
+        return
+    # Not forked: torch has threads, and a fork of them may hang.
+    with ProcessPoolExecutor(min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+        for done in as_completed([pool.submit(look, path) for path in paths]):
+            yield done.result()
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _show(console: Console, tally: Tally) -> None:
+    for title, problems in (("bad", tally.bad), ("failed", tally.failed)):
+        for path, problem in problems[:_SHOWN]:
+            console.print(f"{title}: {path}: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
+        if len(problems) > _SHOWN:
+            console.print(f"... and {len(problems) - _SHOWN} more {title}", style="red")
+    for (layer_ids, layers, hidden, dtype), count in sorted(tally.shapes.items(), key=lambda each: -each[1]):
+        console.print(f"{count} files of {layers} layers {list(layer_ids)} x {hidden} {dtype}", highlight=False, markup=False)
+    if len(tally.shapes) > 1:
+        console.print("these are files of different kinds: one training run cannot use them together", style="red")
+    unchecked = f" ({tally.without_checksum} of them name no checksum)" if tally.without_checksum else ""
+    console.print(
+        f"{tally.good} good{unchecked}, {len(tally.bad)} bad, {len(tally.failed)} failed requests; "
+        f"{tally.tokens:,} tokens, {tally.num_bytes / 1e9:.3f} GB",
+        highlight=False,
+    )
+
+
+def _as_json(tally: Tally) -> dict[str, object]:
+    kinds = [
+        {"layer_ids": list(ids), "layers": layers, "hidden_size": hidden, "dtype": dtype, "files": count}
+        for (ids, layers, hidden, dtype), count in tally.shapes.items()
+    ]
+    return {
+        "good": tally.good,
+        "without_checksum": tally.without_checksum,
+        "bad": [{"path": path, "problem": problem} for path, problem in tally.bad],
+        "failed": [{"path": path, "reason": reason} for path, reason in tally.failed],
+        "kinds": kinds,
+        "tokens": tally.tokens,
+        "bytes": tally.num_bytes,
+    }

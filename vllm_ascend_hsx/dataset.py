@@ -1,0 +1,102 @@
+"""Files of hidden states as a torch Dataset, and the collate function that makes a batch of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX
+
+
+class HiddenStatesDataset(Dataset[dict[str, Any]]):
+    """One item per file, loaded (memory-mapped) when it is asked for; safe in the worker processes of a DataLoader.
+
+    Args:
+        source: a directory, whose complete files are taken in the order of their names, or the files themselves.
+        layer_ids: which residual streams an item has, in this order; all that the files have if None.
+        dtype: convert rows to it; the file's if None.
+        max_tokens: cut longer sequences off behind so many tokens.
+        verify: compare each file with its checksum when it is loaded.
+
+    An item is a dict:
+        hidden_states: [tokens, layers, hidden].
+        token_ids: int64 [tokens].
+        is_output: bool [tokens], true for generated tokens.
+        path: the file.
+
+    Raises:
+        ValueError: no files, or (with an item) a file that lacks a layer; the message names it.
+        HiddenStatesError: (with an item) a file that is not what it should be.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path],
+        *,
+        layer_ids: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        max_tokens: int | None = None,
+        verify: bool = False,
+    ) -> None:
+        if isinstance(source, str | Path):
+            directory = Path(source)
+            self.paths = sorted(path for path in directory.glob(f"*{DATA_SUFFIX}") if not path.name.startswith("."))
+            if not self.paths:
+                raise ValueError(f"{directory} has no *{DATA_SUFFIX} files. Name the directory that the server writes to.")
+        else:
+            self.paths = [Path(path) for path in source]
+            if not self.paths:
+                raise ValueError("source=[] names no file. Give at least one.")
+        self._layer_ids = None if layer_ids is None else list(layer_ids)
+        self._dtype = dtype
+        self._max_tokens = max_tokens
+        self._verify = verify
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path = self.paths[index]
+        states = load(path, mmap=True, verify=self._verify)
+        rows, token_ids = states.hidden_states[: self._max_tokens], states.token_ids[: self._max_tokens]
+        if self._layer_ids is not None:
+            rows = rows[:, self._columns(path, states.layer_ids, self._layer_ids)]
+        if self._dtype is not None:
+            rows = rows.to(self._dtype)
+        prompt = int(states.metadata.get("num_prompt_tokens", len(states.token_ids)))
+        return {"hidden_states": rows, "token_ids": token_ids, "is_output": torch.arange(len(token_ids)) >= prompt, "path": str(path)}
+
+    @staticmethod
+    def _columns(path: Path, stored: Sequence[int], wanted: Sequence[int]) -> list[int]:
+        missing = [layer_id for layer_id in wanted if layer_id not in stored]
+        if missing:
+            raise ValueError(f"{path} has layers {list(stored)} and not {missing}. Choose from those, or extract again.")
+        return [stored.index(layer_id) for layer_id in wanted]
+
+
+def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of items of different lengths, padded at the end with zeros.
+
+    Args:
+        items: of a HiddenStatesDataset; at least one, with the same layers.
+
+    Returns:
+        hidden_states [batch, longest, layers, hidden], token_ids int64 [batch, longest], is_output and attention_mask bool [batch, longest]
+        (true where there is a token), lengths int64 [batch], paths.
+    """
+    lengths = torch.tensor([len(item["token_ids"]) for item in items])
+
+    def padded(key: str) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence([item[key] for item in items], batch_first=True)
+
+    return {
+        **{key: padded(key) for key in ("hidden_states", "token_ids", "is_output")},
+        "attention_mask": torch.arange(int(lengths.max())) < lengths.unsqueeze(1),
+        "lengths": lengths,
+        "paths": [item["path"] for item in items],
+    }

@@ -1,0 +1,163 @@
+"""What a file of hidden states holds, and whether it is what it says it is: read once, in bounded memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 64 << 20  # bytes of rows that are looked at at a time
+
+
+@dataclass(frozen=True)
+class Examination:
+    """The result for one file.
+
+    Attributes:
+        path: the file.
+        problem: what is wrong with it, in one sentence, or None.
+        tokens, prompt_tokens: rows, and how many of them are the prompt's (None if the file does not say).
+        layers, hidden_size, dtype: of a row; dtype by its name in torch.
+        layer_ids: residual stream of each layer; empty if the file does not say.
+        num_bytes: of the hidden states.
+        norms: mean over the tokens of the Euclidean norm of a row, for each layer.
+        token_norms: [layers][tokens] the norms themselves, if they were asked for.
+        metadata: what the file says about itself.
+    """
+
+    path: Path
+    problem: str | None = None
+    tokens: int = 0
+    prompt_tokens: int | None = None
+    layers: int = 0
+    hidden_size: int = 0
+    dtype: str = ""
+    layer_ids: tuple[int, ...] = ()
+    num_bytes: int = 0
+    norms: tuple[float, ...] = ()
+    token_norms: tuple[tuple[float, ...], ...] = ()
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        """One or two words for a table."""
+        if self.problem is not None:
+            return "bad"
+        return "verified" if "checksum" in self.metadata else "plausible"
+
+
+def examine(
+    path: str | Path, *, checksum: bool = True, finite: bool = True, token_norms: bool = False, timeout: float = 0.0
+) -> Examination:
+    """Look at a file that a server has completed.
+
+    Args:
+        path: the file.
+        checksum: compare it with the checksum that it names; a file without one passes.
+        finite: whether a NaN or an infinity is a problem.
+        token_norms: keep the norm of every row.
+        timeout: seconds to wait for a server that is still writing it.
+
+    Returns:
+        What was found; nothing that is wrong with the file is raised.
+    """
+    path = Path(path)
+    try:
+        states = load(path, timeout, mmap=True)
+        if checksum and "checksum" in states.metadata:
+            load(path, timeout, mmap=True, verify=True)
+    except HiddenStatesError as error:
+        return Examination(path, error.reason)
+    except TimeoutError:
+        return Examination(path, "a server is still writing it")
+    except OSError as error:
+        return Examination(path, f"it cannot be read: {error.strerror or error}")
+    return _describe(path, states, finite, token_norms)
+
+
+def _describe(path: Path, states: HiddenStates, finite: bool, keep: bool) -> Examination:
+    rows = states.hidden_states
+    shape = tuple(rows.shape)
+    if len(shape) != 3:
+        return Examination(path, f"hidden_states has shape {list(shape)}, not [tokens, layers, hidden]")
+    tokens, layers, hidden = shape
+    sums = [0.0] * layers
+    all_norms: list[list[float]] = [[] for _ in range(layers)]
+    problem = None
+    for first, block, norms in _norms(rows):
+        if finite and problem is None:
+            problem = _not_finite(first, block, norms)
+        for layer in range(layers):
+            sums[layer] += float(norms[:, layer].sum())
+            if keep:
+                all_norms[layer] += norms[:, layer].tolist()
+    metadata = states.metadata
+    layer_ids = tuple(json.loads(metadata.get("layer_ids", "[]")))
+    prompt_tokens = int(metadata["num_prompt_tokens"]) if "num_prompt_tokens" in metadata else None
+    return Examination(
+        path,
+        problem or _contradiction(states, layer_ids, prompt_tokens),
+        tokens,
+        prompt_tokens,
+        layers,
+        hidden,
+        str(rows.dtype).removeprefix("torch."),
+        layer_ids,
+        rows.nbytes,
+        tuple(total / tokens if tokens else 0.0 for total in sums),
+        tuple(map(tuple, all_norms)) if keep else (),
+        metadata,
+    )
+
+
+def _norms(rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """(first token, its and the next tokens' rows, their Euclidean norms as float32 [tokens, layers]), some tokens at a time."""
+    import torch
+
+    tokens, layers, hidden = rows.shape
+    step = max(1, _BLOCK // max(1, layers * hidden * rows.element_size()))
+    for first in range(0, tokens, step):
+        block = rows[first : first + step]
+        yield first, block, torch.linalg.vector_norm(block.float(), dim=-1)
+
+
+def _not_finite(first: int, rows: torch.Tensor, norms: torch.Tensor) -> str | None:
+    """Where a NaN or an infinity is. It makes the row's norm one, so the rows themselves are only looked at if a norm says so."""
+    import torch
+
+    if bool(torch.isfinite(norms).all()):
+        return None
+    good = torch.isfinite(rows).all(dim=-1)
+    if bool(good.all()):  # large values, whose squares have no float32
+        return None
+    token, layer = (~good).nonzero()[0].tolist()
+    return f"the row of token {first + token} in layer {layer} is not finite"
+
+
+def _contradiction(states: HiddenStates, layer_ids: tuple[int, ...], prompt_tokens: int | None) -> str | None:
+    """What in the metadata does not fit the tensors."""
+    tokens, layers, _ = states.hidden_states.shape
+    if layer_ids and len(layer_ids) != layers:
+        return f"it names {len(layer_ids)} layer ids and has {layers} layers"
+    if prompt_tokens is not None and not 0 <= prompt_tokens <= tokens:
+        return f"it says that {prompt_tokens} of its {tokens} tokens are the prompt's"
+    if tokens and int(states.token_ids.min()) < 0:
+        return "it has a negative token id"
+    return None
+
+
+def files_in(directory: str | Path) -> list[Path]:
+    """The data and error files below a directory, in the order of their paths; hidden ones are passed over. Raises OSError."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is not a directory")
+    found = (path for suffix in (DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX) for path in directory.rglob(f"*{suffix}"))
+    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(directory).parts))
