@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,16 @@ from typing import Any
 import httpx
 import pytest
 from harness import compare_file, process_environment, read_trace, tokens
+from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_ascend_hsx.demo.metrics import Metrics, parse, settle
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.server import Server, free_port
 from vllm_ascend_hsx.sinks.lock import wait_until_released
 
 LAYER_IDS = (4, 1, 3)
+ROW_BYTES = 3 * 256 * 2
+ENGINES = ("0", "1")
 START_SECONDS = 280
 
 
@@ -57,6 +62,7 @@ class Served:
     answers: dict[str, Any]
     trace: dict[int, list[dict[str, Any]]]
     log: str
+    metrics: str  # of GET /metrics, at the end
 
 
 # One at a time, so that the other DP rank is idle; then together, so that both are busy, with lengths that TP does not divide.
@@ -85,6 +91,8 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
             for answer in answers.values():
                 # The step behind the answer publishes what was generated; a server that is stopped before it says so in an error file.
                 wait_until_released(Path(answer["kv_transfer_params"]["hidden_states_path"] + ".lock"), timeout=60)
+            settle(server.url, ENGINES, timeout=120)
+            metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
         except httpx.HTTPError as error:
             raise AssertionError(f"{error!r}\n{server.log_tail()}") from error
     with_output = {name: prompt + answers[name]["choices"][0]["token_ids"][:-1] for name, prompt in WITH_OUTPUT.items()}
@@ -96,6 +104,7 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
         answers,
         read_trace(traces),
         server.log.read_text(errors="replace"),
+        metrics,
     )
 
 
@@ -106,6 +115,31 @@ def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> 
     assert path.parent == served.storage
     comparison = compare_file(path, served.model, served.prompts[name], LAYER_IDS)
     assert comparison.matches, comparison
+
+
+def test_metrics_count_what_each_dp_rank_wrote(served: Served) -> None:
+    """Against vLLM's own series: an engine owes a row for each prompt token, and each generated one but the last that is to be stored."""
+    vllms: dict[tuple[str, str], float] = defaultdict(float)
+    for family in text_string_to_metric_families(served.metrics):
+        for sample in family.samples:
+            vllms[sample.name, sample.labels.get("engine", "")] += sample.value
+    ours = parse(served.metrics)
+    assert ours.engines == [*ENGINES]
+    by_engine = {engine: Metrics([each for each in ours.counts if each.engine == engine], []) for engine in ENGINES}
+    for engine, counted in by_engine.items():
+        requests = vllms["vllm:request_success_total", engine]
+        # Of requests that store no generated token one was generated. The last request of each engine had a prompt token and no file.
+        rows = vllms["vllm:prompt_tokens_total", engine] - 1 + vllms["vllm:generation_tokens_total", engine] - requests
+        assert counted.total("vllm:hsx_files_total", outcome="published") == requests - 1 > 0
+        assert counted.total("vllm:hsx_published_bytes_total") == rows * ROW_BYTES
+        assert counted.total("vllm:hsx_written_bytes_total") >= rows * ROW_BYTES
+        assert counted.total("vllm:hsx_files_total", outcome="failed") == counted.total("vllm:hsx_files_total", outcome="aborted") == 0
+        assert counted.total("vllm:hsx_backlog_bytes") == 0
+        assert {each.labels["tp_rank"] for each in counted.counts if each.name == "vllm:hsx_ring_fill_ratio"} == {"0", "1"}
+    assert ours.total("vllm:hsx_files_total", outcome="published") == len(served.answers)
+    assert ours.total("vllm:hsx_published_bytes_total") == sum(map(len, served.prompts.values())) * ROW_BYTES
+    publishes = {each.engine: each.observations for each in ours.latencies if each.name == "vllm:hsx_publish_seconds"}
+    assert publishes == {engine: counted.total("vllm:hsx_files_total", outcome="published") for engine, counted in by_engine.items()}
 
 
 def batches(events: list[dict[str, Any]]) -> list[tuple[str, list[tuple[Any, ...]]]]:
