@@ -56,17 +56,18 @@ def run(arguments: argparse.Namespace) -> int:
     cells: list[host_path.Cell] = []
     refusals: dict[str, str] = {}
     latencies: list[latency.Result] = []
+    host_scale = host_path.QUICK if arguments.quick else host_path.FULL
+    latency_scale = latency.QUICK if arguments.quick else latency.FULL
     if {"host", "latency"} & set(arguments.parts):
-        host_scale = host_path.QUICK if arguments.quick else host_path.FULL
         # More than the longest request, and more than the caches hold.
-        source = Source(MINIMAX_M2, host_scale.longest + 1024, device)
+        source = Source(MINIMAX_M2, max(host_scale.longest, *latency_scale.tokens) + 1024, device)
     for directory in directories if "host" in arguments.parts else ():
         found, refusal = host_path.run(host_scale, source, directory, show)
         cells += found
         if refusal is not None:
             refusals[machine.filesystem_of(directory)] = refusal
     for directory in directories if "latency" in arguments.parts else ():
-        latencies.append(latency.run(latency.QUICK if arguments.quick else latency.FULL, source, directory, show))
+        latencies.append(latency.run(latency_scale, source, directory, show))
     steps = None
     if "step" in arguments.parts:
         steps = per_step.run(per_step.QUICK if arguments.quick else per_step.FULL, arguments.memory, device, show)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks import engine, latency, per_step
-from benchmarks.host_path import COPIED, DIRECT, DURABLY, OURS, OURS_UNCHECKED, PINNED, RAW, VLLM, Cell
+from benchmarks.host_path import COPIED, DIRECT, DIRECT_PUBLISHED, DURABLY, OURS, OURS_UNCHECKED, PINNED, RAW, VLLM, Cell
 
 MIB = 1 << 20
 STRAY_BYTES = 4 * MIB  # of memory that comes and goes with interpreter and threads, whatever is written
@@ -77,7 +77,7 @@ def judge(results: Results) -> list[Verdict]:
             lambda cell: cell.figures[OURS].of_raw,
             0.95,
             _percent,
-            _fixed_cost,
+            _publishing,
         ),
         _each_cell(
             "durable, from 2,048 tokens on: at most 0.1 s of CPU time per GB",
@@ -148,10 +148,16 @@ def _raw_against_vllm(cells: Sequence[Cell]) -> str:
     return f"a raw write alone is at most {most:.1f} times as fast as that path: its save_file is one too"
 
 
+def _publishing(cells: Sequence[Cell]) -> str:
+    worst = min(cells, key=lambda cell: cell.figures[OURS].of_raw)
+    published = worst.figures[DIRECT_PUBLISHED].of_raw
+    return f"with a rename and an fsync of the directory, raw O_DIRECT itself is at {published:.0%} in the worst cell"
+
+
 def _direct_cpu(cells: Sequence[Cell]) -> str:
     least = min(cell.figures[DIRECT].cpu_s_per_gb for cell in cells)
     unchecked = min(cell.figures[OURS_UNCHECKED].cpu_s_per_gb for cell in cells)
-    return f"raw O_DIRECT takes {least:.3f} s at least, ours without checksum {unchecked:.3f} s"
+    return f"raw O_DIRECT itself takes {least:.3f} s, ours without checksum {unchecked:.3f} s (the least of all cells)"
 
 
 def _latency(results: Sequence[latency.Result]) -> list[Verdict]:

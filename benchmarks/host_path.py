@@ -17,8 +17,9 @@ from benchmarks.rows import STEP_TOKENS, Load, Source
 
 PINNED, COPIED, DURABLY = "from pinned memory", "with the copy", "durable"
 OURS, OURS_UNCHECKED = "ours", "ours, no checksum"
-RAW, MEMCPY, DIRECT = "raw write", "memcpy", "raw O_DIRECT"
-VLLM, VLLM_REUSING = "vLLM 0.33's path", "vLLM 0.33's path, pinned memory reused"
+RAW, MEMCPY = "raw write", "memcpy"
+DIRECT, DIRECT_PUBLISHED = "raw O_DIRECT", "the same, published"
+VLLM, VLLM_REUSING = "vLLM 0.33's path", "the same, pinned memory reused"
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,7 @@ def contestants(view: str, source: Source, directory: Path) -> Iterator[dict[str
                 OURS: Ours(source, place(), with_copy=False, options=DURABLE),
                 OURS_UNCHECKED: Ours(source, place(), with_copy=False, options=DURABLE_NO_CHECKSUM),
                 DIRECT: RawDirect(source, place(), num_writers()),
+                DIRECT_PUBLISHED: RawDirect(source, place(), num_writers(), publish=True),
             }
         else:
             entered = {

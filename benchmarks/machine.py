@@ -7,6 +7,8 @@ import os
 import platform
 from pathlib import Path
 
+from vllm_ascend_hsx.emulator.launch import SITE
+
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 _PACKAGES = ("torch", "vllm", "vllm-ascend", "safetensors")
 
@@ -49,8 +51,6 @@ def _processor() -> str:
 def _npu() -> str:
     import torch_npu
 
-    # The emulator's torch_npu is a module on PYTHONPATH; the real one is a package that pip knows.
-    try:
-        return f"torch_npu {importlib.metadata.version('torch_npu')}"
-    except importlib.metadata.PackageNotFoundError:
-        return f"emulated ({Path(torch_npu.__file__).parent.name} of vllm_ascend_hsx.emulator)"
+    if SITE in Path(torch_npu.__file__).parents:
+        return "emulated (vllm_ascend_hsx.emulator)"
+    return f"torch_npu {torch_npu.__version__}"

@@ -156,7 +156,15 @@ class RawWrite(_Pooled):
 
 
 class RawDirect(_Pooled):
-    """open with O_DIRECT, fallocate, pwrite of 4 MiB at a time, fdatasync, close."""
+    """open with O_DIRECT, fallocate, pwrite of 4 MiB at a time, fdatasync, close.
+
+    Args:
+        publish: rename the file then, and have its name survive a loss of power, too: fsync of the directory.
+    """
+
+    def __init__(self, source: Source, directory: Path, threads: int, *, publish: bool = False) -> None:
+        super().__init__(source, directory, threads)
+        self._publish = publish
 
     def one(self, data: memoryview, request_id: str) -> None:
         fd = os.open(self.path(request_id), _NEW | os.O_DIRECT, 0o640)
@@ -167,6 +175,13 @@ class RawDirect(_Pooled):
             os.fdatasync(fd)
         finally:
             os.close(fd)
+        if self._publish:
+            os.rename(self.path(request_id), self.directory / request_id)
+            directory = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -49,6 +49,7 @@ def _lines(axis: Any, cells: list[Cell], name: str, attribute: str, colour: str,
 
 def _token_axis(axis: Any, title: str, label: str) -> None:
     axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.set(title=title, xlabel="tokens per request (larger dot: more in flight)", ylabel=label)
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[0]:
@@ -100,7 +101,8 @@ def _latency(axis: Any, results: Results) -> None:
         axis.set_xticks(range(len(labels)), labels)
         axis.axhline(1, **_GOAL)
         axis.set_yscale("log")
-        axis.legend(fontsize=8)
+        axis.set_ylim(top=20 * axis.get_ylim()[1])  # room for the legend
+        axis.legend(fontsize=8, loc="upper left")
         axis.set(title=f"latency on {result.filesystem} (p50)", xlabel="tokens of the prompt, of its last chunk", ylabel="ms")
 
 
@@ -116,7 +118,8 @@ def _engine(axis: Any, results: Results) -> None:
             places = [index + 0.36 * (offset - 0.5) for index in range(len(names))]
             axis.bar(places, [100 * values[name] for name in names], 0.34, color=colour, label=label)
         axis.set_xticks(range(len(names)), names)
-        axis.legend(fontsize=8, loc="lower right")
+        axis.set_ylim(top=150)
+        axis.legend(fontsize=8, loc="upper left")
         axis.set(title="engine on the emulated NPU", ylabel="% of the engine without extraction")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from benchmarks.rows import STEP_TOKENS
 Rows = list[list[str]]
 TABLE = tuple[str, list[str], Rows]  # title, headings, rows
 
+WIDTH = 160  # of what goes to a file or a pipe
 NAME = "performance"
 
 
@@ -27,7 +28,7 @@ def tables(results: Results) -> list[TABLE]:
     shown: list[TABLE] = [goals_table(results)]
     for view in (PINNED, COPIED, DURABLY):
         if cells := [cell for cell in results.host if cell.view == view]:
-            shown.append(host_table(view, cells))
+            shown += host_tables(view, cells)
     shown += [latency_table(each) for each in results.latency]
     if results.engine is not None:
         shown.append(engine_table(results.engine))
@@ -41,32 +42,36 @@ def goals_table(results: Results) -> TABLE:
     return "goals", ["goal", "measured", "met", "limit measured"], rows
 
 
-def host_table(view: str, cells: Sequence[Cell]) -> TABLE:
+def host_tables(view: str, cells: Sequence[Cell]) -> list[TABLE]:
+    """Speed, CPU time and, where it differs, memory: a row per cell, a column per contestant."""
+    names = list(cells[0].figures)
     reference = DIRECT if view == DURABLY else RAW
-    names = [name for name in cells[0].figures if name != reference]
-    headings = ["filesystem", "tokens", "in flight", *(f"{name}: % of {reference}" for name in names)]
-    if view != DURABLY:
-        headings.append(f"ours: times {VLLM}")
-    headings += ["CPU s/GB: " + ", ".join(cells[0].figures)]
-    peers = [name for name in cells[0].figures if name.startswith(VLLM)]
+    others = [name for name in names if name != reference]
+    versus = VLLM in names
+
+    def table(title: str, columns: Sequence[str], row: Callable[[Cell], Sequence[str]]) -> TABLE:
+        return f"{view}: {title}", ["filesystem", "tokens", "in flight", *columns], [[*_where(cell), *row(cell)] for cell in cells]
+
+    def speeds(cell: Cell) -> list[str]:
+        own = [f"{cell.figures[name].of_raw:.0%}" for name in others]
+        return [*own, f"{cell.figures[OURS].of_vllm or 0:.2f}"] if versus else own
+
+    shown = [
+        table(f"speed, % of {reference}", [*others, f"ours, times {VLLM}"] if versus else others, speeds),
+        table("CPU seconds per GB", names, lambda cell: [f"{cell.figures[name].cpu_s_per_gb:.3f}" for name in names]),
+    ]
     if view == COPIED:
-        headings += ["memory in MiB: " + ", ".join([OURS, *peers])]
-    rows = []
-    for cell in cells:
-        in_flight = f"{cell.in_flight} evenly" if cell.evenly else str(cell.in_flight)
-        row = [cell.filesystem, f"{cell.tokens:,}", in_flight, *(f"{cell.figures[name].of_raw:.0%}" for name in names)]
-        if view != DURABLY:
-            row.append(f"{cell.figures[OURS].of_vllm or 0:.2f}")
-        row.append(" / ".join(f"{figures.cpu_s_per_gb:.3f}" for figures in cell.figures.values()))
-        if view == COPIED:
-            row.append(" / ".join(f"{cell.figures[name].rss / MIB:,.0f}" for name in (OURS, *peers)))
-        rows.append(row)
-    return view, headings, rows
+        shown.append(table("MiB of memory", names, lambda cell: [f"{cell.figures[name].rss / MIB:,.0f}" for name in names]))
+    return shown
+
+
+def _where(cell: Cell) -> list[str]:
+    return [cell.filesystem, f"{cell.tokens:,}", f"{cell.in_flight} evenly" if cell.evenly else str(cell.in_flight)]
 
 
 def latency_table(result: latency.Result) -> TABLE:
     headings = ["tokens", "last chunk", "last row → published", "end of step → published"]
-    headings += ["raw write of the last chunk", "published → told", "published → mapped"]
+    headings += ["raw write of last chunk", "published → told", "published → mapped"]
     rows = [
         [f"{each.tokens:,}", f"{each.last_chunk:,}"]
         + [_p50_p99(each.quantiles[name]) for name in ("from_host", "from_step", "raw", "told", "loaded")]
@@ -103,6 +108,8 @@ def step_table(result: per_step.Result) -> TABLE:
 
 def show(console: Console, results: Results) -> None:
     """Print all tables."""
+    if not console.is_terminal:
+        console.width = WIDTH
     for title, headings, rows in tables(results):
         table = Table(title=title, title_justify="left")
         for index, heading in enumerate(headings):
@@ -130,8 +137,10 @@ def markdown(results: Results) -> str:
     parts = [words.HEAD.format(machine=_machine(results)), "## Goals", found.pop("goals"), f"![the figures as a plot]({NAME}.png)"]
     parts += ["## What is measured", words.METHOD]
     for view in (PINNED, COPIED, DURABLY):
-        if view in found:
-            parts += [f"## Path to the file: {view}", words.VIEWS[view], found.pop(view)]
+        if mine := [title for title in found if title.startswith(f"{view}: ")]:
+            parts += [f"## Path to the file: {view}", words.VIEWS[view]]
+            for title in mine:
+                parts += [f"**{title.removeprefix(f'{view}: ')}**", found.pop(title)]
     for filesystem, reason in results.no_durable_view.items():
         parts.append(f"There is no durable view on {filesystem}: {reason}.")
     for each in results.latency:

@@ -35,10 +35,11 @@ writer threads, writing, checksum, header, rename, letting the lock go. Raw writ
 token ids, no checksum.""",
     COPIED: """As before, and a memcpy by a thread of this process stands in for DMA: ours copies slots into the ring in the copier thread;
 vLLM 0.33's path gathers by block ids (into memory that is there), obtains pinned memory for each request and copies. On
-hardware the device gathers and copies, and only obtaining the memory is left to the host. «Reused»: pinned memory of an
+hardware the device gathers and copies, and only obtaining the memory is left to the host. «Reused»: with pinned memory of an
 earlier request, as torch's caching allocator would have it at best. The raw write is the one above, without any copy.""",
     DURABLY: """Rows in pinned memory as in the first view. Ours with `"io": "direct", "durability": "fdatasync"`: also reserves
-space, syncs the file before the rename and the directory behind it. Raw O_DIRECT: open, fallocate, pwrite, fdatasync, close.""",
+space, syncs the file before the rename and the directory behind it. Raw O_DIRECT: open, fallocate, pwrite, fdatasync, close;
+«published»: and a rename and an fsync of the directory.""",
 }
 
 LATENCY = """One prompt at a time, in steps of {step_tokens:,} tokens but for the last. «Last row»: the last piece of the last chunk is in
