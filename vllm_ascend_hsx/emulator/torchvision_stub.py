@@ -16,6 +16,9 @@ from types import ModuleType
 
 from vllm_ascend_hsx.emulator.missing import NotEmulated
 
+# What torchvision itself no longer has (io/__init__.py, 0.29.2); datasets asks for it by import, to compare types with it.
+REMOVED = frozenset({"torchvision.io.VideoReader"})
+
 
 class InterpolationMode(enum.Enum):
     """The enumeration that transformers reads when it is imported."""
@@ -31,14 +34,15 @@ class InterpolationMode(enum.Enum):
 
 class _Stub(ModuleType):
     def __getattr__(self, name: str) -> NotEmulated:
-        if name.startswith("__"):
+        if name.startswith("__") or f"{self.__name__}.{name}" in REMOVED:
             raise AttributeError(name)
         return NotEmulated(f"{self.__name__}.{name}")
 
 
 class _Finder(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "torchvision" else None
+        ours = name.partition(".")[0] == "torchvision" and name not in REMOVED
+        return ModuleSpec(name, self, is_package=True) if ours else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _Stub(spec.name, __doc__)

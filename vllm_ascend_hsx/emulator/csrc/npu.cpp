@@ -1,6 +1,7 @@
 // Registers the emulated NPU with torch and exposes it to vllm_ascend_hsx.emulator. Built by build.py.
 #include <torch/extension.h>
 
+#include "autocast.h"
 #include "device.h"
 #include "fallback.h"
 #include "graphs.h"

@@ -1,0 +1,38 @@
+// torch.autocast("npu"): which operations run in the lower precision, which in float32, which in the widest type of their arguments.
+// torch's lists, of which torch_npu's own is an older copy (torch_npu/csrc/aten/AutoCastOps.cpp).
+#pragma once
+
+#include <ATen/Operators.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+namespace hsx {
+
+inline at::Tensor refuse_binary_cross_entropy(
+    const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, int64_t) {
+  TORCH_CHECK(false, "binary_cross_entropy is unsafe to autocast; use binary_cross_entropy_with_logits");
+}
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
+  using namespace at;  // of the types in the last list
+#define HSX_LOWER(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, lower_precision_fp)
+#define HSX_FP32(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32)
+#define HSX_FP32_UNLESS_GIVEN(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, fp32_set_opt_dtype)
+#define HSX_PROMOTE(...) KERNEL_PRIVATEUSEONE(__VA_ARGS__, promote)
+#define HSX_FP32_APPENDED(...) KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE(__VA_ARGS__)
+  AT_FORALL_LOWER_PRECISION_FP(HSX_LOWER)
+  AT_FORALL_FP32(HSX_FP32)
+  AT_FORALL_FP32_SET_OPT_DTYPE(HSX_FP32_UNLESS_GIVEN)
+  AT_FORALL_PROMOTE(HSX_PROMOTE)
+  AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(HSX_FP32_APPENDED)
+  m.impl("binary_cross_entropy", refuse_binary_cross_entropy);
+#undef HSX_LOWER
+#undef HSX_FP32
+#undef HSX_FP32_UNLESS_GIVEN
+#undef HSX_PROMOTE
+#undef HSX_FP32_APPENDED
+}
+
+}  // namespace hsx
