@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from operator import add
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -48,15 +49,14 @@ class HsxStats(KVConnectorStats):
 
     def aggregate(self, other: KVConnectorStats) -> HsxStats:
         """Both together, of other ranks or of another time; neither is changed. Of a rank's gauges the larger value stays."""
-        gauges: dict[str, dict[str, float]] = {}
-        histograms: dict[str, list[list[int]]] = {}
-        for part in (self, other):
-            for name, by_rank in part._part("gauges").items():
-                known = gauges.setdefault(name, {})
-                known.update({rank: max(value, known.get(rank, value)) for rank, value in by_rank.items()})
-            for name, columns in part._part("histograms").items():
-                total = histograms.get(name) or _no_observations()
-                histograms[name] = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(total, columns, strict=True)]
+        gauges = {name: dict(by_rank) for name, by_rank in self._part("gauges").items()}
+        for name, by_rank in other._part("gauges").items():
+            known = gauges.setdefault(name, {})
+            known.update({rank: max(value, known.get(rank, value)) for rank, value in by_rank.items()})
+        histograms = dict(self._part("histograms"))
+        for name, (counts, sums) in other._part("histograms").items():
+            known_counts, known_sums = histograms.get(name) or _no_observations()
+            histograms[name] = [list(map(add, known_counts, counts)), list(map(add, known_sums, sums))]
         return HsxStats(
             data={
                 "counters": _sums(self._part("counters"), other._part("counters")),
