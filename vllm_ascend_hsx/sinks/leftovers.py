@@ -17,7 +17,7 @@ import os
 import secrets
 from array import array
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -156,7 +156,7 @@ class _Cleaning:
         hidden, locks = _take_names(dir_fd, dead, lonely)
         for token, name in hidden:
             problems = self.problems
-            with self.noting(f"could not remove {name!r}"):
+            with self.noting(f"could not remove {name!r}"), suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=dir_fd)
                 self.hidden += 1
             if self.problems > problems:

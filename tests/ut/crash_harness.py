@@ -1,0 +1,385 @@
+"""Kills sinks and looks at what they leave. Started by test_crash.py in a process of its own, which forks; not a test.
+
+Usage: crash_harness.py run|sweep DIRECTORY JSON, the JSON being arguments of Arena and of its method. Prints what that returns.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from crash_mutations import MUTATIONS
+from crash_server import SMALL, Phases, Reader, Request, Server, request_of
+from sink_harness import is_held
+
+from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, mark_name, partial_name, token_of_mark, token_of_partial
+
+NAMES = 6  # that a server writes over and over
+CONTESTED = ("both-0.safetensors", "both-1.safetensors")
+PATIENCE = 30.0
+LONGEST_LIFE = 600  # system calls
+
+
+class State(NamedTuple):
+    """What stands in the directory for one name: "data" or "error" of a request, or "nothing"; and whether there is a lock file."""
+
+    kind: str
+    request_id: str
+    lock: bool
+
+
+EMPTY = State("nothing", "", False)
+WAITING = State("nothing", "", True)
+
+
+@dataclass
+class Life:
+    """A server that was forked, and after how many of its system calls it dies."""
+
+    number: int
+    slot: int
+    pid: int
+    log_fd: int
+    phases: Phases
+    kills_itself: bool
+    dies_after: int
+    events: list[list[str]] = field(default_factory=list)
+
+
+class Arena:
+    """Servers that live and die in one directory.
+
+    Args:
+        directory: theirs.
+        seed: of all that is random.
+        together: how many live at a time. One alone is checked most strictly.
+        mutation: a mistake that is made in them, of crash_mutations.
+    """
+
+    def __init__(self, directory: Path, *, seed: int = 0, together: int = 1, mutation: str = "") -> None:
+        self._directory = directory
+        self._together = together
+        self._mutation = mutation
+        self._luck = random.Random(seed)
+        self._number = seed * 1_000_000
+        self._direct = _has_direct(directory)
+        self._names = [[f"s{slot}-{index}.safetensors" for index in range(NAMES)] for slot in range(together)]
+        self._states = {name: EMPTY for names in self._names for name in names}
+        self.problems: list[str] = []
+        self._counts: Counter[str] = Counter()
+        self._phases: Counter[str] = Counter()
+        self._shared = mmap.mmap(-1, Reader.SIZE)
+
+    def run(self, kills: int) -> dict[str, object]:
+        """Kill so many servers.
+
+        Returns:
+            Counts: of kills, by whom, of requests by what became of them, of files looked at; "phases": what the threads of the servers
+            were doing when they were killed; "problems".
+        """
+        reader, reader_log = self._fork_reader()
+        lives = [self._fork_next(slot) for slot in range(self._together)]
+        while self._counts["kills"] < kills and not self.problems:
+            life = self._next(lives)
+            self._end(life)
+            if not self.problems:
+                self._clean(life)
+            self._consume(life.slot)
+            lives[life.slot] = self._fork_next(life.slot)
+        for life in lives:
+            self._end(life)
+        self._shared[Reader.STOP] = 1
+        self._wait_for_child(reader, "the reader")
+        self.problems += os.pread(reader_log, 1 << 20, 0).decode().splitlines()
+        FileSink(self._directory, SMALL).close()
+        left = [name for name in os.listdir(self._directory) if name.startswith(".")]
+        if left:
+            self.problems.append(f"hidden files are left when all servers are dead: {left}")
+        look = Reader(self._directory, [], self._direct, self._shared)
+        self._counts.update(waits=look.count(Reader.WAITS), seen_meanwhile=look.count(Reader.SEEN))
+        return self._result()
+
+    def sweep(self, number: int, ends: Sequence[tuple[int, str]]) -> dict[str, object]:
+        """Kill a server at its first system call, then one that does the same at its second, and so on until one has stopped.
+
+        Each starts among leftovers and serves one request after the other.
+
+        Args:
+            number: of the server.
+            ends: of its requests: number of the name, and what becomes of it.
+
+        Returns:
+            As `run` does.
+        """
+        names = self._names[0]
+        request_ids = [self._find(number, names[index], end) for index, end in ends]
+        for kill_at in itertools.count(1):
+            for name in (mark_name("0badcafe"), partial_name("x", "0badcafe"), f"{names[0]}{LOCK_SUFFIX}"):
+                (self._directory / name).touch()
+            self._states[names[0]] = WAITING
+            life = self._fork(number, 0, kill_at, True, request_ids)
+            self._end(life)
+            self._clean(life)
+            for name in os.listdir(self._directory):
+                (self._directory / name).unlink()
+            self._states = dict.fromkeys(self._states, EMPTY)
+            if self._counts["stopped"] or self.problems:
+                return self._result()
+        raise AssertionError
+
+    def _find(self, number: int, name: str, end: str) -> str:
+        """The id of a request with some tokens that ends so."""
+        ids = (f"{number}.{serial}.{name}" for serial in itertools.count())
+        return next(each for each in ids if (request := Request.of(each, self._direct)).end == end and request.tokens > 3)
+
+    def _result(self) -> dict[str, object]:
+        return {**self._counts, "phases": self._phases, "problems": self.problems[:20]}
+
+    # Processes
+
+    def _fork_next(self, slot: int) -> Life:
+        """A server with a number of its own."""
+        self._number += 1
+        return self._fork(self._number, slot, self._luck.randint(1, self._luck.choice([60, LONGEST_LIFE])), self._luck.random() < 0.5)
+
+    def _fork(self, number: int, slot: int, dies_after: int, kills_itself: bool, request_ids: Sequence[str] = ()) -> Life:
+        log_fd = _log()
+        phases = Phases()
+
+        def live() -> None:
+            if self._mutation:
+                MUTATIONS[self._mutation]()
+            contested = CONTESTED if self._together > 1 else ()
+            kill_at = dies_after if kills_itself else 0
+            server = Server(self._directory, number, self._names[slot], contested, self._direct, log_fd, phases, kill_at)
+            try:
+                if request_ids:
+                    server.live_in_order(request_ids)
+                else:
+                    server.live()
+            except BaseException as error:  # noqa: BLE001 - the one who checks must know
+                os.write(log_fd, f"error\t{error!r}\n".encode())
+
+        return Life(number, slot, _forked(live), log_fd, phases, kills_itself, dies_after)
+
+    def _fork_reader(self) -> tuple[int, int]:
+        log_fd = _log()
+        names = [*(name for names in self._names for name in names), *CONTESTED]
+        return _forked(lambda: Reader(self._directory, names, self._direct, self._shared).run(log_fd)), log_fd
+
+    def _next(self, lives: list[Life]) -> Life:
+        """The first whose time has come: at any instant, for nothing keeps it from going on meanwhile."""
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            for life in lives:
+                if not life.kills_itself and life.phases.calls >= life.dies_after:
+                    return life
+                if os.waitid(os.P_PID, life.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    return life
+            time.sleep(self._luck.random() * 0.0003)
+        self.problems.append("no server gets on")
+        return lives[0]
+
+    def _end(self, life: Life) -> None:
+        """Kill it, if it does not do so itself, and see what it has left."""
+        if not life.kills_itself:
+            os.kill(life.pid, signal.SIGKILL)
+        waited = bool(self._shared[Reader.WAITING])
+        status = self._wait_for_child(life.pid, f"server {life.number}")
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        self._counts.update(kills=killed, by_itself=killed and life.kills_itself, stopped=not killed)
+        if killed:
+            self._phases.update(life.phases.now())
+        if self._together == 1 and waited:
+            self._counts["let_go"] += self._until(lambda: not self._shared[Reader.WAITING], "a reader sleeps on a lock of a dead server")
+        log = os.pread(life.log_fd, os.fstat(life.log_fd).st_size, 0).decode()
+        os.close(life.log_fd)
+        life.events = [line.split("\t") for line in log.splitlines()]
+        self._counts.update(event for event, _ in life.events)
+        self._check(life)
+
+    def _wait_for_child(self, pid: int, who: str) -> int:
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                return status
+            if time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+                self.problems.append(f"{who} hangs")
+                return os.waitpid(pid, 0)[1]
+            time.sleep(0.0002)
+
+    def _until(self, reached: Callable[[], bool], problem: str) -> bool:
+        """Whether it is reached, and without problems."""
+        deadline = time.monotonic() + PATIENCE
+        before = len(self.problems)
+        while not reached() and len(self.problems) == before:
+            if time.monotonic() > deadline:
+                self.problems.append(problem)
+            time.sleep(0.0005)
+        return len(self.problems) == before
+
+    # What must hold
+
+    def _check(self, life: Life) -> None:
+        """Of a dead server's own names, and of any name that is contested."""
+        names = self._names[life.slot]
+        allowed = {name: {self._states[name]} for name in names}
+        for states in allowed.values():
+            if WAITING in states:
+                states.add(EMPTY)  # it may have cleaned up itself
+        _replay(life.events, allowed, self.problems)
+        for name in names:
+            state = self._look(name)
+            self._states[name] = state
+            if self._together > 1 and WAITING in allowed[name]:
+                allowed[name].add(EMPTY)  # another server has cleaned up
+            if state not in allowed[name]:
+                self.problems.append(f"{name}: {state}, expected {allowed[name]} after {life.events[-20:]}")
+            lock = self._directory / f"{name}{LOCK_SUFFIX}"
+            self._until(lambda: not _held(lock), f"{lock.name} is held after the death of its server")  # noqa: B023
+        for name in CONTESTED if self._together > 1 else ():
+            self._read(name)
+
+    def _look(self, name: str) -> State:
+        data = self._read(name)
+        error = self._read_error(name)
+        lock = (self._directory / f"{name}{LOCK_SUFFIX}").exists()
+        if data and error:
+            self.problems.append(f"{name}: data and error are there")
+        return State("data" if data else "error" if error else "nothing", data or error, lock)
+
+    def _read(self, name: str) -> str:
+        """The id of the request whose rows are there."""
+        try:
+            request_id = request_of(self._directory / name, self._direct).id
+        except FileNotFoundError:
+            return ""
+        except Exception as error:  # noqa: BLE001 - any is a finding
+            self.problems.append(f"{name}: {error!r}")
+            return ""
+        self._counts["files_checked"] += 1
+        return request_id
+
+    def _read_error(self, name: str) -> str:
+        try:
+            text = (self._directory / f"{name}{ERROR_SUFFIX}").read_text()
+        except FileNotFoundError:
+            return ""
+        try:
+            error = json.loads(text)
+            assert error["reason"]
+            self._counts["errors_checked"] += 1
+            return str(error["request_id"])
+        except (ValueError, KeyError, AssertionError):
+            self.problems.append(f"{name}{ERROR_SUFFIX} cannot be understood: {text!r}")
+            return ""
+
+    def _clean(self, life: Life) -> None:
+        """Start the next server, and see what is left."""
+        token = next((what for event, what in life.events if event == "started"), None)
+        expected = {name: self._states[name] for name in self._names[life.slot]}
+        expected = {name: EMPTY if state == WAITING else state for name, state in expected.items()}
+
+        def is_clean() -> bool:
+            FileSink(self._directory, SMALL).close()
+            names = os.listdir(self._directory)
+            hidden = [name for name in names if name.startswith(".")]
+            if self._together > 1:
+                hidden = [name for name in hidden if token and token in (token_of_mark(name), token_of_partial(name))]
+            elif hidden:
+                self.problems.append(f"hidden files are left: {hidden}")
+            locks = [name for name, state in expected.items() if (f"{name}{LOCK_SUFFIX}" in names) != state.lock]
+            return not hidden and not locks
+
+        # More than once, for a reader or another server that cleans up may hold a lock for a moment.
+        if self._until(is_clean, f"after a start there is not {expected}"):
+            self._states.update(expected)
+
+    def _consume(self, slot: int) -> None:
+        """Take some files away, as their consumers do."""
+        for name in self._names[slot]:
+            if self._luck.random() < 0.3:
+                for suffix in (LOCK_SUFFIX, ERROR_SUFFIX, ""):
+                    (self._directory / f"{name}{suffix}").unlink(missing_ok=True)
+                self._states[name] = EMPTY
+
+
+def _replay(events: list[list[str]], allowed: dict[str, set[State]], problems: list[str]) -> None:
+    """Narrow down what may stand in the directory after what a server has logged."""
+    running: dict[str, str] = {}
+    for event, what in events:
+        if event == "error":
+            problems.append(f"a server met {what}")
+        if event == "close":
+            for name, request_id in running.items():
+                allowed[name] |= {State("error", request_id, True)}
+        if event == "closed":
+            allowed.update({name: {State("error", request_id, True)} for name, request_id in running.items()})
+        name = what.split(".", 2)[-1]
+        if name not in allowed:
+            continue
+        data, error = State("data", what, True), State("error", what, True)
+        if event == "open":
+            allowed[name] |= {state._replace(lock=True) for state in allowed[name]} | {WAITING}
+        elif event == "opened":
+            allowed[name] = {WAITING}
+            running[name] = what
+        elif event in ("commit", "fail", "discard"):
+            allowed[name] = {WAITING, {"commit": data, "fail": error, "discard": EMPTY}[event]}
+        elif event.endswith(" done"):
+            allowed[name] = {{"commit done": data, "fail done": error, "discard done": EMPTY}[event]}
+            del running[name]
+
+
+def _log() -> int:
+    """A descriptor of a file in memory to which several threads append."""
+    fd = os.memfd_create("log")
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    return fd
+
+
+def _forked(run: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def _held(lock: Path) -> bool:
+    try:
+        return is_held(lock)
+    except FileNotFoundError:
+        return False
+
+
+def _has_direct(directory: Path) -> bool:
+    try:
+        check_directory(directory, direct=True)
+    except StorageDirectoryError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    method, directory, arguments = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    own = {key: arguments.pop(key) for key in ("seed", "together", "mutation") if key in arguments}
+    print(json.dumps(getattr(Arena(directory, **own), method)(**arguments)))

@@ -1,0 +1,116 @@
+"""Mistakes that could be in the sink, one function each; test_crash.py shows that killing servers finds every one of them.
+
+Each is made in the process that calls it, for good.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from vllm_ascend_hsx.sinks import file, home, leftovers, names, request_file
+from vllm_ascend_hsx.sinks.data_file import DataFile
+from vllm_ascend_hsx.sinks.lock import HeldLock
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+
+
+def shown_before_it_is_complete() -> None:
+    """The rename comes first, then token ids and header."""
+    publish = RequestFile._publish
+
+    def rename_and_publish(self: Any, *args: Any) -> None:
+        if self._data is not None:
+            self._storage.rename(self._partial, self._name)
+            self._partial = self._name
+        publish(self, *args)
+
+    RequestFile._publish = rename_and_publish  # type: ignore[method-assign]
+
+
+def written_under_its_own_name() -> None:
+    """There is no hidden name for data."""
+
+    def partial_name(name: str, token: str) -> str:
+        return name if name.endswith(names.DATA_SUFFIX) else names.partial_name(name, token)
+
+    request_file.partial_name = partial_name
+
+
+def without_a_lock() -> None:
+    class NoLock:
+        def remove(self) -> None: ...
+
+        def release(self) -> None: ...
+
+    HeldLock.acquire = lambda *args: NoLock()  # type: ignore[assignment,method-assign]
+
+
+def with_an_earlier_file_left_in_place() -> None:
+    file._set_aside = lambda *args: None  # type: ignore[assignment]
+
+
+def without_the_checksum_of_rows_behind_the_last_token() -> None:
+    """Rows that were computed in excess are in the checksum."""
+    complete = DataFile.complete
+
+    def with_all(self: Any, *args: Any) -> None:
+        if self._checksum is not None:
+            finish = self._checksum.finish
+            self._checksum.finish = lambda fd, end, rest: finish(fd, self._end, rest)
+        complete(self, *args)
+
+    DataFile.complete = with_all  # type: ignore[method-assign]
+
+
+def whose_data_is_not_cut() -> None:
+    """Rows behind the last token stay in the file."""
+    complete = DataFile.complete
+
+    def without_cut(self: Any, *args: Any) -> None:
+        self._end = self._expected_size = 0
+        complete(self, *args)
+
+    DataFile.complete = without_cut  # type: ignore[method-assign]
+
+
+def with_cleaning_that_ignores_marks() -> None:
+    def take_all(self: Any, tokens: list[str]) -> dict[str, HeldLock]:
+        return {token: HeldLock(self._dir_fd, "", os.open("/dev/null", os.O_RDONLY)) for token in tokens}
+
+    leftovers._Cleaning._hold_marks = take_all  # type: ignore[method-assign]
+
+
+def with_cleaning_that_ignores_locks() -> None:
+    def remove(self: Any, dir_fd: int, name: str) -> None:
+        os.unlink(name, dir_fd=dir_fd)
+
+    leftovers._Cleaning._remove_lock = remove  # type: ignore[method-assign]
+
+
+def without_a_mark() -> None:
+    started = home.ServerMark.__init__
+
+    def start(self: Any, dir_fd: int, mode: int) -> None:
+        started(self, dir_fd, mode)
+        self._held.remove()
+        self._held = HeldLock(dir_fd, "", os.open("/dev/null", os.O_RDONLY))
+
+    home.ServerMark.__init__ = start  # type: ignore[method-assign]
+
+
+def _all(*functions: Callable[[], None]) -> dict[str, Callable[[], None]]:
+    return {function.__name__: function for function in functions}
+
+
+ALONE: dict[str, Callable[[], None]] = _all(
+    shown_before_it_is_complete,
+    written_under_its_own_name,
+    without_a_lock,
+    with_an_earlier_file_left_in_place,
+    without_the_checksum_of_rows_behind_the_last_token,
+    whose_data_is_not_cut,
+    without_a_mark,
+)
+TOGETHER: dict[str, Callable[[], None]] = _all(with_cleaning_that_ignores_marks, with_cleaning_that_ignores_locks)
+MUTATIONS = ALONE | TOGETHER

@@ -1,0 +1,396 @@
+"""A server's sink with random requests, to be killed at any instant; and a reader of its files. Without torch: a fork takes milliseconds.
+
+Everything about a request follows from its id, so that whoever finds a file knows what must be in it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import random
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from sink_harness import Traced, is_held, trace
+
+from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
+from vllm_ascend_hsx.sinks.checksum import ALGORITHM, checksum_of
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, read_header
+from vllm_ascend_hsx.sinks.lock import wait_until_released
+from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+
+SMALL = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
+PAGES = RowFormat(layer_ids=(4, 1), hidden_size=1024, dtype="BF16", model="tiny")  # a page a row, as direct I/O wants it
+
+ENDS = ("commit", "commit", "commit", "commit", "fail", "discard", "never")
+NEVER = "never"  # such a request runs until its server stops
+
+# What a thread of a server is doing, and by which system call.
+CONTEXTS = ("nothing", "start", "open", "write", "commit", "fail", "discard", "close")
+CALLS = (
+    "", "open", "close", "flock", "fstat", "stat", "fchmod", "rename", "unlink", "pwrite", "pread", "ftruncate", "fdatasync", "fsync",
+    "reserve", "scandir", "makedirs", "lseek", "write", "dup", "other",
+)  # fmt: skip
+MAX_THREADS = 4
+
+
+class Phases:
+    """What the threads of a server are doing, in memory that outlives it. The server writes, the one who kills it reads."""
+
+    _TIMES = 2 * MAX_THREADS
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, self._TIMES + 4)
+
+    @property
+    def calls(self) -> int:
+        """How many system calls were begun."""
+        return int.from_bytes(self._memory[self._TIMES :], "little")
+
+    def enter(self, thread: int, context: str) -> None:
+        self._memory[2 * thread : 2 * thread + 2] = bytes((CONTEXTS.index(context), 0))
+
+    def call(self, thread: int, name: str, calls: int) -> None:
+        self._memory[2 * thread + 1] = CALLS.index(name if name in CALLS else "other")
+        self._memory[self._TIMES :] = calls.to_bytes(4, "little")
+
+    def now(self) -> list[str]:
+        """Of each thread that does anything: what, and the system call that it began last."""
+        pairs = [self._memory[2 * thread : 2 * thread + 2] for thread in range(MAX_THREADS)]
+        return [f"{CONTEXTS[context]} {CALLS[call]}".strip() for context, call in pairs if context]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A request, by its id `<server>.<serial>.<name>`.
+
+    Attributes:
+        id: as above.
+        server: number of the server.
+        name: of its file.
+        row_format, options: the server's.
+        tokens, num_prompt_tokens: of the file.
+        end: what becomes of it: one of ENDS.
+    """
+
+    id: str
+    server: int
+    name: str
+    row_format: RowFormat
+    options: FileOptions
+    tokens: int
+    num_prompt_tokens: int
+    end: str
+
+    @classmethod
+    def of(cls, request_id: str, direct: bool) -> Request:
+        server, _, name = request_id.split(".", 2)
+        row_format, options = settings_of(int(server), direct)
+        luck = random.Random(request_id)
+        tokens = luck.choice([0, 1, 2, 3, 7, luck.randrange(1, 40)])
+        return cls(request_id, int(server), name, row_format, options, tokens, luck.randint(0, tokens), luck.choice(ENDS))
+
+    def rows(self, first: int, last: int) -> npt.NDArray[np.uint16]:
+        """What the file must hold for positions [first, last): no two rows and no two requests are alike."""
+        positions = np.arange(first, last, dtype=np.uint32).reshape(-1, 1, 1)
+        elements = np.arange(self.row_format.row_bytes // 2, dtype=np.uint32).reshape(1, *self.row_format.row_shape)
+        mixed = (positions * 7919 + elements * 104729 + np.uint32(zlib.crc32(self.id.encode()))) * np.uint32(2654435761)
+        rows: npt.NDArray[np.uint16] = (mixed >> np.uint32(16)).astype(np.uint16)
+        return rows
+
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        return np.arange(self.tokens, dtype=np.int64) * 3 + zlib.crc32(self.id.encode())
+
+    def spans(self) -> list[tuple[int, int, bool]]:
+        """The writes, in order, as (first, last, stale): all positions in any order, some of them before with rows that are wrong, and
+        some behind the last token."""
+        luck = random.Random(f"{self.id} spans")
+        cuts = sorted({0, self.tokens, *(luck.randint(0, self.tokens) for _ in range(luck.randrange(4)))})
+        spans = [(first, last, False) for first, last in zip(cuts, cuts[1:], strict=False)]
+        if luck.random() < 0.5:
+            luck.shuffle(spans)
+        if luck.random() < 0.3 and self.tokens:
+            spans.insert(0, (luck.randrange(self.tokens), self.tokens + luck.randrange(3), True))
+        if luck.random() < 0.2:
+            spans.append((self.tokens, self.tokens + 1, True))
+        return spans
+
+    def check(self, fd: int) -> None:
+        """Compare the file open at `fd` with what it must hold. AssertionError, FormatError."""
+        header = read_header(fd)
+        states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
+        assert states.shape == (self.tokens, *self.row_format.row_shape), f"{states.shape}, {self.tokens} tokens expected"
+        assert states.dtype == "BF16"
+        found = np.frombuffer(os.pread(fd, states.end - states.begin, states.begin), np.uint16).reshape(states.shape)
+        assert np.array_equal(found, self.rows(0, self.tokens)), "its rows are wrong"
+        found_ids = np.frombuffer(os.pread(fd, ids.end - ids.begin, ids.begin), np.int64)
+        assert np.array_equal(found_ids, self.token_ids()), "its token ids are wrong"
+        assert header.metadata["num_prompt_tokens"] == str(self.num_prompt_tokens)
+        size = os.fstat(fd).st_size
+        assert size == max(states.end, ids.end), f"{size} bytes"
+        if self.options.checksum == "xxh3":
+            assert header.metadata["checksum_algorithm"] == ALGORITHM
+            assert header.metadata["checksum"] == checksum_of(fd, states.begin, size), "its checksum is wrong"
+        else:
+            assert "checksum" not in header.metadata
+
+
+def settings_of(server: int, direct: bool) -> tuple[RowFormat, FileOptions]:
+    """How a server writes.
+
+    Args:
+        server: its number.
+        direct: whether the directory's filesystem has O_DIRECT.
+    """
+    luck = random.Random(f"server {server}")
+    io = "direct" if direct and luck.random() < 0.25 else "buffered"
+    options = FileOptions(
+        io=io,  # type: ignore[arg-type]
+        durability="fdatasync" if luck.random() < 0.15 else "none",
+        checksum="xxh3" if luck.random() < 0.75 else "none",
+    )
+    return PAGES if io == "direct" or luck.random() < 0.2 else SMALL, options
+
+
+def request_of(path: Path, direct: bool) -> Request:
+    """The request whose rows are in a file. AssertionError: it is not what it must be; FormatError; FileNotFoundError."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        request = Request.of(read_header(fd).metadata["request_id"], direct)
+        request.check(fd)
+    finally:
+        os.close(fd)
+    assert request.name == path.name, f"{path.name} holds the rows of {request.id}"
+    return request
+
+
+def _in_pages(rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+    """The same rows in memory that begins at a page, as the pinned ring does."""
+    if not rows.size:
+        return rows
+    pages = np.frombuffer(mmap.mmap(-1, rows.nbytes), np.uint16).reshape(rows.shape)
+    pages[:] = rows
+    return pages
+
+
+class Server:
+    """The life of a sink: it starts, serves requests, and stops if it is not killed before.
+
+    Args:
+        directory: where it publishes.
+        number: the server's; settings and requests follow from it.
+        names: of the files that it writes, over and over, one request at a time.
+        contested: names that other servers write too.
+        direct: whether the directory's filesystem has O_DIRECT.
+        log_fd: gets a line for each thing that is begun or done.
+        phases: told what each thread does.
+        kill_at: the system call at which it kills itself; 0: it does not.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        number: int,
+        names: Sequence[str],
+        contested: Sequence[str],
+        direct: bool,
+        log_fd: int,
+        phases: Phases,
+        kill_at: int,
+    ) -> None:
+        self._directory = directory
+        self._number = number
+        self._names = names
+        self._contested = contested
+        self._direct = direct
+        self._log_fd = log_fd
+        self._phases = phases
+        self._kill_at = kill_at
+        self._calls = 0
+        self._this = threading.local()
+        self._this.index = 0
+        self._free: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for name in (*names, *contested):
+            self._free.put(name)
+        self._luck = random.Random(f"life {number}")
+
+    def live(self) -> None:
+        """Serve requests with several threads; returns when it has stopped."""
+        sink = self._start()
+        jobs: queue.SimpleQueue[tuple[RequestFile, Request] | None] = queue.SimpleQueue()
+        threads = [threading.Thread(target=self._work, args=(index + 1, jobs)) for index in range(self._luck.randint(1, MAX_THREADS - 1))]
+        for thread in threads:
+            thread.start()
+        for serial in range(self._luck.choice([3, 30, 300])):
+            try:
+                name = self._free.get(timeout=0.02)
+            except queue.Empty:  # requests that never end have them all
+                break
+            job = self._open(sink, f"{self._number}.{serial}.{name}")
+            if job is not None:
+                jobs.put(job)
+        for _ in threads:
+            jobs.put(None)
+        for thread in threads:
+            thread.join()
+        self._stop(sink)
+
+    def live_in_order(self, request_ids: Sequence[str]) -> None:
+        """Serve these, one after the other: every such life makes the same system calls."""
+        sink = self._start()
+        for request_id in request_ids:
+            job = self._open(sink, request_id)
+            assert job is not None
+            for _ in self._serve(*job):
+                continue
+        self._stop(sink)
+
+    def _start(self) -> FileSink:
+        patch = pytest.MonkeyPatch()
+        trace(patch, self._checkpoint)
+        for module in ("directory", "leftovers"):
+            patch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, self._checkpoint))
+        self._enter("start")
+        sink = FileSink(self._directory, *settings_of(self._number, self._direct))
+        self._enter("nothing")
+        self._log("started", sink.token)
+        return sink
+
+    def _stop(self, sink: FileSink) -> None:
+        self._log("close", "")
+        self._enter("close")
+        sink.close()
+        self._enter("nothing")
+        self._log("closed", "")
+
+    def _open(self, sink: FileSink, request_id: str) -> tuple[RequestFile, Request] | None:
+        request = Request.of(request_id, self._direct)
+        self._log("open", request_id)
+        self._enter("open")
+        try:
+            file = sink.open(request_id, self._directory / request.name, self._luck.choice([0, request.tokens]))
+        except SinkError as error:
+            if request.name not in self._contested or "another request or server is writing" not in error.reason:
+                raise
+            self._free.put(request.name)
+            return None
+        finally:
+            self._enter("nothing")
+        self._log("opened", request_id)
+        return file, request
+
+    def _work(self, index: int, jobs: queue.SimpleQueue[tuple[RequestFile, Request] | None]) -> None:
+        """Serve requests, several at a time: a step of one, a step of another."""
+        self._this.index = index
+        luck = random.Random(f"thread {self._number} {index}")
+        active: list[Generator[None, None, None]] = []
+        more = True
+        try:
+            while more or active:
+                if more and (not active or (len(active) < 4 and luck.random() < 0.5 and not jobs.empty())):
+                    job = jobs.get()
+                    if job is None:
+                        more = False
+                        continue
+                    active.append(self._serve(*job))
+                step = luck.choice(active)
+                if next(step, "done") == "done":
+                    active.remove(step)
+        except BaseException as error:  # noqa: BLE001 - the one who checks must know, and the process must not hang
+            self._log("error", repr(error))
+            os._exit(1)
+
+    def _serve(self, file: RequestFile, request: Request) -> Generator[None, None, None]:
+        for first, last, stale in request.spans():
+            rows = request.rows(first, last)
+            self._enter("write")
+            file.write(first, _in_pages(~rows if stale else rows))
+            self._enter("nothing")
+            yield
+        if request.end == NEVER:
+            return
+        end: Callable[[], None] = {
+            "commit": lambda: file.commit(request.token_ids(), request.num_prompt_tokens),
+            "fail": lambda: file.fail(f"as {request.id} was to"),
+            "discard": file.discard,
+        }[request.end]
+        self._log(request.end, request.id)
+        self._enter(request.end)
+        end()
+        self._enter("nothing")
+        self._log(f"{request.end} done", request.id)
+        self._free.put(request.name)
+
+    def _log(self, event: str, what: str) -> None:
+        os.write(self._log_fd, f"{event}\t{what}\n".encode())
+
+    def _enter(self, context: str) -> None:
+        self._phases.enter(self._this.index, context)
+
+    def _checkpoint(self, call: str) -> None:
+        self._calls += 1
+        self._phases.call(self._this.index, call, self._calls)
+        if self._calls == self._kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Reader:
+    """Waits for files and looks at them, for as long as servers live and die.
+
+    Args:
+        directory: of the files.
+        names: of the files.
+        direct: whether the directory's filesystem has O_DIRECT.
+        shared: memory that tells the others: whether it is to stop, whether it waits, how often it has, how many files it has seen.
+    """
+
+    STOP, WAITING, WAITS, SEEN = 0, 1, 2, 6
+    SIZE = 10
+
+    def __init__(self, directory: Path, names: Sequence[str], direct: bool, shared: mmap.mmap) -> None:
+        self._directory = directory
+        self._names = names
+        self._direct = direct
+        self._shared = shared
+
+    def run(self, log_fd: int) -> None:
+        luck = random.Random("reader")
+        while not self._shared[self.STOP]:
+            path = self._directory / luck.choice(self._names)
+            try:
+                if self._wait(Path(f"{path}{LOCK_SUFFIX}")):
+                    self._add(self.WAITS)
+                else:
+                    time.sleep(0.002)
+                request_of(path, self._direct)
+                self._add(self.SEEN)
+            except FileNotFoundError:
+                continue
+            except Exception as error:  # noqa: BLE001 - any is a finding
+                os.write(log_fd, f"{path.name}: {error!r}\n".encode())
+
+    def _wait(self, lock: Path) -> bool:
+        if not is_held(lock):
+            return False
+        self._shared[self.WAITING] = 1
+        wait_until_released(lock, None)
+        self._shared[self.WAITING] = 0
+        return True
+
+    def _add(self, counter: int) -> None:
+        self._shared[counter : counter + 4] = (self.count(counter) + 1).to_bytes(4, "little")
+
+    def count(self, counter: int) -> int:
+        return int.from_bytes(self._shared[counter : counter + 4], "little")
