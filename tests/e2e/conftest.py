@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from stage import Stages
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -27,3 +33,11 @@ def float32_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
             weight.mul_(0.25)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
+    from stage import Stages
+
+    with closing(Stages(tmp_path_factory.mktemp("stages"))) as stages:
+        yield stages

@@ -30,6 +30,9 @@ HBM_BYTES = 2 << 30
 EXIT_SECONDS = 30.0
 # Actions that may fail without harm to the engine: what is wrong is their arguments.
 REFUSABLE = frozenset({"add"})
+# SamplingParams of a request whose generated tokens are extracted too, and of one that is not extracted.
+WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+NOT_EXTRACTED = {"extra_args": {"kv_transfer_params": {"hidden_states": False}}}
 # vllm-ascend's own general plugins: without ours, the engine is what its users have today.
 UPSTREAM_PLUGINS = "ascend,ascend_kv_connector,ascend_model,ascend_model_loader,ascend_service_profiling,hsx_test_instruments"
 
@@ -343,7 +346,6 @@ class Run:
     layer_ids: Sequence[int]
     result: dict[str, Any]
     log: str
-    prompts: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def requests(self) -> dict[str, Any]:
@@ -357,12 +359,19 @@ class Run:
     def path(self, request_id: str) -> Path:
         return Path(self.requests[request_id]["kv_transfer_params"]["hidden_states_path"])
 
+    def sequence(self, request_id: str) -> list[int]:
+        """The tokens whose rows the request's file has to hold."""
+        request = self.requests[request_id]
+        params = request["sampling"].get("extra_args", {}).get("kv_transfer_params", {})
+        generated = request["tokens"][:-1] if params.get("include_output_tokens") else []
+        return request["prompt"] + generated
+
     def rows(self, request_id: str) -> dict[str, torch.Tensor]:
         return load_file(self.path(request_id))
 
     def compare(self, request_id: str) -> Comparison:
         """The request's file against transformers."""
-        return compare_file(self.path(request_id), self.model, self.prompts[request_id], self.layer_ids)
+        return compare_file(self.path(request_id), self.model, self.sequence(request_id), self.layer_ids)
 
 
 def compare_file(path: Path, model: Path, prompt: Sequence[int], layer_ids: Sequence[int]) -> Comparison:
@@ -378,57 +387,26 @@ def upstream_transfer_config(storage: Path) -> dict[str, Any]:
     return kv_transfer_config(storage) | {"kv_connector": "ExampleHiddenStatesConnector"}
 
 
-def run_engine(
-    directory: Path,
-    model: Path,
-    script: Sequence[Sequence[Any]],
-    *,
-    layer_ids: Sequence[int] = (1, 2, 4),
-    extract: bool = True,
-    ours: bool = True,
-    late: bool = True,
-    instruments: Mapping[str, Any] | None = None,
-    connector_options: Mapping[str, Any] | None = None,
-    timeout: float = 280,
-    environ: Mapping[str, str] | None = None,
-    **engine: Any,
-) -> Run:
+def run_engine(directory: Path, model: Path, script: Sequence[Sequence[Any]], *, timeout: float = 280, **options: Any) -> Run:
     """Run an engine in a process of its own.
 
     Args:
         directory: for the files and the log of this run.
         model: the target's directory.
         script: actions of driver.py.
-        layer_ids: to extract, in the file's order.
-        extract: without it the engine serves as if nothing of extraction existed.
-        ours: our plugin and connector, or vLLM's.
-        late: late mode of the emulator.
-        instruments: see instruments/hsx_test_instruments.py.
-        connector_options: added to kv_connector_extra_config.
-        engine: EngineArgs.
+        timeout: seconds that all of them may take.
+        options: of EngineSession.
 
     Raises:
         AssertionError: the driver ended without a result, or ran out of time.
     """
-    started = time.monotonic()
-    session = EngineSession(
-        directory,
-        model,
-        layer_ids=layer_ids,
-        extract=extract,
-        ours=ours,
-        late=late,
-        instruments=instruments,
-        connector_options=connector_options,
-        timeout=timeout,
-        environ=environ,
-        **engine,
-    )
+    deadline = time.monotonic() + timeout
+    session = EngineSession(directory, model, timeout=timeout, **options)
     error: str | None = None
     try:
         with session:
             for action, *arguments in script:
-                session.timeout = timeout - (time.monotonic() - started)
+                session.timeout = deadline - time.monotonic()
                 if action == "add":
                     request_id, prompt, sampling = arguments
                     session.add(prompt, sampling, name=request_id)
@@ -440,8 +418,7 @@ def run_engine(
         error = str(failure)
     result = {**session.facts, "preemptions": len(session.preemptions), "error": error}
     result["requests"] = {each.id: {**vars(each), "tokens": each.tokens} for each in session.requests.values()}
-    prompts = {action[1]: action[2] for action in script if action[0] == "add"}
-    return Run(model, session.storage, layer_ids, result, session.log, prompts)
+    return Run(model, session.storage, session.layer_ids, result, session.log)
 
 
 def names_in(storage: Path) -> set[str]:

@@ -51,7 +51,7 @@ class Reference:
     """
 
     def __init__(self, model: Path, num_layers: int, dtype: torch.dtype) -> None:
-        self._model = model
+        self.model = model
         self._layer_ids = range(num_layers + 1)
         self.dtype = dtype
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
@@ -62,7 +62,7 @@ class Reference:
         whole = next((known for known in self._known if known[: len(wanted)] == wanted), wanted)
         rows = self._known.pop(whole, None)
         if rows is None:
-            rows = reference_hidden_states(self._model, whole, self._layer_ids, WIDER[self.dtype])
+            rows = reference_hidden_states(self.model, whole, self._layer_ids, WIDER[self.dtype])
         self._known[whole] = rows  # as the latest
         while sum(map(len, self._known)) > KNOWN_TOKENS:
             del self._known[next(iter(self._known))]

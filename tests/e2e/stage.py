@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -186,6 +187,34 @@ class Stage:
         assert not any(stats["worker"].values()), stats["worker"]
         assert not stats["wanted"]
         return stats
+
+
+class Stages:
+    """The stage that is in use; asking for another, or for one whose engine has failed, starts an engine.
+
+    Args:
+        directory: for what the sessions write.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._engine = ExitStack()
+        self._stage: tuple[str, Stage] | None = None
+        self._started = 0
+
+    def get(self, name: str, reference: Reference, **options: Any) -> Stage:
+        """The stage of that name. Options are those of its session, whose target is the reference's model."""
+        if self._stage is None or self._stage[0] != name or self._stage[1].session.failed:
+            self.close()
+            self._started += 1
+            dtype = str(reference.dtype).removeprefix("torch.")  # left to itself, vLLM makes bfloat16 of float32
+            session = EngineSession(self._directory / f"{self._started}-{name}", reference.model, dtype=dtype, max_num_seqs=16, **options)
+            self._stage = name, Stage(self._engine.enter_context(session), reference)
+        return self._stage[1]
+
+    def close(self) -> None:
+        self._stage = None
+        self._engine.close()
 
 
 def _companion_exists(path: Path, suffix: str) -> bool:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Run, compare_file, read_trace, run_engine, tokens
+from harness import WITH_OUTPUT, Run, read_trace, run_engine, tokens
 from tiny_deepseek_v3 import build_deepseek_v3
-
-from vllm_ascend_hsx.demo.compare import Comparison
 
 OPTIONS = ("enable_npugraph_ex", "fuse_norm_quant", "fuse_qknorm_rope", "fuse_allreduce_rms", "fuse_muls_add")
 COMPILER = {"ascend_compilation_config": dict.fromkeys(OPTIONS, False)}
@@ -29,7 +27,6 @@ ENVIRON = {
 # What each mode captures, of these sizes.
 SIZES = [1, 2, 4, 32]
 CAPTURES = {"FULL_DECODE_ONLY": {"FULL": [4, 2, 1]}, "PIECEWISE": {"PIECEWISE": [32, 4, 2, 1]}}
-WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
 
 # One decode alone, beside a prompt, beside the chunks of another, and three together.
 SCRIPT = [
@@ -108,12 +105,6 @@ def pair(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: 
     return Pair(request.param, *runs, *events)
 
 
-def compare_with_output(done: Run, request_id: str) -> Comparison:
-    """The request's file against transformers: rows of the prompt and of all generated tokens but the last."""
-    sequence = done.prompts[request_id] + done.requests[request_id]["tokens"][:-1]
-    return compare_file(done.path(request_id), done.model, sequence, done.layer_ids)
-
-
 def test_the_resolved_mode_and_the_captured_sizes_are_those_without_extraction(pair: Pair) -> None:
     assert resolved(pair.events) == resolved(pair.plain_events)
     assert resolved(pair.plain_events)["resolved"] == pair.mode
@@ -136,7 +127,7 @@ def test_the_generated_tokens_are_those_without_extraction(pair: Pair) -> None:
 
 @pytest.mark.parametrize("request_id", REQUESTS)
 def test_rows_of_prompts_and_of_tokens_decoded_in_replays_are_exact(pair: Pair, request_id: str) -> None:
-    comparison = compare_with_output(pair.extracting, request_id)
+    comparison = pair.extracting.compare(request_id)
     assert comparison.matches, comparison
     assert comparison.max_abs_difference <= 1e-5
 
@@ -147,7 +138,7 @@ def test_rows_of_a_mixture_of_experts_on_two_npus_are_right_in_replays(tiny_mini
     assert forwards(one) == forwards(other)
     assert ("FULL", 2) in forwards(one)
     for request_id in REQUESTS:
-        comparison = compare_with_output(done, request_id)
+        comparison = done.compare(request_id)
         assert comparison.matches, (request_id, comparison)
 
 
@@ -157,7 +148,7 @@ def test_rows_of_latent_attention_are_right_in_replays(tmp_path: Path) -> None:
     assert done.error is None, done.error
     assert ("FULL", 2) in forwards(events)
     for request_id in REQUESTS:
-        comparison = compare_with_output(done, request_id)
+        comparison = done.compare(request_id)
         assert comparison.matches, (request_id, comparison)
 
 

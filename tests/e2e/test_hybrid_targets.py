@@ -15,13 +15,13 @@ import httpx
 import pytest
 import test_scenarios as scenarios
 import torch
-from harness import EngineSession, Run, compare_file, process_environment, run_engine, tokens
+from harness import WITH_OUTPUT, Run, compare_file, process_environment, run_engine, tokens
 from oracle import Reference
-from stage import Stage
+from stage import Stage, Stages
 from tiny_hybrid import build_qwen3_5_moe, build_qwen3_next
+from tiny_model_claims import TOLERANCE, assert_experts_are_chosen_evenly_and_alike, assert_rows_lie_apart
 from transformers import AutoModelForCausalLM
 
-from vllm_ascend_hsx.demo.compare import ROW_TOLERANCE
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.reference import _load, reference_hidden_states
 from vllm_ascend_hsx.demo.server import Server, free_port
@@ -29,8 +29,6 @@ from vllm_ascend_hsx.demo.server import Server, free_port
 LAYER_IDS = (4, 0, 2, 1)  # not ascending: the file has the user's order
 NUM_LAYERS = 4
 BLOCK = 128  # tokens; so many keys are as large as a state of GatedDeltaNet
-TOLERANCE = ROW_TOLERANCE * torch.finfo(torch.bfloat16).eps
-WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
 
 
 class Target(NamedTuple):
@@ -152,38 +150,9 @@ OF_QWEN3_NEXT: dict[str, tuple[Callable[[Stage], None], ...]] = {
 }
 
 
-class Stages:
-    """The stage that is in use; asking for another, or for one whose engine has failed, starts an engine."""
-
-    def __init__(self, directory: Path, models: dict[str, Path]) -> None:
-        self._directory = directory
-        self._models = models
-        self._references = {name: Reference(model, NUM_LAYERS, torch.bfloat16) for name, model in models.items()}
-        self._current: tuple[str, str] | None = None
-        self._session: EngineSession | None = None
-        self._started = 0
-
-    def get(self, name: str, engine: str) -> Stage:
-        if self._current != (name, engine) or self._session is None or self._session.failed:
-            self.close()
-            self._started += 1
-            options = {"max_num_seqs": 16, "layer_ids": LAYER_IDS, **TARGETS[name].engine, **ENGINES[engine]}
-            self._session = EngineSession(self._directory / f"{self._started}-{name}-{engine}", self._models[name], **options).__enter__()
-            self._current = (name, engine)
-            self._stage = Stage(self._session, self._references[name])
-        return self._stage
-
-    def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.__exit__(None, None, None)
-
-
 @pytest.fixture(scope="module")
-def stages(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    stages = Stages(tmp_path_factory.mktemp("hybrid"), models)
-    yield stages
-    stages.close()
+def references(models: dict[str, Path]) -> dict[str, Reference]:
+    return {name: Reference(model, NUM_LAYERS, torch.bfloat16) for name, model in models.items()}
 
 
 def cases() -> Iterator[Any]:
@@ -195,8 +164,11 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "engine", "play"), cases())
-def test_files_are_right_when(stages: Stages, name: str, engine: str, play: Callable[[Stage], None]) -> None:
-    stage = stages.get(name, engine)
+def test_files_are_right_when(
+    stages: Stages, references: dict[str, Reference], name: str, engine: str, play: Callable[[Stage], None]
+) -> None:
+    options = {"layer_ids": LAYER_IDS, **TARGETS[name].engine, **ENGINES[engine]}
+    stage = stages.get(f"{name}-{engine}", references[name], **options)
     facts, prefix = stage.session.facts, TARGETS[name].prefix
     assert facts["mamba_cache_mode"] == MODES[engine]
     # Attention and states share the KV cache, each with its own blocks; the drafter's layer has none.
@@ -328,7 +300,7 @@ FEW_BLOCKS = {
 
 def regret(model: Path, run: Run, request_id: str) -> float:
     """By how much, at most, the logit of a generated token was below the best one, as transformers has them."""
-    prompt, generated = run.prompts[request_id], run.requests[request_id]["tokens"]
+    prompt, generated = run.requests[request_id]["prompt"], run.requests[request_id]["tokens"]
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model).float()(torch.tensor([prompt + generated])).logits[0]
     logits = logits[len(prompt) - 1 : -1]
@@ -350,7 +322,6 @@ def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(mode
     assert not broken.compare("beside").matches
     for name in ("decoding", "beside", "later"):
         assert regret(model, right, name) < 0.05, name
-        right.prompts[name] = right.prompts[name] + right.requests[name]["tokens"][:-1]
         assert right.compare(name).matches, name
 
 
@@ -364,13 +335,7 @@ def test_upstream_refuses_qwen3_next_although_its_model_collects(models: dict[st
 
 
 def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(target: str, models: dict[str, Path]) -> None:
-    rows = reference_hidden_states(models[target], tokens(300), [1, 2, 3, 4])
-    norms = rows.norm(dim=-1)
-    for layer in range(NUM_LAYERS):
-        distances = torch.cdist(rows[:, layer], rows[:, layer]) / norms[:, layer]
-        distances.fill_diagonal_(1.0)
-        assert distances.min() > 2 * TOLERANCE
-    assert ((rows[:, 1:] - rows[:, :-1]).norm(dim=-1) / norms[:, 1:]).min() > 5 * TOLERANCE
+    assert_rows_lie_apart(models[target], tokens(300))
 
 
 def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) -> None:
@@ -384,18 +349,7 @@ def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) 
 
 
 def test_experts_are_chosen_evenly_and_alike_in_both_precisions(target: str, models: dict[str, Path]) -> None:
-    chosen = []
-    for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(models[target]).to(dtype)
-        choices: list[torch.Tensor] = []
-        for layer in model.get_decoder().layers:
-            layer.mlp.gate.register_forward_hook(lambda _module, _arguments, out, choices=choices: choices.append(out[2].sort(-1).values))
-        with torch.no_grad():
-            model(torch.tensor([tokens(400)]))
-        chosen.append(torch.stack(choices))
-    assert torch.equal(*chosen)
-    share = torch.bincount(chosen[0].flatten(), minlength=8) / chosen[0].numel()
-    assert share.min() > 0.5 / 8
+    assert_experts_are_chosen_evenly_and_alike(models[target], tokens(400))
 
 
 def test_the_reference_is_computed_in_the_precision_that_is_asked_for(target: str, models: dict[str, Path]) -> None:

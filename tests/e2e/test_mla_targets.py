@@ -10,18 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Run, run_engine, tokens
+from harness import NOT_EXTRACTED, WITH_OUTPUT, Run, run_engine, tokens
 from tiny_deepseek_v3 import DENSE_LAYERS, EXPERTS_PER_TOKEN, NUM_EXPERTS, build_deepseek_v3
+from tiny_model_claims import TOLERANCE, assert_rows_lie_apart
 from transformers import AutoModelForCausalLM
 
-from vllm_ascend_hsx.demo.compare import ROW_TOLERANCE, compare
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
 LAYER_IDS = (4, 0, 2, 1)  # not ascending: the file has the user's order; both ends, which vLLM's DeepSeek does not return by itself
 CHUNK = 64
 LONG = tokens(3 * CHUNK + 9)
-WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
-TOLERANCE = ROW_TOLERANCE * torch.finfo(torch.bfloat16).eps
 
 SCRIPT = [
     # A last chunk of one token is attended as a decode is: against the latents, while longer chunks make keys from them.
@@ -39,7 +37,7 @@ SCRIPT = [
     ["add", "chunked-too", tokens(100), {"max_tokens": 1}],
     ["add", "same-prompt-again", LONG, {"max_tokens": 1}],
     ["add", "longer-prompt", LONG + tokens(30), {"max_tokens": 1}],
-    ["add", "opts-out", LONG, {"max_tokens": 4, "extra_args": {"kv_transfer_params": {"hidden_states": False}}}],
+    ["add", "opts-out", LONG, {"max_tokens": 4, **NOT_EXTRACTED}],
     ["drain"],
     # The end of a request whose generated tokens are extracted reaches the worker with the next step.
     ["add", "last", tokens(5), {"max_tokens": 1}],
@@ -60,17 +58,9 @@ def run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def sequence(run: Run, request_id: str) -> list[int]:
-    """The tokens whose rows the file has to hold."""
-    generated = run.requests[request_id]["tokens"][:-1] if request_id == "decoding" else []
-    return run.prompts[request_id] + generated
-
-
 @pytest.mark.parametrize("request_id", EXTRACTED)
-def test_a_file_holds_the_rows_of_its_own_request(run: Run, model: Path, request_id: str) -> None:
-    file, expected_tokens = run.rows(request_id), sequence(run, request_id)
-    assert file["token_ids"].tolist() == expected_tokens
-    comparison = compare(file["hidden_states"], reference_hidden_states(model, expected_tokens, LAYER_IDS))
+def test_a_file_holds_the_rows_of_its_own_request(run: Run, request_id: str) -> None:
+    comparison = run.compare(request_id)
     assert comparison.matches, comparison
 
 
@@ -123,9 +113,7 @@ def test_queries_without_a_latent_of_their_own_are_served_too(tmp_path: Path) ->
     script = [chunked, ["drain"], last, ["drain"]]
     run = run_engine(tmp_path / "run", target, script, layer_ids=(2, 1), max_num_batched_tokens=CHUNK)
     assert run.error is None, run.error
-    file, expected_tokens = run.rows("chunked"), run.prompts["chunked"] + run.requests["chunked"]["tokens"][:-1]
-    assert file["token_ids"].tolist() == expected_tokens
-    comparison = compare(file["hidden_states"], reference_hidden_states(target, expected_tokens, (2, 1)))
+    comparison = run.compare("chunked")
     assert comparison.matches, comparison
 
 
@@ -140,13 +128,7 @@ def test_defect_11_upstream_does_not_start(model: Path, tmp_path: Path) -> None:
 
 
 def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(model: Path) -> None:
-    rows = reference_hidden_states(model, tokens(300), [1, 2, 3, 4])
-    norms = rows.norm(dim=-1)
-    for layer in range(4):
-        distances = torch.cdist(rows[:, layer], rows[:, layer]) / norms[:, layer]
-        distances.fill_diagonal_(1.0)
-        assert distances.min() > 2 * TOLERANCE
-    assert ((rows[:, 1:] - rows[:, :-1]).norm(dim=-1) / norms[:, 1:]).min() > 5 * TOLERANCE
+    assert_rows_lie_apart(model, tokens(300))
 
 
 def test_a_changed_first_token_changes_the_rows_of_the_last_one(model: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import EngineSession, run_engine, tokens
+from harness import NOT_EXTRACTED, EngineSession, run_engine, tokens
 from oracle import Oracle, Reference, Served
 from tiny_gpt_oss import build_gpt_oss
 
@@ -47,8 +47,7 @@ def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_
     again = session.add([*PROMPT, *tokens(20)], {"max_tokens": 2}, name="again")
     session.drain()
     assert session.call("reset_prefix_cache")
-    opts_out = {"extra_args": {"kv_transfer_params": {"hidden_states": False}}}
-    ordinary = session.add(PROMPT, {"max_tokens": 2, **opts_out}, name="ordinary")
+    ordinary = session.add(PROMPT, {"max_tokens": 2, **NOT_EXTRACTED}, name="ordinary")
     session.drain()
     assert (first.num_cached_tokens, again.num_cached_tokens, ordinary.num_cached_tokens) == (0, 0, 256)
     oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)

@@ -7,14 +7,13 @@ harm. What holds after each of them is in stage.Stage.check: files equal to the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import EngineSession, Request, tokens
+from harness import Request, tokens
 from oracle import Reference
-from stage import Stage
+from stage import Stage, Stages
 
 CHUNK = 64
 BLOCK = 128  # tokens in a KV block of vllm-ascend
@@ -398,47 +397,17 @@ def cases() -> Iterator[Any]:
         for engine in ENGINES:
             for scenario in SCENARIOS:
                 if engine in scenario.engines:
-                    yield pytest.param((model, engine), scenario, id=f"{model}-{engine}-{scenario.play.__name__}")
-
-
-class Stages:
-    """The stage that is in use; asking for another, or for one whose engine has failed, starts an engine."""
-
-    def __init__(self, directory: Path, models: dict[str, Path]) -> None:
-        self._directory = directory
-        self._models = models
-        self._references = {name: Reference(models[name], NUM_LAYERS, dtype) for name, (_, dtype) in MODELS.items()}
-        self._current: tuple[str, str] | None = None
-        self._session: EngineSession | None = None
-        self._started = 0
-
-    def get(self, model: str, engine: str) -> Stage:
-        if self._current != (model, engine) or self._session is None or self._session.failed:
-            self.close()
-            self._started += 1
-            dtype = str(MODELS[model][1]).removeprefix("torch.")  # left to itself, vLLM makes bfloat16 of float32
-            options = {"max_num_seqs": 16, "max_num_batched_tokens": CHUNK, "layer_ids": LAYER_IDS, "dtype": dtype, **ENGINES[engine]}
-            directory = self._directory / f"{self._started}-{model}-{engine}"
-            self._session = EngineSession(directory, self._models[model], **options).__enter__()
-            self._current = (model, engine)
-            self._stage = Stage(self._session, self._references[model])
-        return self._stage
-
-    def close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.__exit__(None, None, None)
+                    yield pytest.param(model, engine, scenario, id=f"{model}-{engine}-{scenario.play.__name__}")
 
 
 @pytest.fixture(scope="module")
-def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    stages = Stages(tmp_path_factory.mktemp("scenarios"), {name: request.getfixturevalue(each[0]) for name, each in MODELS.items()})
-    yield stages
-    stages.close()
+def references(request: pytest.FixtureRequest) -> dict[str, Reference]:
+    return {name: Reference(request.getfixturevalue(model), NUM_LAYERS, dtype) for name, (model, dtype) in MODELS.items()}
 
 
-@pytest.mark.parametrize(("where", "scenario"), cases())
-def test_files_are_right_when(stages: Stages, where: tuple[str, str], scenario: Scenario) -> None:
-    stage = stages.get(*where)
+@pytest.mark.parametrize(("model", "engine", "scenario"), cases())
+def test_files_are_right_when(stages: Stages, references: dict[str, Reference], model: str, engine: str, scenario: Scenario) -> None:
+    options = {"max_num_batched_tokens": CHUNK, "layer_ids": LAYER_IDS, **ENGINES[engine]}
+    stage = stages.get(f"{model}-{engine}", references[model], **options)
     scenario.play(stage)
     stage.check()

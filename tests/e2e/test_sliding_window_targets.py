@@ -11,17 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Run, run_engine, tokens
+from harness import NOT_EXTRACTED, WITH_OUTPUT, Run, compare_file, run_engine, tokens
 from tiny_gpt_oss import WINDOW, build_gpt_oss
 
-from vllm_ascend_hsx.demo.compare import compare
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
 LAYER_IDS = (4, 0, 1, 2, 3)  # not ascending: the file has the user's order
 CHUNK = 64
 SERVED_WINDOW = WINDOW + 1
 LONG = tokens(3 * CHUNK + 9)
-WITH_OUTPUT = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
 SLIDING = ["model.layers.0.attn.attn", "model.layers.2.attn.attn"]
 FULL = ["model.layers.1.attn.attn", "model.layers.3.attn.attn"]
 
@@ -39,7 +37,7 @@ SCRIPT = [
     ["step", 1],
     ["add", "chunked-beside-a-decode", tokens(150), {"max_tokens": 1}],
     ["add", "same-prompt-again", LONG, {"max_tokens": 1}],
-    ["add", "opts-out", LONG, {"max_tokens": 1, "extra_args": {"kv_transfer_params": {"hidden_states": False}}}],
+    ["add", "opts-out", LONG, {"max_tokens": 1, **NOT_EXTRACTED}],
     ["drain"],
     # The end of a request whose generated tokens are extracted reaches the worker with the next step.
     ["add", "last", tokens(5), {"max_tokens": 1}],
@@ -69,24 +67,16 @@ def run(models: dict[int, Path], tmp_path_factory: pytest.TempPathFactory) -> Ru
     return run
 
 
-def sequence(run: Run, request_id: str) -> list[int]:
-    """The tokens whose rows the file has to hold."""
-    generated = run.requests[request_id]["tokens"][:-1] if request_id == "decoding" else []
-    return run.prompts[request_id] + generated
-
-
 @pytest.mark.parametrize("request_id", EXTRACTED)
 def test_a_file_holds_exactly_the_rows_that_the_target_computes(run: Run, models: dict[int, Path], request_id: str) -> None:
-    file, expected_tokens = run.rows(request_id), sequence(run, request_id)
-    assert file["token_ids"].tolist() == expected_tokens
-    comparison = compare(file["hidden_states"], reference_hidden_states(models[SERVED_WINDOW], expected_tokens, LAYER_IDS))
+    comparison = compare_file(run.path(request_id), models[SERVED_WINDOW], run.sequence(request_id), LAYER_IDS)
     assert comparison.matches, comparison
     assert comparison.max_abs_difference <= 1e-5
 
 
 def test_generated_tokens_leave_the_window_behind(run: Run) -> None:
     # Otherwise the decode above would not show what a window does.
-    assert len(sequence(run, "decoding")) > 20 + SERVED_WINDOW
+    assert len(run.sequence("decoding")) > 20 + SERVED_WINDOW
 
 
 def test_sliding_and_full_layers_keep_kv_cache_groups_of_their_own(run: Run) -> None:

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_model_claims import TOLERANCE, assert_experts_are_chosen_evenly_and_alike, assert_rows_lie_apart
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from vllm_ascend_hsx.demo.compare import ROW_TOLERANCE
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
-from vllm_ascend_hsx.demo.tiny_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, build_minimax_m2, build_qwen3
+from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
 
 BUILDERS = {"minimax_m2": build_minimax_m2, "qwen3": build_qwen3}
-TOLERANCE = ROW_TOLERANCE * torch.finfo(torch.bfloat16).eps
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -74,14 +73,7 @@ def test_a_directory_with_other_files_is_refused_and_kept(tmp_path: Path) -> Non
 
 
 def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_tolerance(model: Path) -> None:
-    ids = random_ids(300)
-    rows = reference_hidden_states(model, ids, [1, 2, 3, 4])
-    norms = rows.norm(dim=-1)
-    for layer in range(4):
-        distances = torch.cdist(rows[:, layer], rows[:, layer]) / norms[:, layer]
-        distances.fill_diagonal_(1.0)
-        assert distances.min() > 2 * TOLERANCE
-    assert ((rows[:, 1:] - rows[:, :-1]).norm(dim=-1) / norms[:, 1:]).min() > 5 * TOLERANCE
+    assert_rows_lie_apart(model, random_ids(300))
 
 
 def test_a_changed_first_token_changes_the_rows_of_the_last_one(model: Path) -> None:
@@ -101,20 +93,7 @@ def test_bfloat16_rounding_stays_within_half_of_the_tolerance(model: Path) -> No
 
 
 def test_experts_are_chosen_evenly_and_alike_in_both_precisions(tiny_minimax_m2: Path) -> None:
-    """With a close choice of experts, rounding would decide, and rows would differ by far more than rounding."""
-    ids = torch.tensor([random_ids(400, seed=2)])
-    choices = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(tiny_minimax_m2, dtype=dtype)
-        chosen: list[torch.Tensor] = []
-        for layer in model.model.layers:
-            layer.mlp.gate.register_forward_hook(lambda _m, _a, out, chosen=chosen: chosen.append(out[2].sort(-1).values))
-        model(ids)
-        choices[dtype] = torch.stack(chosen)
-    assert torch.equal(choices[torch.float32], choices[torch.bfloat16])
-    share = torch.bincount(choices[torch.float32].flatten(), minlength=NUM_EXPERTS) / choices[torch.float32].numel()
-    assert share.min() > 0.5 / NUM_EXPERTS
-    assert choices[torch.float32].shape[-1] == EXPERTS_PER_TOKEN
+    assert_experts_are_chosen_evenly_and_alike(tiny_minimax_m2, random_ids(400, seed=2))
 
 
 def test_any_text_survives_the_tokenizer_and_a_chat_has_its_roles(model: Path) -> None:
