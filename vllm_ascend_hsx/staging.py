@@ -185,6 +185,9 @@ class PinnedRing:
         num_bytes: upper bound for all buffers together.
         row_shape, dtype: of one row.
 
+    Attributes:
+        data: all of it, as bytes.
+
     Raises:
         ValueError: less than two rows fit.
     """
@@ -200,7 +203,7 @@ class PinnedRing:
         whole = torch.empty(self.num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
         begin = -whole.data_ptr() % _PAGE
         self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_buffers, self.rows_per_buffer, *row_shape)
-        data = whole.numpy().data[begin : begin + self.num_bytes]
+        self.data = data = whole.numpy().data[begin : begin + self.num_bytes]
         self._data = [data[index * buffer_bytes : (index + 1) * buffer_bytes] for index in range(self.num_buffers)]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(self.num_buffers):

@@ -276,6 +276,22 @@ def test_a_filesystem_that_takes_no_direct_write_is_refused(tmp_path: Path, monk
     assert listing(tmp_path) == []
 
 
+def test_direct_writes_are_tried_from_the_memory_that_the_rows_will_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver may map its pinned memory so that the disk cannot fetch it: EFAULT, and better at start than for each request."""
+    memory, real = memoryview(mmap.mmap(-1, 4 * PAGE)), os.pwrite
+
+    def pwrite(fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT and isinstance(data, memoryview) and data.obj is memory.obj:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    FileSink(tmp_path, FORMAT, FileOptions(), memory).close()
+    with pytest.raises(StorageDirectoryError, match='takes no direct writes: Bad address. Set io to "buffered"'):
+        FileSink(tmp_path, FORMAT, FileOptions(io="direct"), memory)
+    assert listing(tmp_path) == []
+
+
 # Room
 
 

@@ -57,6 +57,11 @@ def test_our_entry_is_found_inside_a_multi_connector(tmp_path: Path) -> None:
         ({"role": "kv_both"}, r"kv_role='kv_both'.*kv_producer"),
         ({"dtype": torch.float64}, r"dtype='torch.float64' cannot be stored"),
         ({"pinned_ring_bytes": 4096 - 1}, r"pinned_ring_bytes=4095"),
+        ({"io": "mmap"}, r"io='mmap' cannot be used"),
+        ({"durability": True}, r"durability=True cannot be used"),
+        ({"checksum": "md5"}, r"checksum='md5' cannot be used"),
+        ({"storage_patience_s": 0}, r"storage_patience_s=0 cannot be used"),
+        ({"drain_timeout_s": -1}, r"drain_timeout_s=-1 cannot be used"),
         ({"num_writers": 3}, r"num_writers=3 is not an option\. Did you mean 'num_writer_threads'"),
     ],
 )
@@ -70,6 +75,14 @@ def test_a_ring_that_holds_less_than_two_rows_is_refused(tmp_path: Path) -> None
     config.model_config.get_hidden_size = lambda: 4096
     with pytest.raises(HsxConfigError, match=r"pinned_ring_bytes=8192 does not hold two rows of 24576 bytes. Give at least 49152"):
         read_start_up(config)
+
+
+def test_rows_that_direct_io_cannot_align_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three layers of 64 elements in bfloat16 make rows of 384 bytes."""
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
+    read_start_up(serve(tmp_path, io="buffered"))
+    with pytest.raises(HsxConfigError, match=r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 384 bytes\. Use \"buffered\""):
+        read_start_up(serve(tmp_path, io="direct"))
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -62,11 +62,12 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         config, row_format = start_up.config, start_up.row_format
         parallel = self._vllm_config.parallel_config
         self._drain_timeout = config.drain_timeout_s
+        ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, start_up.dtype)
         return ExtractionWorker(
             rank=tensor_parallel_rank(),
             staging=layer.staging,
-            ring=PinnedRing(config.pinned_ring_bytes, row_format.row_shape, start_up.dtype),
-            sink=FileSink(start_up.directory, row_format, start_up.file_options),
+            ring=ring,
+            sink=FileSink(start_up.directory, row_format, start_up.file_options, ring.data),
             device=layer.staging.rows.device,
             num_writers=start_up.num_writers(parallel.tensor_parallel_size * parallel.data_parallel_size_local),
             patience=config.storage_patience_s,

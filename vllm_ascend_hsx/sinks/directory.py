@@ -41,20 +41,22 @@ class Filesystem:
     reserves: bool = True
 
 
-def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) -> Filesystem:
+def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False, memory: memoryview | None = None) -> Filesystem:
     """Create the directory if need be, and try in it everything a request will need: create, lock, write, rename, remove.
 
     Args:
         path: the directory; a symbolic link to one is followed, for the administrator chose it.
         use_lock: whether files will be locked, so that a filesystem without flock is refused.
         direct: whether rows will bypass the page cache, so that a filesystem without O_DIRECT is refused.
+        memory: what direct writes will come from; it begins at a page, and is not changed. A device's driver may map its pinned memory in a
+            way that the disk cannot fetch it from. Ordinary memory without it, or if it has less than two pages.
 
     Raises:
         StorageDirectoryError: a file could not be published there.
     """
     dir_fd = open_directory(path)
     try:
-        return _try_to_publish(path, dir_fd, use_lock, direct)
+        return _try_to_publish(path, dir_fd, use_lock, direct, memory)
     finally:
         os.close(dir_fd)
 
@@ -82,11 +84,12 @@ def open_directory(path: Path) -> int:
         raise StorageDirectoryError(path, f"is not a path: {error}", "Name a directory.") from error
 
 
-def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool) -> Filesystem:
+def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool, memory: memoryview | None) -> Filesystem:
     name, fd = _make_probe(path, dir_fd, use_lock)
     try:
         try:
-            filesystem = Filesystem(_alignment_of_direct_writes(path, dir_fd, name, fd) if direct else 1, not is_in_memory(fd))
+            alignment = _alignment_of_direct_writes(path, dir_fd, name, fd, memory) if direct else 1
+            filesystem = Filesystem(alignment, not is_in_memory(fd))
             os.pwrite(fd, b"x", 0)
             renamed = _probe_name(use_lock)
             os.rename(name, renamed, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -137,7 +140,7 @@ def _make_probe(path: Path, dir_fd: int, use_lock: bool) -> tuple[str, int]:
     )
 
 
-def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int) -> int:
+def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int, memory: memoryview | None) -> int:
     """Found by trying, for what statx says of it is not known on older kernels, and wrong on some network filesystems."""
     remedy = f'Set {IO_OPTION} to "buffered", or name a directory on a local disk.'
     try:
@@ -146,7 +149,7 @@ def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int) -> 
         raise StorageDirectoryError(path, f"is on a filesystem without O_DIRECT: {error.strerror}", remedy) from error
     try:
         reserve(fd, 2 * PAGE)
-        page = memoryview(mmap.mmap(-1, 2 * PAGE))  # for memory that begins at a page
+        page = memory if memory is not None and len(memory) >= 2 * PAGE else memoryview(mmap.mmap(-1, 2 * PAGE))
         for alignment in _SECTORS:
             try:
                 os.pwrite(direct_fd, page[alignment : 2 * alignment], alignment)

@@ -32,17 +32,21 @@ class FileSink(Sink):
         directory: where files appear; created if it does not exist.
         row_format: what a row looks like; the same for all files of a sink.
         options: how they are written.
+        memory: what direct writes will come from, so that it is tried; see check_directory.
 
     Raises:
         StorageDirectoryError: files could not be published in the directory, or not in the way that is asked for.
     """
 
-    def __init__(self, directory: Path, row_format: RowFormat, options: FileOptions = _DEFAULTS) -> None:
+    def __init__(
+        self, directory: Path, row_format: RowFormat, options: FileOptions = _DEFAULTS, memory: memoryview | None = None
+    ) -> None:
         self.row_format = row_format
         self.options = options
         self._directory = Path(os.path.abspath(directory))
         self._parents = (os.fspath(directory), os.fspath(self._directory))
-        self._home = Home(self._directory, options)
+        self._memory = memory
+        self._home = Home(self._directory, options, memory)
         self._former: list[Home] = []  # there may be files under way in them
         self._mutex = threading.Lock()
         self._files: dict[str, RequestFile] = {}
@@ -111,7 +115,7 @@ class FileSink(Sink):
         """The directory as it is now: one that was removed, or unmounted, may be back."""
         if self._home.has_moved():
             try:
-                new = Home(self._directory, self.options)
+                new = Home(self._directory, self.options, self._memory)
             except StorageDirectoryError as error:
                 logger.error("%s", error)  # the request fails, in the old one, with the system's reason
             else:

@@ -23,6 +23,7 @@ class Home:
     Args:
         directory: its path; created if it does not exist.
         options: how files are written.
+        memory: what direct writes will come from; see check_directory.
 
     Attributes:
         filesystem: what the sink has to know of it.
@@ -34,9 +35,9 @@ class Home:
         StorageDirectoryError: files could not be published in the directory, or not in the way that is asked for.
     """
 
-    def __init__(self, directory: Path, options: FileOptions) -> None:
+    def __init__(self, directory: Path, options: FileOptions, memory: memoryview | None = None) -> None:
         self._directory = directory
-        self.filesystem = check_directory(directory, use_lock=options.use_lock, direct=options.io == "direct")
+        self.filesystem = check_directory(directory, use_lock=options.use_lock, direct=options.io == "direct", memory=memory)
         # speculators opens the lock for writing: let those who may read the data do so.
         self.lock_mode = options.mode | (options.mode & 0o444) >> 1
         self.storage = Storage.at(directory, options.mode)
