@@ -81,7 +81,8 @@ def test_rows_that_direct_io_cannot_align_are_refused(tmp_path: Path, monkeypatc
     """Three layers of 64 elements in bfloat16 make rows of 384 bytes."""
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
     read_start_up(serve(tmp_path, io="buffered"))
-    with pytest.raises(HsxConfigError, match=r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 384 bytes\. Use \"buffered\""):
+    message = r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 384 bytes\. Use \"buffered\""
+    with pytest.raises(HsxConfigError, match=message):
         read_start_up(serve(tmp_path, io="direct"))
 
 
