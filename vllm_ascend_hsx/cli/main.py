@@ -37,6 +37,10 @@ COMMANDS: dict[str, Command] = {
         "show what extraction costs: memory, KV cache, disk and bandwidth",
         "vllm_ascend_hsx.cli.plan:main",
     ),
+    "speculators": Command(
+        "run a command of speculators that knows the backend hsx",
+        "vllm_ascend_hsx.cli.speculators:main",
+    ),
     "verify": Command(
         "check every file of hidden states below a directory",
         "vllm_ascend_hsx.cli.verify:main",

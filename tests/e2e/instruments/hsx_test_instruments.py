@@ -5,6 +5,7 @@ HSX_TEST_INSTRUMENTS is a JSON object; its keys name functions of this module, i
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
@@ -194,6 +195,22 @@ def held_writers(_: Any) -> None:
     _after_import("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", hold)
 
 
+def gated_writes(gate: str) -> None:
+    """Our connector: rows are written only while nobody holds an flock on the file `gate`, as if the disk were slow."""
+
+    def wrap(module: Any) -> None:
+        original = module.DataFile.write
+
+        def write(*args: Any) -> None:
+            with open(gate) as file:
+                fcntl.flock(file, fcntl.LOCK_SH)
+            original(*args)
+
+        module.DataFile.write = write
+
+    _after_import("vllm_ascend_hsx.sinks.data_file", wrap)
+
+
 def importable_mooncake(_: Any) -> None:
     """vllm-ascend's MultiConnector imports a connector that imports mooncake's engine, which none of these tests uses."""
 
@@ -208,5 +225,13 @@ def importable_mooncake(_: Any) -> None:
 
 INSTRUMENTS = {
     function.__name__: function
-    for function in (trace_collectives, trace_files, trace_graph_mode, unfixed_proposer, held_writers, importable_mooncake)
+    for function in (
+        trace_collectives,
+        trace_files,
+        trace_graph_mode,
+        unfixed_proposer,
+        held_writers,
+        gated_writes,
+        importable_mooncake,
+    )
 }

@@ -1,0 +1,42 @@
+"""`hsx speculators`: runs a command of speculators, or a script of its repository, that knows the backend `hsx`.
+
+hs-connectors 0.9.0 lists the backends that somebody has imported and looks for no others, so this imports ours first.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+USAGE = """\
+usage: hsx speculators COMMAND [OPTIONS]
+       hsx speculators PATH/TO/launch_vllm.py MODEL [OPTIONS] -- [VLLM OPTIONS]
+
+Runs a command of speculators (such as train), or a script of its repository, that takes --hidden-states-backend hsx.
+On several NPUs: torchrun --nproc-per-node 8 --no-python hsx speculators train ..."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `hsx speculators`; returns an exit code, or leaves with that of the command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    script = arguments[0].endswith(".py")
+    try:
+        import vllm_ascend_hsx.integrations.speculators  # noqa: F401 - registers the backend
+
+        if not script:
+            from speculators.cli import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("hs_connectors", "speculators"):
+            raise
+        print(f"hsx speculators: {error.name} is not installed; install {error.name.replace('_', '-')}", file=sys.stderr)
+        return 1
+    if script:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+    else:
+        app(arguments, prog_name="hsx speculators")
+    return 0

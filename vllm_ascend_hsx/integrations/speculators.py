@@ -1,0 +1,126 @@
+"""The backend `hsx` of speculators' launch and train commands: starts the server with our connector, reads its files with our reader.
+
+Importing this module registers it. Needs hs-connectors, and speculators only to train (checked with 0.9.0 of both).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
+
+from vllm_ascend_hsx.config import HsxConfig
+from vllm_ascend_hsx.demo.options import kv_transfer_config
+from vllm_ascend_hsx.reader import load, remove
+
+NAME = "hsx"
+TIMEOUT_S = 60.0
+
+
+class HsxTransfer(HiddenStatesTransfer):
+    """Reads samples as FileTransfer does (hs_connectors/transfer.py:136), but waits in the kernel, as long as it is told to, and says why.
+
+    Args:
+        directory: of the samples that were generated beforehand, `hs_<index>.safetensors`.
+        timeout: seconds to wait for a file that the server is still writing.
+    """
+
+    def __init__(self, directory: Path, timeout: float = TIMEOUT_S) -> None:
+        self.directory = directory
+        self.timeout = timeout
+
+    def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
+        """The sample generated beforehand, or None if there is none. Raises as `vllm_ascend_hsx.load` otherwise."""
+        try:
+            return self._load(self.directory / f"hs_{file_idx}.safetensors")
+        except FileNotFoundError:
+            return None
+
+    def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """The sample of a request, from the kv_transfer_params of its response. Raises as `vllm_ascend_hsx.load`."""
+        return self._load(Path(hs_transfer_params["hidden_states_path"]))
+
+    def delete(self, handle: str) -> None:
+        """Remove a generated sample, its lock, and the reason why there is none."""
+        remove(handle)
+
+    def _load(self, path: Path) -> dict[str, torch.Tensor]:
+        states = load(path, self.timeout)
+        return {"hidden_states": states.hidden_states, "token_ids": states.token_ids}
+
+
+@HiddenStatesBackend.register(NAME)
+class HsxBackend(HiddenStatesBackend):
+    """What launch_vllm.py and `speculators train` ask a backend for."""
+
+    @staticmethod
+    def add_train_args(parser: argparse.ArgumentParser) -> None:
+        # Types and defaults only: speculators copies no other property of an option (train/config/resolution.py:252).
+        _add(
+            parser,
+            "--hidden-states-path",
+            type=str,
+            default=None,
+            help="Directory of the hidden states generated beforehand. (Default: args.data_path / 'hidden_states')",
+        )
+        _add(
+            parser,
+            "--hsx-timeout",
+            type=float,
+            default=TIMEOUT_S,
+            help=f"Seconds to wait for a file that the server is still writing. Used with backend=hsx. (Default: {TIMEOUT_S:.0f})",
+        )
+
+    @staticmethod
+    def add_launch_args(parser: argparse.ArgumentParser) -> None:
+        _add(
+            parser,
+            "--hidden-states-path",
+            type=str,
+            default="/tmp/hidden_states",
+            help="The directory to save hidden states to. Default '/tmp/hidden_states'",
+        )
+        _add(
+            parser,
+            "--hsx-options",
+            type=_options,
+            default={},
+            metavar="JSON",
+            help='Further options of the connector, e.g. \'{"io": "direct"}\'. Used with backend=hsx.',
+        )
+
+    @staticmethod
+    def from_train_args(args: argparse.Namespace, data_path: str) -> HsxTransfer:
+        directory = Path(args.hidden_states_path) if args.hidden_states_path else Path(data_path) / "hidden_states"
+        return HsxTransfer(directory, args.hsx_timeout)
+
+    @staticmethod
+    def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
+        """The value of --kv-transfer-config."""
+        config = kv_transfer_config(Path(args.hidden_states_path).absolute())
+        config["kv_connector_extra_config"].update(args.hsx_options)
+        return config
+
+
+def _add(parser: argparse.ArgumentParser, option: str, **kwargs: Any) -> None:
+    """Add an option unless another backend has: launch_vllm.py gives all of them one parser."""
+    if option not in parser._option_string_actions:
+        parser.add_argument(option, **kwargs)
+
+
+def _options(text: str) -> dict[str, Any]:
+    """Options of the connector, refused here if the server would refuse them."""
+    try:
+        options = json.loads(text)
+        if not isinstance(options, dict):
+            raise ValueError(f"{text} is not an object")
+        if "shared_storage_path" in options:
+            raise ValueError("shared_storage_path is what --hidden-states-path gives")
+        HsxConfig.parse({"shared_storage_path": "/", **options})
+    except ValueError as error:  # HsxConfigError is one
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return options
