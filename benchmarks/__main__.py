@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -43,6 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks.ours import ring_bytes
     from benchmarks.rows import MINIMAX_M2, Source, npu
 
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # directories and processes go, too
     console = Console()
     began = time.monotonic()
 
