@@ -14,6 +14,8 @@ CONNECTOR_NAME = "AscendHiddenStatesConnector"
 METHOD = "extract_hidden_states"
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
+LAST_WORDS_S = 5.0  # seconds that a worker takes at most, behind drain_timeout_s, to leave a reason in place of files that are not complete
+
 _SIZE = re.compile(r"^\s*(\d+)\s*(B|KiB|MiB|GiB)?\s*$")
 _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -103,6 +105,11 @@ class HsxConfig(BaseModel):
         ge=0,
         description="Seconds that a server which is stopped takes at most to write the rows that were computed.",
     )
+
+    @property
+    def close_timeout_s(self) -> float:
+        """Seconds that a worker takes at most to stop once no step runs."""
+        return self.drain_timeout_s + LAST_WORDS_S
 
     @field_validator("pinned_ring_bytes", mode="before")
     @classmethod

@@ -29,6 +29,14 @@ from vllm_ascend_hsx.compat.engine import (
 )
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE, collect_ends_of_deepseek
 from vllm_ascend_hsx.compat.runner import SPEC_DECODE_MODULE, replace_proposer
+from vllm_ascend_hsx.compat.shutdown import (
+    ENGINE_CORE_MODULE,
+    ENGINE_MANAGER_MODULE,
+    EXECUTOR_MODULE,
+    stop_in_order,
+    wait_for_engines,
+    wait_for_workers,
+)
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 
 DRAFTER_ARCHITECTURE = "ExtractHiddenStatesModel"
@@ -61,6 +69,9 @@ def register() -> None:
     register_post_import_hook(hear_outcomes_before_answers, SCHEDULER_MODULE)
     register_post_import_hook(copy_before_sleep, WORKER_MODULE)
     register_post_import_hook(take_logits_parameters, SAMPLING_MODULE)
+    register_post_import_hook(wait_for_engines, ENGINE_MANAGER_MODULE)
+    register_post_import_hook(wait_for_workers, EXECUTOR_MODULE)
+    register_post_import_hook(stop_in_order, ENGINE_CORE_MODULE)
 
 
 def _use_hsx_proposer(spec_decode: ModuleType) -> None:

@@ -58,7 +58,7 @@ def read_start_up(vllm_config: Any) -> StartUp:
         HsxConfigError: a setting that cannot be used.
         StorageDirectoryError: the storage directory cannot be made or written.
     """
-    role, options = _connector_entry(vllm_config.kv_transfer_config)
+    role, options = connector_entry(vllm_config.kv_transfer_config)
     config = HsxConfig.parse(options)
     require_producer(role)
     target = read_target(vllm_config)
@@ -86,8 +86,8 @@ def read_start_up(vllm_config: Any) -> StartUp:
     return start_up
 
 
-def _connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
-    """Role and options of our connector, alone or inside MultiConnector."""
+def connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
+    """Role and options of our connector, alone or inside MultiConnector. Raises HsxConfigError: it is not there."""
     if transfer is not None and transfer.kv_connector == CONNECTOR_NAME:
         return transfer.kv_role, transfer.kv_connector_extra_config
     if transfer is not None and transfer.kv_connector == "MultiConnector":

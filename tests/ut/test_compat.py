@@ -24,6 +24,7 @@ from vllm_ascend_hsx.compat.engine import (
     keep_preemption,
 )
 from vllm_ascend_hsx.compat.runner import replace_proposer
+from vllm_ascend_hsx.compat.shutdown import stop_in_order, wait_for_engines, wait_for_workers
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.proposer import HsxProposer
@@ -249,6 +250,9 @@ def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answ
         (hear_outcomes_before_answers, "update_from_output"),
         (copy_before_sleep, "NPUWorker.sleep"),
         (take_logits_parameters, "_validate_spec_decode"),
+        (wait_for_engines, "CoreEngineProcManager.__init__"),
+        (wait_for_workers, "MultiprocExecutor._ensure_worker_termination"),
+        (stop_in_order, "EngineCoreProc._handle_shutdown"),
     ],
 )
 def test_a_version_that_sets_up_drafts_elsewhere_is_refused(touch: Any, what: str) -> None:

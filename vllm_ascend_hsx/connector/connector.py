@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -53,6 +55,9 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             )
         else:
             self._worker = self._build_worker(start_up)
+            # An engine in its user's own process is not shut down when it is deleted or the process ends (v1/engine/llm_engine.py:422).
+            # torch_npu has been imported: what it does at exit comes behind this.
+            atexit.register(self.shutdown)
 
     def _build_worker(self, start_up: StartUp) -> ExtractionWorker:
         from vllm_ascend_hsx.attention import AscendCacheOnlyLayer
@@ -61,7 +66,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         ((self._layer_name, layer),) = layers.items()
         config, row_format = start_up.config, start_up.row_format
         parallel = self._vllm_config.parallel_config
-        self._drain_timeout = config.drain_timeout_s
+        self._drain_timeout, self._process = config.drain_timeout_s, os.getpid()
         ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, start_up.dtype)
         return ExtractionWorker(
             rank=tensor_parallel_rank(),
@@ -92,6 +97,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         pass
+
+    def server_stops(self) -> None:
+        """From now on requests are aborted because the server stops; see compat.shutdown.stop_in_order."""
+        assert self._scheduler is not None
+        self._scheduler.server_stops()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         assert self._scheduler is not None
@@ -160,6 +170,9 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.report()
 
     def shutdown(self) -> None:
-        if self._worker is not None:
-            self._worker.close(self._drain_timeout)
-            self._worker = None
+        """Write what was computed, for at most drain_timeout_s, and end every thread. A second call does nothing."""
+        worker, self._worker = self._worker, None
+        # A forked child has a copy of this object, but neither the threads nor the files are its own.
+        if worker is not None and os.getpid() == self._process:
+            atexit.unregister(self.shutdown)
+            worker.close(self._drain_timeout)

@@ -123,6 +123,10 @@ class Extraction:
             self._decide(reason)
             self.writer.submit(lambda: self._leave_reason(reason))
 
+    def give_up(self) -> None:
+        """Write nothing more: its sink is about to be closed, and then has a reason in place of the file."""
+        self._claim()
+
     def _leave_reason(self, reason: str) -> None:
         self._opening.wait()
         if self._file is not None:

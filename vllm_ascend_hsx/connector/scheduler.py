@@ -54,6 +54,7 @@ class ExtractionScheduler:
         self._backlog = [0] * num_ranks
         self._stuck: set[int] = set()
         self._back_pressure = BackPressureRecorder()
+        self._stopping = False
 
     def on_new_request(self, request: Any) -> None:
         """Decide whether the request is extracted; if so, have it compute every one of its rows.
@@ -139,6 +140,11 @@ class ExtractionScheduler:
         """For how long, since the last call, requests had to wait; None if none had to."""
         return self._back_pressure.take()
 
+    def server_stops(self) -> None:
+        """Requests that are aborted from now on are not given up by their clients. Workers hear nothing of it: when they are closed, they
+        leave the reason in place of each file that is not complete."""
+        self._stopping = True
+
     def on_finished(self, request: Any) -> dict[str, Any] | None:
         """The request has ended, for whatever reason, scheduled or not.
 
@@ -161,7 +167,10 @@ class ExtractionScheduler:
         if state.owner is None:
             self._let_go_of(state.path, request_id)
             return None
-        end = RequestEnd(request_id, aborted=request.status.name == "FINISHED_ABORTED" and not _stopped_by_string(request))
+        aborted = request.status.name == "FINISHED_ABORTED"
+        if self._stopping and aborted:
+            return None
+        end = RequestEnd(request_id, aborted=aborted and not _stopped_by_string(request))
         if state.include_output and not end.aborted:
             end = replace(end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64))
         self._ended.append(end)

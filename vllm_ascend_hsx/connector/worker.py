@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
+from vllm_ascend_hsx.config import LAST_WORDS_S
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.stats import HsxStats, StatsRecorder
@@ -19,8 +20,6 @@ from vllm_ascend_hsx.spans import ALL_ROWS, Span
 from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache, StagingSlot
 
 logger = logging.getLogger(__name__)
-
-_LAST_WORDS = 5.0  # seconds to leave a reason in place of each file that could not be finished
 
 
 class ExtractionWorker:
@@ -165,17 +164,42 @@ class ExtractionWorker:
         def left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-        finished = all([self._opener.close(left()), self._copier.close(left()), *(writer.close(left()) for writer in self._writers)])
+        if self._backlog and timeout != 0:
+            limit = "" if timeout is None else f", in at most {timeout:g} s"
+            logger.warning("the server stops when %d bytes of rows are in their files%s", self._backlog, limit)
+        why = "it was interrupted while it wrote"
+        try:
+            if self._drain(left):
+                why = "they were not complete"
+            else:
+                why = f"the storage did not take {self._backlog} bytes within {timeout:g} s"
+        finally:  # also when a signal handler raises: whoever waits for a file is to hear of it
+            patience = left()
+            self._give_up(why, None if patience is None else patience + LAST_WORDS_S)
+
+    def _drain(self, left: Callable[[], float | None]) -> bool:
+        """Have all that was staged written. False: not in the time that is left; the threads go on until the storage answers."""
+
+        def end_writers() -> None:
+            for writer in self._writers:
+                writer.close(0)
+
+        # Behind the last piece: the copier would wait for ever for memory that a writer which ended earlier does not give back.
+        self._copier.then(end_writers)
+        return self._copier.close(left()) and all([writer.close(left()) for writer in self._writers])
+
+    def _give_up(self, why: str, timeout: float | None) -> None:
+        """Leave a reason in place of each file that is not complete, and end the opener."""
         with self._mutex:
-            unfinished = sorted(extraction.request_id for extraction in self._under_way)
-            self._under_way.clear()
+            unfinished, self._under_way = self._under_way, set()
+        for extraction in unfinished:
+            extraction.give_up()
+        names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
         if unfinished:
-            why = "they were not complete" if finished else f"the storage did not take {self._backlog} bytes within {timeout:g} s"
-            logger.error("stopping without the files of %d requests, %s: %s", len(unfinished), why, ", ".join(unfinished))
-        # In a thread that ends with the process: storage that does not answer must not keep a server from stopping.
-        closer = threading.Thread(target=self._sink.close, name="hsx-closer", daemon=True)
-        closer.start()
-        closer.join(None if finished else _LAST_WORDS)
+            logger.error("stopping without the files of %d requests, %s: %s", len(unfinished), why, names)
+        self._opener.submit(self._sink.close)
+        if not self._opener.close(timeout):
+            logger.error("the storage does not answer: some of these files may have no reason in their place")
 
     def _wait_for_slot(self, slot: StagingSlot, spans: Sequence[Span]) -> bool:
         """Wait while the ring is full and the storage gets on; False: it does not, and these requests have failed."""

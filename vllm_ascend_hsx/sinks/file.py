@@ -100,7 +100,8 @@ class FileSink(Sink):
                 return
             self._closed = True
             files = list(self._files.values())
-        for file in files:
+        # One that is being published may take long, and the others are not to wait for it.
+        for file in sorted(files, key=lambda each: not each.is_open):
             file.fail(SERVER_STOPPED)
         for home in (*self._former, self._home):
             home.close()

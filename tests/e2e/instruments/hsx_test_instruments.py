@@ -211,6 +211,37 @@ def gated_writes(gate: str) -> None:
     _after_import("vllm_ascend_hsx.sinks.data_file", wrap)
 
 
+def storage_that_answers_late(how: dict[str, float]) -> None:
+    """Our connector: writes of at least "bytes" wait until a worker has been closing for "seconds"."""
+    answers = threading.Event()
+
+    def hold(data_file_module: Any) -> None:
+        write = data_file_module.DataFile.write
+
+        @functools.wraps(write)
+        def late(self: Any, first: int, data: memoryview) -> None:
+            if data.nbytes >= how["bytes"]:
+                answers.wait()
+            write(self, first, data)
+
+        data_file_module.DataFile.write = late
+
+    def release(worker_module: Any) -> None:
+        close = worker_module.ExtractionWorker.close
+
+        @functools.wraps(close)
+        def closing(self: Any, timeout: float | None = None) -> None:
+            timer = threading.Timer(how["seconds"], answers.set)
+            timer.daemon = True
+            timer.start()
+            close(self, timeout)
+
+        worker_module.ExtractionWorker.close = closing
+
+    _after_import("vllm_ascend_hsx.sinks.data_file", hold)
+    _after_import("vllm_ascend_hsx.connector.worker", release)
+
+
 def importable_mooncake(_: Any) -> None:
     """vllm-ascend's MultiConnector imports a connector that imports mooncake's engine, which none of these tests uses."""
 
@@ -232,6 +263,7 @@ INSTRUMENTS = {
         unfixed_proposer,
         held_writers,
         gated_writes,
+        storage_that_answers_late,
         importable_mooncake,
     )
 }

@@ -1,0 +1,202 @@
+"""Servers and engines that are stopped: rows that were computed get into their files, all other files say why, and nothing is left.
+
+The storage is slow: rows of the prompts that were answered are not taken before a worker has been closing for some time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from harness import EngineSession, compare_file, process_environment, tokens
+
+import vllm_ascend_hsx
+from vllm_ascend_hsx import HiddenStatesError
+from vllm_ascend_hsx.demo.options import ServeOptions
+from vllm_ascend_hsx.demo.server import Server, free_port, group_members
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
+
+LAYER_IDS = (4, 1, 3)
+START_SECONDS = 400
+STOP_SECONDS = 150
+ROW_BYTES = len(LAYER_IDS) * 256 * 2
+HELD = (17, 40, 70)  # tokens of the prompts whose rows the storage takes late; the others are shorter
+EXECUTOR_SECONDS = 8  # after so many vLLM's executor kills its workers
+
+
+def slow(seconds: float, row_bytes: int = ROW_BYTES) -> dict[str, Any]:
+    return {"storage_that_answers_late": {"seconds": seconds, "bytes": min(HELD) * row_bytes}}
+
+
+def serve(directory: Path, model: Path, seconds: float, *extra: str, **options: Any) -> Server:
+    options = {"expert_parallel": False, "max_num_batched_tokens": 64, "max_model_len": 4096, **options}
+    serve_options = ServeOptions(
+        model=str(model),
+        storage=directory / "hidden_states",
+        layer_ids=LAYER_IDS,
+        port=free_port(),
+        extra=("--enforce-eager", "--gpu-memory-utilization", "0.4", *extra),
+        **options,
+    )
+    command = serve_options.command()
+    at = command.index("--kv-transfer-config") + 1
+    transfer = json.loads(command[at])
+    # A writer for each file: what is held back holds back nothing else.
+    transfer["kv_connector_extra_config"] |= {"num_writer_threads": 8, "drain_timeout_s": 60}
+    command[at] = json.dumps(transfer)
+    npus = serve_options.data_parallel_size * serve_options.tensor_parallel_size
+    environment = process_environment(npus=npus, instruments=slow(seconds)) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
+    return Server(command, port=serve_options.port, log=directory / "server.log", environment=environment)
+
+
+def held_prompts(server: Server, model: Path) -> dict[Path, list[int]]:
+    """Have prompts computed; their files and tokens."""
+    found = {}
+    for length in HELD:
+        body = {"model": str(model), "prompt": tokens(length), "max_tokens": 1, "temperature": 0}
+        response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+        found[Path(response["kv_transfer_params"]["hidden_states_path"])] = tokens(length)
+    assert not any(path.exists() for path in found)
+    return found
+
+
+class Stream:
+    """A request for rows of its output too, in flight when this returns.
+
+    Attributes:
+        id: of the response. tokens: of the prompt, then the generated ones. finish_reason: None if the stream broke off.
+    """
+
+    def __init__(self, server: Server, model: Path, prompt: Sequence[int], max_tokens: int) -> None:
+        self.id, self.tokens, self.finish_reason = "", list(prompt), None
+        self._body = {"model": str(model), "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+        self._body |= {"stream": True, "return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}
+        self._url = f"{server.url}/v1/completions"
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._begun.wait(120) and self.id
+
+    def _run(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=STOP_SECONDS) as response:
+                for line in response.iter_lines():
+                    if line.startswith("data: {"):
+                        self._take(json.loads(line.removeprefix("data: ")))
+        except httpx.RemoteProtocolError:
+            pass  # the server has gone: finish_reason is None
+        finally:
+            self._begun.set()
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        self.id = chunk["id"]
+        for choice in chunk["choices"]:
+            self.tokens += choice.get("token_ids") or []
+            self.finish_reason = choice["finish_reason"]
+        self._begun.set()
+
+    def join(self) -> None:
+        self._thread.join(STOP_SECONDS)
+        assert not self._thread.is_alive()
+
+
+def wait_for_the_end(server: Server) -> None:
+    """Wait until no process of the server is left; the first one ended well."""
+    assert server.process is not None
+    assert server.process.wait(STOP_SECONDS) == 0, server.log_tail()
+    deadline = time.monotonic() + 30
+    while left := group_members(server.process.pid):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def assert_they_are_right(found: dict[Path, list[int]], model: Path, layer_ids: Sequence[int] = LAYER_IDS) -> None:
+    for path, prompt in found.items():
+        vllm_ascend_hsx.load(path, timeout=0)  # the lock is free
+        comparison = compare_file(path, model, prompt, layer_ids)
+        assert comparison.matches, comparison
+
+
+def assert_the_reason_is_there(path: Path, log: str) -> None:
+    with pytest.raises(HiddenStatesError, match=SERVER_STOPPED):
+        vllm_ascend_hsx.load(path, timeout=0)
+    lines = [line for line in log.splitlines() if "stopping without the files of" in line]
+    assert [line for line in lines if path.name.removesuffix(".safetensors") in line], lines
+
+
+def assert_nothing_else_is_there(storage: Path, *groups: Sequence[Path]) -> None:
+    expected = {path.name for group in groups for path in group}
+    visible = {name.removesuffix(".lock").removesuffix(".error") for name in os.listdir(storage)}
+    assert visible == expected
+
+
+@pytest.mark.timeout(800)
+def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_path: Path) -> None:
+    """Requests in flight have the time that --shutdown-timeout gives them, and the storage more than vLLM's executor gives its workers."""
+    options = {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel": True}
+    with serve(tmp_path, tiny_minimax_m2, EXECUTOR_SECONDS + 2, "--shutdown-timeout", "10", **options) as server:
+        server.wait_ready(START_SECONDS)
+        long = Stream(server, tiny_minimax_m2, tokens(9), 4000)
+        held = held_prompts(server, tiny_minimax_m2)
+        short = Stream(server, tiny_minimax_m2, tokens(11), 8)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGTERM)
+        wait_for_the_end(server)
+        short.join()
+        long.join()
+    storage, log = tmp_path / "hidden_states", server.log.read_text(errors="replace")
+    paths = {stream: vllm_ascend_hsx.find(storage, stream.id) for stream in (short, long)}
+    assert (short.finish_reason, long.finish_reason) == ("length", "abort")
+    assert_they_are_right({**held, paths[short]: short.tokens[:-1]}, tiny_minimax_m2)
+    assert_the_reason_is_there(paths[long], log)
+    assert_nothing_else_is_there(storage, [*held], [*paths.values()])
+
+
+@pytest.mark.timeout(800)
+def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Path) -> None:
+    with serve(tmp_path, tiny_qwen3, 3, data_parallel_size=1, tensor_parallel_size=2) as server:
+        server.wait_ready(START_SECONDS)
+        long = Stream(server, tiny_qwen3, tokens(9), 4000)
+        held = held_prompts(server, tiny_qwen3)
+        assert server.process is not None
+        os.killpg(server.process.pid, signal.SIGINT)
+        deadline = time.monotonic() + STOP_SECONDS
+        while "the server stops when" not in server.log.read_text(errors="replace"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(server.process.pid, signal.SIGINT)
+        wait_for_the_end(server)
+        long.join()
+    storage, log = tmp_path / "hidden_states", server.log.read_text(errors="replace")
+    path = vllm_ascend_hsx.find(storage, long.id)
+    assert_they_are_right(held, tiny_qwen3)
+    assert_the_reason_is_there(path, log)
+    assert_nothing_else_is_there(storage, [*held], [path])
+
+
+def test_a_process_that_ends_without_a_word_to_its_engine(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """An engine in its user's own process (VLLM_ENABLE_V1_MULTIPROCESSING=0): nobody shuts it down."""
+    options = {"num_writer_threads": 8, "drain_timeout_s": 60}
+    session = EngineSession(tmp_path, tiny_qwen3, layer_ids=LAYER_IDS, instruments=slow(1), connector_options=options)
+    session.__enter__()
+    try:
+        long = session.add(tokens(9), {"max_tokens": 400, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}})
+        held = [session.add(tokens(length), {"max_tokens": 1}) for length in HELD]
+        while not all(request.finished for request in held):
+            session.step()
+    finally:
+        session.close()
+    assert not long.finished
+    (path,) = session.paths(long)
+    expected = {session.paths(request)[0]: request.prompt for request in held}
+    assert_they_are_right(expected, tiny_qwen3)
+    assert_the_reason_is_there(path, session.log)
+    assert_nothing_else_is_there(session.storage, [*expected], [path])

@@ -1,0 +1,242 @@
+"""How vLLM's processes wait for each other when a server with our connector stops; without it, nothing is changed."""
+
+from __future__ import annotations
+
+import inspect
+import signal
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import core as core_module
+from vllm.v1.engine import utils as utils_module
+from vllm.v1.executor import multiproc_executor
+
+from vllm_ascend_hsx.compat.shutdown import patience, stop_in_order, wait_for_engines, wait_for_workers
+from vllm_ascend_hsx.config import LAST_WORDS_S
+
+OPTIONS = {"shared_storage_path": "/data", "drain_timeout_s": 100, "storage_patience_s": 20}
+OURS = {"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": OPTIONS}
+PATIENCE = 100 + 20 + LAST_WORDS_S
+STATE = core_module.EngineShutdownState
+
+
+def transfer(kv_connector: str, extra: dict[str, Any]) -> Any:
+    return SimpleNamespace(kv_connector=kv_connector, kv_role="kv_producer", kv_connector_extra_config=extra)
+
+
+ALONE = transfer("AscendHiddenStatesConnector", OPTIONS)
+OTHER = transfer("MooncakeConnector", {})
+CONFIGS = {
+    "alone": (ALONE, PATIENCE),
+    "in MultiConnector": (transfer("MultiConnector", {"connectors": [{"kv_connector": "Other"}, OURS]}), PATIENCE),
+    "MultiConnector of others": (transfer("MultiConnector", {"connectors": [{"kv_connector": "Other"}]}), 0),
+    "another": (OTHER, 0),
+    "none": (None, 0),
+    "an option that no engine starts with": (transfer("AscendHiddenStatesConnector", {"drain_timeout": 5}), 0),
+}
+
+
+def config(kv_transfer_config: Any = ALONE, shutdown_timeout: int = 0) -> Any:
+    parallel = SimpleNamespace(data_parallel_size=1)
+    return SimpleNamespace(kv_transfer_config=kv_transfer_config, shutdown_timeout=shutdown_timeout, parallel_config=parallel)
+
+
+def fresh(real: type, *names: str) -> Any:
+    """A subclass with the methods that vLLM wrote, whether or not our plugin has been loaded into this process."""
+    return type(real.__name__, (real,), {name: inspect.unwrap(inspect.getattr_static(real, name)) for name in names})
+
+
+@pytest.mark.parametrize(("kv_transfer_config", "seconds"), CONFIGS.values(), ids=CONFIGS)
+def test_there_is_patience_for_our_connector_alone(kv_transfer_config: Any, seconds: float) -> None:
+    assert patience(config(kv_transfer_config)) == seconds
+
+
+# Who started the engine cores
+
+
+@pytest.fixture
+def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's manager, of no engine; `ended` is what it would have given each time to its processes."""
+    made = fresh(utils_module.CoreEngineProcManager, "__init__", "shutdown")
+    made.ended = []
+
+    def shutdown(procs: Any, timeout: float | None = None) -> None:
+        made.ended.append(timeout)
+
+    monkeypatch.setattr(utils_module, "shutdown", shutdown)
+    wait_for_engines(SimpleNamespace(CoreEngineProcManager=made, shutdown=shutdown))
+    return made
+
+
+def start(manager: Any, vllm_config: Any) -> Any:
+    return manager(0, 0, 0, vllm_config, local_client=True, handshake_address="", executor_class=object, log_stats=False)
+
+
+@pytest.mark.parametrize("timeout", [0, 30, None])
+def test_engine_cores_have_time_to_stop_behind_that_of_their_requests(manager: Any, timeout: float | None) -> None:
+    start(manager, config()).shutdown(timeout=timeout)
+    start(manager, config(OTHER)).shutdown(timeout=timeout)
+    ours, others = manager.ended
+    assert ours >= (timeout or 0) + PATIENCE + 4 + 4 + 5
+    assert others == timeout
+
+
+def test_a_manager_that_nobody_has_shut_down_gives_the_time_too_and_only_once(manager: Any) -> None:
+    """When it is collected, or at the exit of its process."""
+    for kv_transfer_config in (ALONE, OTHER):
+        made = start(manager, config(kv_transfer_config))
+        assert made._finalizer.atexit
+        made._finalizer()
+        made.shutdown(timeout=3)
+    ours, others = manager.ended
+    assert ours >= PATIENCE
+    assert others is None
+
+
+# The executor
+
+
+@pytest.mark.parametrize(
+    ("kv_transfer_config", "shutting_down", "waits"), [(ALONE, True, True), (ALONE, False, False), (OTHER, True, False)]
+)
+def test_an_executor_waits_for_workers_that_it_shuts_down_before_it_sends_signals(
+    kv_transfer_config: Any, shutting_down: bool, waits: bool
+) -> None:
+    calls: list[Any] = []
+
+    class Process:
+        def join(self, timeout: float) -> None:
+            calls.append(timeout)
+
+    class MultiprocExecutor:
+        _ensure_worker_termination = staticmethod(lambda worker_procs: calls.append(len(worker_procs)))
+
+        def __init__(self) -> None:
+            self.vllm_config, self.shutting_down = config(kv_transfer_config), shutting_down
+
+    wait_for_workers(SimpleNamespace(MultiprocExecutor=MultiprocExecutor))
+    MultiprocExecutor()._ensure_worker_termination([Process(), Process()])
+    *joined, terminated = calls
+    assert terminated == 2
+    if waits:
+        assert PATIENCE - 10 < joined[1] <= joined[0] <= PATIENCE, "together no longer than one of them"
+    else:
+        assert sum(joined) == 0
+
+
+def test_vllms_executor_calls_it_on_itself() -> None:
+    """The class has a static method; ours needs the executor's configuration."""
+    for method in ("shutdown", "_init_executor"):
+        assert "self._ensure_worker_termination(" in inspect.getsource(getattr(multiproc_executor.MultiprocExecutor, method))
+
+
+# The engine core
+
+
+class Scheduler:
+    """As much of vLLM's as is used; `connector` hears of the stop before requests are aborted."""
+
+    def __init__(self, connector: Any) -> None:
+        self.connector = connector
+        self.running = ["a", "b"]
+
+    def get_num_unfinished_requests(self) -> int:
+        return len(self.running)
+
+    def has_requests(self) -> bool:
+        return bool(self.running)
+
+    def finish_requests(self, request_ids: None, status: Any) -> list[tuple[str, int]]:
+        events.append("abort")
+        aborted, self.running = [(request, 0) for request in self.running], []
+        return aborted
+
+
+events: list[str] = []
+
+
+@pytest.fixture
+def engine_core() -> Iterator[Any]:
+    """vLLM's EngineCoreProc, with our touches, whose scheduler has two requests."""
+    real = fresh(core_module.EngineCoreProc, "_handle_shutdown", "shutdown")
+
+    class EngineCoreProc(real):  # type: ignore[misc]
+        def __init__(self, vllm_config: Any, multi: bool = False) -> None:
+            ours = SimpleNamespace(server_stops=lambda: events.append("server stops"))
+            connector = SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours
+            self.vllm_config, self.scheduler = vllm_config, Scheduler(connector)
+            self.shutdown_state, self.engines_running, self.batch_queue = STATE.RUNNING, False, None
+
+        def _send_abort_outputs(self, aborted: list[tuple[str, int]]) -> None:
+            events.append("answer")
+
+        def shutdown(self) -> None:
+            events.append(f"shut down, SIGTERM {signal.getsignal(signal.SIGTERM)!r}")
+
+    events.clear()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stop_in_order(SimpleNamespace(EngineCoreProc=EngineCoreProc, EngineShutdownState=STATE))
+    yield EngineCoreProc
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+SHUT_DOWN = f"shut down, SIGTERM {signal.SIG_IGN!r}"
+
+
+@pytest.mark.parametrize("multi", [False, True], ids=["alone", "in MultiConnector"])
+def test_the_connector_hears_of_the_stop_before_requests_are_aborted_and_the_core_shuts_down_with_signals_ignored(
+    engine_core: Any, multi: bool
+) -> None:
+    core = engine_core(config(transfer("MultiConnector", {"connectors": [OURS]}) if multi else ALONE), multi)
+    assert core._handle_shutdown() and events == []
+    core.shutdown_state = STATE.REQUESTED
+    assert core._handle_shutdown() is False
+    assert events == ["server stops", "abort", "answer", SHUT_DOWN]
+    core.shutdown()  # as run_engine_core does in the end, v1/engine/core.py:1206
+    assert events.count(SHUT_DOWN) == 1
+
+
+def test_requests_in_flight_have_the_time_that_was_given_and_are_then_aborted(engine_core: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    core = engine_core(config(shutdown_timeout=60))
+    core.shutdown_state = STATE.REQUESTED
+    assert core._handle_shutdown() is True
+    now += 59
+    core.shutdown_state = STATE.REQUESTED  # a second signal gives no more time
+    assert core._handle_shutdown() is True
+    assert events == []
+    now += 1
+    assert core._handle_shutdown() is False
+    assert events == ["server stops", "abort", "answer", SHUT_DOWN]
+
+
+def test_requests_that_end_in_time_are_not_aborted(engine_core: Any) -> None:
+    core = engine_core(config(shutdown_timeout=60))
+    core.shutdown_state = STATE.REQUESTED
+    assert core._handle_shutdown() is True
+    core.scheduler.running = []
+    assert core._handle_shutdown() is False
+    assert events == [SHUT_DOWN]
+
+
+def test_a_core_that_failed_ignores_signals_while_it_shuts_down(engine_core: Any) -> None:
+    engine_core(config()).shutdown()
+    assert events == [SHUT_DOWN]
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_a_core_without_our_connector_stops_as_it_did(engine_core: Any) -> None:
+    core = engine_core(config(OTHER, shutdown_timeout=60))
+    core.shutdown_state = STATE.REQUESTED
+    assert core._handle_shutdown() is True
+    core.scheduler.running = []
+    assert core._handle_shutdown() is False
+    assert events == []
+    core.shutdown()
+    assert events == [f"shut down, SIGTERM {signal.getsignal(signal.SIGTERM)!r}"]
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN

@@ -1,0 +1,250 @@
+"""A worker that is closed writes what was computed, for as long as it may; whoever waits for another file hears why; nothing is left."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+from test_scheduler import make_request, make_scheduler, schedule
+from worker_harness import Engine, started
+
+from vllm_ascend_hsx.connector import worker as worker_module
+from vllm_ascend_hsx.connector.connector import AscendHiddenStatesConnector
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.storage import Storage
+
+NOTHING = HsxConnectorMetadata()
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A write begins only while it is set, which it is at the end."""
+    answers = threading.Event()
+    begin = RequestFile._begin_write
+
+    def wait(self: Any) -> Any:
+        answers.wait()
+        return begin(self)
+
+    monkeypatch.setattr(RequestFile, "_begin_write", wait)
+    yield answers
+    answers.set()
+
+
+@pytest.fixture
+def engine(tmp_path: Path, storage: threading.Event) -> Engine:
+    return Engine(tmp_path / "out")
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hsx-")]
+
+
+def reasons(engine: Engine) -> dict[str, str]:
+    return {
+        path.name.removesuffix(".safetensors.error"): json.loads(path.read_text())["reason"] for path in engine.directory.glob("*.error")
+    }
+
+
+def locks_that_are_held(engine: Engine) -> list[str]:
+    held = []
+    for path in engine.directory.glob("*.lock"):
+        with path.open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held.append(path.name)
+    return held
+
+
+def compute(engine: Engine, *spans: tuple[str, int, int]) -> None:
+    """Rows that the engine has computed and that are in no file yet. The ring holds 6 of them, the rest is in staging slots."""
+    engine.step(started(engine.start("complete", 9), engine.start("half", 20)), [("complete", 0, 9), ("half", 0, 7)])
+
+
+def test_rows_that_were_computed_are_in_their_files_when_a_worker_has_closed(
+    engine: Engine, storage: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    compute(engine)
+    said = []
+
+    def answer_then(record: logging.LogRecord) -> bool:
+        if not storage.is_set():
+            said.append((record.getMessage(), list(engine.directory.glob("*.safetensors"))))
+            storage.set()
+        return True
+
+    worker_module.logger.addFilter(answer_then)
+    try:
+        engine.worker.close(60)
+    finally:
+        worker_module.logger.removeFilter(answer_then)
+    assert said == [("the server stops when 512 bytes of rows are in their files, in at most 60 s", [])]
+    assert engine.visible() == {"complete.safetensors", "half.safetensors.error"}
+    engine.assert_file_is_right("complete", 9)
+    assert reasons(engine) == {"half": SERVER_STOPPED}
+    assert "stopping without the files of 1 requests, they were not complete: half" in caplog.text
+    assert (threads(), locks_that_are_held(engine)) == ([], [])
+
+
+def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and_no_thread_outlives_the_silence(
+    engine: Engine, storage: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = set(os.listdir("/proc/self/fd")) - {"0"}
+    compute(engine)
+    engine.worker.close(0.2)
+    assert not storage.is_set()
+    assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
+    assert engine.visible() == {"complete.safetensors.error", "half.safetensors.error"}
+    assert locks_that_are_held(engine) == []
+    (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert line == "stopping without the files of 2 requests, the storage did not take 512 bytes within 0.2 s: complete, half"
+    waiting = threads()
+    assert waiting, "the storage is silent"
+    storage.set()
+    for thread in waiting:
+        thread.join(30)
+    assert threads() == []
+    # What was told stays true.
+    assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
+    assert engine.visible() == {"complete.safetensors.error", "half.safetensors.error"}
+    assert engine.ring.free_buffers == engine.ring.num_buffers
+    assert set(os.listdir("/proc/self/fd")) - before <= {"0"}
+    assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
+
+
+def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
+    engine: Engine, storage: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publishing, go_on = threading.Event(), threading.Event()
+    rename = Storage.rename
+
+    def hang(self: Storage, source: str, target: str) -> None:
+        if target == "complete.safetensors":
+            publishing.set()
+            go_on.wait()
+        rename(self, source, target)
+
+    monkeypatch.setattr(Storage, "rename", hang)
+    monkeypatch.setattr(worker_module, "LAST_WORDS_S", 0.5)
+    storage.set()
+    compute(engine)
+    assert publishing.wait(30)
+    engine.worker.close(0)
+    assert reasons(engine) == {"half": SERVER_STOPPED}
+    waiting = threads()
+    go_on.set()
+    for thread in waiting:
+        thread.join(30)
+    assert engine.visible() == {"complete.safetensors", "half.safetensors.error"}
+    engine.assert_file_is_right("complete", 9)
+    assert (threads(), locks_that_are_held(engine)) == ([], [])
+
+
+def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: Engine, storage: threading.Event) -> None:
+    """As KeyboardInterrupt does in an engine of the user's own process, and SystemExit in vllm-ascend's handler for static kernels."""
+
+    class Impatience(Exception):
+        pass
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise Impatience
+
+    compute(engine)
+    earlier = signal.signal(signal.SIGUSR1, handler)
+    joining = threading.Event()
+    close = engine.worker._copier.close
+
+    def close_copier(timeout: float | None) -> bool:
+        joining.set()
+        return close(timeout)
+
+    engine.worker._copier.close = close_copier  # type: ignore[method-assign]
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        joining.wait()
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(Impatience):
+            engine.worker.close(60)
+    finally:
+        signal.signal(signal.SIGUSR1, earlier)
+    assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
+    assert locks_that_are_held(engine) == []
+    waiting = threads()
+    storage.set()
+    for thread in waiting:
+        thread.join(30)
+    assert threads() == []
+
+
+# The connector
+
+
+class Closed:
+    """In the worker's place; its process need not be this one."""
+
+    def __init__(self, note: Callable[[float], None]) -> None:
+        self.close = note
+
+
+def connector(note: Callable[[float], None]) -> AscendHiddenStatesConnector:
+    made = object.__new__(AscendHiddenStatesConnector)
+    made._worker, made._drain_timeout, made._process = Closed(note), 7.0, os.getpid()  # type: ignore[assignment]
+    return made
+
+
+def test_a_connector_closes_its_worker_once_and_gives_it_the_time_of_the_option() -> None:
+    calls: list[float] = []
+    one = connector(calls.append)
+    one.shutdown()
+    one.shutdown()
+    assert calls == [7.0]
+
+
+def test_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:
+    note = tmp_path / "closed"
+    one = connector(lambda timeout: note.touch())
+    child = os.fork()
+    if child == 0:
+        one.shutdown()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not note.exists()
+    one.shutdown()
+    assert note.exists()
+
+
+# The scheduler's side
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"sampling_params": SimpleNamespace(stop=["."]), "num_output_tokens": 3}], ids=["no stop string", "stop string"]
+)
+def test_workers_do_not_take_what_a_stopping_server_aborts_for_given_up_or_ended(change: dict[str, Any]) -> None:
+    """Else the file would be discarded, or, of a request with stop strings, published without the rest."""
+    scheduler = make_scheduler()
+    cut, whole = make_request("cut", **change), make_request("whole")
+    for request in (cut, whole):
+        scheduler.on_new_request(request)
+    schedule(scheduler, cut, whole)
+    scheduler.server_stops()
+    cut.status = SimpleNamespace(name="FINISHED_ABORTED")
+    assert scheduler.on_finished(cut) is None
+    scheduler.on_finished(whole)
+    assert [(end.request_id, end.aborted) for end in schedule(scheduler).ended] == [("whole", False)]

@@ -1,0 +1,149 @@
+"""How a server stops: each process waits for those below it as long as rows that were computed need to reach their files.
+
+What vLLM 0.23.0 does by itself on SIGTERM or SIGINT, without `--shutdown-timeout`: whoever started the engine cores sends SIGTERM to them
+and, in the same moment, SIGKILL to them and to all workers (v1/utils.py:571 with a timeout of 0); with a timeout, when it is over. An
+engine core that gets to its end leaves its workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_ascend_hsx.compat.versions import require
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.startup import connector_entry
+
+ENGINE_MANAGER_MODULE = "vllm.v1.engine.utils"
+EXECUTOR_MODULE = "vllm.v1.executor.multiproc_executor"
+ENGINE_CORE_MODULE = "vllm.v1.engine.core"
+
+_VLLM_GRACE = 13.0  # seconds: the executor's 4 + 4 for its workers, and the 5 of v1/utils.py:581 for an engine core
+
+
+def patience(vllm_config: Any) -> float:
+    """Seconds that a worker may need to stop: for storage that does not answer a step, for its rows, for its last words.
+
+    Args:
+        vllm_config: vllm.config.VllmConfig, the engine's own.
+
+    Returns:
+        0 where our connector is not configured, alone or in MultiConnector, or in a way that no engine starts with.
+    """
+    try:
+        config = HsxConfig.parse(connector_entry(vllm_config.kv_transfer_config)[1])
+    except HsxConfigError:
+        return 0.0
+    return config.storage_patience_s + config.close_timeout_s
+
+
+def wait_for_engines(utils_module: Any) -> None:
+    """Have whoever started the engine cores wait for them before it kills them.
+
+    Reason: `CoreEngineProcManager.shutdown` is given `--shutdown-timeout`, which is 0 unless it is set, and kills what is alive then
+    (v1/engine/utils.py:217, v1/utils.py:571). That time is for requests in flight; the writing of rows comes behind it. A manager that
+    is collected, or there when its process exits, gives 5 seconds. Nobody waits longer than the engine cores take.
+
+    Args:
+        utils_module: the module `vllm.v1.engine.utils`.
+
+    Raises:
+        IncompatibleVersionError: no such manager there.
+    """
+    manager, init = require(utils_module, ENGINE_MANAGER_MODULE, "CoreEngineProcManager", "__init__")
+    _, shutdown = require(utils_module, ENGINE_MANAGER_MODULE, "CoreEngineProcManager", "shutdown")
+    _, end_processes = require(utils_module, ENGINE_MANAGER_MODULE, "shutdown")
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        seconds = patience(signature.bind(self, *args, **kwargs).arguments["vllm_config"])
+        self._hsx_seconds = seconds + _VLLM_GRACE if seconds else 0.0  # first: a start that fails shuts down
+        init(self, *args, **kwargs)
+        if seconds and self._finalizer.detach() is not None:
+            self._finalizer = weakref.finalize(self, end_processes, self.processes, self._hsx_seconds)
+
+    @functools.wraps(shutdown)
+    def wait_and_shut_down(self: Any, timeout: float | None = None) -> None:
+        shutdown(self, timeout=(timeout or 0.0) + self._hsx_seconds if self._hsx_seconds else timeout)
+
+    manager.__init__, manager.shutdown = initialise, wait_and_shut_down
+
+
+def wait_for_workers(executor_module: Any) -> None:
+    """Have an executor wait for its workers before it sends them signals.
+
+    Reason: `_ensure_worker_termination` sends SIGTERM after 4 seconds and SIGKILL after 4 more (v1/executor/multiproc_executor.py:405), and
+    has no option. vllm-ascend's executor inherits it. When a start has failed there is nothing to wait for.
+
+    Args:
+        executor_module: the module `vllm.v1.executor.multiproc_executor`.
+
+    Raises:
+        IncompatibleVersionError: no such method there.
+    """
+    executor, terminate = require(executor_module, EXECUTOR_MODULE, "MultiprocExecutor", "_ensure_worker_termination")
+
+    def wait_and_terminate(self: Any, worker_procs: Sequence[Any]) -> None:
+        if getattr(self, "shutting_down", False):
+            deadline = time.monotonic() + patience(self.vllm_config)
+            for process in worker_procs:
+                process.join(max(0.0, deadline - time.monotonic()))
+        terminate(worker_procs)
+
+    executor._ensure_worker_termination = wait_and_terminate
+
+
+def stop_in_order(core_module: Any) -> None:
+    """Have an engine core that is to stop say so to our connector, end its requests in time, and shut down where no signal can kill it.
+
+    Reasons, all in v1/engine/core.py:
+    * What it aborts (1310) looks like an abort by the client, and no file would be left that says why.
+    * With `--shutdown-timeout` it waits for its requests for ever (1316) and relies on being killed. Now it aborts them when the time is
+      over.
+    * It gives up its signal handlers before it shuts down (1201). A Ctrl-C reaches it twice, from the terminal and from the API server,
+      and the second signal would kill it, and a worker in its process, while rows are written. So it shuts down earlier, and ignores them.
+
+    Args:
+        core_module: the module `vllm.v1.engine.core`.
+
+    Raises:
+        IncompatibleVersionError: no such methods there.
+    """
+    core, handle = require(core_module, ENGINE_CORE_MODULE, "EngineCoreProc", "_handle_shutdown")
+    _, shutdown = require(core_module, ENGINE_CORE_MODULE, "EngineCoreProc", "shutdown")
+    _, requested = require(core_module, ENGINE_CORE_MODULE, "EngineShutdownState", "REQUESTED")
+
+    @functools.wraps(handle)
+    def handle_shutdown(self: Any) -> bool:
+        if self.is_running() or not patience(self.vllm_config):
+            return bool(handle(self))
+        since = self.__dict__.setdefault("_hsx_stops_since", time.monotonic())
+        limit = self.vllm_config.shutdown_timeout
+        if limit and time.monotonic() - since >= limit:
+            self.vllm_config.shutdown_timeout, self.shutdown_state = 0, requested
+        if self.shutdown_state is requested and self.vllm_config.shutdown_timeout == 0:
+            connector = self.scheduler.connector
+            for each in getattr(connector, "_connectors", [connector]):  # MultiConnector's children, or the only one
+                if server_stops := getattr(each, "server_stops", None):
+                    server_stops()
+        if handle(self):
+            return True
+        self.shutdown()
+        self.shutdown = lambda: None
+        return False
+
+    @functools.wraps(shutdown)
+    def shut_down_undisturbed(self: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and patience(self.vllm_config):
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+        shutdown(self)
+
+    core._handle_shutdown, core.shutdown = handle_shutdown, shut_down_undisturbed
