@@ -125,7 +125,7 @@ class HsxConfig(BaseModel):
     @classmethod
     def _require_mode(cls, value: str) -> str:
         if not re.fullmatch("0?[0-7]{3}", value) or int(value, 8) & 0o600 != 0o600:
-            raise ValueError("is not a mode that lets the server read and write its own files; use octal digits such as '0640'")
+            raise ValueError("is not a mode that lets the server read and write its own files; use octal digits, such as '0640'")
         return value
 
     @field_validator("storage_patience_s", "drain_timeout_s", mode="before")

@@ -65,6 +65,7 @@ CASES = {
     "chat-streamed": Case(CHAT, {"messages": MESSAGES, "stream": True, **OUTPUT}, None),
     "named-by-the-client": Case(COMPLETIONS, {"prompt": PROMPTS}, (0, 0), "sample-17"),
     "hostile-name": Case(COMPLETIONS, {"prompt": PROMPTS, "stream": True}, None, "a/../../b c~é"),
+    "hostile-name-in-the-body": Case(COMPLETIONS, {"prompt": PROMPTS[0], "request_id": "../\0/" + "é" * 50}, (0, 0)),
     "chat-named-by-the-client": Case(CHAT, {"messages": MESSAGES, "stream": True}, None, "sample-18"),
     "opted-out": Case(COMPLETIONS, {"prompt": PROMPTS[0], "kv_transfer_params": {"hidden_states": False}}, None),
 }
@@ -207,6 +208,56 @@ def test_a_client_that_goes_away_leaves_nothing(client: Client) -> None:
         path = vllm_ascend_hsx.find(client.storage, "cmpl-gone")
     with pytest.raises(FileNotFoundError, match="was the request aborted"):
         vllm_ascend_hsx.load(path, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"kv_transfer_params": {"hidden_states_path": "../../escaped.safetensors"}}, "extra_config.allow_custom_save_path=true"),
+        ({"kv_transfer_params": {"hidden_states_path": "x" * 10_000}}, "(10000 characters), but this server names its files itself"),
+        ({"kv_transfer_params": {"hidden_states_path": None}}, "is None, but this server names its files itself"),
+        ({"kv_transfer_params": {"hidden_states": {"a": [1]}}}, "kv_transfer_params.hidden_states is an object; use true or false"),
+        ({"kv_transfer_params": {"include_output_tokens": "yes"}}, "'yes'; use true or false"),
+        # vLLM passes these on as they are, whatever they are.
+        ({"vllm_xargs": {"kv_transfer_params": 5}}, "kv_transfer_params is 5; use an object"),
+        ({"vllm_xargs": {"kv_transfer_params": "hidden_states"}}, "kv_transfer_params is 'hidden_states'; use an object"),
+    ],
+    ids=lambda value: ascii(value)[:60],
+)
+def test_params_that_make_no_sense_are_refused_and_the_request_generates_all_the_same(
+    client: Client, answers: dict[str, Answer], body: dict[str, Any], words: str
+) -> None:
+    answer = client.send(Case(COMPLETIONS, {"prompt": PROMPTS[0], **body}, None))
+    assert answer.params is not None
+    (error,) = answer.params.values()
+    assert list(answer.params) == ["hidden_states_error"]
+    assert words in error
+    assert len(error) < 500
+    assert answer.texts == answers["one-prompt"].texts
+
+
+@pytest.mark.parametrize("where", ["header", "body"])
+def test_an_id_of_ten_thousand_characters_has_a_file(client: Client, oracle: Oracle, where: str) -> None:
+    hostile = "../" * 3334
+    body = {"prompt": PROMPTS[0], **({"request_id": hostile} if where == "body" else {})}
+    answer = client.send(Case(COMPLETIONS, body, None, hostile if where == "header" else None))
+    assert answer.params is not None
+    path = Path(answer.params["hidden_states_path"])
+    assert path.parent == client.storage
+    assert oracle.verdict(path, Served(str(path), tuple(PROMPTS[0]), 0, None), len(PROMPTS[0]), len(PROMPTS[0])) == ""
+    assert hostile in vllm_ascend_hsx.load(path).metadata["request_id"]
+    vllm_ascend_hsx.remove(path)
+
+
+@pytest.mark.parametrize("params", [{"hidden_states_path": "\ud800"}, {"hidden_states": 10**30}], ids=ascii)
+def test_params_that_vllm_cannot_pass_on_end_their_request_alone(
+    client: Client, answers: dict[str, Answer], params: dict[str, Any]
+) -> None:
+    body = {"model": str(client.model), "prompt": PROMPTS[0], "max_tokens": 6, "kv_transfer_params": params}
+    response = httpx.post(f"{client.server.url}/v1/completions", content=json.dumps(body), timeout=120)
+    assert response.status_code >= 400
+    opted_out = client.send(Case(COMPLETIONS, {"prompt": PROMPTS[0], "kv_transfer_params": {"hidden_states": False}}, None))
+    assert opted_out.texts == answers["one-prompt"].texts
 
 
 def test_nothing_but_complete_files_is_visible(client: Client, answers: dict[str, Answer]) -> None:

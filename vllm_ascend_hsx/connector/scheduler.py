@@ -77,7 +77,7 @@ class ExtractionScheduler:
         elif request.resumable:
             self._refused[request.request_id] = "streaming input is not supported; send the whole prompt at once"
         elif params.path is not None and path in self._writing:
-            # The worker would see it too, by the lock; but a short request's response would leave without the error, and name the other's.
+            # The worker would see it by the lock, if the server has one; here it is known before anything is computed.
             self._refused[request.request_id] = (
                 f"kv_transfer_params.{PATH_KEY} is {shown(path)}, which another request is writing; choose another name"
             )

@@ -23,6 +23,7 @@ _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
 # Seconds before each attempt. An attempt is lost to somebody who changed the name between two of our calls, or who holds the lock for a
 # moment: a server that cleans up, and the reader of speculators, which locks exclusively to see whether it can.
 _PAUSES = (0.0, 0.0, 0.0, 0.001, 0.002, 0.004, 0.008, 0.016)
+_CONTENT_MAX = 16 << 20
 
 
 class LockHeldError(Exception):
@@ -117,8 +118,8 @@ class HeldLock:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._name)
 
     def content(self) -> bytes:
-        """What was written into the lock file. Raises OSError."""
-        return os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        """What was written into the lock file, and no more than a server would write: somebody else may have made it. Raises OSError."""
+        return os.pread(self._fd, min(os.fstat(self._fd).st_size, _CONTENT_MAX), 0)
 
     def release(self) -> None:
         """Wake the readers; the lock file stays."""

@@ -51,13 +51,15 @@ class Storage:
             OSError: one of them is not a directory, or cannot be made or opened.
         """
         inside = self
-        for name in names:
-            try:
-                below = inside._enter(name, durable)
-            finally:
-                if inside is not self:
-                    inside.close()
-            inside = below
+        try:
+            for name in names:
+                above, inside = inside, inside._enter(name, durable)
+                if above is not self:
+                    above.close()
+        except BaseException:
+            if inside is not self:
+                inside.close()
+            raise
         return inside
 
     def _enter(self, name: str, durable: bool) -> Storage:

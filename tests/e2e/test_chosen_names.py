@@ -1,0 +1,108 @@
+"""Requests that choose their file, on an engine that lets them: below the directory and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import EngineSession, Request, tokens
+from oracle import Oracle, Reference, Served
+
+LAYER_IDS = (4, 1, 2)
+
+
+@pytest.fixture(scope="module")
+def session(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSession]:
+    options: dict[str, Any] = {"layer_ids": LAYER_IDS, "dtype": "float32", "connector_options": {"allow_custom_save_path": True}}
+    with EngineSession(tmp_path_factory.mktemp("chosen"), float32_qwen3, **options) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def oracle(float32_qwen3: Path) -> Oracle:
+    return Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)
+
+
+def add(session: EngineSession, length: int, path: Any, **sampling: Any) -> Request:
+    params = {"hidden_states_path": path}
+    return session.add(tokens(length), {"max_tokens": 2, "extra_args": {"kv_transfer_params": params}, **sampling})
+
+
+def verdict(oracle: Oracle, path: Path, request: Request) -> str:
+    return oracle.verdict(path, Served(str(path), tuple(request.prompt), 0, None), len(request.prompt), len(request.prompt))
+
+
+def test_a_file_is_where_its_request_chose_it_to_be_and_holds_its_rows(session: EngineSession, oracle: Oracle) -> None:
+    chosen = {
+        "mine.safetensors": 9,
+        "train/shard 0/é.safetensors": 70,
+        "train/shard 0/b.safetensors": 12,
+        f"{session.storage}/absolute/c.safetensors": 30,
+    }
+    requests = {path: add(session, length, path) for path, length in chosen.items()}
+    unnamed = session.add(tokens(11), {"max_tokens": 2})
+    session.settle()
+    for path, request in requests.items():
+        assert request.kv_transfer_params == {"hidden_states_path": str(session.storage / path)}
+        assert verdict(oracle, session.storage / path, request) == ""
+    assert verdict(oracle, Path(unnamed.kv_transfer_params["hidden_states_path"]), unnamed) == ""
+    assert not [name for folder in ("train", "train/shard 0") for name in os.listdir(session.storage / folder) if name.startswith(".")]
+
+
+def test_of_two_requests_for_one_name_the_second_is_refused_and_a_later_one_replaces_the_file(
+    session: EngineSession, oracle: Oracle
+) -> None:
+    first, second = add(session, 100, "one/name.safetensors"), add(session, 20, "one/name.safetensors")
+    session.settle()
+    path = session.storage / "one" / "name.safetensors"
+    assert "another request is writing" in second.kv_transfer_params["hidden_states_error"]
+    assert "hidden_states_path" not in second.kv_transfer_params
+    assert len(second.tokens) == 2
+    assert verdict(oracle, path, first) == ""
+    later = add(session, 21, "one/name.safetensors")
+    session.settle()
+    assert verdict(oracle, path, later) == ""
+
+
+def test_samples_of_one_request_cannot_share_a_name(session: EngineSession, oracle: Oracle) -> None:
+    both = add(session, 25, "samples.safetensors", n=2, temperature=1.0, seed=1)
+    session.settle()
+    assert "another request is writing" in both.kv_transfer_params["hidden_states_error"]
+    assert verdict(oracle, session.storage / "samples.safetensors", both) == ""
+
+
+def test_a_planted_link_fails_its_request_and_leads_nowhere(session: EngineSession, oracle: Oracle, tmp_path: Path) -> None:
+    (session.storage / "planted").symlink_to(tmp_path)
+    (session.storage / "linked.safetensors").symlink_to(tmp_path / "victim")
+    through, over = add(session, 13, "planted/a.safetensors"), add(session, 14, "linked.safetensors")
+    session.settle()
+    assert "a directory on the way to it cannot be entered: Not a directory" in through.kv_transfer_params["hidden_states_error"]
+    assert len(through.tokens) == 2
+    assert verdict(oracle, session.storage / "linked.safetensors", over) == ""
+    assert not (session.storage / "linked.safetensors").is_symlink()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"hidden_states_path": "../escaped.safetensors"}, "is not a plain, printable name"),
+        ({"hidden_states_path": "/etc/escaped.safetensors"}, "is not inside the storage directory"),
+        ({"hidden_states_path": "../" * 3000 + "etc/passwd"}, "(9010 characters), which cannot be used"),
+        ({"hidden_states_path": ["a.safetensors"]}, "is a list; use a path"),
+        ({"hidden_states_path": "\ud800.safetensors"}, "'\\ud800.safetensors', which cannot be used"),
+        ("not an object", "kv_transfer_params is 'not an object'; use an object"),
+    ],
+    ids=ascii,
+)
+def test_any_other_choice_is_refused_and_the_request_generates_all_the_same(session: EngineSession, params: Any, words: str) -> None:
+    refused = session.add(tokens(17), {"max_tokens": 3, "extra_args": {"kv_transfer_params": params}})
+    plain = session.add(tokens(17), {"max_tokens": 3, "extra_args": {"kv_transfer_params": {"hidden_states": False}}})
+    session.settle()
+    assert words in refused.kv_transfer_params["hidden_states_error"]
+    assert refused.tokens == plain.tokens
+    assert not list(session.storage.parent.glob("escaped*"))

@@ -1,0 +1,192 @@
+"""What a client says in kv_transfer_params, which can be anything: it is understood, or refused by value in the response."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hostile import HUGE, JSON, STRINGS, nested
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_hsx.connector.metadata import WorkerReport
+from vllm_ascend_hsx.connector.params import ParamsError, ServerParams, read_params
+from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.sinks.names import MAX_DEPTH, file_name
+
+KEYS = ("hidden_states_path", "hidden_states", "include_output_tokens", "do_remote_decode")
+PARAMS = JSON | st.fixed_dictionaries({}, optional={key: JSON | st.booleans() | STRINGS for key in KEYS})
+
+
+def make_request(request_id: str, params: Any, output: int = 2) -> Any:
+    """As much of vllm.v1.request.Request as is read."""
+    return SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=[1, 2, 3],
+        kv_transfer_params=params,
+        pooling_params=None,
+        resumable=False,
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        sampling_params=SimpleNamespace(stop=[]),
+        max_tokens=4,
+        num_output_tokens=output,
+        output_token_ids=list(range(output)),
+    )
+
+
+def make_scheduler(allow_path: bool, directory: str = "/data") -> ExtractionScheduler:
+    return ExtractionScheduler(Path(directory), 64, num_ranks=2, max_backlog=1000, allow_path=allow_path)
+
+
+def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
+    """Have requests scheduled; the paths of those that are extracted."""
+    new = [SimpleNamespace(req_id=request.request_id, prompt_token_ids=request.prompt_token_ids) for request in requests]
+    return [start.path for start in scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=new)).started]
+
+
+@settings(max_examples=400, deadline=None)
+@given(request_id=STRINGS, params=PARAMS, allow_path=st.booleans())
+@example(request_id="r", params="x", allow_path=False)
+@example(request_id="r", params=5, allow_path=False)
+@example(request_id="r", params={"hidden_states_path": "\ud800.safetensors"}, allow_path=True)
+@example(request_id="../" * 3000, params={"hidden_states_path": "../" * 3000}, allow_path=True)
+def test_nothing_that_a_client_sends_stops_the_scheduler_or_leads_outside(request_id: str, params: Any, allow_path: bool) -> None:
+    play(request_id, params, allow_path)
+
+
+@pytest.mark.parametrize("key", [None, *KEYS])
+@pytest.mark.parametrize("value", [HUGE, -HUGE, nested(100_000), {"a": nested(5_000)}, "\ud800" * 10_000], ids="abcde")
+def test_what_python_cannot_write_down_is_refused_all_the_same(key: str | None, value: Any) -> None:
+    play("r", value if key is None else {key: value}, allow_path=True)
+
+
+def play(request_id: str, params: Any, allow_path: bool) -> None:
+    """The life of a request in the scheduler, and what must hold whatever its client sent."""
+    scheduler = make_scheduler(allow_path)
+    request = make_request(request_id, params)
+    scheduler.on_new_request(request)
+    assert not scheduler.must_wait(request_id)
+    started = schedule(scheduler, request)
+    for path in started:
+        assert path.startswith("/data/")
+        assert os.path.normpath(path) == path
+        assert path.isprintable()
+        assert allow_path or path == f"/data/{file_name(request_id)}"
+    answer = scheduler.on_finished(request)
+    msgspec.msgpack.encode(answer)  # as vLLM does on its way to the API server
+    if answer is not None and not started:
+        assert set(answer) == {"hidden_states_error"}
+        assert len(answer["hidden_states_error"]) < 500
+        assert answer["hidden_states_error"].isprintable()
+        assert answer["hidden_states_error"].startswith("kv_transfer_params")
+    scheduler.on_worker_report(WorkerReport({request_id: None}, {0: 0}))
+    schedule(scheduler)
+    held = {name: value for name, value in vars(scheduler).items() if isinstance(value, dict | set | list) and name != "_backlog"}
+    assert not any(map(any, held.values())), f"something of the request has stayed: {held}"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "path"),
+    [
+        ("a.safetensors", "/data/x/a.safetensors"),
+        ("train/shard 0/é.safetensors", "/data/x/train/shard 0/é.safetensors"),
+        ("/data/x/a.safetensors", "/data/x/a.safetensors"),
+        ("/data/y/../x/a/b.safetensors", "/data/x/a/b.safetensors"),
+        ("d/" * MAX_DEPTH + "a.safetensors", "/data/x/" + "d/" * MAX_DEPTH + "a.safetensors"),
+    ],
+    ids=ascii,
+)
+def test_a_path_below_the_directory_is_taken_if_the_server_lets_clients_choose(chosen: str, path: str) -> None:
+    directory = Path("/data/y/../x")  # as the administrator wrote it; responses name it so, and its plain form is as good
+    params = read_params({"hidden_states_path": chosen}, ServerParams(directory, allow_path=True))
+    assert os.path.normpath(str(params.path)) == path
+    with pytest.raises(ParamsError, match="names its files itself.*kv_connector_extra_config.allow_custom_save_path=true"):
+        read_params({"hidden_states_path": chosen}, ServerParams(directory))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ("../a.safetensors", "a directory's name in it cannot be used: it is not a plain, printable name"),
+        ("a/../../b.safetensors", "it is not a plain, printable name"),
+        ("a/./b.safetensors", "it is not a plain, printable name"),
+        ("a//b.safetensors", "it is not a plain, printable name"),
+        ("/data/x/../y.safetensors", "it is not a plain, printable name"),
+        ("/data/x//y.safetensors", "it is not a plain, printable name"),
+        ("/data/xy.safetensors", "is not inside the storage directory"),
+        ("/data/x", "is not inside the storage directory"),
+        ("/etc/passwd.safetensors", "is not inside the storage directory"),
+        ("//data/x/a.safetensors", "is not inside the storage directory"),
+        ("", "it is not a plain, printable name"),
+        ("a.safetensors/", "ends like a file's"),
+        ("a/b/", "it is not a plain, printable name"),
+        ("a\0.safetensors", "it is not a plain, printable name"),
+        ("a\n/b.safetensors", "it is not a plain, printable name"),
+        ("\ud800.safetensors", "it is not a plain, printable name"),
+        ("\u202e.safetensors", "it is not a plain, printable name"),
+        (".hidden.safetensors", "starts with a dot"),
+        (".git/a.safetensors", "starts with a dot"),
+        ("a.lock", "does not end with .safetensors"),
+        ("a.safetensors.lock/b.safetensors", "ends like a file's"),
+        ("cmpl-1-0-deadbeef.safetensors/b.safetensors", "ends like a file's"),
+        ("x" * 300 + ".safetensors", "longer than 223 bytes"),
+        ("d/" * (MAX_DEPTH + 1) + "a.safetensors", f"through more than {MAX_DEPTH} directories"),
+        ("x" * 10_000, "(10000 characters), which cannot be used"),
+        (None, "is None; use a path below /data/x that ends with .safetensors"),
+        (True, "is True; use a path"),
+        (7, "is 7; use a path"),
+        (HUGE, "is a number of 16610 bits; use a path"),
+        (["a.safetensors"], "is a list; use a path"),
+        ({"a": 1}, "is an object; use a path"),
+    ],
+    ids=lambda value: ascii(value)[:40] if not isinstance(value, int) or value < 100 else "huge",
+)
+def test_any_other_path_is_refused_with_its_value_and_the_reason(chosen: Any, words: str) -> None:
+    with pytest.raises(ParamsError) as refused:
+        read_params({"hidden_states_path": chosen}, ServerParams(Path("/data/x"), allow_path=True))
+    assert str(refused.value).startswith("kv_transfer_params.hidden_states_path is ")
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_a_refused_request_is_not_extracted_and_its_response_says_why() -> None:
+    scheduler, request = make_scheduler(allow_path=False), make_request("r", {"hidden_states_path": "a.safetensors"})
+    scheduler.on_new_request(request)
+    assert not scheduler.extracts("r")
+    assert schedule(scheduler, request) == []
+    assert "allow_custom_save_path" in scheduler.on_finished(request)["hidden_states_error"]
+
+
+@pytest.mark.parametrize("progress", ["waiting", "running", "ended"])
+@pytest.mark.parametrize("other", ["a.safetensors", "/data/a.safetensors"])
+def test_a_name_is_refused_while_another_request_is_writing_it_and_free_afterwards(progress: str, other: str) -> None:
+    scheduler = make_scheduler(allow_path=True)
+    first, second, third = (make_request(name, {"hidden_states_path": other}) for name in ("first", "second", "third"))
+    first.kv_transfer_params = {"hidden_states_path": "a.safetensors"}
+    scheduler.on_new_request(first)
+    if progress != "waiting":
+        schedule(scheduler, first)
+    if progress == "ended":
+        scheduler.on_finished(first)
+    scheduler.on_new_request(second)
+    assert schedule(scheduler, second) == []
+    assert "another request is writing" in scheduler.on_finished(second)["hidden_states_error"]
+    if progress == "waiting":
+        scheduler.on_finished(first)
+    else:
+        scheduler.on_worker_report(WorkerReport({"first": None}, {0: 0}))
+    scheduler.on_new_request(third)
+    assert schedule(scheduler, third) == ["/data/a.safetensors"]
+
+
+def test_the_name_that_the_server_gave_a_request_under_way_cannot_be_chosen() -> None:
+    scheduler = make_scheduler(allow_path=True)
+    victim, thief = make_request("cmpl-1", None), make_request("thief", {"hidden_states_path": file_name("cmpl-1")})
+    scheduler.on_new_request(victim)
+    scheduler.on_new_request(thief)
+    assert schedule(scheduler, victim, thief) == ["/data/cmpl-1.safetensors"]
+    assert "another request is writing" in scheduler.on_finished(thief)["hidden_states_error"]

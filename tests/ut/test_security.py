@@ -1,0 +1,483 @@
+"""A hostile directory: nothing outside the storage directory is touched, and nothing fails but the request itself.
+
+docs/security.md says what is trusted and what is not; it names these tests, and those of test_request_params.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import stat
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hostile import CHOSEN, DIRECTORIES, JSON, PLANTS, STRINGS, Place, place
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, trace
+
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.connector.params import ParamsError, ServerParams, read_params
+from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.names import file_name, partial_name
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.storage import Storage
+
+ROOT = Path(__file__).parents[2]
+
+
+def bits(path: Path) -> np.ndarray:
+    return load_file(path)["hidden_states"].view(torch.uint16).numpy()
+
+
+def end_file(sink: FileSink, file: RequestFile, end: str) -> None:
+    if end == "commit":
+        file.commit(token_ids(2), 2)
+    elif end == "fail":
+        file.fail("x")
+    elif end == "discard":
+        file.discard()
+    else:
+        sink.close()
+
+
+def real_directory(file: RequestFile) -> Path:
+    return Path(os.readlink(f"/proc/self/fd/{file._storage.fd}"))
+
+
+@settings(max_examples=120, deadline=None)
+@given(request_id=STRINGS, chosen=CHOSEN | STRINGS, absolute=st.booleans(), end=st.sampled_from(["commit", "fail", "discard"]))
+def test_whatever_path_a_client_chooses_its_file_is_below_the_directory_and_nothing_else_is_touched(
+    request_id: str, chosen: str, absolute: bool, end: str
+) -> None:
+    with place() as where, FileSink(where.storage, FORMAT) as sink:
+        try:
+            path = read_params(
+                {"hidden_states_path": f"{where.storage}/{chosen}" if absolute else chosen}, ServerParams(where.storage, allow_path=True)
+            ).path
+        except ParamsError:
+            path = None
+        # What the scheduler lets pass, the sink takes; the sink checks for itself what others give it.
+        if path is None:
+            with pytest.raises(SinkError):
+                sink.open(request_id, Path(f"{where.storage}/../{chosen}"))
+            assert not [name for name in listing(where.storage) if not name.startswith(".")]
+            return
+        file = sink.open(request_id, path)
+        file.write(0, make_rows(0, 2))
+        end_file(sink, file, end)
+        if end == "commit":
+            assert np.array_equal(bits(path), make_rows(0, 2))
+        elif end == "fail":
+            with pytest.raises(HiddenStatesError, match=r": x$"):
+                load(path, 0)
+        else:
+            assert listing(path.parent) in ([], [name for name in listing(path.parent) if name.startswith(".hsx-")])
+
+
+SLOTS = ("data", "lock", "error", "partial", "hidden error", "hidden earlier", "hidden lock", "folder", "inner folder", "storage")
+PATHS = ("a.safetensors", "folder/a.safetensors", "folder/inner/a.safetensors")
+
+
+class Attack(NamedTuple):
+    """Something is planted under a name before this step of a file's life.
+
+    The directory itself is replaced only while a file is under way: for new ones a sink follows its path, which is the administrator's.
+    """
+
+    step: str
+    slot: str
+    kind: str
+
+
+def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
+    *folders, name = relative.split("/")
+    inside = where.storage.joinpath(*folders)
+    if slot == "storage":
+        return where.storage
+    if slot in ("folder", "inner folder"):
+        depth = 1 if slot == "folder" else 2
+        return where.storage.joinpath(*folders[:depth]) if len(folders) >= depth else None
+    return inside / {
+        "data": name,
+        "lock": f"{name}.lock",
+        "error": f"{name}.error",
+        "partial": partial_name(name, token),
+        "hidden error": partial_name(f"{name}.error", token),
+        "hidden earlier": partial_name(f"{name}.superseded", token),
+        "hidden lock": partial_name(f"{name}.lock", token),
+    }[slot]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    relative=st.sampled_from(PATHS),
+    attacks=st.lists(
+        st.builds(Attack, st.sampled_from(["open", "write", "end"]), st.sampled_from(SLOTS), st.sampled_from(sorted(PLANTS)))
+        .filter(lambda attack: attack.slot != "storage" or attack.step != "open"),
+        max_size=3,
+    ),
+    earlier=st.sampled_from([None, "commit", "fail"]),
+    end=st.sampled_from(["commit", "fail", "discard", "close"]),
+    options=st.builds(
+        FileOptions,
+        use_lock=st.booleans(),
+        durability=st.sampled_from(["none", "fdatasync"]),
+        io=st.sampled_from(["buffered", "direct"]),
+        checksum=st.sampled_from(["none", "xxh3"]),
+    ),
+)
+def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_only_its_request_fails(
+    relative: str, attacks: list[Attack], earlier: str | None, end: str, options: FileOptions
+) -> None:
+    with place() as where, FileSink(where.storage, FORMAT, options) as sink:
+        path = where.storage / relative
+
+        def plant(step: str) -> None:
+            for attack in attacks:
+                if attack.step == step and (target := attacked(attack.slot, where, relative, sink.token)) is not None:
+                    where.plant(target, attack.kind)
+
+        if earlier is not None:
+            before = sink.open("earlier", path)
+            before.write(0, make_rows(0, 2, version=1))
+            end_file(sink, before, earlier)
+        try:
+            plant("open")
+            file = sink.open("r", path)
+            plant("write")
+            try:
+                file.write(0, make_rows(0, 2))
+            except SinkError as error:
+                assert re.search(r"could not be created: .*\(E[A-Z]+\)", error.reason)
+            plant("end")
+            inside = real_directory(file)
+            end_file(sink, file, end)
+        except SinkError as error:
+            assert attacks, "nobody is in its way"
+            assert re.search(r"\(E[A-Z]+\)$|another request|were never written", error.reason), error.reason
+            return
+        if end == "commit" and not any(attack.slot == "partial" for attack in attacks):  # who replaces what was written owns the result
+            data = inside / path.name
+            assert not data.is_symlink()
+            assert np.array_equal(bits(data), make_rows(0, 2))
+            assert stat.S_IMODE(data.stat().st_mode) == options.mode
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+@pytest.mark.parametrize("slot", [slot for slot in SLOTS if slot != "storage"])
+def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(slot: str, kind: str) -> None:
+    """The outcome for each name and each kind of thing, planted before the request is opened."""
+    relative = "folder/inner/a.safetensors"
+    with place() as where, FileSink(where.storage, FORMAT) as sink:
+        target = attacked(slot, where, relative, sink.token)
+        assert target is not None
+        where.plant(target, kind)
+        directory = kind in DIRECTORIES
+        # `hidden lock` is a name that is in use only while a lock is put in somebody else's place.
+        expected = {
+            "data": "EISDIR" if directory else None,
+            "lock": "EISDIR|ENOTEMPTY|EEXIST" if directory else None,
+            "error": "EISDIR|EPERM" if directory else None,
+            "partial": "EEXIST",
+            "folder": None if directory else "ENOTDIR|ELOOP",
+            "inner folder": None if directory else "ENOTDIR|ELOOP",
+        }.get(slot)
+        try:
+            file = sink.open("r", where.storage / relative)
+            inside = real_directory(file)
+            with pytest.raises(SinkError) if slot == "partial" else nullcontext():
+                file.write(0, make_rows(0, 2))
+            file.commit(token_ids(2), 2)
+            outcome = ""
+        except SinkError as error:
+            outcome = error.reason
+        if expected is None:
+            assert outcome == ""
+            assert inside == where.storage / "folder" / "inner"
+            assert np.array_equal(bits(inside / "a.safetensors"), make_rows(0, 2))
+            assert not (inside / "a.safetensors.lock").is_symlink()
+            assert not os.path.lexists(inside / "a.safetensors.error")
+        else:
+            assert re.search(rf"\(({expected})\)", outcome), outcome
+        sink.open("beside", where.storage / "beside.safetensors").discard()
+
+
+@pytest.mark.parametrize("kind", ["link to a directory", "link to a file", "hard link"])
+@pytest.mark.parametrize("slot", ["folder", "inner folder", "data", "lock", "error", "partial", "hidden earlier"])
+def test_what_is_replaced_between_any_two_system_calls_leads_nowhere(slot: str, kind: str) -> None:
+    relative = "folder/inner/a.safetensors"
+    for turn in itertools.count():
+        calls = -1
+
+        def checkpoint(turn: int = turn) -> None:
+            nonlocal calls
+            if calls >= 0:
+                calls += 1
+                if calls == turn + 1:
+                    target = attacked(slot, where, relative, sink.token)
+                    assert target is not None
+                    where.plant(target, kind)
+
+        with place(checkpoint) as where, FileSink(where.storage, FORMAT) as sink:
+            if slot != "folder":  # there the directories are made, too
+                earlier = sink.open("earlier", where.storage / relative)
+                earlier.write(0, make_rows(0, 2, version=1))
+                earlier.commit(token_ids(2), 2)
+            calls = 0
+            try:
+                file = sink.open("r", where.storage / relative)
+                file.write(0, make_rows(0, 2))
+                file.commit(token_ids(2), 2)
+            except SinkError as error:
+                assert re.search(r"\(E[A-Z]+\)$|another request", error.reason), error.reason
+            made, calls = calls, -1
+        if made <= turn:
+            break
+    assert turn > 20
+
+
+@pytest.mark.parametrize("kind", PLANTS)
+def test_a_mark_of_a_dead_server_that_somebody_planted_leads_nowhere(kind: str) -> None:
+    """A server that starts removes what dead ones left, where their marks say that there is some: others can write such a mark."""
+    with place() as where:
+        names = [".x.01234567.partial", ".hsx-01234567.server"]
+        for name in names:
+            (where.outside / "folder" / name).touch()
+        where.restart()
+        for name in names:
+            where.plant(where.storage / name, kind)
+        where.plant(where.storage / ".hsx-89abcdef.server", "file")
+        folders = ["../outside/folder", "link", f"{where.outside}/folder", "\0", "..", "fifo", "x" * 10_000]
+        (where.storage / ".hsx-89abcdef.server").write_text("\n".join(folders))
+        (where.storage / "link").symlink_to(where.outside / "folder")
+        os.mkfifo(where.storage / "fifo")
+        for name in names:
+            (where.outside / "folder" / name.replace("01234567", "89abcdef")).touch()
+        where.restart()
+        with FileSink(where.storage, FORMAT) as sink:
+            sink.open("r", where.storage / "a.safetensors").discard()
+
+
+def test_a_planted_mark_of_any_size_does_not_keep_a_server_from_starting(tmp_path: Path) -> None:
+    with open(tmp_path / ".hsx-01234567.server", "w") as mark:
+        mark.truncate(1 << 42)  # takes no space
+    with FileSink(tmp_path, FORMAT) as sink:
+        sink.open("r", tmp_path / "a.safetensors").discard()
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "hard link", "file", "fifo"])
+def test_direct_writes_go_to_the_file_that_was_created_whatever_has_its_name_now(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Direct I/O needs a second descriptor, which can only be had by name."""
+    with place() as where, FileSink(where.storage, FORMAT, FileOptions(io="direct")) as sink:
+        file = sink.open("r", where.storage / "a.safetensors")
+        hidden = where.storage / partial_name("a.safetensors", sink.token)
+        real = Storage.open_direct
+
+        def open_direct(storage: Storage, name: str, fd: int) -> int:
+            where.plant(hidden, kind)
+            return real(storage, name, fd)
+
+        monkeypatch.setattr(Storage, "open_direct", open_direct)
+        with pytest.raises(SinkError, match=r"could not be created: .*\((ELOOP|ESTALE|ENXIO|EINVAL)\)"):
+            file.write(0, make_rows(0, 2))
+        file.fail("x")
+
+
+@pytest.mark.parametrize("durability", ["none", "fdatasync"])
+@pytest.mark.parametrize("earlier", [False, True], ids=["new directories", "directories and a name used before"])
+@pytest.mark.parametrize("end", ["commit", "fail", "discard"])
+def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, earlier: bool, durability: Any
+) -> None:
+    calls: list[str] = []
+    fail_at = -1
+
+    def checkpoint(call: str) -> None:
+        calls.append(call)
+        if len(calls) == fail_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for fail_at in itertools.count(1):
+        directory = tmp_path / str(fail_at)
+        with FileSink(directory, FORMAT, FileOptions(durability=durability)) as sink:
+            inside = open_fds()
+            path = directory / "folder" / "inner" / "a.safetensors"
+            if earlier:
+                before = sink.open("earlier", path)
+                before.write(0, make_rows(0, 2, version=9))
+                before.commit(token_ids(2), 2)
+            calls.clear()
+            raised = None
+            with monkeypatch.context() as patch:
+                trace(patch, checkpoint)
+                try:
+                    file = sink.open("r", path)
+                    file.write(0, make_rows(0, 2))
+                    end_file(sink, file, end)
+                except SinkError as error:
+                    raised = error
+                    if sink._files:
+                        file.fail(error.reason)
+            reached = len(calls) >= fail_at
+            assert open_fds() == inside
+            assert sink._files == {}
+            if raised is not None:
+                assert "EIO" in raised.reason
+                # Where it could not even be opened, what stood there before may stand there still.
+                assert not path.exists() or (earlier and np.array_equal(bits(path), make_rows(0, 2, version=9)))
+            elif end == "commit":
+                assert np.array_equal(bits(path), make_rows(0, 2))
+            lock = Path(f"{path}.lock")
+            assert not lock.exists() or not is_held(lock)
+        if not reached:
+            break
+    assert {"mkdir", "fchmod"} <= set(calls) or earlier
+    assert fail_at > 10
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o2770, 0o1777])
+def test_a_subdirectory_can_be_used_by_whoever_can_use_the_directory_that_it_is_in(tmp_path: Path, mode: int, umask: int) -> None:
+    tmp_path.chmod(mode)
+    before = os.umask(umask)
+    try:
+        with FileSink(tmp_path, FORMAT) as sink:
+            (tmp_path / "kept").mkdir(0o711)
+            kept = stat.S_IMODE((tmp_path / "kept").stat().st_mode)
+            for name in ("new/inner/a", "kept/a"):
+                sink.open("r", tmp_path / f"{name}.safetensors").fail("x")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "new/inner", "kept")]
+    assert modes == [mode, mode, kept], "what was there before keeps its mode"
+
+
+def test_the_names_of_new_directories_are_on_the_disk_before_the_file_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), tmp_path))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    for durability, expected in (("none", []), ("fdatasync", [".", "a", "a/b"]), ("fdatasync", [".", "a", "a/b"])):
+        with FileSink(tmp_path, FORMAT, FileOptions(durability=durability)) as sink:
+            synced.clear()
+            file = sink.open("r", tmp_path / "a" / "b" / "r.safetensors")
+            file.write(0, make_rows(0, 2))
+            file.commit(token_ids(2), 2)
+            assert [each for each in synced if each in (".", "a", "a/b")] == expected
+
+
+def test_files_of_one_name_in_different_directories_are_different_files(tmp_path: Path) -> None:
+    with FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)) as sink:
+        paths = [tmp_path / folder / "r.safetensors" for folder in ("", "a", "b", "a/b")]
+        files = [sink.open(f"r{index}", path) for index, path in enumerate(paths)]
+        for version, file in enumerate(files):
+            file.write(0, make_rows(0, 2, version))
+        with pytest.raises(SinkError, match="another request is writing this file"):
+            sink.open("second", paths[3])
+        for file in files:
+            file.commit(token_ids(2), 2)
+        for version, path in enumerate(paths):
+            assert np.array_equal(bits(path), make_rows(0, 2, version))
+
+
+def test_a_directory_that_is_removed_again_and_again_fails_the_request_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.mkdir
+    made = 0
+
+    def mkdir(name: str, mode: int, *, dir_fd: int) -> None:
+        nonlocal made
+        made += 1
+        real(name, mode, dir_fd=dir_fd)
+        if made < limit:
+            os.rmdir(name, dir_fd=dir_fd)
+
+    with FileSink(tmp_path, FORMAT) as sink:
+        monkeypatch.setattr(os, "mkdir", mkdir)
+        limit = 4
+        sink.open("patient", tmp_path / "a" / "r.safetensors").discard()
+        limit = 10_000
+        with pytest.raises(SinkError, match=r"a directory on the way to it cannot be entered: .*\(ENOENT\)"):
+            sink.open("unlucky", tmp_path / "b" / "r.safetensors")
+        assert made < 30
+
+
+# Names, metadata and modes
+
+
+@pytest.mark.parametrize("request_id", ["x" * 65_536, "../../etc/passwd", "\0", "\ud800", '"}\n', "a\u202eb"], ids="abcdef")
+def test_a_hostile_id_stands_in_the_file_as_it_is_and_the_file_can_be_read(tmp_path: Path, request_id: str) -> None:
+    with FileSink(tmp_path, FORMAT) as sink:
+        path = tmp_path / file_name(request_id)
+        file = sink.open(request_id, path)
+        file.write(0, make_rows(0, 2))
+        file.commit(token_ids(2), 2)
+        states = load(path, 0)
+        assert states.metadata["request_id"] == request_id.encode("utf-8", "backslashreplace").decode()
+        sink.open(request_id, path).fail("the reason")
+        with pytest.raises(HiddenStatesError, match="the reason"):
+            load(path, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(value=JSON)
+@example("0440")
+@example("0000")
+@example("1777")
+@example("0o640")
+@example("rw-r-----")
+@example("0640 ")
+@example("0640\n")
+@example("٠640")
+@example(640)
+@example(True)
+@example(None)
+@example("0" * 10_000)
+def test_a_file_mode_that_cannot_be_one_is_refused_in_one_line(value: Any) -> None:
+    options = {"shared_storage_path": "/data", "file_mode": value}
+    try:
+        mode = int(HsxConfig.parse(options).file_mode, 8)
+    except HsxConfigError as refused:
+        assert str(refused).startswith("AscendHiddenStatesConnector: kv_connector_extra_config.file_mode=")
+        assert "octal digits, such as '0640'" in str(refused)
+        assert "\n" not in str(refused)
+    else:
+        assert mode & 0o600 == 0o600
+        assert mode <= 0o777
+
+
+@pytest.mark.parametrize(("value", "mode"), [("0640", 0o640), ("600", 0o600), ("0666", 0o666)])
+def test_a_file_mode_in_octal_digits_is_taken(value: str, mode: int) -> None:
+    assert int(HsxConfig.parse({"shared_storage_path": "/data", "file_mode": value}).file_mode, 8) == mode
+
+
+def test_clients_choose_no_names_unless_the_administrator_says_so() -> None:
+    assert HsxConfig.parse({"shared_storage_path": "/data"}).allow_custom_save_path is False
+    for value in ("true", 1, None):
+        with pytest.raises(HsxConfigError, match="allow_custom_save_path"):
+            HsxConfig.parse({"shared_storage_path": "/data", "allow_custom_save_path": value})
+
+
+def test_every_test_that_the_documentation_names_is_there() -> None:
+    text = (ROOT / "docs" / "security.md").read_text()
+    named = set(re.findall(r"`(test_\w+)`", text))
+    texts = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    there = {name for each in texts for name in re.findall(r"^def (test_\w+)", each, re.MULTILINE)}
+    assert len(named) > 8
+    assert named <= there
