@@ -9,6 +9,7 @@ from pathlib import Path
 from vllm_ascend_hsx.sinks.names import below, path_refusal
 
 PATH_KEY = "hidden_states_path"
+ERROR_KEY = "hidden_states_error"  # of a response only
 OPT_OUT_KEY = "hidden_states"
 OUTPUT_KEY = "include_output_tokens"
 PATH_OPTION = "allow_custom_save_path"

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
-from vllm_ascend_hsx.connector.params import PATH_KEY, ParamsError, ServerParams, is_sent_to_a_decoding_server, read_params, shown
+from vllm_ascend_hsx.connector.params import (
+    ERROR_KEY,
+    PATH_KEY,
+    ParamsError,
+    ServerParams,
+    is_sent_to_a_decoding_server,
+    read_params,
+    shown,
+)
 from vllm_ascend_hsx.connector.stats import BackPressureRecorder, HsxStats
 from vllm_ascend_hsx.sinks.names import file_name
-
-ERROR_KEY = "hidden_states_error"
 
 
 @dataclass
