@@ -29,6 +29,10 @@ COMMANDS: dict[str, Command] = {
         "run a command with emulated Ascend NPUs on the CPU",
         "vllm_ascend_hsx.emulator.launch:emulate",
     ),
+    "generate": Command(
+        "send a dataset to servers that extract, and make a file of hidden states of each row",
+        "vllm_ascend_hsx.cli.generate:main",
+    ),
     "inspect": Command(
         "show what a file of hidden states, or each file of a directory, holds",
         "vllm_ascend_hsx.cli.inspect:main",

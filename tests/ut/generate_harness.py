@@ -1,0 +1,408 @@
+"""A server that answers like vLLM with extraction on, with files by FileSink, as slow and as faulty as a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sink_harness import wait_for_sleepers
+
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.format import read_header
+from vllm_ascend_hsx.sinks.names import file_name
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+
+LAYER_IDS = (2, 0, 3)
+HIDDEN = 8
+MODEL = "tiny"
+REASONS = {200: "OK", 400: "Bad Request"}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request that the server got.
+
+    Attributes:
+        row: of the dataset, by the request's name; None for a trial request.
+        time: how often this row was asked for, this time included.
+        name: X-Request-Id.
+        endpoint: behind /v1/.
+    """
+
+    row: int | None
+    time: int
+    name: str
+    endpoint: str
+    body: dict[str, Any]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the prompt; a text has one per byte."""
+        if "messages" in self.body:
+            text = "".join(f"<{each['role']}>{each['content']}" for each in self.body["messages"])
+            return list((text + "<assistant>" * self.body["add_generation_prompt"]).encode())
+        prompt = self.body["prompt"]
+        return list(prompt.encode()) if isinstance(prompt, str) else prompt
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens that are generated."""
+        return [7 + step for step in range(self.body["max_tokens"])]
+
+    @property
+    def stored(self) -> list[int]:
+        """Tokens that have rows."""
+        return self.token_ids + (self.output[:-1] if self.body["kv_transfer_params"]["include_output_tokens"] else [])
+
+
+def expected_rows(token_ids: Sequence[int], layers: int = len(LAYER_IDS)) -> npt.NDArray[np.uint16]:
+    """The bits of the bf16 rows [tokens, layers, hidden] of a sequence: all differ, all are finite."""
+    ids = np.asarray(token_ids, dtype=np.uint32).reshape(-1, 1, 1)
+    positions = np.arange(len(token_ids), dtype=np.uint32).reshape(-1, 1, 1)
+    layer = np.arange(layers, dtype=np.uint32).reshape(1, -1, 1)
+    elements = np.arange(HIDDEN, dtype=np.uint32).reshape(1, 1, -1)
+    mixed = (ids * 7919 + positions * 31 + layer * 104729 + elements * 1299709) * np.uint32(2654435761)
+    return ((mixed >> np.uint32(16)) & np.uint32(0xFF7F)).astype(np.uint16)
+
+
+@dataclass
+class Exchange:
+    """A request while it is answered."""
+
+    seen: Seen
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def gone(self) -> None:
+        """Until the client has closed the connection."""
+        while await self.reader.read(1 << 16):
+            pass
+
+
+@dataclass
+class FakeServer:
+    """One server, in a thread of this process. Use as a context manager.
+
+    Attributes:
+        storage: where files go.
+        behave: what to do about a request: the name of a method do_*, or an HTTP status.
+        at: told of the stages of a request: "asked", "begun" (its lock is held), "written" (its file is there), "answered".
+        seen: requests for rows. trials: others.
+    """
+
+    storage: Path
+    behave: Callable[[Seen], str | int] = lambda seen: "ok"
+    at: Callable[[Seen, str], None] = lambda seen, stage: None
+    model: str = MODEL
+    layer_ids: tuple[int, ...] = LAYER_IDS
+    options: FileOptions = field(default_factory=FileOptions)
+    api_key: str | None = None
+    seen: list[Seen] = field(default_factory=list)
+    trials: list[Seen] = field(default_factory=list)
+    most_at_once: int = 0
+    port: int = 0
+
+    def __enter__(self) -> FakeServer:
+        self._sink = FileSink(self.storage, RowFormat(self.layer_ids, HIDDEN, "BF16", self.model), self.options)
+        self._times: Counter[int | None] = Counter()
+        self._answered: dict[int | None, asyncio.Event] = {}
+        self._late: list[tuple[Exchange, RequestFile]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._busy = 0
+        self._mutex = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fake-server")
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", self.port), self._loop).result()
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._sink.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def asked(self) -> Counter[int | None]:
+        """How often each row was asked for."""
+        return Counter(each.row for each in self.seen)
+
+    def wait_idle(self) -> None:
+        """Until no request is being answered."""
+        assert self._idle.wait(30)
+
+    def files(self) -> list[str]:
+        """What is in the storage directory, hidden files of the server itself left out."""
+        return sorted(name for name in os.listdir(self.storage) if not name.startswith("."))
+
+    # HTTP
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                request, *lines = head.decode().split("\r\n")
+                headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                with self._counted():
+                    await self._handle(request.split()[1], headers, body, reader, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            return  # the client has gone, or the test is over
+        finally:
+            self._tasks.discard(task)
+            writer.close()
+
+    def _counted(self) -> Any:
+        server = self
+
+        class Counted:
+            def __enter__(self) -> None:
+                with server._mutex:
+                    server._busy += 1
+                    server.most_at_once = max(server.most_at_once, server._busy)
+                    server._idle.clear()
+
+            def __exit__(self, *_: object) -> None:
+                with server._mutex:
+                    server._busy -= 1
+                    if not server._busy:
+                        server._idle.set()
+
+        return Counted()
+
+    async def _handle(
+        self, path: str, headers: dict[str, str], body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if self.api_key is not None and headers.get("authorization") != f"Bearer {self.api_key}":
+            return self.send(writer, 401, {"error": {"message": "Unauthorized"}})
+        if path == "/v1/models":
+            return self.send(writer, 200, {"data": [{"id": self.model}]})
+        if path not in ("/v1/completions", "/v1/chat/completions"):
+            return self.send(writer, 404, {"detail": "Not Found"})
+        name = headers["x-request-id"]
+        match = re.fullmatch(r"hsx-[0-9a-f]{12}-[0-9a-f]{4}-([0-9]+)-[0-9]+", name)
+        row = int(match[1]) if match else None
+        self._times[row] += 1
+        seen = Seen(row, self._times[row], name, path.removeprefix("/v1/"), json.loads(body))
+        (self.trials if row is None else self.seen).append(seen)
+        await self._at(seen, "asked")
+        for late in [each for each in self._late if each[0].seen.row == row]:
+            self._late.remove(late)
+            await self.publish(*late)
+        action = "ok" if row is None else self.behave(seen)
+        exchange = Exchange(seen, reader, writer)
+        if isinstance(action, int):
+            return self.send(writer, action, {"error": {"message": f"as the test wants: {action}"}})
+        await getattr(self, "do_" + action.replace("-", "_"))(exchange)
+
+    async def _at(self, seen: Seen, stage: str) -> None:
+        await self._loop.run_in_executor(None, self.at, seen, stage)
+
+    def send(self, writer: asyncio.StreamWriter, status: int, body: object, headers: str = "") -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        writer.write(f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Length: {len(data)}\r\n{headers}\r\n".encode() + data)
+
+    async def answer(self, exchange: Exchange, path: str | None, **changes: Any) -> None:
+        seen = exchange.seen
+        choice = {"index": 0, "token_ids": seen.output}
+        params = {"hidden_states_path": path} if path else None
+        body = {"id": "x", "choices": [choice], "kv_transfer_params": params}
+        (body if "messages" in seen.body else choice)["prompt_token_ids"] = changes.pop("prompt", seen.token_ids)
+        self.send(exchange.writer, 200, body | changes)
+        await exchange.writer.drain()
+        self._event(seen.row).set()
+        await self._at(seen, "answered")
+
+    def _event(self, row: int | None) -> asyncio.Event:
+        return self._answered.setdefault(row, asyncio.Event())
+
+    # Files
+
+    def internal_id(self, seen: Seen) -> str:
+        return f"chatcmpl-{seen.name}-0123abcd" if "messages" in seen.body else f"cmpl-{seen.name}-0-0123abcd"
+
+    async def begin(self, exchange: Exchange, sink: FileSink | None = None) -> RequestFile:
+        """The lock is held, the rows are written."""
+        seen = exchange.seen
+        sink = sink or self._sink
+        file = sink.open(self.internal_id(seen), self.storage / file_name(self.internal_id(seen)), len(seen.stored))
+        file.write(0, expected_rows(seen.stored, sink.row_format.num_layers))
+        await self._at(seen, "begun")
+        return file
+
+    async def publish(self, exchange: Exchange, file: RequestFile) -> str:
+        file.commit(np.asarray(exchange.seen.stored, dtype=np.int64), len(exchange.seen.token_ids))
+        await self._at(exchange.seen, "written")
+        return str(file.path)
+
+    # What the server may do
+
+    async def do_ok(self, exchange: Exchange) -> None:
+        await self.answer(exchange, await self.publish(exchange, await self.begin(exchange)))
+
+    async def do_late(self, exchange: Exchange) -> None:
+        """The answer comes before the file, which is published when somebody sleeps on its lock."""
+        file = await self.begin(exchange)
+        await self.answer(exchange, str(file.path))
+        await self._loop.run_in_executor(None, wait_for_sleepers, Path(f"{file.path}.lock"))
+        await self.publish(exchange, file)
+
+    async def do_after_next(self, exchange: Exchange) -> None:
+        """The answer comes after that of the next row."""
+        path = await self.publish(exchange, await self.begin(exchange))
+        assert exchange.seen.row is not None
+        await self._event(exchange.seen.row + 1).wait()
+        await self.answer(exchange, path)
+
+    async def do_drop(self, exchange: Exchange) -> None:
+        """The connection breaks, the request is aborted."""
+        (await self.begin(exchange)).discard()
+        exchange.writer.close()
+
+    async def do_drop_complete(self, exchange: Exchange) -> None:
+        """The connection breaks, but the file is there."""
+        await self.publish(exchange, await self.begin(exchange))
+        exchange.writer.close()
+
+    async def do_hang(self, exchange: Exchange) -> None:
+        """There is no answer; when the client goes the request is aborted."""
+        file = await self.begin(exchange)
+        await exchange.gone()
+        file.discard()
+
+    async def do_hang_complete(self, exchange: Exchange) -> None:
+        """There is no answer, but a file."""
+        await self.publish(exchange, await self.begin(exchange))
+        await exchange.gone()
+
+    async def do_file_when_asked_again(self, exchange: Exchange) -> None:
+        """The answer comes, and its file only when the row is asked for again."""
+        file = await self.begin(exchange)
+        await self.answer(exchange, str(file.path))
+        self._late.append((exchange, file))
+
+    async def do_error_file(self, exchange: Exchange) -> None:
+        file = await self.begin(exchange)
+        file.fail("no space on the server's disk")
+        await self.answer(exchange, str(file.path))
+
+    async def do_error_in_answer(self, exchange: Exchange) -> None:
+        await self.answer(exchange, None, kv_transfer_params={"hidden_states_path": "/x", "hidden_states_error": "it cannot be opened"})
+
+    async def do_no_file(self, exchange: Exchange) -> None:
+        await self.answer(exchange, str(self.storage / "nothing.safetensors"))
+
+    async def do_no_params(self, exchange: Exchange) -> None:
+        await self.answer(exchange, None)
+
+    async def do_no_json(self, exchange: Exchange) -> None:
+        self.send(exchange.writer, 200, b"<html>a proxy's page</html>")
+
+    async def do_retry_after(self, exchange: Exchange) -> None:
+        self.send(exchange.writer, 429, {"error": {"message": "too many"}}, "Retry-After: 0.001\r\n")
+
+    async def do_other_prompt(self, exchange: Exchange) -> None:
+        path = await self.publish(exchange, await self.begin(exchange))
+        await self.answer(exchange, path, prompt=[*exchange.seen.token_ids[:-1], 1])
+
+    async def do_other_tokens(self, exchange: Exchange) -> None:
+        """The file is another request's."""
+        file = await self.begin(exchange)
+        file.commit(np.asarray(exchange.seen.stored, dtype=np.int64) + 1, len(exchange.seen.token_ids))
+        await self.answer(exchange, str(file.path))
+
+    async def do_not_finite(self, exchange: Exchange) -> None:
+        file = await self.begin(exchange)
+        rows = expected_rows(exchange.seen.stored)
+        rows[-1, -1, -1] = 0x7FC0
+        file.write(0, rows)
+        await self.answer(exchange, await self.publish(exchange, file))
+
+    async def do_corrupt(self, exchange: Exchange) -> None:
+        """The disk has changed a bit."""
+        path = await self.publish(exchange, await self.begin(exchange))
+        with open(path, "r+b") as file:
+            file.seek(4096)
+            byte = file.read(1)[0]
+            file.seek(4096)
+            file.write(bytes([byte ^ 1]))
+        await self.answer(exchange, path)
+
+    async def do_other_layers(self, exchange: Exchange) -> None:
+        with FileSink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model)) as other:
+            await self.answer(exchange, await self.publish(exchange, await self.begin(exchange, other)))
+
+
+# What came out
+
+
+def write_jsonl(path: Path, records: Sequence[object]) -> Path:
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+def token_rows(count: int) -> list[dict[str, Any]]:
+    """A dataset: rows of 1 to 9 tokens, no two alike."""
+    return [{"token_ids": [100 * row + at for at in range(1 + row * 5 % 9)]} for row in range(count)]
+
+
+Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+
+def tensors_of(path: Path) -> Tensors:
+    """(type, shape, bytes) of each tensor of a file."""
+    with open(path, "rb") as file:
+        data = file.read()
+        tensors = read_header(file.fileno()).tensors
+    return {name: (each.dtype, each.shape, data[each.begin : each.end]) for name, each in tensors.items()}
+
+
+def contents(output: Path) -> dict[str, Tensors]:
+    """Of each file of rows its tensors; of others that they are there."""
+    return {name: tensors_of(output / name) if name.endswith(".safetensors") else {} for name in sorted(os.listdir(output))}
+
+
+def stored_rows(path: Path) -> tuple[list[int], npt.NDArray[np.uint16]]:
+    """(token ids, the bits of the rows) of a file."""
+    tensors = tensors_of(path)
+    _, shape, rows = tensors["hidden_states"]
+    return np.frombuffer(tensors["token_ids"][2], dtype="<i8").tolist(), np.frombuffer(rows, dtype="<u2").reshape(shape)
+
+
+def ledger_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines about rows."""
+    lines = []
+    for text in path.read_text().splitlines():
+        with suppress(ValueError):
+            lines.append(json.loads(text))
+    return [line for line in lines if "row" in line]

@@ -1,0 +1,267 @@
+"""Datasets of `hsx generate`: every form gives the same rows, and whatever cannot be sent is named with its place and remedy."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generate_harness import write_jsonl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ascend_hsx.generate.dataset import DatasetError, open_dataset
+from vllm_ascend_hsx.generate.rows import COLUMNS, Row, RowError, read_row
+
+pa = pytest.importorskip("pyarrow", reason="Arrow and parquet are an optional extra")
+TOKENS = [{"token_ids": [5, 1, 2]}, {"token_ids": [0]}, {"token_ids": [7] * 300}]
+CHATS = [
+    {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
+    {"conversations": [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "Who, ü?"}]},
+]
+
+
+def save_to_disk(folder: Path, table: Any) -> Path:
+    """As `datasets` does: Arrow streams, and a list of them."""
+    folder.mkdir()
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, part in zip(names, (table.slice(0, 1), table.slice(1)), strict=True):
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, part.schema) as writer:
+            writer.write_table(part)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def every_form(folder: Path, records: list[dict[str, Any]]) -> list[Path]:
+    import pyarrow.parquet as pq
+
+    table = pa.Table.from_pylist(records)
+    with pa.OSFile(str(folder / "file.arrow"), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    (folder / "parts").mkdir()
+    pq.write_table(table.slice(0, 2), folder / "parts" / "train-00000.parquet")
+    pq.write_table(table.slice(2), folder / "parts" / "train-00001.parquet")
+    pq.write_table(table, folder / "file.parquet", row_group_size=1)
+    saved = save_to_disk(folder / "saved", table)
+    return [write_jsonl(folder / "file.jsonl", records), folder / "file.arrow", folder / "file.parquet", folder / "parts", saved]
+
+
+TEXTS = [{"prompt": "a"}, {"prompt": "\n b"}, {"prompt": "ü"}]
+
+
+@pytest.mark.parametrize("records", [TOKENS, CHATS, TEXTS], ids=["tokens", "chats", "texts"])
+def test_every_form_of_a_dataset_has_the_same_rows_and_the_same_digest(records: list[dict[str, Any]], tmp_path: Path) -> None:
+    forms = every_form(tmp_path, records)
+    rows = [list(open_dataset(path).rows()) for path in forms]
+    assert rows == [rows[0]] * len(forms)
+    assert [row.index for row in rows[0]] == list(range(len(records)))
+    assert {open_dataset(path).check() for path in forms} == {open_dataset(forms[0]).check()}
+    assert [row.index for path in forms for row in open_dataset(path).rows(lambda index: index == 1)] == [1] * len(forms)
+
+
+def test_what_the_datasets_library_saves_has_these_rows_too(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="it is installed for speculators")
+    for name, records in (("tokens", TOKENS), ("chats", CHATS)):
+        data = datasets.Dataset.from_list(records)
+        data.save_to_disk(tmp_path / name, num_shards=2)
+        data.to_parquet(tmp_path / f"{name}.parquet")
+        expected = open_dataset(write_jsonl(tmp_path / f"{name}.jsonl", records)).check()
+        assert open_dataset(tmp_path / name).check() == open_dataset(tmp_path / f"{name}.parquet").check() == expected
+    datasets.DatasetDict({"train": data}).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DatasetError, match="it holds the splits train"):
+        open_dataset(tmp_path / "splits")
+    assert open_dataset(tmp_path / "splits" / "train").check() == expected
+
+
+def test_another_row_or_another_order_is_another_dataset(tmp_path: Path) -> None:
+    last_changed = [*TOKENS[:2], {"token_ids": [7] * 299 + [8]}]
+    changes = [TOKENS, TOKENS[::-1], TOKENS[:2], last_changed, [{"prompt": "5"}], [{"prompt": "5", "x": 1}]]
+    digests = [open_dataset(write_jsonl(tmp_path / "d.jsonl", records)).check().digest for records in changes]
+    assert len(set(digests)) == len(changes) - 1  # what is not sent does not count
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1), min_size=1))
+def test_token_ids_arrive_as_they_were_written(lists: list[list[int]]) -> None:
+    rows = [read_row(index, "input_ids", json.loads(json.dumps(each))) for index, each in enumerate(lists)]
+    assert [row.body("m", 1, False)["prompt"] for row in rows] == lists
+    assert len({row.identity() for row in rows}) == len(set(map(tuple, lists)))
+
+
+def test_a_conversation_becomes_a_chat_and_its_end_says_whether_an_answer_is_wanted() -> None:
+    complete, question = (read_row(0, "conversations", each["conversations"]) for each in CHATS)
+    assert complete.endpoint == "chat/completions"
+    body = complete.body("m", 1, False)
+    assert body["messages"] == [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+    assert (body["add_generation_prompt"], question.body("m", 1, False)["add_generation_prompt"]) == (False, True)
+    assert body["return_token_ids"] is True
+    assert body["kv_transfer_params"] == {"include_output_tokens": False}
+
+
+def test_token_ids_are_sent_rather_than_the_conversation_that_they_were_made_from(tmp_path: Path) -> None:
+    both = write_jsonl(tmp_path / "d.jsonl", [CHATS[0] | {"input_ids": [1, 2], "loss_mask": [0, 1]}])
+    assert next(open_dataset(both).rows()) == Row(0, array("q", [1, 2]))
+    assert next(open_dataset(both, "conversations").rows()).endpoint == "chat/completions"
+    named = write_jsonl(tmp_path / "n.jsonl", [{"text": "a"}, {"text": [{"role": "user", "content": "b"}]}, {"text": [3]}])
+    assert [type(row.content) for row in open_dataset(named, "text").rows()] == [str, list, array]
+
+
+def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"prompt": "a"}\n\n  \n{"prompt": "b"}')
+    assert [(row.index, row.content) for row in open_dataset(path).rows()] == [(0, "a"), (1, "b")]
+
+
+BAD_VALUES = [
+    ("token_ids", [], "token_ids is empty"),
+    ("token_ids", [1, "2"], r"token_ids\[1\] is a text; token ids are whole numbers"),
+    ("token_ids", [1, 2.0], r"token_ids\[1\] is the number 2.0"),
+    ("input_ids", [True], r"input_ids\[0\] is true"),
+    ("input_ids", [4, None], r"input_ids\[1\] is missing or null"),
+    ("input_ids", [4, -1], r"input_ids\[1\] is -1; token ids are numbers from 0"),
+    ("input_ids", [2**31], r"input_ids\[0\] is 2147483648"),
+    ("input_ids", [10**5000], r"input_ids\[0\] is a number of 16610 bits"),
+    ("input_ids", "5 6", "input_ids is a text; give a list"),
+    ("input_ids", 5, "input_ids is the number 5; give a list of token ids"),
+    ("prompt", "", "prompt is empty"),
+    ("prompt", None, "prompt is missing or null; give a text"),
+    ("prompt", {"a": 1}, "prompt is an object; give a text"),
+    ("prompt", "\ud800", r"prompt is no valid Unicode text \(character 0\)"),
+    ("messages", [], "messages is empty"),
+    ("messages", ["hi"], r"messages\[0\] is a text; give {"),
+    ("messages", [{"content": "hi"}], r"messages\[0\].role is missing or null; use system, user"),
+    ("messages", [{"role": "user"}], r"messages\[0\].content is missing or null; give the message's text"),
+    ("messages", [{"role": "user", "content": 4}], r"messages\[0\].content is the number 4"),
+    ("messages", [{"role": "user", "content": "\udfff"}], "messages cannot be sent as JSON"),
+    ("messages", [{"role": "user", "content": [{"x": float("nan")}]}], "messages cannot be sent as JSON"),
+    ("conversations", [{"from": "robot", "value": "x"}], r"conversations\[0\].from is 'robot'; use one of human, user, gpt"),
+    ("conversations", [{"from": "human"}], r"conversations\[0\].value is missing or null"),
+]
+
+
+@pytest.mark.parametrize(("column", "value", "message"), BAD_VALUES)
+def test_a_value_that_cannot_be_sent_is_named_with_its_key_and_remedy(column: str, value: Any, message: str) -> None:
+    with pytest.raises(RowError, match=message):
+        read_row(0, column, value)
+
+
+def test_the_message_of_a_tool_call_needs_no_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    assert read_row(0, "messages", [call]).content == [{"role": "assistant", "tool_calls": [{"id": "1"}]}]
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+KEYS = st.sampled_from(["role", "from", "value", "content", "x"])
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3))
+
+
+@settings(deadline=None)
+@given(st.sampled_from(COLUMNS), VALUES)
+def test_whatever_a_file_holds_can_be_sent_or_is_refused_with_its_column(column: str, value: Any) -> None:
+    try:
+        row = read_row(0, column, value)
+    except RowError as error:
+        assert str(error).startswith(column)
+    else:
+        json.dumps(row.body("m", 1, False), allow_nan=False).encode()
+        assert row.identity()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"prompt": "a"', r"d.jsonl:3: it is not JSON .*; give one JSON object per line"),
+        (b'{"prompt": "\xff"}', r"d.jsonl:3: it is not JSON"),
+        (b"[" * 100_000, r"d.jsonl:3: it is not JSON"),
+        (b"5", r"d.jsonl:3: it is not a JSON object"),
+        (b'{"text": "a", "id": 4}', r"d.jsonl:3: it has none of token_ids, .*, only 'text', 'id'; name the column with --column"),
+        (b'{"input_ids": [1, -4]}', r"d.jsonl:3: input_ids\[1\] is -4; token ids are numbers"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(line: bytes, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "b"}\n' + line + b"\n")
+    with pytest.raises(DatasetError, match=message):
+        open_dataset(path).check()
+
+
+def test_a_list_of_all_rows_is_told_how_to_become_one(tmp_path: Path) -> None:
+    path = tmp_path / "all.json"
+    path.write_text('[{"prompt": "a"},\n{"prompt": "b"}]')
+    with pytest.raises(DatasetError, match=r"all.json:1: it is not JSON .* a list of all rows in one is not supported"):
+        open_dataset(path).check()
+
+
+def test_a_bad_row_of_a_table_is_named_by_file_and_row(tmp_path: Path) -> None:
+    table = pa.table({"input_ids": pa.array([[1], [2], [3, None]]), "big": pa.array([[1], [2], [2**63]], pa.list_(pa.uint64()))})
+    folder = save_to_disk(tmp_path / "saved", table)
+    with pytest.raises(DatasetError, match=r"data-00001-of-00002.arrow, row 1: input_ids\[1\] is missing or null"):
+        open_dataset(folder).check()
+    with pytest.raises(DatasetError, match=r"data-00001-of-00002.arrow, row 1: big holds a number above 2\^63"):
+        open_dataset(folder, "big").check()
+    with pytest.raises(DatasetError, match="there is no 'text' here, only 'input_ids', 'big'; give --column"):
+        open_dataset(folder, "text").check()
+
+
+@pytest.mark.parametrize("name", ["bad.arrow", "bad.parquet"])
+def test_a_table_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"this is no table of any kind")
+    with pytest.raises(DatasetError, match=f"{name}: it cannot be read"):
+        open_dataset(tmp_path / name).check()
+
+
+def test_what_is_no_dataset_is_told_what_would_be_one(tmp_path: Path) -> None:
+    nothing_in_it = r"no state.json .* no \*.parquet and no \*.arrow"
+    cases = {"nothing": "it does not exist", "data.csv": "ends with none of .jsonl", "empty": nothing_in_it}
+    (tmp_path / "data.csv").touch()
+    (tmp_path / "empty").mkdir()
+    for name, message in cases.items():
+        with pytest.raises(DatasetError, match=f"{name}: .*{message}"):
+            open_dataset(tmp_path / name)
+    (tmp_path / "blank.jsonl").write_text("\n\n")
+    with pytest.raises(DatasetError, match="blank.jsonl: it has no rows"):
+        open_dataset(tmp_path / "blank.jsonl").check()
+
+
+def test_of_several_splits_one_has_to_be_named(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(DatasetError, match=rf"it holds the splits train, test; name one of them, such as --data {tmp_path}/train"):
+        open_dataset(tmp_path)
+
+
+def test_without_pyarrow_a_table_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    monkeypatch.delitem(__import__("sys").modules, "vllm_ascend_hsx.generate.tables", raising=False)
+    (tmp_path / "d.parquet").touch()
+    with pytest.raises(DatasetError, match=r"reading it needs pyarrow: pip install 'vllm-ascend-hsx\[data\]', or convert it to JSON lines"):
+        open_dataset(tmp_path / "d.parquet")
+
+
+def test_a_file_that_changes_between_check_and_use_is_told(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "d.jsonl", TOKENS)
+    dataset = open_dataset(path)
+    dataset.check()
+    write_jsonl(path, [*TOKENS, {"token_ids": [1]}])
+    with pytest.raises(DatasetError, match="it was changed while it was read"):
+        list(dataset.rows())
+
+
+def test_a_large_dataset_is_read_in_little_memory(tmp_path: Path) -> None:
+    import tracemalloc
+
+    path = tmp_path / "d.jsonl"
+    line = json.dumps({"input_ids": list(range(1000))}) + "\n"
+    with open(path, "w") as file:
+        file.writelines(line for _ in range(3000))
+    dataset = open_dataset(path)
+    reports: list[int] = []
+    tracemalloc.start()
+    try:
+        assert dataset.check(reports.append).rows == 3000
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000  # of 13 MB
+    finally:
+        tracemalloc.stop()
+    assert reports == [1000, 2000, 3000]

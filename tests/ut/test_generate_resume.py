@@ -1,0 +1,349 @@
+"""`hsx generate` is killed at any instant and started again: in the end the directory is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+from fakes import generate_process
+from generate_harness import (
+    Exchange,
+    FakeServer,
+    Seen,
+    contents,
+    expected_rows,
+    ledger_lines,
+    stored_rows,
+    tensors_of,
+    token_rows,
+    write_jsonl,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sink_harness import wait_for_sleepers
+
+from vllm_ascend_hsx.generate import generation
+from vllm_ascend_hsx.generate.names import row_of_file
+
+ROWS = 5
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(["fakes.generate_process"])
+SHM = Path("/dev/shm")
+
+
+class Death(NamedTuple):
+    """When a process is killed.
+
+    Attributes:
+        at: the number of its system call, or the stage of a request at the server.
+        row: whose request that is.
+        aborts: whether the server hears of it before it has published the file.
+    """
+
+    at: int | Literal["asked", "begun", "written", "answered"]
+    row: int = 0
+    aborts: bool = True
+
+
+class DeadlyServer(FakeServer):
+    """Kills its client."""
+
+    death: Death | None = None
+    process: Any = None
+
+    async def do_kill(self, exchange: Exchange) -> None:
+        assert self.death is not None
+        if self.death.at == "asked":
+            await self._kill()
+            if self.death.aborts:
+                return
+        file = await self.begin(exchange)
+        if self.death.at == "begun":
+            await self._kill()
+            if self.death.aborts:
+                return file.discard()
+        path = await self.publish(exchange, file)
+        if self.death.at == "written":
+            return await self._kill()
+        await self.answer(exchange, path)
+        await self._kill()
+
+    async def _kill(self) -> None:
+        await self._loop.run_in_executor(None, self._kill_now)
+
+    def _kill_now(self) -> None:
+        with suppress(ProcessLookupError):  # it may have come to its end with this answer
+            process = os.pidfd_open(self.process.pid)
+            try:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                select.select([process], [], [])
+            finally:
+                os.close(process)
+
+
+class Runs:
+    """Runs of one command, one after the other."""
+
+    def __init__(self, root: Path, storage: Path, *options: str) -> None:
+        self.output = root / "out"
+        self.log = root / "log"
+        self.server = DeadlyServer(storage)
+        self.data = write_jsonl(root / "data.jsonl", token_rows(ROWS))
+        self.options = ["--concurrency", "3", "--retry-delay", "0.001", "--validate", *options]
+
+    def start(self, last_call: int | None = None) -> Any:
+        arguments = ["--data", str(self.data), "--output", str(self.output), "--endpoint", self.server.url, *self.options]
+        process = FORKSERVER.Process(target=generate_process.main, args=(arguments, self.log, last_call))
+        self.server.process = process
+        process.start()
+        return process
+
+    def run(self, death: Death | None = None) -> int:
+        """The exit code; negative for a signal."""
+        self.server.death = death
+        kills = death is not None and isinstance(death.at, str)
+        self.server.behave = lambda seen: "kill" if kills and death is not None and seen.row == death.row else "ok"
+        process = self.start(death.at if death is not None and isinstance(death.at, int) else None)
+        process.join()
+        self.server.wait_idle()
+        assert process.exitcode is not None
+        return int(process.exitcode)
+
+    @property
+    def finished(self) -> set[int]:
+        """Rows that have their file; each is right."""
+        names = os.listdir(self.output) if self.output.exists() else []
+        rows = {row for row in map(row_of_file, names) if row is not None}
+        for row in rows:
+            assert tensors_of(self.output / f"hs_{row}.safetensors") == right(row)
+        return rows
+
+    def check_complete(self) -> None:
+        """It is the directory of an undisturbed run, and nothing is left elsewhere."""
+        log = self.log.read_text()
+        expected = {f"hs_{row}.safetensors": right(row) for row in range(ROWS)}
+        assert contents(self.output) == {**expected, "ledger.jsonl": {}}, log
+        assert self.server.files() == [], log
+        lines = {line["row"]: line["status"] for line in ledger_lines(self.output / "ledger.jsonl")}
+        assert sorted(lines) == list(range(ROWS))
+        assert set(lines.values()) <= {"done", "recovered", "found"}
+
+
+def right(row: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """The tensors of a row's file."""
+    ids = token_rows(ROWS)[row]["token_ids"]
+    rows = expected_rows(ids)
+    id_bytes = b"".join(each.to_bytes(8, "little") for each in ids)
+    return {"hidden_states": ("BF16", rows.shape, rows.tobytes()), "token_ids": ("I64", (len(ids),), id_bytes)}
+
+
+def play(runs: Runs, deaths: list[Death]) -> None:
+    """Start again after each death, and once more to the end; no finished row is asked for again, and no other more than once a run."""
+    with runs.server:
+        for death in [*deaths, None]:
+            finished, asked = runs.finished, len(runs.server.seen)
+            code = runs.run(death)
+            again = Counter(seen.row for seen in runs.server.seen[asked:])
+            assert not finished & again.keys()
+            assert set(again.values()) <= {1}
+            assert code in (0, -signal.SIGKILL), runs.log.read_text()
+        assert code == 0
+        runs.check_complete()
+
+
+def test_an_undisturbed_run(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, tmp_path / "store")
+    play(runs, [])
+    assert runs.server.asked == Counter(range(ROWS))
+
+
+DEATHS = st.builds(Death, st.sampled_from(["asked", "begun", "written", "answered"]), st.integers(0, ROWS - 1), st.booleans()) | st.builds(
+    Death, st.integers(1, 130)
+)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.lists(DEATHS, min_size=1, max_size=3))
+def test_killed_at_any_instants_and_started_again_the_directory_is_that_of_an_undisturbed_run(deaths: list[Death]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        play(Runs(Path(folder), Path(folder) / "store"), deaths)
+
+
+@pytest.fixture(params=["rename", "copy"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A server's directory on the filesystem of the output, and on another one."""
+    if request.param == "rename":
+        yield tmp_path / "store"
+        return
+    if not SHM.is_dir() or os.stat(SHM).st_dev == os.stat(tmp_path).st_dev:
+        pytest.skip("this machine has one filesystem only: /dev/shm is none, or temporary files are on it too")
+    folder = tempfile.mkdtemp(dir=SHM)
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.timeout(600)
+def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_next_run_does_not_mend(storage: Path, tmp_path: Path) -> None:
+    options = [] if storage.is_relative_to(tmp_path) else ["--copy"]
+    runs = Runs(tmp_path, storage, *options)
+    with runs.server:
+        assert runs.run() == 0
+        calls = int(runs.log.with_suffix(".calls").read_text())
+    assert calls > 60
+    for call in range(1, calls, 4 if options else 3):
+        folder = tmp_path / str(call)
+        folder.mkdir()
+        runs = Runs(folder, storage, *options)
+        play(runs, [Death(call)])
+        assert max(runs.server.asked.values()) <= 2
+
+
+def test_a_file_that_the_server_still_writes_when_the_next_run_begins_is_waited_for(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, tmp_path / "store")
+    published = threading.Event()
+
+    class Slow(DeadlyServer):
+        async def do_kill(self, exchange: Exchange) -> None:
+            """The client dies, and the file is published when the next one sleeps on its lock."""
+            file = await self.begin(exchange)
+            await self._kill()
+
+            def publish() -> None:
+                wait_for_sleepers(Path(f"{file.path}.lock"))
+                file.commit(exchange_ids(exchange), len(exchange.seen.token_ids))
+                published.set()
+
+            threading.Thread(target=publish).start()
+
+    runs.server.__class__ = Slow
+    with runs.server:
+        assert runs.run(Death("begun", 4)) == -signal.SIGKILL
+        assert runs.run() == 0
+        assert published.wait(0)
+        assert runs.server.asked[4] == 1
+        assert {line["row"]: line["status"] for line in ledger_lines(runs.output / "ledger.jsonl")}[4] == "recovered"
+        runs.check_complete()
+
+
+def exchange_ids(exchange: Exchange) -> Any:
+    import numpy as np
+
+    return np.asarray(exchange.seen.stored, dtype=np.int64)
+
+
+def test_what_a_killed_run_left_is_never_taken_for_rows_of_the_dataset_that_replaces_its_own(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, tmp_path / "store")
+    write_jsonl(runs.data, [{"prompt": f"old {row}"} for row in range(ROWS)])
+    with runs.server:
+        assert runs.run(Death("written", 3)) == -signal.SIGKILL
+        assert any("-3-1-" in name for name in runs.server.files())
+        runs.server.seen.clear()
+        write_jsonl(runs.data, [{"prompt": f"new {row}"} for row in range(ROWS)])
+        assert runs.run() == 2
+        runs.options.append("--overwrite")
+        assert runs.run() == 0
+        assert runs.server.asked == Counter(range(ROWS))
+        assert runs.server.files() == []
+    ids = [stored_rows(runs.output / f"hs_{row}.safetensors")[0] for row in range(ROWS)]
+    assert [bytes(each).decode() for each in ids] == [f"new {row}" for row in range(ROWS)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_what_is_done_is_kept_and_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
+    runs = Runs(tmp_path, tmp_path / "store")
+    others_are_answered = threading.Semaphore(0)
+
+    def at(seen: Seen, stage: str) -> None:
+        if stage == "answered" and seen.row is not None:
+            others_are_answered.release()
+
+    runs.server.at = at
+    runs.server.behave = lambda seen: "hang" if seen.row == 3 else "ok"
+    with runs.server:
+        process = runs.start()
+        for _ in range(ROWS - 1):
+            assert others_are_answered.acquire(timeout=60)
+        os.kill(process.pid, number)
+        process.join()
+        runs.server.wait_idle()
+        assert process.exitcode == 128 + number
+        assert "interrupted; what is done is kept: call again to go on" in runs.log.read_text()
+        finished = runs.finished  # others may have been on their way when the signal came
+        assert 3 not in finished
+        assert runs.server.files() == []
+        assert runs.run() == 0
+        assert runs.server.asked == Counter([*range(ROWS), *(set(range(ROWS)) - finished)])
+        runs.check_complete()
+
+
+def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, tmp_path / "store")
+    gone = threading.Event()
+
+    class Stuck(DeadlyServer):
+        async def do_stuck(self, exchange: Exchange) -> None:
+            """A file that is never finished."""
+            file = await self.begin(exchange)
+            await self.answer(exchange, str(file.path))
+            await self._loop.run_in_executor(None, wait_for_sleepers, Path(f"{file.path}.lock"))
+            os.kill(self.process.pid, signal.SIGINT)
+
+        async def do_hang(self, exchange: Exchange) -> None:
+            await exchange.gone()  # the first signal has arrived
+            gone.set()
+
+    runs.server.__class__ = Stuck
+    runs.server.behave = lambda seen: {0: "hang", 1: "stuck"}.get(seen.row or 0, "ok")
+    with runs.server:
+        process = runs.start()
+        assert gone.wait(60)
+        assert process.is_alive()
+        os.kill(process.pid, signal.SIGINT)
+        process.join()
+        assert process.exitcode == 128 + signal.SIGINT
+
+
+def test_a_file_that_the_server_still_writes_at_the_end_is_told_and_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from vllm_ascend_hsx.cli import generate
+
+    monkeypatch.setattr(generation, "SETTLE_SECONDS", 0.01)
+    runs = Runs(tmp_path, tmp_path / "store")
+    runs.server.behave = lambda seen: "file-when-asked-again" if seen.row == 2 and seen.time == 1 else "ok"
+    with runs.server:
+        arguments = ["--data", str(runs.data), "--output", str(runs.output), "--endpoint", runs.server.url, *runs.options]
+        assert generate.main([*arguments, "--request-timeout", "0.2", "--max-retries", "0"]) == 1
+        assert "is still being written by the server; the next run removes it" in capsys.readouterr().out
+        assert generate.main([*arguments, "--request-timeout", "0.2"]) == 0
+        runs.log.touch()
+        runs.check_complete()
+
+
+def test_across_filesystems_the_command_refuses_before_it_sends_a_row(storage: Path, tmp_path: Path) -> None:
+    """The real command, on real filesystems."""
+    with FakeServer(storage) as server:
+        data = write_jsonl(tmp_path / "data.jsonl", token_rows(3))
+        command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate", "--data", str(data), "--output", str(tmp_path / "out")]
+        done = subprocess.run([*command, "--endpoint", server.url], text=True, capture_output=True, check=False)
+        if storage.is_relative_to(tmp_path):
+            assert (done.returncode, len(server.seen)) == (0, 3), done.stderr
+            return
+        assert (done.returncode, server.seen, server.files()) == (2, [], [])
+        assert f"{storage} and {tmp_path / 'out'} are on different filesystems" in done.stderr
+        assert "--copy" in done.stderr
+        done = subprocess.run([*command, "--endpoint", server.url, "--copy"], text=True, capture_output=True, check=False)
+        assert (done.returncode, len(server.seen), server.files()) == (0, 3, []), done.stderr

@@ -1,0 +1,147 @@
+"""`hsx generate`: sends a dataset to servers that extract, and gives every row's hidden states a file of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from vllm_ascend_hsx.generate.errors import InputError
+from vllm_ascend_hsx.generate.options import Options, base_url, path_map
+
+DEFAULTS = Options(Path(), Path())
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `hsx generate`; aliases are those of speculators' generate-offline-data."""
+    parser = argparse.ArgumentParser(
+        prog="hsx generate",
+        allow_abbrev=False,
+        description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), and makes hs_{row}.safetensors of "
+        "each. Call it again to go on after any interruption: rows that have their file are not asked for again.",
+        epilog="Exit code: 0 all rows are there, 1 some are not, 2 something of the input cannot be used and nothing was generated, "
+        "130 interrupted.",
+    )
+    data = parser.add_argument_group("what is sent")
+    data.add_argument(
+        "--data",
+        "--preprocessed-data",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="JSON lines, Arrow or parquet; a folder of these, or one from `datasets`' save_to_disk",
+    )
+    data.add_argument(
+        "--column",
+        metavar="NAME",
+        help="what to send (default: the first there is of token_ids, input_ids, messages, conversations, prompt)",
+    )
+    data.add_argument("--limit", "--max-samples", type=int, metavar="N", help="only the first N rows of the dataset")
+    data.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="divide the rows between N runs, as on N machines (default: 1)"
+    )
+    data.add_argument(
+        "--rank", type=int, default=0, metavar="R", help="this run does the rows whose number modulo world size is R (default: 0)"
+    )
+    data.add_argument("--include-output-tokens", action="store_true", help="rows of generated tokens too, all but the last (greedy)")
+    data.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate; with --include-output-tokens only")
+    servers = parser.add_argument_group("servers")
+    servers.add_argument(
+        "--endpoint",
+        action="append",
+        metavar="URL",
+        help="of `vllm serve`; give several times, or with commas, for several servers (default: http://localhost:8000)",
+    )
+    servers.add_argument("--model", metavar="NAME", help="as the servers call it (default: the first that each names)")
+    servers.add_argument("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
+    servers.add_argument(
+        "--concurrency",
+        type=int,
+        default=DEFAULTS.concurrency,
+        metavar="N",
+        help="requests under way, over all servers (default: %(default)s)",
+    )
+    servers.add_argument(
+        "--request-timeout", type=float, default=DEFAULTS.request_timeout, metavar="S", help="seconds for an answer (default: %(default)g)"
+    )
+    servers.add_argument(
+        "--max-retries",
+        type=int,
+        default=DEFAULTS.max_retries,
+        metavar="N",
+        help="how often a row is asked for again (default: %(default)s)",
+    )
+    servers.add_argument(
+        "--retry-delay",
+        type=float,
+        default=DEFAULTS.retry_delay,
+        metavar="S",
+        help="seconds before the first retry, doubled each time (default: %(default)g)",
+    )
+    servers.add_argument(
+        "--max-consecutive-errors",
+        type=int,
+        metavar="N",
+        help="stop after so many with no row finished in between (default: --concurrency)",
+    )
+    files = parser.add_argument_group("files")
+    files.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="for the files and the ledger; on the filesystem of the servers' directories",
+    )
+    files.add_argument("--copy", action="store_true", help="copy files that cannot be renamed, because DIR is on another filesystem")
+    files.add_argument(
+        "--map-path",
+        action="append",
+        default=[],
+        metavar="SERVER=HERE",
+        help="a directory that is called otherwise on the server's machine; may be given several times",
+    )
+    files.add_argument(
+        "--validate",
+        "--validate-outputs",
+        action="store_true",
+        help="read every file once, also those that are there: all numbers are finite, the checksum is right",
+    )
+    files.add_argument("--overwrite", action="store_true", help="remove the rows and the ledger that are in DIR, and begin anew")
+    files.add_argument(
+        "--durability",
+        choices=("none", "fdatasync"),
+        default=DEFAULTS.durability,
+        help="fdatasync: rows survive a loss of power (default: %(default)s)",
+    )
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> Options:
+    """Reads the options; argparse exits with code 2 for a wrong one, InputError is raised for a value that cannot be."""
+    given = vars(parser().parse_args(argv))
+    urls = given.pop("endpoint") or list(DEFAULTS.endpoints)
+    given["endpoints"] = tuple(base_url(url) for each in urls for url in each.split(",") if url.strip())
+    given["path_maps"] = tuple(path_map(text) for text in given.pop("map_path"))
+    given["api_key"] = given["api_key"] or os.environ.get("OPENAI_API_KEY")
+    return Options(**given)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs and returns the exit code: 0 all rows are there, 1 some are not, 2 bad input, 130 interrupted."""
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    try:
+        options = parse_arguments(sys.argv[1:] if argv is None else argv)
+        # Only now, so that `--help` needs no httpx.
+        from vllm_ascend_hsx.generate.run import generate
+
+        return generate(options, console)
+    except InputError as error:
+        print(f"hsx generate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:  # before the run began
+        print("hsx generate: interrupted", file=sys.stderr)
+        return 130

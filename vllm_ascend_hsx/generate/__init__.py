@@ -1,0 +1,1 @@
+"""`hsx generate`: a dataset and servers in, one file of hidden states per row out."""

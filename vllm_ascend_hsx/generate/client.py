@@ -1,0 +1,190 @@
+"""One request to `vllm serve`, and what its answer, or the lack of one, means."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import httpx
+
+from vllm_ascend_hsx.connector.params import ERROR_KEY, PATH_KEY
+from vllm_ascend_hsx.generate.errors import Fault, NoFileError, RequestError, RunError
+from vllm_ascend_hsx.generate.rows import CHAT, Row
+
+CONNECT_SECONDS = 10.0
+_SHOWN = 300  # characters of a server's words
+# What a server that is well says of a request that is not; it would say the same again.
+_REFUSALS = frozenset(range(300, 500)) - {408, 409, 425, 429}
+_CLOSED_TO_US = (401, 403)
+
+
+class Answer(NamedTuple):
+    """What a server says of a row.
+
+    Attributes:
+        path: of the file, on the server's machine.
+        prompt: token ids.
+        output: ids of the generated tokens.
+    """
+
+    path: str
+    prompt: Sequence[int]
+    output: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What is the same in every request.
+
+    Attributes:
+        max_tokens: to generate.
+        include_output: whether their rows are wanted.
+    """
+
+    max_tokens: int = 1
+    include_output: bool = False
+
+
+class Client:
+    """Sends requests. Use as an asynchronous context manager.
+
+    Args:
+        timeout: seconds for an answer.
+        api_key: sent as a bearer token.
+    """
+
+    def __init__(self, timeout: float, api_key: str | None = None) -> None:
+        self._timeout = timeout
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            # The whole answer has one time limit, kept by us.
+            timeout=httpx.Timeout(None, connect=min(CONNECT_SECONDS, timeout)),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        await self._http.aclose()
+
+    async def models(self, url: str) -> list[str]:
+        """What the server calls its models. Raises RequestError."""
+        answer = await self._send("GET", f"{url}/v1/models")
+        try:
+            return [str(model["id"]) for model in answer["data"]]
+        except (KeyError, TypeError) as error:
+            raise RequestError(f"{url}/v1/models answers {_shown(json.dumps(answer))}", fault=Fault.ILL) from error
+
+    async def ask(self, url: str, model: str, row: Row, name: str, asking: Asking) -> Answer:
+        """Send a row.
+
+        Args:
+            url: of the endpoint.
+            model: as the server calls it.
+            row: what to send.
+            name: of the request; its file's name can be told from it.
+            asking: for what.
+
+        Raises:
+            RequestError: there is no answer, or none that leads to hidden states of this row.
+        """
+        body = row.body(model, asking.max_tokens, asking.include_output)
+        answer = await self._send("POST", f"{url}/v1/{row.endpoint}", body, name)
+        return _read(answer, row)
+
+    async def _send(self, method: str, url: str, body: dict[str, Any] | None = None, name: str = "") -> Any:
+        headers = {"X-Request-Id": name} if name else {}
+        content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+        if content is not None:
+            headers["Content-Type"] = "application/json"
+        try:
+            response = await asyncio.wait_for(self._http.request(method, url, content=content, headers=headers), self._timeout)
+        except (asyncio.TimeoutError, httpx.ReadTimeout) as error:
+            raise RequestError(f"{url} did not answer within {self._timeout:g} s", fault=Fault.ILL, lost=True) from error
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise RequestError(f"{url}: {_words(error)}", fault=Fault.DOWN) from error
+        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+            raise RunError(f"--endpoint {url}: {error}") from error
+        except httpx.HTTPError as error:
+            raise RequestError(f"{url}: the connection broke: {_words(error)}", fault=Fault.DOWN, lost=True) from error
+        if response.status_code != 200:
+            raise _refused(url, response)
+        try:
+            return response.json()
+        except ValueError as error:
+            raise RequestError(f"{url} answers no JSON: {_shown(response.text)}", fault=Fault.ILL) from error
+
+
+def _refused(url: str, response: httpx.Response) -> Exception:
+    status = response.status_code
+    reason = f"{url} answers {status}: {_message(response)}"
+    if status in _CLOSED_TO_US:
+        return RunError(f"{reason}; give the server's key with --api-key or in OPENAI_API_KEY")
+    if status in _REFUSALS:
+        return RequestError(reason, again=False)
+    return RequestError(reason, fault=Fault.ILL, retry_after=_retry_after(response))
+
+
+def _message(response: httpx.Response) -> str:
+    """The server's reason: of OpenAI's error object, or as it stands there."""
+    try:
+        error = response.json()["error"]
+        return _shown(str(error["message"] if isinstance(error, dict) else error))
+    except (ValueError, KeyError, TypeError):
+        return _shown(response.text) or response.reason_phrase
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    try:
+        seconds = float(response.headers["Retry-After"])  # a date, which is allowed too, is passed over
+    except (KeyError, ValueError):
+        return None
+    return seconds if 0 <= seconds < math.inf else None
+
+
+def _read(answer: Any, row: Row) -> Answer:
+    try:
+        params = answer.get("kv_transfer_params") or {}
+        choice = answer["choices"][0]
+        prompt = (answer if row.endpoint == CHAT else choice)["prompt_token_ids"]
+        output = choice.get("token_ids") or []
+        error, path = params.get(ERROR_KEY), params.get(PATH_KEY)
+    except (KeyError, IndexError, TypeError, AttributeError) as problem:
+        raise RequestError(f"the answer is not what vLLM's looks like: {_shown(json.dumps(answer))}", fault=Fault.ILL) from problem
+    if error:
+        raise RequestError(f"the server could not store the hidden states: {error}", fault=Fault.ILL)
+    if not isinstance(path, str) or not path:
+        raise NoFileError(
+            f"the answer names no file (kv_transfer_params are {params}); was the server started with hidden-state extraction?",
+            fault=Fault.ILL,
+        )
+    if not isinstance(prompt, list) or not isinstance(output, list):
+        raise RequestError("the answer has no token ids, although they were asked for with return_token_ids", fault=Fault.ILL)
+    sent = row.token_ids
+    if sent is not None and prompt != sent.tolist():
+        raise RequestError(
+            f"the server computed other tokens than were sent: {len(prompt)} instead of {len(sent)}"
+            if len(prompt) != len(sent)
+            else f"the server computed other tokens than were sent, from position {_first_difference(prompt, sent)} on",
+            again=False,
+        )
+    return Answer(path, prompt, output)
+
+
+def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
+    return next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _shown(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

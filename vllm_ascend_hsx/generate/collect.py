@@ -1,0 +1,179 @@
+"""From a server's directory to the output directory: wait for a request's file, check it, give it its row's name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from vllm_ascend_hsx.generate.errors import Fault, RequestError, RunError
+from vllm_ascend_hsx.generate.examine import CheckError, Examined, Expected, examine
+from vllm_ascend_hsx.generate.ledger import sync_directory
+from vllm_ascend_hsx.generate.names import hidden_file, row_file
+from vllm_ascend_hsx.reader import HiddenStatesError, open_complete, remove
+from vllm_ascend_hsx.sinks.system import describe
+
+# Of the output directory, so that every further row would fail in the same way.
+_HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
+class Collector:
+    """Takes files to the output directory. Its methods block, and may be called from several threads.
+
+    Args:
+        output: the directory.
+        token: of the run, for hidden names.
+        timeout: seconds to wait for a file that the server still writes.
+        validate: look at all data of a file.
+        copy: copy files that cannot be renamed.
+        durable: a file that is there survives a loss of power.
+    """
+
+    def __init__(
+        self, output: Path, token: str, *, timeout: float, validate: bool = False, copy: bool = False, durable: bool = True
+    ) -> None:
+        self._output = output
+        self._token = token
+        self._timeout = timeout
+        self._validate = validate
+        self._copy = copy
+        self._durable = durable
+        self._foreign: set[Path] = set()  # directories on other filesystems; a server's first file tells
+
+    def collect(self, path: Path, row: int, expected: Expected) -> Examined:
+        """The file of a row's request becomes that of the row.
+
+        Raises:
+            RequestError: there is no file, or it is not what was asked for; it has been removed.
+            RunError: the output directory cannot take it, nor any other.
+        """
+        try:
+            examined = self._take(path, self._output / row_file(row), self._hidden(row_file(row)), expected)
+        except TimeoutError as error:
+            raise self._late(path) from error
+        except HiddenStatesError as error:
+            self._drop(path)
+            raise RequestError(str(error), fault=Fault.ILL) from error
+        except CheckError as error:
+            self._drop(path)
+            raise RequestError(f"{path}: {error}", fault=Fault.ILL) from error
+        except FileNotFoundError as error:
+            # Without a lock there is nothing to wait for: it may come yet.
+            raise RequestError(f"{path}: {error.strerror}", fault=Fault.ILL, lost=True) from error
+        except OSError as error:
+            if error.errno in _HOPELESS:
+                raise RunError(describe(f"{self._output} cannot take another file", error)) from error
+            raise RequestError(describe(f"{path} cannot be taken", error), fault=Fault.ILL) from error
+        remove(path)
+        return examined
+
+    def try_out(self, path: Path) -> Examined:
+        """Do with a server's first file all that has to be done with the others, and remove it.
+
+        Raises:
+            RequestError: there is no file yet.
+            RunError: it cannot be read, is none of hidden states, or cannot be moved; the message names the remedy.
+        """
+        target, partial = self._hidden(path.name), self._hidden(path.name + ".copy")
+        try:
+            try:
+                examined = self._take(path, target, partial, Expected(None, None, None))
+            finally:
+                target.unlink(missing_ok=True)
+            remove(path)
+            return examined
+        except TimeoutError as error:
+            raise self._late(path) from error
+        except HiddenStatesError as error:
+            self._drop(path)
+            raise RequestError(str(error), fault=Fault.ILL) from error
+        except CheckError as error:
+            self._drop(path)
+            raise RunError(f"{path}: {error}") from error
+        except FileNotFoundError as error:
+            remedy = "mount the server's directory, or, if it is called otherwise here, say so with --map-path SERVER=HERE"
+            if path.parent.is_dir():
+                raise RequestError(f"the server's answer names {path}, which is not there; {remedy}", fault=Fault.ILL) from error
+            raise RunError(f"the server's answer names {path}, and there is no such directory here; {remedy}") from error
+        except OSError as error:
+            self._drop(path)
+            raise RunError(
+                describe(f"{path} cannot be moved to {self._output}", error) + "; let this user write in both directories"
+            ) from error
+        except RunError:
+            self._drop(path)
+            raise
+
+    def examine(self, row: int, expected: Expected) -> Examined:
+        """Check a row's own file, wholly.
+
+        Raises:
+            CheckError: it is not what it has to be.
+            OSError: it cannot be read.
+        """
+        fd = os.open(self._output / row_file(row), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return examine(fd, expected, validate=True)
+        finally:
+            os.close(fd)
+
+    def _take(self, path: Path, target: Path, partial: Path, expected: Expected) -> Examined:
+        fd = open_complete(path, self._timeout)
+        try:
+            if path.parent in self._foreign:
+                examined = self._copy_file(fd, target, partial, expected, self._validate)
+            else:
+                examined = examine(fd, expected, validate=self._validate)
+                if self._durable:
+                    os.fdatasync(fd)
+                if not self._rename(path, target):
+                    self._copy_file(fd, target, partial, expected, validate=False)
+        finally:
+            os.close(fd)
+        if self._durable:
+            sync_directory(self._output)
+        return examined
+
+    def _rename(self, path: Path, target: Path) -> bool:
+        """Whether it could be renamed; if not, it is to be copied."""
+        try:
+            os.rename(path, target)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            if not self._copy:
+                raise RunError(
+                    f"{path.parent} and {self._output} are on different filesystems, so no file can be renamed from one to the other; "
+                    "name an --output on the server's filesystem, or say with --copy that every file is to be copied"
+                ) from error
+            self._foreign.add(path.parent)
+            return False
+        return True
+
+    def _copy_file(self, fd: int, target: Path, partial: Path, expected: Expected, validate: bool) -> Examined:
+        copy = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, os.fstat(fd).st_mode & 0o777)
+        try:
+            try:
+                examined = examine(fd, expected, validate=validate, copy_to=copy)
+                if self._durable:
+                    os.fdatasync(copy)
+            finally:
+                os.close(copy)
+            os.rename(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        return examined
+
+    def _hidden(self, name: str) -> Path:
+        return self._output / hidden_file(name, self._token)
+
+    @staticmethod
+    def _drop(path: Path) -> None:
+        """Remove what is of no use. What cannot be removed now is tried again, and told, at the end of the run."""
+        with suppress(OSError):
+            remove(path)
+
+    def _late(self, path: Path) -> RequestError:
+        return RequestError(f"the server has not finished {path} within {self._timeout:g} s", fault=Fault.ILL, lost=True)

@@ -1,0 +1,189 @@
+"""Reads a file of hidden states once and says whether it is what was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from vllm_ascend_hsx.sinks.checksum import ALGORITHM
+from vllm_ascend_hsx.sinks.data_file import write_at
+from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
+
+_BLOCK = 1 << 20  # small enough for what is read to stay in the processor's cache while it is looked at
+_TOKEN_DTYPES = {"I64": "<i8", "I32": "<i4"}
+# What of the bits of a floating-point number says, when it is so large, that it is not finite: unsigned type, mask, least value.
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF0_0000_0000_0000, 0x7FF0_0000_0000_0000),
+    "F32": ("<u4", 0x7F80_0000, 0x7F80_0000),
+    "F16": ("<u2", 0x7C00, 0x7C00),
+    "BF16": ("<u2", 0x7F80, 0x7F80),
+    "F8_E5M2": ("|u1", 0x7C, 0x7C),
+    "F8_E4M3": ("|u1", 0x7F, 0x7F),  # it has no infinity, and one NaN
+}
+
+
+class CheckError(Exception):
+    """A file is not what was asked for; the message says in what way."""
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What all files of a run have in common. layer_ids is None for files that do not say.
+
+    Attributes:
+        layer_ids: of the file's metadata, as JSON.
+        dtype: safetensors name of the hidden states' type.
+        row_shape: [layers, hidden].
+    """
+
+    layer_ids: str | None
+    dtype: str
+    row_shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, header: Header) -> ServerFacts:
+        states = header.tensors[HIDDEN_STATES]
+        return cls(header.metadata.get("layer_ids"), states.dtype, states.shape[1:])
+
+    def as_json(self) -> dict[str, Any]:
+        return {"layer_ids": self.layer_ids, "dtype": self.dtype, "row_shape": list(self.row_shape)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ServerFacts:
+        """Raises KeyError or TypeError: it does not come from `as_json`."""
+        return cls(value["layer_ids"], value["dtype"], tuple(value["row_shape"]))
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known of a file beforehand.
+
+    Attributes:
+        prompt: token ids of the prompt, if they are known.
+        output: ids of the generated tokens that have rows, if they are known; () if none has.
+        facts: None if this is the first file of a server.
+    """
+
+    prompt: Sequence[int] | None
+    output: Sequence[int] | None
+    facts: ServerFacts | None
+
+
+class Examined(NamedTuple):
+    """What a file holds."""
+
+    tokens: int
+    bytes: int
+    facts: ServerFacts
+
+
+def examine(fd: int, expected: Expected, *, validate: bool, copy_to: int | None = None) -> Examined:
+    """Check the file that is open at `fd`: header, shapes, token ids, and whether it fits the others.
+
+    Args:
+        fd: for reading; its position is not used.
+        expected: what it has to be.
+        validate: look at all of its data too: every number is finite, and the checksum, if the file has one, is right.
+        copy_to: a file that receives all bytes; everything is read once whatever is asked for.
+
+    Raises:
+        CheckError: it is not what it has to be.
+        OSError: it cannot be read, or the copy not written.
+    """
+    try:
+        header = read_header(fd)
+    except FormatError as error:
+        raise CheckError(f"it is no safetensors file: {error}") from error
+    if missing := {HIDDEN_STATES, TOKEN_IDS} - header.tensors.keys():
+        raise CheckError(f"it has no {' and no '.join(sorted(missing))}")
+    facts = ServerFacts.of(header)
+    if expected.facts is not None and facts != expected.facts:
+        raise CheckError(f"it holds {_words(facts)}, and the others hold {_words(expected.facts)}")
+    tokens = _check_tokens(fd, header, expected)
+    size = os.fstat(fd).st_size
+    if validate or copy_to is not None:
+        _read_all(fd, header, size, validate, copy_to)
+    return Examined(tokens, size, facts)
+
+
+def _check_tokens(fd: int, header: Header, expected: Expected) -> int:
+    states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
+    if ids.dtype not in _TOKEN_DTYPES or len(ids.shape) != 1 or len(states.shape) != 3 or states.shape[0] != ids.shape[0]:
+        raise CheckError(f"{TOKEN_IDS} {ids.dtype} {list(ids.shape)} does not fit {HIDDEN_STATES} {list(states.shape)}")
+    found = np.frombuffer(_read(fd, ids.begin, ids.end), dtype=_TOKEN_DTYPES[ids.dtype])
+    if expected.prompt is not None:
+        prompt = np.asarray(expected.prompt, dtype=np.int64)
+        _compare("the prompt", prompt, found[: len(prompt)])
+        if expected.output is not None:
+            _compare("the generated tokens", np.asarray(expected.output, dtype=np.int64), found[len(prompt) :])
+    return len(found)
+
+
+def _compare(what: str, expected: npt.NDArray[np.int64], found: npt.NDArray[np.int64]) -> None:
+    if len(expected) != len(found):
+        raise CheckError(f"it has {len(found)} rows for {what} of {len(expected)} tokens")
+    if (wrong := np.flatnonzero(expected != found)).size:
+        at = wrong[0]
+        raise CheckError(f"token {at} of {what} is {found[at]} in it, and was {expected[at]}")
+
+
+def _read_all(fd: int, header: Header, size: int, validate: bool, copy_to: int | None) -> None:
+    data_begin = min(tensor.begin for tensor in header.tensors.values())
+    checksum = header.metadata.get("checksum") if validate and header.metadata.get("checksum_algorithm") == ALGORITHM else None
+    digest = xxhash.xxh3_64()
+    if copy_to is not None:
+        write_at(copy_to, _read(fd, 0, data_begin), 0)
+    for begin, end, tensor in _segments(header, data_begin, size):
+        for offset in range(begin, end, _BLOCK):
+            block = _read(fd, offset, min(offset + _BLOCK, end))
+            if checksum is not None:
+                digest.update(block)
+            if validate and tensor is not None and not _is_finite(block, tensor.dtype):
+                name = next(name for name, each in header.tensors.items() if each is tensor)
+                raise CheckError(f"{name} has numbers that are not finite")
+            if copy_to is not None:
+                write_at(copy_to, block, offset)
+    if checksum is not None and digest.hexdigest() != checksum:
+        raise CheckError(f"it is not as it was written: its checksum is {digest.hexdigest()}, not {checksum}")
+
+
+def _segments(header: Header, begin: int, size: int) -> Iterator[tuple[int, int, TensorInfo | None]]:
+    """(begin, end, tensor) of all that stands in [begin, size); None for what is of no tensor."""
+    for tensor in sorted(header.tensors.values(), key=lambda each: each.begin):
+        if begin < tensor.begin:
+            yield begin, tensor.begin, None
+        if begin <= tensor.begin:  # tensors that share bytes are looked at once
+            yield tensor.begin, tensor.end, tensor
+            begin = tensor.end
+    if begin < size:
+        yield begin, size, None
+
+
+def _is_finite(block: memoryview, dtype: str) -> bool:
+    if dtype not in _EXPONENTS:
+        return True
+    kind, mask, least = _EXPONENTS[dtype]
+    bits = np.frombuffer(block, dtype=kind)
+    return bits.size == 0 or int((bits & bits.dtype.type(mask)).max()) < least
+
+
+def _read(fd: int, begin: int, end: int) -> memoryview:
+    """Bytes of the file; a file that is cut off meanwhile is an error."""
+    data = bytearray(end - begin)
+    rest = memoryview(data)
+    while rest:
+        count = os.preadv(fd, [rest], end - len(rest))
+        if not count:
+            raise CheckError(f"it ended at byte {end - len(rest)} while it was read")
+        rest = rest[count:]
+    return memoryview(data)
+
+
+def _words(facts: ServerFacts) -> str:
+    return f"{facts.dtype} {list(facts.row_shape)} of layers {facts.layer_ids}"

@@ -1,0 +1,137 @@
+"""What a run is told: every option, with its default and what it has to fit with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from vllm_ascend_hsx.generate.errors import InputError
+
+
+@dataclass(frozen=True)
+class PathMap:
+    """A directory that is called otherwise on the server's machine.
+
+    Attributes:
+        server: as it begins in a response.
+        local: what to read instead.
+    """
+
+    server: str
+    local: Path
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run; the command line has one of the same name for each.
+
+    Attributes:
+        data: the dataset.
+        output: directory for the files and the ledger.
+        endpoints: base URLs of servers, without /v1.
+        column: of the dataset; None for the first that is known.
+        limit: how many rows of the dataset, from the first; None for all.
+        model: as the servers call it; None to ask them.
+        concurrency: requests under way at a time, over all endpoints.
+        validate: read each file once and check that it is finite and as it was written, also those that are there already.
+        request_timeout: seconds for an answer, and again for the file behind it.
+        max_retries: how often a row is asked for again.
+        retry_delay: seconds before the first retry; doubled for each further one.
+        max_consecutive_errors: errors with no finished row in between that end the run.
+        world_size, rank: this run does the rows whose index modulo world_size is rank.
+        include_output_tokens, max_tokens: whether rows of generated tokens are wanted, and how many are generated.
+        overwrite: remove what is in the output directory and begin anew.
+        copy: copy files if they cannot be renamed because the output directory is on another filesystem.
+        durability: "fdatasync": a row that counts as finished survives a loss of power.
+        path_maps: the longest that fits is used.
+        api_key: sent to the servers.
+
+    Raises:
+        InputError: a value that cannot be; the message names option, value and remedy.
+    """
+
+    data: Path
+    output: Path
+    endpoints: Sequence[str] = ("http://localhost:8000",)
+    column: str | None = None
+    limit: int | None = None
+    model: str | None = None
+    concurrency: int = 32
+    validate: bool = False
+    request_timeout: float = 120.0
+    max_retries: int = 3
+    retry_delay: float = 1.0
+    max_consecutive_errors: int | None = None
+    world_size: int = 1
+    rank: int = 0
+    include_output_tokens: bool = False
+    max_tokens: int | None = None
+    overwrite: bool = False
+    copy: bool = False
+    durability: Literal["none", "fdatasync"] = "fdatasync"
+    path_maps: Sequence[PathMap] = ()
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {"concurrency": 1, "max_retries": 0, "world_size": 1, "limit": 1, "max_consecutive_errors": 1, "max_tokens": 1}
+        for name, minimum in least.items():
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise InputError(f"{_flag(name)} {value}: give a number of at least {minimum}")
+        for name in ("request_timeout", "retry_delay"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(f"{_flag(name)} {getattr(self, name)}: give a positive number of seconds")
+        if not 0 <= self.rank < self.world_size:
+            raise InputError(f"--rank {self.rank}: give a number from 0 to {self.world_size - 1}, for --world-size is {self.world_size}")
+        if not self.endpoints:
+            raise InputError("--endpoint: give the URL of at least one server, such as http://localhost:8000")
+        for url in self.endpoints:
+            if not url.startswith(("http://", "https://")) or not url.split("://", 1)[1]:
+                raise InputError(f"--endpoint {url}: give the URL of a server, such as http://localhost:8000")
+        if len(set(self.endpoints)) != len(self.endpoints):
+            raise InputError("--endpoint: one is named twice; name each once")
+        if self.include_output_tokens and self.max_tokens is None:
+            raise InputError("--include-output-tokens: say with --max-tokens how many tokens are to be generated for a row")
+        if not self.include_output_tokens and self.max_tokens is not None:
+            raise InputError("--max-tokens: the prompt's rows do not depend on it; add --include-output-tokens or leave it out")
+
+    @property
+    def tokens_to_generate(self) -> int:
+        return self.max_tokens if self.max_tokens is not None else 1
+
+    @property
+    def errors_to_stop(self) -> int:
+        return self.concurrency if self.max_consecutive_errors is None else self.max_consecutive_errors
+
+    def is_ours(self, row: int) -> bool:
+        """Whether this run does that row."""
+        return row % self.world_size == self.rank
+
+    def local_path(self, path: str) -> Path:
+        """Where a file is here that a server calls `path`."""
+        best = max((each for each in self.path_maps if _is_below(path, each.server)), key=lambda each: len(each.server), default=None)
+        return Path(path) if best is None else best.local / path[len(best.server.rstrip("/")) :].lstrip("/")
+
+
+def base_url(text: str) -> str:
+    """An endpoint as users write it, without the /v1 that the OpenAI client wants."""
+    return text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def path_map(text: str) -> PathMap:
+    """SERVER=LOCAL. Raises InputError."""
+    server, equals, local = text.partition("=")
+    if not equals or not server.startswith("/") or not local:
+        raise InputError(f"--map-path {text}: give SERVER=LOCAL, two directories, such as /data/hidden_states=/mnt/hidden_states")
+    return PathMap(server, Path(local).absolute())
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return path.startswith(directory.rstrip("/") + "/")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

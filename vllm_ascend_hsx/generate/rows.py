@@ -1,0 +1,198 @@
+"""One row of a dataset: read from a record, checked, and turned into the request that is sent for it."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+COMPLETIONS, CHAT = "completions", "chat/completions"
+# In this order: a preprocessed dataset has token ids beside the conversation that they were made from.
+TOKEN_COLUMNS, MESSAGE_COLUMNS, PROMPT_COLUMN = ("token_ids", "input_ids"), ("messages", "conversations"), "prompt"
+COLUMNS = (*TOKEN_COLUMNS, *MESSAGE_COLUMNS, PROMPT_COLUMN)
+# ShareGPT's names of the roles (and the API's own), by which `from` is translated.
+ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "developer": "developer",
+}
+_MAX_TOKEN_ID = 2**31 - 1
+
+
+class RowError(ValueError):
+    """A record cannot be sent; the message names the key and the remedy."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row.
+
+    Attributes:
+        index: counted from 0 over the whole dataset; its file is hs_{index}.safetensors.
+        content: token ids, the messages of a chat, or a prompt's text.
+    """
+
+    index: int
+    content: array[int] | list[dict[str, Any]] | str
+
+    @property
+    def token_ids(self) -> array[int] | None:
+        """The ids, if the row is given as such; otherwise only the server can tell them."""
+        return self.content if isinstance(self.content, array) else None
+
+    @property
+    def endpoint(self) -> str:
+        return CHAT if isinstance(self.content, list) else COMPLETIONS
+
+    def identity(self) -> bytes:
+        """Bytes that differ for rows whose requests differ."""
+        if isinstance(self.content, array):
+            return b"t%d:" % len(self.content) + self.content.tobytes()
+        text = json.dumps(self.content, ensure_ascii=False, sort_keys=True).encode()
+        return b"j%d:" % len(text) + text
+
+    def body(self, model: str, max_tokens: int, include_output: bool) -> dict[str, Any]:
+        """The JSON of the request: greedy, for the same rows have to come out of the same request."""
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+            "kv_transfer_params": {"include_output_tokens": include_output},
+        }
+        if isinstance(self.content, list):
+            # A conversation that ends with the assistant's words is complete; any other asks for them.
+            return body | {"messages": self.content, "add_generation_prompt": self.content[-1]["role"] != "assistant"}
+        return body | {"prompt": self.content.tolist() if isinstance(self.content, array) else self.content}
+
+
+def choose_column(available: Sequence[str] | Mapping[str, Any], wanted: str | None) -> str:
+    """The column that is sent: the one that is wanted, or the first of COLUMNS that is there.
+
+    Raises:
+        RowError: there is none.
+    """
+    if wanted is not None:
+        if wanted not in available:
+            raise RowError(f"there is no {wanted!r} here, only {_listed(available)}; give --column the name of one that there is")
+        return wanted
+    for column in COLUMNS:
+        if column in available:
+            return column
+    raise RowError(f"it has none of {', '.join(COLUMNS)}, only {_listed(available)}; name the column with --column")
+
+
+def read_row(index: int, column: str, value: Any) -> Row:
+    """Check a value and make a row of it.
+
+    Args:
+        index: of the row.
+        column: where it comes from; what it has to be follows from the name, or, for a name of the user's own, from the value.
+        value: as JSON or Arrow gives it.
+
+    Raises:
+        RowError: it cannot be sent.
+    """
+    if isinstance(value, str):
+        if column in (*TOKEN_COLUMNS, *MESSAGE_COLUMNS):
+            raise RowError(f"{column} is a text; give a list, or call a text {PROMPT_COLUMN!r}")
+        return Row(index, _text(column, value))
+    if not isinstance(value, list | array):
+        raise RowError(f"{column} is {_named(value)}; give {_wanted(column)}")
+    if not value:
+        raise RowError(f"{column} is empty; there is nothing to compute for it: leave this row out")
+    if column in MESSAGE_COLUMNS or (column not in TOKEN_COLUMNS and isinstance(value[0], dict)):
+        return Row(index, _messages(column, value))
+    return Row(index, _token_ids(column, value))
+
+
+def _token_ids(column: str, value: list[Any] | array[int]) -> array[int]:
+    if isinstance(value, list) and set(map(type, value)) != {int}:
+        at, wrong = next((at, each) for at, each in enumerate(value) if type(each) is not int)
+        raise RowError(f"{column}[{at}] is {_named(wrong)}; token ids are whole numbers")
+    if min(value) < 0 or max(value) > _MAX_TOKEN_ID:
+        at = next(at for at, each in enumerate(value) if not 0 <= each <= _MAX_TOKEN_ID)
+        raise RowError(f"{column}[{at}] is {_number(value[at])}; token ids are numbers from 0 to the vocabulary's size")
+    return array("q", value)
+
+
+def _text(column: str, value: str) -> str:
+    if not value:
+        raise RowError(f"{column} is empty; there is nothing to compute for it: leave this row out")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"{column} is no valid Unicode text (character {error.start}); mend it, it cannot be sent") from error
+    return value
+
+
+def _messages(column: str, value: list[Any] | array[int]) -> list[dict[str, Any]]:
+    messages = [_message(f"{column}[{at}]", message) for at, message in enumerate(value)]
+    try:
+        json.dumps(messages, ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise RowError(f"{column} cannot be sent as JSON: {error}") from error
+    return messages
+
+
+def _message(where: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise RowError(f'{where} is {_named(message)}; give {{"role": ..., "content": ...}} or {{"from": ..., "value": ...}}')
+    # Columns of Arrow have every key in every message, with None for what is not there.
+    message = {key: each for key, each in message.items() if each is not None}
+    if "role" not in message and "from" in message:
+        said = message["from"]
+        role = ROLES.get(said) if isinstance(said, str) else None
+        if role is None:
+            raise RowError(f"{where}.from is {_shown(said)}; use one of {', '.join(ROLES)}")
+        if not isinstance(message.get("value"), str):
+            raise RowError(f"{where}.value is {_named(message.get('value'))}; give the message's text")
+        return {"role": role, "content": message["value"]}
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise RowError(f"{where}.role is {_shown(message.get('role'))}; use system, user, assistant or tool")
+    content = message.get("content")
+    if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+        raise RowError(f"{where}.content is {_named(content)}; give the message's text, or a list of parts")
+    return message
+
+
+def _wanted(column: str) -> str:
+    if column in TOKEN_COLUMNS:
+        return "a list of token ids"
+    return "a list of messages" if column in MESSAGE_COLUMNS else "a text"
+
+
+def _named(value: Any) -> str:
+    """What a value is, in JSON's words."""
+    if value is None:
+        return "missing or null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return f"the number {_number(value)}"
+    if isinstance(value, float):
+        return f"the number {value}"
+    if isinstance(value, str):
+        return "a text"
+    return "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else f"a {type(value).__name__}"
+
+
+def _number(value: int) -> str:
+    return str(value) if value.bit_length() <= 64 else f"a number of {value.bit_length()} bits"
+
+
+def _shown(value: Any) -> str:
+    return repr(value[:40]) if isinstance(value, str) else _named(value)
+
+
+def _listed(available: Sequence[str] | Mapping[str, Any]) -> str:
+    names = list(available)
+    return (", ".join(map(repr, names[:12])) + (" and more" if len(names) > 12 else "")) if names else "nothing"

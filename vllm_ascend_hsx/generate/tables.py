@@ -1,0 +1,79 @@
+"""Arrow and parquet files as a dataset; the only module that needs pyarrow."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vllm_ascend_hsx.generate.dataset import Dataset, DatasetError
+from vllm_ascend_hsx.generate.rows import Row, RowError, choose_column, read_row
+
+_BATCH = 256  # rows that are in memory at a time, where the file leaves it to us
+
+
+class Tables(Dataset):
+    """Rows of Arrow (stream or file format) and parquet files, one column of them."""
+
+    def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | None]:
+        index = 0
+        for path in self.files:
+            number = 0  # of the row in this file
+            try:
+                for column, batch in self._batches(path):
+                    for value in batch:
+                        where = f"{path}, row {number}"
+                        yield _row(where, index, column, value) if wanted(index) else None
+                        index, number = index + 1, number + 1
+            except (pa.ArrowException, OSError) as error:
+                raise DatasetError(str(path), f"it cannot be read: {str(error).splitlines()[0]}") from error
+
+    def _batches(self, path: Path) -> Iterator[tuple[str, Any]]:
+        """(column's name, its values) batch by batch."""
+        if path.suffix == ".parquet":
+            with pq.ParquetFile(path) as file:
+                column = self._column(path, file.schema_arrow.names)
+                for batch in file.iter_batches(batch_size=_BATCH, columns=[column]):
+                    yield column, batch.column(column)
+            return
+        with pa.memory_map(str(path)) as source:
+            # `datasets` writes the stream format, `pyarrow.feather` and others the file format.
+            if source.read(6) == b"ARROW1":
+                file = pa.ipc.open_file(source)
+                column = self._column(path, file.schema.names)
+                for number in range(file.num_record_batches):
+                    yield column, file.get_batch(number).column(column)
+            else:
+                source.seek(0)
+                stream = pa.ipc.open_stream(source)
+                column = self._column(path, stream.schema.names)
+                for batch in stream:
+                    yield column, batch.column(column)
+
+    def _column(self, path: Path, names: list[str]) -> str:
+        try:
+            return choose_column(names, self.column)
+        except RowError as error:
+            raise DatasetError(str(path), str(error)) from error
+
+
+def _row(where: str, index: int, column: str, value: Any) -> Row:
+    try:
+        return read_row(index, column, _python(column, value))
+    except RowError as error:
+        raise DatasetError(where, str(error)) from error
+
+
+def _python(column: str, value: Any) -> Any:
+    """A value as JSON would give it; token ids without making an object of each."""
+    items = getattr(value, "values", None)
+    if items is not None and pa.types.is_integer(items.type) and not items.null_count:
+        try:
+            return array("q", items.cast(pa.int64()).to_numpy().tobytes())
+        except pa.ArrowInvalid:
+            raise RowError(f"{column} holds a number above 2^63; token ids are numbers from 0 to the vocabulary's size") from None
+    return value.as_py()
