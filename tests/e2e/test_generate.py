@@ -1,0 +1,161 @@
+"""`hsx generate` against `vllm serve`: killed half-way and started again, every row is right and nothing is left on the server's side."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import compare_file, process_environment, tokens
+from safetensors.torch import load_file
+
+from vllm_ascend_hsx.demo.options import ServeOptions
+from vllm_ascend_hsx.demo.server import Server, free_port
+
+LAYER_IDS = (4, 1, 3)
+START_SECONDS = 280
+MAX_MODEL_LEN = 512
+LENGTHS = (5, 70, 1, 130, 33, 64, 65, 9, 200, 17)
+ROOT = Path(__file__).parents[2]
+DIES_AT = 70  # its system call: some rows have their file, some are under way
+
+
+@dataclass
+class Serving:
+    """A server, and runs of the command against it."""
+
+    server: Server
+    model: Path
+    storage: Path
+    work: Path
+
+    def generate(self, output: str, records: list[dict[str, Any]], *options: str, dies_at: int | None = None) -> tuple[int, str]:
+        """(exit code, what was printed)."""
+        data = self.work / f"{output}.jsonl"
+        data.write_text("".join(json.dumps(each) + "\n" for each in records))
+        arguments = ["--data", str(data), "--output", str(self.work / output), "--endpoint", f"{self.server.url}/v1", *options]
+        command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate"]
+        if dies_at is not None:
+            command = [sys.executable, "-m", "tests.ut.fakes.generate_process", str(self.work / "killed.log"), str(dies_at)]
+        done = subprocess.run([*command, *arguments], cwd=ROOT, text=True, capture_output=True, timeout=250, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    def left(self) -> list[str]:
+        """What is in the server's directory, but for its own mark."""
+        return sorted(path.name for path in self.storage.iterdir() if not path.name.startswith("."))
+
+    def ledger(self, output: str) -> dict[int, dict[str, Any]]:
+        """The last line of each row."""
+        lines = map(json.loads, (self.work / output / "ledger.jsonl").read_text().splitlines())
+        return {line["row"]: line for line in lines if "row" in line}
+
+    def path(self, output: str, row: int) -> Path:
+        return self.work / output / f"hs_{row}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    directory = tmp_path_factory.mktemp("generate")
+    options = ServeOptions(
+        model=str(tiny_minimax_m2),
+        storage=directory / "hidden_states",
+        layer_ids=LAYER_IDS,
+        port=free_port(),
+        data_parallel_size=1,
+        tensor_parallel_size=1,
+        expert_parallel=False,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=64,
+        extra=("--enforce-eager", "--gpu-memory-utilization", "0.4"),
+    )
+    server = Server(options.command(), port=options.port, log=directory / "server.log", environment=process_environment(npus=1))
+    with server:
+        server.wait_ready(START_SECONDS)
+        yield Serving(server, tiny_minimax_m2, options.storage, directory)
+
+
+@pytest.mark.timeout(600)
+def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
+    records = [{"token_ids": tokens(length)} for length in LENGTHS]
+    code, printed = serving.generate("tokens", records, "--validate", "--concurrency", "3", dies_at=DIES_AT)
+    assert code == -signal.SIGKILL, printed
+    before = {row for row in range(len(LENGTHS)) if serving.path("tokens", row).exists()}
+    assert 0 < len(before) < len(LENGTHS)
+    stamps = {row: serving.path("tokens", row).stat().st_mtime_ns for row in before}
+
+    code, printed = serving.generate("tokens", records, "--concurrency", "3")
+    assert code == 0, printed
+    assert serving.left() == []
+    assert {row: serving.path("tokens", row).stat().st_mtime_ns for row in before} == stamps
+    assert {path.name for path in (serving.work / "tokens").iterdir()} == {"ledger.jsonl", *(f"hs_{row}.safetensors" for row in range(10))}
+    for row, record in enumerate(records):
+        comparison = compare_file(serving.path("tokens", row), serving.model, record["token_ids"], LAYER_IDS)
+        assert comparison.matches, (row, comparison)
+    lines = serving.ledger("tokens")
+    assert {line["status"] for line in lines.values()} <= {"done", "recovered", "found"}
+    assert {row: line["attempts"] for row, line in lines.items() if line["status"] == "done"} == {
+        row: 1 for row, line in lines.items() if line["status"] == "done"
+    }
+    # Everything that is there is as it was written.
+    code, printed = serving.generate("tokens", records, "--validate")
+    assert code == 0, printed
+
+
+@pytest.mark.timeout(600)
+def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(serving: Serving) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(serving.model)
+    said = [{"role": "user", "content": "Which way?"}]
+    answered = [*said, {"role": "assistant", "content": "That one."}]
+    chats = [{"from": "human", "value": "Which way?"}], [{"from": "human", "value": "Which way?"}, {"from": "gpt", "value": "That one."}]
+    records = [{"prompt": "The capital of France"}, *({"conversations": chat} for chat in chats), {"input_ids": tokens(MAX_MODEL_LEN + 1)}]
+    code, printed = serving.generate("texts", records, "--validate", "--include-output-tokens", "--max-tokens", "6")
+    assert code == 1, printed
+    prompts = [
+        tokenizer("The capital of France").input_ids,
+        tokenizer.apply_chat_template(said, add_generation_prompt=True)["input_ids"],
+        tokenizer.apply_chat_template(answered)["input_ids"],
+    ]
+    for row, prompt in enumerate(prompts):
+        stored = load_file(serving.path("texts", row))["token_ids"].tolist()
+        assert stored[: len(prompt)] == prompt
+        assert len(prompt) < len(stored) <= len(prompt) + 5
+        assert compare_file(serving.path("texts", row), serving.model, stored, LAYER_IDS).matches
+    failed = serving.ledger("texts")[3]
+    assert (failed["status"], failed["attempts"]) == ("failed", 1)
+    assert "answers 400: " in failed["error"] and "maximum context length" in failed["error"]
+    assert not serving.path("texts", 3).exists()
+    assert serving.left() == []
+
+
+@pytest.mark.timeout(600)
+def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) -> None:
+    """A request that generates for long is under way when Ctrl-C comes: the server is asked for no more, and keeps nothing."""
+    records = [{"token_ids": tokens(20)}]
+    data = serving.work / "long.jsonl"
+    data.write_text(json.dumps(records[0]))
+    command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate", "--data", str(data), "--output", str(serving.work / "long")]
+    command += ["--endpoint", serving.server.url, "--include-output-tokens", "--max-tokens", str(MAX_MODEL_LEN - 20)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while not any("-0-1-0-" in name for name in serving.left()):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+            assert process.returncode is None, process.communicate()[0]
+        process.send_signal(signal.SIGINT)
+        printed, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130, printed
+    assert "interrupted; what is done is kept" in printed
+    assert serving.left() == []
+    code, printed = serving.generate("after", [{"token_ids": tokens(20)}])
+    assert code == 0, printed
