@@ -137,16 +137,17 @@ def place(checkpoint: Callable[[], None] = lambda: None) -> Iterator[Place]:
         where.storage.mkdir()
         where.restart()
         fds = open_fds()
-        opened_outside = watch(patch, where, checkpoint)
+        wrong = watch(patch, where, checkpoint)
         yield where
         assert open_fds() == fds
         assert snapshot(where.outside) == where.before
-        assert opened_outside == []
+        assert wrong == []
         assert {name.partition("-")[0] for name in os.listdir(above)} <= {"storage", "outside", "stolen"}
 
 
 def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None]) -> list[str]:
-    """What the sink's modules open from now on of what stands outside: to have it open is to touch it already."""
+    """What the sink's modules do wrong from now on: to have something open that stands outside is to touch it already, and to name
+    something by a path that leads through the directory is to follow whatever stands there at that instant."""
     found: list[str] = []
 
     class Watched:
@@ -157,11 +158,14 @@ def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 checkpoint()
+                for path in args:
+                    if isinstance(path, str | Path) and os.path.isabs(path) and Path(path) != where.storage:
+                        found.append(f"{name}({str(path)!r})")
                 result = attribute(*args, **kwargs)
                 if name == "open":
-                    path = os.readlink(f"/proc/self/fd/{result}")
-                    if path.startswith(str(where.outside)) or path == str(where.above):
-                        found.append(path)
+                    opened = os.readlink(f"/proc/self/fd/{result}")
+                    if opened.startswith(str(where.outside)) or opened == str(where.above):
+                        found.append(f"{opened!r} was opened")
                 return result
 
             return call
