@@ -98,9 +98,8 @@ class Collector:
             raise RunError(f"the server's answer names {path}, and there is no such directory here; {remedy}") from error
         except OSError as error:
             self._drop(path)
-            raise RunError(
-                describe(f"{path} cannot be moved to {self._output}", error) + "; let this user write in both directories"
-            ) from error
+            remedy = "; let this user write in both directories" if isinstance(error, PermissionError) else ""
+            raise RunError(describe(f"{path} cannot be moved to {self._output}", error) + remedy) from error
         except RunError:
             self._drop(path)
             raise

@@ -15,7 +15,7 @@ from vllm_ascend_hsx.sinks.checksum import ALGORITHM
 from vllm_ascend_hsx.sinks.data_file import write_at
 from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
 
-_BLOCK = 1 << 20  # small enough for what is read to stay in the processor's cache while it is looked at
+_BLOCK = 256 << 10  # small enough for what is read to stay in the processor's cache while it is looked at
 _TOKEN_DTYPES = {"I64": "<i8", "I32": "<i4"}
 # What of the bits of a floating-point number says, when it is so large, that it is not finite: unsigned type, mask, least value.
 _EXPONENTS = {

@@ -10,10 +10,11 @@ from rich.console import Console
 
 from vllm_ascend_hsx.generate.dataset import Dataset, open_dataset
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.generation import Generation, Interrupted, Outcome
+from vllm_ascend_hsx.generate.generation import Generation
 from vllm_ascend_hsx.generate.ledger import Entry, Identity
 from vllm_ascend_hsx.generate.names import row_file
 from vllm_ascend_hsx.generate.options import Options
+from vllm_ascend_hsx.generate.outcome import Interrupted, Outcome
 from vllm_ascend_hsx.generate.output import Output, open_output
 from vllm_ascend_hsx.generate.progress import progress_on
 from vllm_ascend_hsx.generate.summary import show_summary
@@ -71,6 +72,7 @@ def _check(dataset: Dataset, options: Options, console: Console) -> Identity:
     """Reads all of the dataset, and says what makes this run's files what they are."""
     with console.status(f"checking {options.data}") as status:
         checked = dataset.check(lambda rows: status.update(f"checking {options.data}: {rows:,} rows"))
+    console.print(f"{options.data}: {checked.rows:,} rows", markup=False, highlight=False, soft_wrap=True)
     return Identity(
         {"rows": checked.rows, "digest": checked.digest},
         {"include_output_tokens": options.include_output_tokens, "max_tokens": options.tokens_to_generate},

@@ -7,8 +7,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.generation import Interrupted, Outcome
 from vllm_ascend_hsx.generate.ledger import Ledger
+from vllm_ascend_hsx.generate.outcome import Interrupted, Outcome
 from vllm_ascend_hsx.generate.progress import duration
 
 
