@@ -87,14 +87,7 @@ def judge(results: Results) -> list[Verdict]:
             lambda value: f"{-value:.3f} s",
             _direct_cpu,
         ),
-        _each_cell(
-            "a checksum at no more than 10 % of the path's CPU time",
-            _of(host, PINNED, lambda cell: cell.tokens >= 512),
-            lambda cell: -(cell.figures[OURS].cpu_s_per_gb / cell.figures[OURS_UNCHECKED].cpu_s_per_gb - 1),
-            -0.1,
-            lambda value: f"{-value:.1%}",
-            lambda cells: "",
-        ),
+        _checksum(_of(host, PINNED, lambda cell: True)),
         *_latency(results.latency),
         _memory(host, results.ring_bytes),
         *_steps(results.step),
@@ -126,6 +119,19 @@ def _each_cell(
     return Verdict(goal, f"{write(middle)} in the middle cell, {where}", met, "" if met == "yes" else limit(cells))
 
 
+def _checksum(cells: Sequence[Cell]) -> Verdict | None:
+    """Judged by the middle cell: the difference of two runs is small against the noise of one."""
+    if not cells:
+        return None
+    costs = sorted(cell.figures[OURS].cpu_s_per_gb / cell.figures[OURS_UNCHECKED].cpu_s_per_gb - 1 for cell in cells)
+    middle = costs[len(costs) // 2]
+    return Verdict(
+        "a checksum at no more than 10 % of the path's CPU time",
+        f"{middle:.1%} in the middle cell of {len(costs)}",
+        "yes" if middle <= 0.1 else "no",
+    )
+
+
 def _percent(value: float) -> str:
     return f"{value:.0%}"
 
@@ -133,25 +139,29 @@ def _percent(value: float) -> str:
 def _fixed_cost(cells: Sequence[Cell]) -> str:
     """What a file costs beyond the raw write of its bytes, of the smallest files."""
     fewest = min(cell.tokens for cell in cells)
-    extra = []
+    beyond, checksum = [], []
     for cell in cells:
-        raw = cell.figures.get(RAW) or cell.figures[DIRECT]
         if cell.tokens == fewest:
-            share = cell.num_bytes / cell.requests / 1e9
-            extra.append(share * (cell.figures[OURS].cpu_s_per_gb - raw.cpu_s_per_gb))
-    each = sorted(extra)[len(extra) // 2] * 1e6
-    return f"a file of {fewest:,} tokens takes {each:.0f} µs of CPU time more than its raw write"
+            gb, figures = cell.num_bytes / cell.requests / 1e9, cell.figures
+            beyond.append(gb * (figures[OURS].cpu_s_per_gb - figures[RAW].cpu_s_per_gb))
+            checksum.append(gb * (figures[OURS].cpu_s_per_gb - figures[OURS_UNCHECKED].cpu_s_per_gb))
+    more, of_it = (sorted(values)[len(values) // 2] * 1e6 for values in (beyond, checksum))
+    return f"a file of {fewest:,} tokens takes {more:,.0f} µs of CPU time more than its raw write, {of_it:,.0f} µs of them for the checksum"
 
 
 def _raw_against_vllm(cells: Sequence[Cell]) -> str:
-    most = max(cell.figures[RAW].of_vllm or 0.0 for cell in cells)
-    return f"a raw write alone is at most {most:.1f} times as fast as that path: its save_file is one too"
+    alone = sorted(cell.figures[RAW].of_vllm or 0.0 for cell in cells)
+    good = sum(value >= 4 for value in alone)
+    return f"a raw write alone, without any copy: {alone[len(alone) // 2]:.1f} x in the middle cell, 4 x in {good} of {len(alone)}"
 
 
 def _publishing(cells: Sequence[Cell]) -> str:
     worst = min(cells, key=lambda cell: cell.figures[OURS].of_raw)
-    published = worst.figures[DIRECT_PUBLISHED].of_raw
-    return f"with a rename and an fsync of the directory, raw O_DIRECT itself is at {published:.0%} in the worst cell"
+    published, unchecked = worst.figures[DIRECT_PUBLISHED].of_raw, worst.figures[OURS_UNCHECKED].of_raw
+    return (
+        f"in the worst cell raw O_DIRECT with a rename and an fsync of the directory is at {published:.0%}, "
+        f"ours without checksum at {unchecked:.0%}"
+    )
 
 
 def _direct_cpu(cells: Sequence[Cell]) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,16 +28,20 @@ class Scale:
     Attributes:
         tokens: lengths of the prompts.
         in_flight: requests that share each step.
-        steps: measured of each kind, in each cell.
+        rounds: in each of which every cell is measured, in an order drawn anew.
+        waves: groups of requests in a round, of one request; with more in flight there are fewer.
+        steps: of a wave at most; then its requests are aborted.
     """
 
     tokens: tuple[int, ...] = (128, 512, 2048, 8192)
     in_flight: tuple[int, ...] = (1, 8, 32, 256)
-    steps: int = 60
+    rounds: int = 5
+    waves: int = 12
+    steps: int = 12
 
 
 FULL = Scale()
-QUICK = Scale(in_flight=(1, 32), steps=20)
+QUICK = Scale(in_flight=(1, 32), rounds=3)
 
 
 @dataclass(frozen=True)
@@ -80,18 +85,35 @@ def run(
     scale: Scale, directory: Path, device: torch.device, show: Callable[[str], None], *, step_tokens: int = STEP_TOKENS
 ) -> Result:
     """Measure on the directory's filesystem."""
+    keys = [(tokens, in_flight) for tokens in scale.tokens for in_flight in scale.in_flight]
+    samples = {key: Samples() for key in keys}
     with tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory) as place:
         thread = MainThread(NARROW, Path(place), device, max_tokens=max(step_tokens, *scale.in_flight))
         try:
-            _measure(thread, min(scale.tokens), 1, scale, step_tokens, Path(place))  # warms up
-            cells = []
-            for tokens in scale.tokens:
-                for in_flight in scale.in_flight:
-                    cells.append(_measure(thread, tokens, in_flight, scale, step_tokens, Path(place)))
-                    show(_line(cells[-1]))
+            for turn in range(-1, scale.rounds):  # the first one warms up
+                for tokens, in_flight in random.Random(turn).sample(keys, len(keys)):
+                    kept = Samples() if turn < 0 else samples[tokens, in_flight]
+                    for _ in range(max(1, scale.waves // in_flight)):
+                        _one_wave(thread, tokens, in_flight, scale, step_tokens, Path(place), kept)
         finally:
             thread.close()
+    cells = [samples[key].cell(*key) for key in keys]
+    for cell in cells:
+        show(_line(cell))
     return Result(cells, *fit(cells), slope(cells))
+
+
+@dataclass
+class Samples:
+    """Seconds of each kind of step; see Cell."""
+
+    beginning: list[float] = field(default_factory=list)
+    going_on: list[float] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
+
+    def cell(self, tokens: int, in_flight: int) -> Cell:
+        going_on = statistics.median(self.going_on) if self.going_on else None
+        return Cell(tokens, in_flight, statistics.median(self.beginning), going_on, statistics.median(self.idle))
 
 
 def _line(cell: Cell) -> str:
@@ -99,37 +121,25 @@ def _line(cell: Cell) -> str:
     return f"{cell.tokens} tokens, {cell.in_flight} in flight: {cell.beginning * 1e6:.0f} us per step when they begin{going_on}"
 
 
-def _measure(thread: MainThread, tokens: int, in_flight: int, scale: Scale, step_tokens: int, directory: Path) -> Cell:
-    share, steps = max(1, min(tokens, step_tokens // in_flight)), scale.steps
-    beginning: list[float] = []
-    going_on: list[float] = []
-    idle: list[float] = []
-    wave = 0
-    while len(beginning) < max(3, steps // in_flight) or (share < tokens and len(going_on) < steps):
-        ids = [f"wave-{wave}-{index}" for index in range(in_flight)]
-        starts = [start_of(request_id, directory / f"{request_id}.safetensors", tokens) for request_id in ids]
-        wave += 1
-        firsts = list(range(0, tokens, share))[:steps]
-        for first in firsts:
-            count = min(share, tokens - first)
-            batch = Batch(ids, [first] * in_flight, [count] * in_flight)
-            cost = thread.step(starts if first == 0 else [], *batch.runner_state())
-            (beginning if first == 0 else going_on).append(cost)
-            thread.settle()
-        thread.end(ids, complete=firsts[-1] + share >= tokens)
-        for _ in range(3):  # the first hears that the requests have ended, the second reports what became of them
-            cost = thread.step([], *Batch(ids, [tokens] * in_flight, [1] * in_flight).runner_state())
-            thread.settle()
-        idle.append(cost)
-        for path in directory.iterdir():
-            path.unlink()
-    return Cell(
-        tokens,
-        in_flight,
-        statistics.median(beginning),
-        statistics.median(going_on) if going_on else None,
-        statistics.median(idle),
-    )
+def _one_wave(
+    thread: MainThread, tokens: int, in_flight: int, scale: Scale, step_tokens: int, directory: Path, samples: Samples
+) -> None:
+    share = max(1, min(tokens, step_tokens // in_flight))
+    ids = [f"request-{index}" for index in range(in_flight)]
+    starts = [start_of(request_id, directory / f"{request_id}.safetensors", tokens) for request_id in ids]
+    firsts = range(0, tokens, share)[: scale.steps]
+    for first in firsts:
+        batch = Batch(ids, [first] * in_flight, [min(share, tokens - first)] * in_flight)
+        cost = thread.step([] if first else starts, *batch.runner_state())
+        (samples.going_on if first else samples.beginning).append(cost)
+        thread.settle()
+    thread.end(ids, complete=firsts[-1] + share >= tokens)
+    for _ in range(3):  # the first hears that the requests have ended, the second reports what became of them
+        cost = thread.step([], *Batch(ids, [tokens] * in_flight, [1] * in_flight).runner_state())
+        thread.settle()
+    samples.idle.append(cost)
+    for path in directory.iterdir():
+        path.unlink()
 
 
 @dataclass(frozen=True)
