@@ -1,0 +1,187 @@
+"""An engine, or a worker of one, is killed at a random instant: what can be seen is right, and the next engine in the directory works.
+
+`--engine-kills N` kills N of them instead of 4.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from harness import EngineError, EngineSession, Request, names_in, tokens
+from oracle import Oracle, Reference, Served
+
+from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_mark
+
+KILLS = 4
+ONE_WORKER = 4  # of so many kills, one is of a single worker of two
+LONGEST_LIFE = 1.5  # seconds for which requests run
+LAYER_IDS = (4, 1, 2)
+CHUNK = 32
+AT_A_TIME = 6
+
+
+class Reign:
+    """Engines that follow each other in one directory.
+
+    Args:
+        directory: theirs, with their log.
+        model: the target's, in float32.
+        luck: decides what is asked, and when an engine dies.
+    """
+
+    def __init__(self, directory: Path, model: Path, luck: random.Random) -> None:
+        self._directory = directory
+        self._model = model
+        self._luck = luck
+        self._reference = Reference(model, 4, torch.float32)
+        self.storage = directory / "hidden_states"
+        self.visible: set[str] = set()
+        self.counts: Counter[str] = Counter()
+
+    def engine(self, workers: int = 1) -> EngineSession:
+        options = {"dtype": "float32", "max_num_batched_tokens": CHUNK, "max_num_seqs": AT_A_TIME, "tensor_parallel_size": workers}
+        return EngineSession(self._directory, self._model, layer_ids=LAYER_IDS, timeout=600, **options)
+
+    def add(self, session: EngineSession) -> Request:
+        length = self._luck.choice([1, CHUNK, self._luck.randint(1, 300)])
+        sampling = {"max_tokens": self._luck.randint(1, 12)}
+        if self._luck.random() < 0.4:
+            sampling["extra_args"] = {"kv_transfer_params": {"include_output_tokens": True}}
+        return session.add(tokens(length, seed=self._luck.randrange(3)), sampling)
+
+    def serve_until_killed(self, session: EngineSession, one_worker: bool) -> Callable[[], object]:
+        """Requests come and go, some are aborted; then somebody sends SIGKILL.
+
+        Returns:
+            A call that waits for a consumer of a file that was not complete then, and returns what it got.
+        """
+        killed = threading.Event()
+
+        def kill() -> None:
+            killed.set()
+            if one_worker:
+                os.kill(self._luck.choice(holders_of_marks(self.storage)), signal.SIGKILL)
+            else:
+                os.killpg(session._process.pid, signal.SIGKILL)
+
+        endless = session.add(tokens(40), {"max_tokens": 400, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}})
+        (path,) = session.paths(endless)
+        while not path.with_name(path.name + LOCK_SUFFIX).exists():
+            session.step()
+        pool = ThreadPoolExecutor(1)
+        waiting = pool.submit(_outcome, path)
+        pool.shutdown(wait=False)
+        killer = threading.Timer(self._luck.random() * LONGEST_LIFE, kill)
+        killer.start()
+        try:
+            while True:
+                running = [request for request in session.requests.values() if request.ended is None]
+                if len(running) < AT_A_TIME:
+                    self.add(session)
+                elif self._luck.random() < 0.05:
+                    session.abort(self._luck.choice(running[1:]))
+                session.step(self._luck.randint(1, 3))
+        except (AssertionError, EngineError):
+            assert killed.is_set(), session.log[-4000:]
+        finally:
+            killer.cancel()
+        self.counts.update(kills=1, of_one_worker=one_worker)
+        return waiting.result
+
+    def check(self, session: EngineSession, *, killed: bool = True) -> None:
+        """Everything that can be seen is complete, and that of its request."""
+        oracle = Oracle(self._reference, LAYER_IDS)
+        served = [Served(each.id, tuple(each.sequence()), each.begun, each.ended) for each in session.requests.values()]
+        problems = []
+        for request in session.requests.values():
+            (path,) = session.paths(request)
+            outcome = _outcome(path)
+            self.counts[type(outcome).__name__] += 1
+            if isinstance(outcome, Exception):
+                assert killed or request.aborted, outcome
+                continue
+            own = tuple(outcome.token_ids.tolist())
+            known = tuple(request.sequence())
+            assert own[: len(known)] == known[: len(own)]
+            wants_output = "extra_args" in request.sampling
+            if not wants_output:
+                assert len(own) == len(request.prompt)
+            problems.append(oracle.verdict(path, Served(request.id, (*own, 0), request.begun, None), len(own), len(request.prompt), served))
+        assert not any(problems), "\n".join(filter(None, problems))
+        names = names_in(self.storage)
+        mine = {path.name for request in session.requests.values() for path in session.paths(request)}
+        self.counts["hidden"] += sum(name.startswith(".") for name in names)
+        visible = {name for name in names if name.endswith((DATA_SUFFIX, ERROR_SUFFIX))}
+        assert {name.removesuffix(ERROR_SUFFIX) for name in visible - self.visible} <= mine, "files of no request"
+        assert self.visible <= visible, "files of earlier engines are gone"
+        self.visible = visible
+
+    def check_start(self, workers: int) -> None:
+        """An engine has started: what dead ones left is gone, what consumers have a right to is there, and it has its marks."""
+        names = names_in(self.storage)
+        assert {name for name in names if not name.endswith(LOCK_SUFFIX)} == self.visible
+        for name in names - self.visible:
+            data = name.removesuffix(LOCK_SUFFIX)
+            assert {data, data + ERROR_SUFFIX} & self.visible, f"{name} is left"
+        assert len([name for name in os.listdir(self.storage) if token_of_mark(name)]) == workers
+
+
+def _outcome(path: Path) -> object:
+    """What a consumer gets, who waits for it; never a TimeoutError."""
+    try:
+        return load(path, 60, verify=True)
+    except (HiddenStatesError, FileNotFoundError) as error:
+        return error
+
+
+def holders_of_marks(storage: Path) -> list[int]:
+    """The processes that live in a directory."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = Path(os.readlink(link))
+        except OSError:  # it has been closed, or its process is not ours to look at
+            continue
+        if target.parent == storage and token_of_mark(target.name):
+            found.add(int(link.parts[2]))
+    return sorted(found)
+
+
+@pytest.mark.timeout(7200)
+def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
+    float32_qwen3: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    asked = request.config.getoption("engine_kills")
+    kills = KILLS if asked is None else asked
+    reign = Reign(tmp_path, float32_qwen3, random.Random(asked or 0))
+    began = time.monotonic()
+    for number in range(kills):
+        workers = 2 if number % ONE_WORKER == ONE_WORKER - 1 else 1
+        session = reign.engine(workers)
+        with session:
+            reign.check_start(workers)
+            outcome_of_waiting = reign.serve_until_killed(session, one_worker=workers > 1)
+        assert isinstance(outcome_of_waiting(), HiddenStatesError)
+        reign.check(session)
+    with reign.engine() as session:
+        reign.check_start(1)
+        for _ in range(12):
+            reign.add(session)
+        session.settle()
+        reign.check(session, killed=False)
+    assert not [name for name in os.listdir(reign.storage) if name.startswith(".")]
+    print(f"{time.monotonic() - began:.0f} s", dict(reign.counts))
+    assert reign.counts["kills"] == kills
+    assert reign.counts["hidden"] > 0, "no file was under way when an engine was killed"
+    assert reign.counts["HiddenStates"] > 2 * kills
