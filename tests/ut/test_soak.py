@@ -1,0 +1,311 @@
+"""Very many small requests through a worker, with aborts and faults of the storage among them: each has its outcome, and nothing grows.
+
+`--soak N` sends N of them.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import logging
+import os
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_npu  # noqa: F401 - brings torch.npu
+from sink_harness import open_fds, trace
+
+import vllm_ascend_hsx
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.stats import HsxStats
+from vllm_ascend_hsx.connector.worker import ExtractionWorker
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.checksum import checksum_of
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, read_header
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.spans import Span
+from vllm_ascend_hsx.staging import PinnedRing, StagingCache
+
+REQUESTS = 20_000
+RUNNING = 64  # requests of a batch
+UNDECIDED = 256  # requests whose file may be under way
+CHUNK = 8  # rows of a request in one step
+MAX_TOKENS = RUNNING * CHUNK
+FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=4, dtype="F32", model="tiny")
+DEVICE = torch.device("npu:0")
+CHECKED = 20  # of so many files one is read
+GROWTH = 4 << 20  # bytes of the process, in the last third
+
+# How a request ends, with how often: "complete"; "output": with generated tokens; "aborted" in the middle of its prompt; or a system call
+# that fails for it once, in which of the file's methods, and why.
+KINDS = {
+    "complete": 140,
+    "output": 16,
+    "aborted": 20,
+    "open open EMFILE": 2,
+    "open flock ENOLCK": 2,
+    "open unlink EIO": 2,
+    "write open EACCES": 3,
+    "write pwrite ENOSPC": 6,
+    "commit pwrite EDQUOT": 3,
+    "commit close EIO": 3,
+    "commit rename EROFS": 3,
+}
+FAULTS = [kind for kind in KINDS if " " in kind]
+
+
+@dataclass(slots=True)
+class Job:
+    """A request: its tokens, how it ends, and how many of its rows have been computed."""
+
+    request_id: str
+    kind: str
+    prompt: int
+    outputs: int
+    stops_at: int
+    done: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.prompt + self.outputs
+
+
+class _Armed(threading.local):
+    """The fault that the next fitting system call of this thread has."""
+
+    fault: tuple[str, int] | None = None
+
+
+@contextmanager
+def faults() -> Iterator[None]:
+    """A request whose kind names a fault has it, once, in the file's method and the system call that are named."""
+    armed = _Armed()
+
+    def checkpoint(call: str) -> None:
+        if armed.fault is not None and armed.fault[0] == call:
+            number, armed.fault = armed.fault[1], None
+            raise OSError(number, os.strerror(number))
+
+    def arming(method: Callable[..., Any], name: str, id_of: Callable[..., str]) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            kind = id_of(self, *args).partition("+")[2].split("+")
+            if kind[0] == name:
+                armed.fault = kind[1], getattr(errno, kind[2])
+            try:
+                return method(self, *args, **kwargs)
+            finally:
+                armed.fault = None
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        trace(patch, checkpoint)
+        patch.setattr(FileSink, "open", arming(FileSink.open, "open", lambda sink, request_id, *_: request_id))
+        for name in ("write", "commit"):
+            patch.setattr(RequestFile, name, arming(getattr(RequestFile, name), name, lambda file, *_: file.request_id))
+        yield
+
+
+class Soak:
+    """A worker, an engine that sends it requests in batches, and a consumer that takes every file away."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._staging = StagingCache(
+            num_slots=2,
+            max_tokens=MAX_TOKENS,
+            num_layers=FORMAT.num_layers,
+            hidden_size=FORMAT.hidden_size,
+            dtype=torch.float32,
+            device=DEVICE,
+            collected=(1, 0),
+        )
+        self._sink = FileSink(directory, FORMAT)
+        self._ring = PinnedRing(8 * RUNNING * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
+        self._worker = ExtractionWorker(
+            rank=0, staging=self._staging, ring=self._ring, sink=self._sink, device=DEVICE, num_writers=2
+        )
+        self._luck = random.Random(0)
+        self._kinds = self._luck.choices(list(KINDS), list(KINDS.values()), k=10_000)
+        self._serial = 0
+        self._running: dict[str, Job] = {}
+        self._ended: list[RequestEnd] = []
+        self._undecided: dict[str, Job] = {}
+        self._rows = np.zeros((MAX_TOKENS, FORMAT.hidden_size), np.float32)
+        self.stats = HsxStats(data={})
+        self.expected: Counter[str] = Counter()
+
+    def serve(self, requests: int) -> None:
+        """Send so many, and wait until each has been decided and its file was taken away."""
+        last = self._serial + requests
+        while self._serial < last or self._running or self._undecided or self._ended:
+            starts = []
+            while self._serial < last and len(self._running) < RUNNING and len(self._undecided) < UNDECIDED:
+                starts.append(self._next())
+            self._step(starts)
+
+    def _next(self) -> RequestStart:
+        kind = self._kinds[self._serial % len(self._kinds)]
+        # Ids come back, as those that clients choose do; what a fault is to do is in the id.
+        number = self._serial % 5000
+        self._serial += 1
+        request_id = f"r{number}+{kind.replace(' ', '+')}"
+        prompt = self._luck.randint(2, 12)
+        outputs = self._luck.randint(1, 3) if kind == "output" else 0
+        job = Job(request_id, kind, prompt, outputs, self._luck.randint(1, prompt - 1) if kind == "aborted" else prompt + outputs)
+        self._running[request_id] = self._undecided[request_id] = job
+        return RequestStart(request_id, str(self._path(job)), 0, np.arange(prompt, dtype=np.int64), outputs > 0)
+
+    def _path(self, job: Job) -> Path:
+        return self._directory / f"{job.request_id.partition('+')[0]}.safetensors"
+
+    def _step(self, starts: list[RequestStart]) -> None:
+        self._worker.start_step(HsxConnectorMetadata(ended=self._ended, started=starts))
+        self._ended = []
+        staged, at = [], 0
+        for job in list(self._running.values()):
+            count = min(CHUNK if job.done < job.prompt else 1, job.stops_at - job.done)
+            wanted = self._staging.wanted.get(job.request_id, 0)
+            if wanted > job.done:
+                self._rows[at : at + count] = _value(job.request_id) + np.arange(job.done, job.done + count)[:, None]
+                staged.append(Span(job.request_id, job.done, min(count, wanted - job.done), at))
+                at += count
+            job.done += count
+            if job.done == job.stops_at:
+                del self._running[job.request_id]
+                outputs = np.arange(job.prompt, job.rows, dtype=np.int64)
+                self._ended.append(RequestEnd(job.request_id, job.kind == "aborted", outputs))
+        if staged:
+            rows = torch.from_numpy(self._rows).to(DEVICE)
+            self._staging.write([rows, rows + 0.5], staged)
+        self._worker.save()
+        report = self._worker.report()
+        for request_id, error in report.outcomes.items() if report is not None else ():
+            self._consume(self._undecided.pop(request_id), error)
+        stats = self._worker.take_stats()
+        if stats is not None:
+            self.stats = self.stats.aggregate(stats)
+
+    def _consume(self, job: Job, error: str | None) -> None:
+        """What a consumer does; AssertionError if the outcome is not the one that the request must have."""
+        path = self._path(job)
+        if job.kind in FAULTS:
+            name = job.kind.split()[-1]
+            assert error is not None, f"{job}: complete"
+            assert name in error, f"{job}: {error}"
+            self._wait_for(lambda: Path(f"{path}.error").exists())
+            assert json.loads(Path(f"{path}.error").read_text())["reason"] == error
+            assert not path.exists()
+            self.expected[name] += 1
+        else:
+            assert error is None, f"{job}: {error}"
+            if job.kind == "aborted":
+                assert not path.exists()
+                assert not Path(f"{path}.lock").exists()
+            elif self._serial % CHECKED:
+                assert path.exists()
+            else:
+                _check(path, job)
+            self.expected["aborted" if job.kind == "aborted" else "published"] += 1
+        vllm_ascend_hsx.remove(path)
+
+    def _wait_for(self, reached: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not reached():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def holdings(self) -> dict[str, Any]:
+        """What the worker holds when nothing is under way; the same at any time."""
+        gc.collect()
+        worker = vars(self._worker)
+        sizes = {name: len(value) for name, value in worker.items() if isinstance(value, dict | set | list | deque)}
+        return {
+            "threads": sorted(thread.name for thread in threading.enumerate()),
+            "fds": Counter(target for _, target in open_fds()),
+            "locks": sum(f" {os.getpid()} " in line for line in Path("/proc/locks").read_text().splitlines()),
+            "sizes": {**sizes, "files": len(self._sink._files), "wanted": len(self._staging.wanted)},
+            "assigned": [writer.assigned for writer in self._worker._writers],
+            "backlog": self._worker._backlog,
+            "free_buffers": self._ring.free_buffers,
+            "stats": _leaves(self.stats.data),
+            "names": sorted(os.listdir(self._directory)),
+        }
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+def _leaves(data: Any) -> int:
+    """How many numbers there are in nested containers."""
+    return sum(map(_leaves, data.values() if isinstance(data, dict) else data)) if isinstance(data, dict | list) else 1
+
+
+def _value(request_id: str) -> float:
+    return float(sum(request_id.encode()) % 997 * 32)
+
+
+def _check(path: Path, job: Job) -> None:
+    with path.open("rb") as file:
+        fd = file.fileno()
+        header = read_header(fd)
+        states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
+        rows = np.frombuffer(os.pread(fd, states.end - states.begin, states.begin), np.float32).reshape(states.shape)
+        expected = np.broadcast_to(_value(job.request_id) + np.arange(job.rows)[:, None], (job.rows, FORMAT.hidden_size))
+        # Layer ids (3, 1): the first layer of a row is the second that the target collects.
+        assert np.array_equal(rows[:, 1], expected)
+        assert np.array_equal(rows[:, 0], expected + 0.5)
+        assert os.pread(fd, ids.end - ids.begin, ids.begin) == np.arange(job.rows, dtype=np.int64).tobytes()
+        assert header.metadata["checksum"] == checksum_of(fd, states.begin, ids.end)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.timeout(3600)
+def test_nothing_grows_with_the_number_of_requests(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    requests = request.config.getoption("soak") or REQUESTS
+    before = {thread.name for thread in threading.enumerate()}
+    soak = Soak(tmp_path / "storage")
+    logging.disable(logging.ERROR)  # pytest keeps every line
+    try:
+        with faults():
+            soak.serve(requests // 3)
+            first, objects, memory, began = soak.holdings(), len(gc.get_objects()), resident(), time.monotonic()
+            soak.serve(requests // 3)
+            assert soak.holdings() == first
+            soak.serve(requests - 2 * (requests // 3))
+            took = time.monotonic() - began
+            assert soak.holdings() == first
+            grown, more_objects = resident() - memory, len(gc.get_objects()) - objects
+    finally:
+        logging.disable(logging.NOTSET)
+        soak.close()
+    counts = soak.expected
+    failures = {name: count for name, count in counts.items() if name not in ("published", "aborted")}
+    each = took / (requests * 2 / 3) * 1e6
+    print(f"{requests} requests, {each:.0f} us each: {dict(counts)}; grown by {grown} bytes, {more_objects} objects")
+    assert grown < GROWTH
+    assert more_objects < 1000
+    assert counts.total() == requests
+    assert min(counts.values()) > requests // 200
+    assert soak.stats.counter("published") == counts["published"]
+    assert soak.stats.counter("aborted") == counts["aborted"]
+    assert soak.stats.counter("failed") == sum(failures.values())
+    assert soak.stats.failures == failures
+    assert os.listdir(tmp_path / "storage") == []
+    assert {thread.name for thread in threading.enumerate()} == before
