@@ -17,7 +17,7 @@ from harness import EngineSession, Request, tokens
 from oracle import Reference
 from stage import Stage
 
-REQUESTS = 600
+REQUESTS = 2_000
 ROUND = 100  # requests after which everything is checked
 BATCH = 64
 MOST_TOKENS = 24

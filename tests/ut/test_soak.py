@@ -39,7 +39,7 @@ from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.spans import Span
 from vllm_ascend_hsx.staging import PinnedRing, StagingCache
 
-REQUESTS = 20_000
+REQUESTS = 100_000
 RUNNING = 64  # requests of a batch
 UNDECIDED = 256  # requests whose file may be under way
 CHUNK = 8  # rows of a request in one step
