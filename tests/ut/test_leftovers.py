@@ -381,10 +381,13 @@ def test_a_request_of_the_same_server_is_not_waited_for(tmp_path: Path, monkeypa
             open_file(sink, tmp_path)
 
 
-def a_life(directory: Path) -> None:
-    """What a server does, beginning to end, with a name whose lock a dead one may have left."""
+def a_life(directory: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """What a server does, beginning to end, with names whose locks a dead one may have left; `meanwhile`, a request is under way."""
     with FileSink(directory, FORMAT) as sink:
-        commit(sink, directory)
+        file = open_file(sink, directory)
+        meanwhile()
+        assert is_held(directory / f"{DATA}.lock")
+        file.commit(token_ids(2), 2)
         commit(sink, directory)
         open_file(sink, directory, "failed.safetensors").fail("x")
         open_file(sink, directory, "aborted.safetensors").discard()
@@ -438,8 +441,11 @@ def test_another_server_that_starts_and_cleans_at_any_system_call_of_ours_harms_
     assert stop_at > 80
 
 
+@pytest.mark.parametrize("goes_on", ["while a request of ours is under way", "afterwards"])
 @pytest.mark.parametrize("stale", [False, True], ids=["new names", "names with stale locks"])
-def test_a_server_that_lives_while_another_one_stands_at_any_system_call_of_its_cleaning_is_not_harmed(tmp_path: Path, stale: bool) -> None:
+def test_a_server_that_lives_while_another_one_stands_at_any_system_call_of_its_cleaning_is_not_harmed(
+    tmp_path: Path, stale: bool, goes_on: str
+) -> None:
     """Where the other one stands with a lock that ours wants, ours waits, and the other one goes on."""
     waited = 0
     stop_at = 0
@@ -463,11 +469,14 @@ def test_a_server_that_lives_while_another_one_stands_at_any_system_call_of_its_
         def start(directory: Path = directory) -> None:
             FileSink(directory, FORMAT).close()
 
+        def let_it_go_on() -> None:
+            go_on.set()  # noqa: B023
+            other.join(30)  # noqa: B023
+
         def sleep(seconds: float) -> None:
             nonlocal waited
             waited += 1
-            go_on.set()  # noqa: B023
-            other.join(30)  # noqa: B023
+            let_it_go_on()
 
         other = threading.Thread(target=start)
         with pytest.MonkeyPatch.context() as patch:
@@ -476,9 +485,8 @@ def test_a_server_that_lives_while_another_one_stands_at_any_system_call_of_its_
             other.start()
             while not standing.wait(0.001) and other.is_alive():
                 pass
-            a_life(directory)
-            go_on.set()
-            other.join(30)
+            a_life(directory, let_it_go_on if goes_on.startswith("while") else lambda: None)
+            let_it_go_on()
         # What it did not see when it read the names is for the next one.
         FileSink(directory, FORMAT).close()
         assert everything(directory) == []
