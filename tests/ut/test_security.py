@@ -397,6 +397,19 @@ def test_files_of_one_name_in_different_directories_are_different_files(tmp_path
             assert np.array_equal(bits(path), make_rows(0, 2, version))
 
 
+def test_a_name_in_a_subdirectory_that_another_server_is_writing_fails_the_request_and_leaks_nothing() -> None:
+    with place() as where, FileSink(where.storage, FORMAT) as sink, FileSink(where.storage, FORMAT) as other:
+        path = where.storage / "folder" / "a.safetensors"
+        file = other.open("first", path)
+        before = open_fds()
+        with pytest.raises(SinkError, match="another request or server is writing this file"):
+            sink.open("second", path)
+        assert open_fds() == before
+        file.write(0, make_rows(0, 2))
+        file.commit(token_ids(2), 2)
+        assert np.array_equal(bits(path), make_rows(0, 2))
+
+
 def test_a_directory_that_is_removed_again_and_again_fails_the_request_in_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.mkdir
     made = 0
