@@ -47,8 +47,9 @@ def engine(tmp_path: Path, storage: threading.Event) -> Engine:
     return Engine(tmp_path / "out")
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("hsx-")]
+def threads(engine: Engine) -> list[threading.Thread]:
+    """The threads of this test's worker; those of workers that other tests left are not its business."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hsx-") and thread not in engine.threads_before]
 
 
 def reasons(engine: Engine) -> dict[str, str]:
@@ -95,7 +96,7 @@ def test_rows_that_were_computed_are_in_their_files_when_a_worker_has_closed(
     engine.assert_file_is_right("complete", 9)
     assert reasons(engine) == {"half": SERVER_STOPPED}
     assert "stopping without the files of 1 requests, they were not complete: half" in caplog.text
-    assert (threads(), locks_that_are_held(engine)) == ([], [])
+    assert (threads(engine), locks_that_are_held(engine)) == ([], [])
 
 
 def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and_no_thread_outlives_the_silence(
@@ -110,12 +111,12 @@ def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and
     assert locks_that_are_held(engine) == []
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert line == "stopping without the files of 2 requests, the storage did not take 512 bytes within 0.2 s: complete, half"
-    waiting = threads()
+    waiting = threads(engine)
     assert waiting, "the storage is silent"
     storage.set()
     for thread in waiting:
         thread.join(30)
-    assert threads() == []
+    assert threads(engine) == []
     # What was told stays true.
     assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
     assert engine.visible() == {"complete.safetensors.error", "half.safetensors.error"}
@@ -143,13 +144,13 @@ def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
     assert publishing.wait(30)
     engine.worker.close(0)
     assert reasons(engine) == {"half": SERVER_STOPPED}
-    waiting = threads()
+    waiting = threads(engine)
     go_on.set()
     for thread in waiting:
         thread.join(30)
     assert engine.visible() == {"complete.safetensors", "half.safetensors.error"}
     engine.assert_file_is_right("complete", 9)
-    assert (threads(), locks_that_are_held(engine)) == ([], [])
+    assert (threads(engine), locks_that_are_held(engine)) == ([], [])
 
 
 def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: Engine, storage: threading.Event) -> None:
@@ -186,11 +187,11 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: 
         signal.signal(signal.SIGUSR1, earlier)
     assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
     assert locks_that_are_held(engine) == []
-    waiting = threads()
+    waiting = threads(engine)
     storage.set()
     for thread in waiting:
         thread.join(30)
-    assert threads() == []
+    assert threads(engine) == []
 
 
 # The connector

@@ -28,6 +28,7 @@ class Engine:
 
     def __init__(self, directory: Path, rank: int = 0, patience: float = 30.0, check_finite: bool = False) -> None:
         self.directory = directory
+        self.threads_before = frozenset(threading.enumerate())
         staging = StagingCache(
             num_slots=2,
             max_tokens=MAX_TOKENS,
