@@ -87,10 +87,15 @@ def _settle(worker: ExtractionWorker) -> None:
     copied = threading.Event()
     worker._copier.then(copied.set)
     copied.wait()
-    for writer in worker._writers:
-        written = threading.Event()
-        writer.submit(written.set)
-        written.wait()
+    everybody = threading.Barrier(worker._writers.num_threads + 1)
+
+    def meet() -> tuple[()]:
+        everybody.wait()
+        return ()
+
+    for _ in range(worker._writers.num_threads):
+        worker._writers.submit(meet)
+    everybody.wait()
 
 
 class SourceSlot(StagingSlot):

@@ -65,9 +65,9 @@ class HsxConfig(BaseModel):
         description="'fdatasync' publishes a file only when it survives a loss of power, its name included. "
         "With 'none' a file survives the death of the server, not that of the machine.",
     )
-    checksum: Literal["xxh3", "none"] = Field(
-        default="xxh3",
-        description="A checksum of each file's data, in its metadata; `vllm_ascend_hsx.load(path, verify=True)` compares it.",
+    checksum: Literal["crc32c", "none"] = Field(
+        default="crc32c",
+        description="A checksum (CRC-32C) of each file's data, in its metadata; `vllm_ascend_hsx.load(path, verify=True)` compares it.",
     )
     check_finite: bool = Field(default=False, description="Fail the file of a request whose rows hold a NaN or an infinity.")
     file_mode: str = Field(

@@ -27,6 +27,11 @@ class Span(NamedTuple):
     num_rows: int
     row: int
 
+    @property
+    def positions(self) -> tuple[int, int]:
+        """[first, end) of its token positions."""
+        return self.first, self.first + self.num_rows
+
 
 def select_spans(layout: Iterable[BatchRow], wanted: dict[str, int]) -> list[Span]:
     """The spans of a batch that this rank extracts.

@@ -140,7 +140,7 @@ class Request:
         assert header.metadata["num_prompt_tokens"] == str(self.num_prompt_tokens)
         size = os.fstat(fd).st_size
         assert size == max(states.end, ids.end), f"{size} bytes"
-        if self.options.checksum == "xxh3":
+        if self.options.checksum == "crc32c":
             assert header.metadata["checksum_algorithm"] == ALGORITHM
             assert header.metadata["checksum"] == checksum_of(fd, states.begin, size), "its checksum is wrong"
         else:
@@ -159,7 +159,7 @@ def settings_of(server: int, direct: bool) -> tuple[RowFormat, FileOptions]:
     options = FileOptions(
         io=io,  # type: ignore[arg-type]
         durability="fdatasync" if luck.random() < 0.15 else "none",
-        checksum="xxh3" if luck.random() < 0.75 else "none",
+        checksum="crc32c" if luck.random() < 0.75 else "none",
     )
     return PAGES if io == "direct" or luck.random() < 0.2 else SMALL, options
 

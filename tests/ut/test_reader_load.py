@@ -87,7 +87,7 @@ def test_a_file_is_verified_and_a_byte_that_changed_is_found(sink: FileSink, tmp
 def test_a_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT, FileOptions(checksum="none")) as sink:
         path = committed(sink, tmp_path)
-    with pytest.raises(HiddenStatesError, match="has no xxh3_64 checksum"):
+    with pytest.raises(HiddenStatesError, match="has no crc32c checksum"):
         load(path, verify=True)
 
 

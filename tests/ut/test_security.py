@@ -134,7 +134,7 @@ def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
         use_lock=st.booleans(),
         durability=st.sampled_from(["none", "fdatasync"]),
         io=st.sampled_from(["buffered", "direct"]),
-        checksum=st.sampled_from(["none", "xxh3"]),
+        checksum=st.sampled_from(["none", "crc32c"]),
     ),
 )
 def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_only_its_request_fails(

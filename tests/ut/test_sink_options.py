@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import xxhash
+from awscrt.checksums import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from sink_harness import listing, trace
 
 from vllm_ascend_hsx.sinks import data_file, directory, system
 from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
-from vllm_ascend_hsx.sinks.checksum import RunningChecksum, checksum_of
+from vllm_ascend_hsx.sinks.checksum import Checksums, checksum_of
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -62,34 +63,45 @@ def metadata(path: Path) -> dict[str, str]:
 # Checksum
 
 
-@settings(max_examples=200, deadline=None)
+def crc32c_of(data: bytes) -> str:
+    return f"{crc32c(data):08x}"
+
+
+@settings(max_examples=300, deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)), max_size=8),
-    in_order=st.booleans(),
+    luck=st.randoms(use_true_random=False),
     extra=st.integers(0, 2),
 )
 def test_the_checksum_is_that_of_the_bytes_in_the_file_whatever_the_order_of_writing(
-    tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]], in_order: bool, extra: int
+    tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]], luck: random.Random, extra: int
 ) -> None:
     where = tmp_path_factory.mktemp("sum")
     generator = np.random.default_rng(1)
+    written = {position for first, count in spans for position in range(first, first + count)}
+    rest = [(position, 1) for position in range(12 + extra) if position not in written]
+    writes = spans + rest
+    luck.shuffle(writes)
     with FileSink(where, SMALL) as sink:
         file = open_file(sink, where, 12)
-        if not in_order:
-            for first, count in spans:
-                file.write(first, generator.integers(0, 255, (count, SMALL.row_bytes), dtype=np.uint8))
-        for first in range(0, 12, 3):
-            file.write(first, generator.integers(0, 255, (3, SMALL.row_bytes), dtype=np.uint8))
-        for first in range(12, 12 + extra):
-            file.write(first, generator.integers(0, 255, (1, SMALL.row_bytes), dtype=np.uint8))
+        for first, count in writes:
+            file.write(first, generator.integers(0, 255, (count, SMALL.row_bytes), dtype=np.uint8))
         file.commit(tokens(12), 12)
     said = metadata(file.path)
     data = file.path.read_bytes()
     begin = len(data) - 12 * (SMALL.row_bytes + 8)
-    assert said["checksum_algorithm"] == "xxh3_64"
-    assert said["checksum"] == xxhash.xxh3_64(data[begin:]).hexdigest()
+    assert said["checksum_algorithm"] == "crc32c"
+    assert said["checksum"] == crc32c_of(data[begin:])
     with open(file.path, "rb") as opened:
         assert checksum_of(opened.fileno(), begin, len(data)) == said["checksum"]
+
+
+def test_the_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
+    # RFC 3720, B.4: 32 bytes of zeros, of ones, and counting up.
+    for data, expected in ((bytes(32), "8a9136aa"), (b"\xff" * 32, "62a8ab43"), (bytes(range(32)), "46dd794e")):
+        (tmp_path / "x").write_bytes(data)
+        with open(tmp_path / "x", "rb") as file:
+            assert checksum_of(file.fileno(), 0, 32) == expected
 
 
 @pytest.mark.parametrize(
@@ -97,12 +109,14 @@ def test_the_checksum_is_that_of_the_bytes_in_the_file_whatever_the_order_of_wri
     [
         ([(0, 4), (4, 8), (8, 12)], False),
         ([(0, 4), (4, 12), (12, 13)], False),  # a row more than the request turns out to have
-        ([(0, 4), (0, 4), (4, 12)], True),  # preempted and computed again
-        ([(4, 12), (0, 4)], True),
+        ([(0, 4), (0, 4), (4, 12)], False),  # preempted and computed again
+        ([(4, 12), (0, 4)], False),
+        ([(0, 4), (2, 12)], True),  # preempted, and cut elsewhere
+        ([(0, 4), (4, 13)], True),
     ],
-    ids=["in order", "one row too many", "recomputed", "out of order"],
+    ids=["in order", "one row too many", "recomputed", "out of order", "recomputed in other pieces", "a row too many in the last piece"],
 )
-def test_only_a_file_that_was_not_written_in_order_is_read_again(
+def test_only_what_is_left_of_a_piece_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: list[tuple[int, int]], reads: bool
 ) -> None:
     calls: list[str] = []
@@ -129,7 +143,7 @@ def test_a_write_that_failed_half_way_does_not_count(tmp_path: Path, monkeypatch
                 file.write(0, np.ones((2, SMALL.row_bytes), np.uint8))
         file.write(0, np.ones((2, SMALL.row_bytes), np.uint8))
         file.commit(tokens(2), 2)
-    assert metadata(file.path)["checksum"] == xxhash.xxh3_64(file.path.read_bytes()[PAGE:]).hexdigest()
+    assert metadata(file.path)["checksum"] == crc32c_of(file.path.read_bytes()[PAGE:])
 
 
 def test_without_a_checksum_the_file_names_none(tmp_path: Path) -> None:
@@ -141,8 +155,7 @@ def test_without_a_checksum_the_file_names_none(tmp_path: Path) -> None:
 
 def test_a_file_that_ends_too_early_has_no_checksum(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(bytes(10))
-    checksum = RunningChecksum(0)
-    checksum.spoil()
+    checksum = Checksums(0)
     with open(tmp_path / "x", "rb") as file, pytest.raises(OSError, match="ends at byte 10"):
         checksum.finish(file.fileno(), 20, memoryview(b""))
 

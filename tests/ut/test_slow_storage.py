@@ -218,8 +218,73 @@ def test_without_the_check_a_row_that_is_not_finite_is_stored(make_engine: Calla
     assert engine.outcomes == {"a": None}
 
 
-def test_a_long_file_does_not_hold_up_the_short_ones(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine()
-    engine.step(started(engine.start("long", 1000), *(engine.start(f"short{index}", 4) for index in range(6))), [])
-    writers = {extraction.request_id: extraction.writer for extraction in engine.worker._under_way}
-    assert all(writers[f"short{index}"] is not writers["long"] for index in range(6))
+class Gate:
+    """Holds the writes of one position until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, request_id: str, first: int) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        write = RequestFile.write
+
+        def wait_then_write(file: RequestFile, position: int, rows: Any) -> None:
+            if (file.request_id, position) == (request_id, first) and not self.reached.is_set():
+                self.reached.set()
+                assert self.open.wait(30)
+            write(file, position, rows)
+
+        monkeypatch.setattr(RequestFile, "write", wait_then_write)
+
+
+def test_a_write_that_takes_long_holds_up_no_other_file_and_no_other_rows_of_its_own(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "long", 0)
+    engine = make_engine(ring_rows=24)  # pieces of three rows
+    engine.step(started(engine.start("long", 6)), [("long", 0, 3)])
+    assert gate.reached.wait(30)
+    engine.step(started(engine.start("short", 4)), [("long", 3, 3), ("short", 0, 4)])
+    engine.wait_until_decided("short")
+    (extraction,) = engine.worker._under_way
+    assert extraction._written.missing(6) == [(0, 3)]
+    gate.open.set()
+    engine.close()
+    assert engine.outcomes == {"long": None, "short": None}
+    engine.assert_file_is_right("long", 6)
+    engine.assert_file_is_right("short", 4)
+
+
+def test_rows_that_are_computed_again_are_written_behind_their_first_version(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "a", 2)
+    engine = make_engine(ring_rows=24)  # pieces of three rows
+    engine.values = {("a", position): -1.0 for position in range(5)}
+    engine.step(started(engine.start("a", 8)), [("a", 0, 2)])
+    engine.step(NOTHING, [("a", 2, 3)])
+    assert gate.reached.wait(30)
+    engine.values = {}
+    engine.step(NOTHING, [("a", 0, 3)])  # preempted: it starts again, and its first part is cut elsewhere
+    engine.step(NOTHING, [("a", 3, 3)])
+    engine.step(started(engine.start("b", 2)), [("b", 0, 2)])
+    engine.wait_until_decided("b")  # the other writer has come by
+    (extraction,) = engine.worker._under_way
+    assert extraction._written.missing(8) == [(2, 8)]
+    gate.open.set()
+    engine.step(NOTHING, [("a", 6, 2)])
+    engine.close()
+    assert engine.outcomes == {"a": None, "b": None}
+    engine.assert_file_is_right("a", 8)
+
+
+def test_the_end_of_a_request_comes_behind_its_rows(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch, "a", 0)
+    engine = make_engine(ring_rows=24)  # pieces of three rows
+    engine.step(started(engine.start("a", 3, include_output=True), engine.start("b", 1)), [("a", 0, 3)])
+    assert gate.reached.wait(30)
+    engine.step(NOTHING, [("a", 3, 1)])
+    engine.step(ended("a", output=range(3, 4)), [("b", 0, 1)])
+    engine.wait_until_decided("b")
+    assert "a" not in engine._known_outcomes()
+    gate.open.set()
+    engine.close()
+    assert engine.outcomes == {"a": None, "b": None}
+    engine.assert_file_is_right("a", 4)

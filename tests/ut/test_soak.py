@@ -238,7 +238,6 @@ class Soak:
             "fds": Counter(target for _, target in open_fds()),
             "locks": sum(f" {os.getpid()} " in line for line in Path("/proc/locks").read_text().splitlines()),
             "sizes": {**sizes, "files": len(self._sink._files), "wanted": len(self._staging.wanted)},
-            "assigned": [writer.assigned for writer in self._worker._writers],
             "backlog": self._worker._backlog,
             "free_buffers": self._ring.free_buffers,
             "names": sorted(os.listdir(self._directory)),

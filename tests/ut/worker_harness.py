@@ -26,7 +26,7 @@ DEVICE = torch.device("npu:0")
 class Engine:
     """A worker with the calls that an engine makes; keeps what every row must be."""
 
-    def __init__(self, directory: Path, rank: int = 0, patience: float = 30.0, check_finite: bool = False) -> None:
+    def __init__(self, directory: Path, rank: int = 0, patience: float = 30.0, check_finite: bool = False, ring_rows: int = 6) -> None:
         self.directory = directory
         self.threads_before = frozenset(threading.enumerate())
         staging = StagingCache(
@@ -40,7 +40,7 @@ class Engine:
         )
         self.staging = staging
         self.sink = FileSink(directory, FORMAT)
-        self.ring = PinnedRing(6 * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
+        self.ring = PinnedRing(ring_rows * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
         self.worker = ExtractionWorker(
             rank=rank,
             staging=staging,

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.row_order import RowOrder
 from vllm_ascend_hsx.connector.stats import StatsRecorder, failure_kind
-from vllm_ascend_hsx.connector.threads import WriterThread
+from vllm_ascend_hsx.connector.threads import WriterPool
 from vllm_ascend_hsx.sinks.base import Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.spans import SpanSet
 
@@ -22,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class Extraction:
-    """An owned request. `open` belongs to the opener, `write` and `end` to its writer, `fail` to any thread.
+    """An owned request. `open` belongs to the opener, `write` and `end` to the writers as far as `order` lets them, `fail` to any thread.
 
     Args:
         start: what the scheduler said of it.
-        writer: the thread that does all work on its file.
+        writers: do all work on its file.
         row_bytes: of one token.
         on_decided: called once, with the error or None for a file that is complete or was discarded after an abort.
         stats: what is counted.
@@ -35,13 +36,14 @@ class Extraction:
     def __init__(
         self,
         start: RequestStart,
-        writer: WriterThread,
+        writers: WriterPool,
         row_bytes: int,
         on_decided: Callable[[Extraction, str | None], None],
         stats: StatsRecorder,
     ) -> None:
         self.request_id = start.request_id
-        self.writer = writer
+        self.order = RowOrder()
+        self._writers = writers
         self._path = Path(start.path)
         self._prompt = start.token_ids
         self._include_output = start.include_output
@@ -52,13 +54,8 @@ class Extraction:
         self._landed_at = time.perf_counter()
         self._opening = threading.Event()
         self._file: SinkFile | None = None
-        self._mutex = threading.Lock()
+        self._mutex = threading.Lock()  # guards _claimed, _written and _landed_at
         self._claimed = False
-        writer.assign(self.expected_bytes)
-
-    @property
-    def expected_bytes(self) -> int:
-        return len(self._prompt) * self._row_bytes
 
     @property
     def is_ending(self) -> bool:
@@ -88,15 +85,17 @@ class Extraction:
         file = self._wait_until_open()
         if file is None:
             return
-        self._landed_at = landed_at
         with self._failing_alone(file):
             if check is not None and (problem := describe_not_finite(first, check)):
                 raise SinkError(self.request_id, self._path, problem)
             began = time.perf_counter()
             file.write(first, rows)
             self._stats.wrote(len(rows), time.perf_counter() - began)
-            self._written.add(first, first + len(rows) // self._row_bytes)
-            if not self._include_output and not self._written.missing(len(self._prompt)):
+            with self._mutex:
+                self._written.add(first, first + len(rows) // self._row_bytes)
+                self._landed_at = max(self._landed_at, landed_at)
+                complete = not self._include_output and not self._written.missing(len(self._prompt))
+            if complete:
                 self._commit(file, self._prompt)
 
     def end(self, end: RequestEnd) -> None:
@@ -117,20 +116,21 @@ class Extraction:
             self._commit(file, token_ids)
 
     def fail(self, reason: str) -> None:
-        """Give the file up: the decision is known at once, and stands in the file's place as soon as its writer gets there."""
+        """Give the file up: the decision is known at once, and stands in the file's place as soon as a writer gets there."""
         if self._claim():
             self._stats.failed()
             self._decide(reason)
-            self.writer.submit(lambda: self._leave_reason(reason))
+            self._writers.submit(lambda: self._leave_reason(reason))
 
     def give_up(self) -> None:
         """Write nothing more: its sink is about to be closed, and then has a reason in place of the file."""
         self._claim()
 
-    def _leave_reason(self, reason: str) -> None:
+    def _leave_reason(self, reason: str) -> tuple[()]:
         self._opening.wait()
         if self._file is not None:
             self._file.fail(reason)
+        return ()
 
     def _wait_until_open(self) -> SinkFile | None:
         """Its file, or None if there is nothing more to do with it."""
@@ -139,7 +139,7 @@ class Extraction:
 
     @contextmanager
     def _failing_alone(self, file: SinkFile) -> Iterator[None]:
-        """Whatever goes wrong inside concerns this file alone: its writer serves others too."""
+        """Whatever goes wrong inside concerns this file alone: its writers serve others too."""
         try:
             yield
         except Exception as error:  # noqa: BLE001
@@ -171,7 +171,6 @@ class Extraction:
         return not claimed
 
     def _decide(self, error: str | None) -> None:
-        self.writer.assign(-self.expected_bytes)
         if error is not None:
             logger.error("request %r, %s: %s", self.request_id, self._path, error)
         self._on_decided(self, error)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
-Job = Callable[[], None]
+Job: TypeAlias = Callable[[], None]
+WriterJob: TypeAlias = "Callable[[], Iterable[WriterJob]]"
 
 
 class JobThread:
@@ -32,23 +35,45 @@ class JobThread:
             job()
 
 
-class WriterThread(JobThread):
-    """All work on one file goes through one writer, so a row that is computed again is written again behind its first version, and the
-    end of a request comes behind all of its rows.
+class WriterPool:
+    """Threads that write and decide files: the first that is free takes the next job. A job must not raise; it may return jobs that can
+    begin now that it has ended, and its thread runs these.
 
-    Attributes:
-        assigned: bytes of the files that are its own now; the main thread gives the next file to the writer with the least.
+    Args:
+        num_threads: how many.
+        name: of the threads, to which their number is added.
     """
 
-    def __init__(self, name: str) -> None:
-        self._mutex = threading.Lock()
-        self.assigned = 0
-        super().__init__(name)
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._jobs: queue.SimpleQueue[WriterJob | None] = queue.SimpleQueue()
+        self._threads = [threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(num_threads)]
+        for thread in self._threads:
+            thread.start()
 
-    def assign(self, num_bytes: int) -> None:
-        """Add to `assigned`, from any thread; negative once a file has ended."""
-        with self._mutex:
-            self.assigned += num_bytes
+    @property
+    def num_threads(self) -> int:
+        return len(self._threads)
+
+    def submit(self, job: WriterJob) -> None:
+        self._jobs.put(job)
+
+    def end(self) -> None:
+        """Let the threads end behind what was submitted."""
+        for _ in self._threads:
+            self._jobs.put(None)
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait for that. False: not within `timeout` seconds; the threads go on by themselves."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            ready = deque([job])
+            while ready:
+                ready.extend(ready.popleft()())
 
 
 class OpenerThread(JobThread):

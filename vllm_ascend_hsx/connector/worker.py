@@ -13,13 +13,17 @@ import torch
 from vllm_ascend_hsx.config import LAST_WORDS_S
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.row_order import EVERY_POSITION
 from vllm_ascend_hsx.connector.stats import HsxStats, StatsRecorder
-from vllm_ascend_hsx.connector.threads import OpenerThread, WriterThread
+from vllm_ascend_hsx.connector.threads import OpenerThread, WriterJob, WriterPool
 from vllm_ascend_hsx.sinks.base import Sink
 from vllm_ascend_hsx.spans import ALL_ROWS, Span
 from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache, StagingSlot
 
 logger = logging.getLogger(__name__)
+
+# Rows of a piece that one writer takes at a time: enough for its work to outweigh the hand-over.
+_JOB_BYTES = 1 << 20
 
 
 class ExtractionWorker:
@@ -69,7 +73,7 @@ class ExtractionWorker:
         self._reported = (0, False)
         self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._backlog)
         self._opener = OpenerThread("hsx-opener")
-        self._writers = [WriterThread(f"hsx-writer-{index}") for index in range(num_writers)]
+        self._writers = WriterPool(num_writers, "hsx-writer")
         staging.wait_for_slot = self._wait_for_slot
         self._copier = Copier(ring, device, self._deliver, self._on_copy_error)
 
@@ -94,8 +98,7 @@ class ExtractionWorker:
         if self._storage_is_stuck():
             self._refuse(start, self._stuck_reason())
             return
-        writer = min(self._writers, key=lambda each: each.assigned)
-        extraction = Extraction(start, writer, self._row_bytes, self._on_decided, self._stats)
+        extraction = Extraction(start, self._writers, self._row_bytes, self._on_decided, self._stats)
         self._owned[start.request_id] = extraction
         with self._mutex:
             self._under_way.add(extraction)
@@ -180,13 +183,9 @@ class ExtractionWorker:
     def _drain(self, left: Callable[[], float | None]) -> bool:
         """Have all that was staged written. False: not in the time that is left; the threads go on until the storage answers."""
 
-        def end_writers() -> None:
-            for writer in self._writers:
-                writer.close(0)
-
         # Behind the last piece: the copier would wait for ever for memory that a writer which ended earlier does not give back.
-        self._copier.then(end_writers)
-        return self._copier.close(left()) and all([writer.close(left()) for writer in self._writers])
+        self._copier.then(self._writers.end)
+        return self._copier.close(left()) and self._writers.join(left())
 
     def _give_up(self, why: str, timeout: float | None) -> None:
         """Leave a reason in place of each file that is not complete, and end the opener."""
@@ -225,12 +224,19 @@ class ExtractionWorker:
     # Copier thread
 
     def _deliver(self, piece: Piece) -> None:
-        by_writer: dict[WriterThread, list[tuple[Extraction, Span]]] = {}
+        parts: list[tuple[Extraction, Span]] = []
+        num_bytes = 0
         for span in piece.spans:
-            extraction = self._extractions[span.request_id]
-            by_writer.setdefault(extraction.writer, []).append((extraction, span))
-        for writer, parts in by_writer.items():
-            writer.submit(partial(self._write, piece, parts))
+            part = (self._extractions[span.request_id], span)
+            if not part[0].order.begin(span.positions, partial(self._write, piece, [part])):
+                continue
+            parts.append(part)
+            num_bytes += span.num_rows * self._row_bytes
+            if num_bytes >= _JOB_BYTES:
+                self._writers.submit(partial(self._write, piece, parts))
+                parts, num_bytes = [], 0
+        if parts:
+            self._writers.submit(partial(self._write, piece, parts))
 
     def _on_copy_error(self, spans: Sequence[Span], lost_rows: int, error: Exception) -> None:
         for span in spans:
@@ -239,11 +245,13 @@ class ExtractionWorker:
 
     def _end(self, end: RequestEnd) -> None:
         extraction = self._extractions.pop(end.request_id)
-        extraction.writer.submit(partial(extraction.end, end))
+        job = partial(self._end_file, extraction, end)
+        if extraction.order.begin(EVERY_POSITION, job):
+            self._writers.submit(job)
 
     # Writer threads
 
-    def _write(self, piece: Piece, parts: list[tuple[Extraction, Span]]) -> None:
+    def _write(self, piece: Piece, parts: list[tuple[Extraction, Span]]) -> list[WriterJob]:
         try:
             landed_at = piece.wait()
             for extraction, span in parts:
@@ -256,6 +264,12 @@ class ExtractionWorker:
             if piece.release(len(parts)):
                 self._stats.copied(len(piece.rows) * self._row_bytes, piece.landed_after)
             self._add_backlog(-sum(span.num_rows for _, span in parts))
+        return [job for extraction, span in parts for job in extraction.order.done(span.positions)]
+
+    @staticmethod
+    def _end_file(extraction: Extraction, end: RequestEnd) -> tuple[()]:
+        extraction.end(end)
+        return ()
 
     # Any thread
 

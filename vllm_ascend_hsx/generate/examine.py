@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM
+from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Digest
 from vllm_ascend_hsx.sinks.data_file import write_at
 from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
 
@@ -136,7 +135,7 @@ def _compare(what: str, expected: npt.NDArray[np.int64], found: npt.NDArray[np.i
 def _read_all(fd: int, header: Header, size: int, validate: bool, copy_to: int | None) -> None:
     data_begin = min(tensor.begin for tensor in header.tensors.values())
     checksum = header.metadata.get("checksum") if validate and header.metadata.get("checksum_algorithm") == ALGORITHM else None
-    digest = xxhash.xxh3_64()
+    digest = Digest()
     if copy_to is not None:
         write_at(copy_to, _read(fd, 0, data_begin), 0)
     for begin, end, tensor in _segments(header, data_begin, size):

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from vllm_ascend_hsx.sinks.base import Rows, TokenIds
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM, RunningChecksum
+from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Checksums
 from vllm_ascend_hsx.sinks.directory import Filesystem
 from vllm_ascend_hsx.sinks.format import FileLayout
 from vllm_ascend_hsx.sinks.storage import Storage
@@ -31,18 +31,19 @@ class FileOptions:
         use_lock: hold `<path>.lock` until a file has ended. Without it readers must wait for the file to appear.
         durability: with "fdatasync" a file that can be seen survives a loss of power, its name included.
         io: with "direct" rows go to the disk without a stay in the page cache.
-        checksum: xxh3 (64 bits) of all that stands behind the header, or none.
+        checksum: CRC-32C of all that stands behind the header, or none.
     """
 
     mode: int = 0o640
     use_lock: bool = True
     durability: Literal["none", "fdatasync"] = "none"
     io: Literal["buffered", "direct"] = "buffered"
-    checksum: Literal["xxh3", "none"] = "xxh3"
+    checksum: Literal["crc32c", "none"] = "crc32c"
 
 
 class DataFile:
-    """A file under its hidden name. `write` may be called from several threads; the rest belongs to one, when no write is in flight.
+    """A file under its hidden name. `write` may be called from several threads, not for the same rows at the same time; the rest belongs
+    to one, when no write is in flight.
 
     Args:
         storage: the directory.
@@ -66,7 +67,7 @@ class DataFile:
         self._mutex = threading.Lock()  # guards the next two
         self._reserved = False
         self._end = 0  # of what was written
-        self._checksum = RunningChecksum(layout.data_start) if options.checksum == "xxh3" else None
+        self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
         self._direct_fd = -1
         self._fd = storage.create(name)
         try:
@@ -89,14 +90,11 @@ class DataFile:
         """
         offset = self._layout.row_offset(first)
         self._make_room(offset + data.nbytes)
+        # Before the write, which then finds the rows in the processor's cache.
+        checksum = 0 if self._checksum is None else self._checksum.begin_write(offset, data)
+        write_at(self._fd_for(data, offset), data, offset)
         if self._checksum is not None:
-            self._checksum.add(offset, data)  # before the write, which then finds the rows in the processor's cache
-        try:
-            write_at(self._fd_for(data, offset), data, offset)
-        except BaseException:
-            if self._checksum is not None:
-                self._checksum.spoil()
-            raise
+            self._checksum.end_write(offset, data.nbytes, checksum)
         if self._options.durability == "fdatasync" and self._direct_fd < 0 and data.nbytes >= _WRITEBACK:
             start_writeback(self._fd, offset, data.nbytes)
 

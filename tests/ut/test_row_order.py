@@ -1,0 +1,63 @@
+"""Work on the rows of one request: what overlaps keeps its order, what does not runs side by side, and all of it runs."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import given
+
+from vllm_ascend_hsx.connector.row_order import EVERY_POSITION, Positions, RowOrder
+from vllm_ascend_hsx.connector.threads import WriterJob
+
+spans = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda span: (span[0], span[0] + span[1]))
+
+
+def overlap(left: Positions, right: Positions) -> bool:
+    return left[0] < right[1] and right[0] < left[1]
+
+
+def no_job() -> tuple[()]:
+    return ()
+
+
+@given(work=st.lists(st.one_of(spans, st.just(EVERY_POSITION)), max_size=12), data=st.data())
+def test_overlapping_work_runs_one_after_the_other_and_nothing_waits_without_need(work: list[Positions], data: st.DataObject) -> None:
+    order = RowOrder()
+    jobs: list[WriterJob] = [lambda: () for _ in work]
+    running: set[int] = set()
+    finished: set[int] = set()
+    begun = 0
+
+    def check() -> None:
+        for index in range(begun):
+            before = [other for other in range(index) if overlap(work[index], work[other]) and other not in finished]
+            waits = index not in running and index not in finished
+            assert waits or not before, "it runs beside, or in front of, earlier work on its rows"
+            # One that could run may still stand behind another that cannot: the order is kept.
+            assert not waits or any(other < index and other not in finished for other in range(begun))
+        waiting = [index for index in range(begun) if index not in running | finished]
+        if waiting:
+            assert any(overlap(work[waiting[0]], work[other]) for other in running), "the first that waits has nothing to wait for"
+
+    while begun < len(work) or running:
+        finish = running and (begun == len(work) or data.draw(st.booleans()))
+        if finish:
+            index = data.draw(st.sampled_from(sorted(running)))
+            running.remove(index)
+            finished.add(index)
+            running |= {jobs.index(job) for job in order.done(work[index])}
+        else:
+            begun += 1
+            if order.begin(work[begun - 1], jobs[begun - 1]):
+                running.add(begun - 1)
+        check()
+    assert finished == set(range(len(work))), "work was forgotten"
+
+
+@given(work=st.lists(spans, max_size=12))
+def test_work_on_rows_of_its_own_begins_at_once(work: list[Positions]) -> None:
+    order = RowOrder()
+    apart: list[Positions] = []
+    for span in work:
+        if not any(overlap(span, other) for other in apart):
+            apart.append(span)
+    assert all(order.begin(span, no_job) for span in apart)

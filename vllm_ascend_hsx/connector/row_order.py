@@ -1,0 +1,49 @@
+"""Which work on one request's rows may run at the same time: a row that is computed again is written behind its first version."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+
+from vllm_ascend_hsx.connector.threads import WriterJob
+
+Positions = tuple[int, float]  # [first, end) of tokens
+EVERY_POSITION: Positions = (0, math.inf)
+
+
+class RowOrder:
+    """Work on rows [first, end) waits for earlier work on any of them, whether that runs or waits itself; all other work may run at once.
+
+    A request computes its rows in order, so its pieces can be written by several threads. Only after a preemption does it come back to rows
+    that may still be on their way to the file.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._running: list[Positions] = []
+        self._waiting: deque[tuple[Positions, WriterJob]] = deque()
+
+    def begin(self, rows: Positions, job: WriterJob) -> bool:
+        """Whether the caller may have `job` run now. If not, the `done` of what it waits for will return it."""
+        with self._mutex:
+            if _overlap(rows, self._running) or _overlap(rows, [each for each, _ in self._waiting]):
+                self._waiting.append((rows, job))
+                return False
+            self._running.append(rows)
+            return True
+
+    def done(self, rows: Positions) -> list[WriterJob]:
+        """A job on `rows` that began has ended. Returns those that begin instead: the caller has them run."""
+        with self._mutex:
+            self._running.remove(rows)
+            ready: list[WriterJob] = []
+            while self._waiting and not _overlap(self._waiting[0][0], self._running):
+                waited_for, job = self._waiting.popleft()
+                self._running.append(waited_for)
+                ready.append(job)
+            return ready
+
+
+def _overlap(rows: Positions, others: list[Positions]) -> bool:
+    return any(rows[0] < other[1] and other[0] < rows[1] for other in others)
