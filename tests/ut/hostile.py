@@ -139,7 +139,7 @@ def place(checkpoint: Callable[[], None] = lambda: None) -> Iterator[Place]:
         fds = open_fds()
         wrong = watch(patch, where, checkpoint)
         yield where
-        assert not open_fds() - fds, "a descriptor has stayed; others may have gone, with what an earlier test left to the garbage collector"
+        assert not open_fds() - fds
         assert snapshot(where.outside) == where.before
         assert wrong == []
         assert {name.partition("-")[0] for name in os.listdir(above)} <= {"storage", "outside", "stolen"}

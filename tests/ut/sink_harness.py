@@ -40,7 +40,7 @@ def listing(directory: Path) -> list[str]:
 
 
 def open_fds() -> set[tuple[str, str]]:
-    """Descriptors of this process with what they point to."""
+    """Descriptors of this process with what they point to. Compare by difference: what an earlier test left may go at any time."""
     fds = set()
     for name in os.listdir("/proc/self/fd"):
         try:
