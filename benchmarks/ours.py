@@ -87,15 +87,7 @@ def _settle(worker: ExtractionWorker) -> None:
     copied = threading.Event()
     worker._copier.then(copied.set)
     copied.wait()
-    everybody = threading.Barrier(worker._writers.num_threads + 1)
-
-    def meet() -> tuple[()]:
-        everybody.wait()
-        return ()
-
-    for _ in range(worker._writers.num_threads):
-        worker._writers.submit(meet)
-    everybody.wait()
+    worker._writers.drain()
 
 
 class SourceSlot(StagingSlot):

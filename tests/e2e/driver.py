@@ -163,16 +163,18 @@ class Driver:
         copied = threading.Event()
         worker._copier.then(copied.set)
         copied.wait()
-        for writer in worker._writers:
-            written = threading.Event()
-            writer.submit(written.set)
-            written.wait()
+        worker._writers.drain()
 
     def hold_writes(self) -> None:
         """Have storage stand still until `release_writes`."""
         self._released = threading.Event()
-        for writer in self._halves()["worker"]._writers:
-            writer.submit(self._released.wait)
+        writers = self._halves()["worker"]._writers
+        for _ in range(writers.num_threads):
+            writers.submit(self._wait_for_release)
+
+    def _wait_for_release(self) -> tuple[()]:
+        self._released.wait()
+        return ()
 
     def release_writes(self) -> None:
         self._released.set()

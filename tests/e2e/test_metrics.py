@@ -64,6 +64,7 @@ def test_files_bytes_aborts_and_failures_are_counted(session: EngineSession) -> 
     long, short = session.add(tokens(150), {"max_tokens": 3}), session.add(tokens(20), {"max_tokens": 1})
     failed = session.add(tokens(40), {"max_tokens": 1})
     session.add(tokens(30), {"max_tokens": 2, **OPTS_OUT})
+    refused = session.add(tokens(30), {"max_tokens": 2, "extra_args": {"kv_transfer_params": {"hidden_states": "perhaps"}}})
     (path,) = session.paths(failed)
     session.call("inject", [{"call": "pwrite", "errno": "EIO", "name": rf"\.{path.name}\.\w+\.partial"}])
     after = scrape_all(session)
@@ -72,7 +73,12 @@ def test_files_bytes_aborts_and_failures_are_counted(session: EngineSession) -> 
     grown = growth(before, after)
     assert grown["files_total published"] == 2
     assert grown["files_total aborted"] == 1
-    assert grown["files_total failed"] == grown["failures_total EIO"] == 1
+    assert refused.finished
+    assert {name: value for name, value in grown.items() if "fail" in name} == {
+        "files_total failed": 2,
+        "failures_total EIO": 1,
+        "failures_total refused": 1,
+    }
     assert grown["published_bytes_total"] == 170 * ROW_BYTES
     assert grown["published_bytes_total"] <= grown["written_bytes_total"] <= grown["copied_bytes_total"] <= 500 * ROW_BYTES
     observations = {each.name: each.observations for each in after.latencies}

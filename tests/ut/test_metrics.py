@@ -25,7 +25,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm_ascend_hsx.connector.connector import AscendHiddenStatesConnector
 from vllm_ascend_hsx.connector.latency import BUCKETS
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
-from vllm_ascend_hsx.connector.stats import BackPressureRecorder, HsxStats, StatsRecorder
+from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder, StatsRecorder
 
 LABELS = ["model_name", "engine"]
 ENGINES: dict[int, list[object]] = {0: ["tiny", "0"], 1: ["tiny", "1"]}
@@ -62,7 +62,7 @@ def busy(rank: int) -> HsxStats:
 def held() -> HsxStats:
     """Stats of a scheduler that has held two requests back for three seconds."""
     clock = iter([0.0, 3.0])
-    recorder = BackPressureRecorder(clock=lambda: next(clock))
+    recorder = SchedulerRecorder(clock=lambda: next(clock))
     recorder.held("a")
     recorder.held("b")
     stats = recorder.take()

@@ -159,6 +159,7 @@ def test_a_refused_request_is_not_extracted_and_its_response_says_why() -> None:
     assert not scheduler.extracts("r")
     assert schedule(scheduler, request) == []
     assert "allow_custom_save_path" in scheduler.on_finished(request)["hidden_states_error"]
+    assert scheduler.take_stats().failures == {"refused": 1}
 
 
 @pytest.mark.parametrize("progress", ["waiting", "running", "ended"])

@@ -57,6 +57,12 @@ def reason(path: Path) -> str:
     return json.loads(Path(f"{path}.error").read_text())["reason"]
 
 
+def kinds(engine: Engine) -> dict[str, int]:
+    stats = engine.worker.take_stats()
+    assert stats is not None
+    return dict(stats.failures)
+
+
 def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their_own_step(
     make_engine: Callable[..., Engine], storage: threading.Event
 ) -> None:
@@ -74,6 +80,7 @@ def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their
     assert engine.outcomes == {"a": SILENT, "b": SILENT, "c": None}
     engine.assert_file_is_right("c", 5)
     assert (reason(engine.path("a")), reason(engine.path("b"))) == (SILENT, SILENT)
+    assert kinds(engine) == {"silent_storage": 2}
     assert engine.worker._backlog == 0
 
 
@@ -207,6 +214,7 @@ def test_a_row_that_is_not_finite_fails_its_file_and_is_named(make_engine: Calla
     engine.step(started(engine.start("a", 9), engine.start("b", 7)), [("a", 0, 9), ("b", 0, 7)])
     engine.close()
     assert engine.outcomes == {"a": "the row of token position 5 is not finite in layer 0 of the 2 that are stored", "b": None}
+    assert kinds(engine) == {"not_finite": 1}
     assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
 
 

@@ -9,6 +9,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import reduce
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.connector.latency import BUCKETS, quantile
-from vllm_ascend_hsx.connector.stats import BackPressureRecorder, HsxStats, StatsRecorder, failure_kind
+from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder, StatsRecorder, failure_kind
 from vllm_ascend_hsx.sinks.base import SinkError
 
 Event = Callable[[StatsRecorder], None]
@@ -140,7 +141,7 @@ def intervals(draw: st.DrawFn) -> list[HsxStats]:
             getattr(recorder, name)(*arguments)
         found.append(recorder.take() or HsxStats())
     clock = iter(draw(st.lists(st.integers(0, 1000), min_size=2, max_size=2).map(sorted)))
-    back_pressure = BackPressureRecorder(clock=lambda: float(next(clock)))
+    back_pressure = SchedulerRecorder(clock=lambda: float(next(clock)))
     back_pressure.held("request")
     return [*found, back_pressure.take() or HsxStats()]
 
@@ -245,9 +246,20 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], shar
         assert (BUCKETS[bucket - 1] if bucket else 0.0) <= estimate <= BUCKETS[bucket]
 
 
+def test_a_request_that_the_scheduler_refuses_counts_as_a_failure_once() -> None:
+    recorder = SchedulerRecorder()
+    assert recorder.take() is None
+    recorder.refused()
+    recorder.refused()
+    stats = recorder.take()
+    assert stats is not None
+    assert (stats.counter("failed"), stats.failures) == (2, {"refused": 2})
+    assert recorder.take() is None
+
+
 def test_back_pressure_counts_the_time_with_at_least_one_request_held() -> None:
     now = 0.0
-    recorder = BackPressureRecorder(clock=lambda: now)
+    recorder = SchedulerRecorder(clock=lambda: now)
 
     def taken() -> tuple[float, float] | None:
         stats = recorder.take()
@@ -275,7 +287,7 @@ def test_back_pressure_counts_the_time_with_at_least_one_request_held() -> None:
 
 def sink_error_from(cause: BaseException) -> SinkError:
     try:
-        raise SinkError("request", "path", "reason") from cause
+        raise SinkError("request", Path("path"), "reason") from cause
     except SinkError as error:
         return error
 
@@ -285,11 +297,12 @@ def sink_error_from(cause: BaseException) -> SinkError:
     [
         (OSError(errno.ENOSPC, "No space left on device"), "ENOSPC"),
         (sink_error_from(OSError(errno.EIO, "Input/output error")), "EIO"),
+        (SinkError("request", Path("path"), "reason", "not_finite"), "not_finite"),
         (OSError("without a number"), "other"),
         (OSError(99999, "a number that is no errno"), "other"),
         (ValueError("a mistake of ours"), "other"),
         (None, "other"),
     ],
 )
-def test_failures_are_told_apart_by_errno(error: BaseException | None, kind: str) -> None:
+def test_failures_are_told_apart_by_errno_or_by_what_a_sink_says(error: BaseException | None, kind: str) -> None:
     assert failure_kind(error) == kind

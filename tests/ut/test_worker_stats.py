@@ -93,7 +93,7 @@ def test_aborts_and_failures_are_told_apart_by_cause(engine: Engine, monkeypatch
     engine.step(ended("short"), [])
     stats = stats_of(engine)
     assert [stats.counter(name) for name in ("published", "failed", "aborted")] == [1, 3, 1]
-    assert stats.failures == {"ENOSPC": 1, "EIO": 1, "other": 1}
+    assert stats.failures == {"ENOSPC": 1, "EIO": 1, "missing_rows": 1}
     assert stats.counter("published_bytes") == 4 * FORMAT.row_bytes
     assert observations(stats, "publish") == 1
 

@@ -14,7 +14,7 @@ import torch
 
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.row_order import RowOrder
-from vllm_ascend_hsx.connector.stats import StatsRecorder, failure_kind
+from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, StatsRecorder, failure_kind
 from vllm_ascend_hsx.connector.threads import WriterPool
 from vllm_ascend_hsx.sinks.base import Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.spans import SpanSet
@@ -87,7 +87,7 @@ class Extraction:
             return
         with self._failing_alone(file):
             if check is not None and (problem := describe_not_finite(first, check)):
-                raise SinkError(self.request_id, self._path, problem)
+                raise SinkError(self.request_id, self._path, problem, NOT_FINITE)
             began = time.perf_counter()
             file.write(first, rows)
             self._stats.wrote(len(rows), time.perf_counter() - began)
@@ -112,13 +112,14 @@ class Extraction:
         with self._failing_alone(file):
             token_ids = np.concatenate([self._prompt, end.output_token_ids])
             if missing := self._written.missing(len(token_ids)):
-                raise SinkError(self.request_id, self._path, f"the request ended without rows for token positions {missing}")
+                reason = f"the request ended without rows for token positions {missing}"
+                raise SinkError(self.request_id, self._path, reason, MISSING_ROWS)
             self._commit(file, token_ids)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, kind: str) -> None:
         """Give the file up: the decision is known at once, and stands in the file's place as soon as a writer gets there."""
         if self._claim():
-            self._stats.failed()
+            self._stats.failed(kind)
             self._decide(reason)
             self._writers.submit(lambda: self._leave_reason(reason))
 

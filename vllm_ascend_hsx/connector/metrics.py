@@ -32,7 +32,7 @@ SECONDS = (
     _Series("stall_seconds", "stall_ns", "Time that the main threads of all workers waited for a staging slot."),
 )
 FILES = _Series("files", "", "Files of hidden states that were decided, by outcome.")
-FAILURES = _Series("failures", "failures", 'Files of hidden states that failed, by the name of the errno or else "other".')
+FAILURES = _Series("failures", "failures", "Files of hidden states that failed, by the name of the errno or another word for the reason.")
 REQUESTS_HELD = _Series("requests_held", "requests_held", "New requests that are held back until files are written.")
 BY_RANK = (
     _Series("ring_fill_ratio", "ring_fill", "Largest share of the pinned ring in use between two steps, by tensor-parallel rank."),

@@ -18,7 +18,7 @@ from vllm_ascend_hsx.connector.params import (
     read_params,
     shown,
 )
-from vllm_ascend_hsx.connector.stats import BackPressureRecorder, HsxStats
+from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
 from vllm_ascend_hsx.sinks.names import file_name
 
 
@@ -59,7 +59,7 @@ class ExtractionScheduler:
         self._outstanding = [0] * num_ranks
         self._backlog = [0] * num_ranks
         self._stuck: set[int] = set()
-        self._back_pressure = BackPressureRecorder()
+        self._recorder = SchedulerRecorder()
         self._stopping = False
 
     def on_new_request(self, request: Any) -> None:
@@ -105,9 +105,9 @@ class ExtractionScheduler:
             rank = self._least_loaded()
             # A rank whose storage does not answer refuses the request at once: that is better than to wait for nobody knows how long.
             if self._backlog[rank] > self._max_backlog and rank not in self._stuck:
-                self._back_pressure.held(request_id)
+                self._recorder.held(request_id)
                 return True
-        self._back_pressure.let_go(request_id)
+        self._recorder.let_go(request_id)
         return False
 
     def build_metadata(self, scheduler_output: Any) -> HsxConnectorMetadata:
@@ -116,7 +116,7 @@ class ExtractionScheduler:
         Args:
             scheduler_output: vllm.v1.core.sched.output.SchedulerOutput; not modified.
         """
-        metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._back_pressure.has_news)
+        metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._recorder.has_news)
         self._ended = []
         for new in scheduler_output.scheduled_new_reqs:
             request = self._requests.get(new.req_id)
@@ -143,8 +143,8 @@ class ExtractionScheduler:
                 self._let_go_of(request.path, request_id)
 
     def take_stats(self) -> HsxStats | None:
-        """For how long, since the last call, requests had to wait; None if none had to."""
-        return self._back_pressure.take()
+        """For how long, since the last call, requests had to wait, and how many were refused; None if none."""
+        return self._recorder.take()
 
     def server_stops(self) -> None:
         """Requests that are aborted from now on are not given up by their clients. Workers hear nothing of it: when they are closed, they
@@ -159,13 +159,14 @@ class ExtractionScheduler:
             request whose KV another connector hands to a decoding server: it has params of its own, and MultiConnector stops the
             engine over two (multi_connector.py:498).
         """
-        self._back_pressure.let_go(request.request_id)
+        self._recorder.let_go(request.request_id)
         answer = self._end(request)
         return None if is_sent_to_a_decoding_server(request.kv_transfer_params) else answer
 
     def _end(self, request: Any) -> dict[str, Any] | None:
         request_id = request.request_id
         if reason := self._refused.pop(request_id, None):
+            self._recorder.refused()
             return {ERROR_KEY: reason}
         state = self._requests.pop(request_id, None)
         if state is None:

@@ -12,8 +12,15 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from vllm_ascend_hsx.connector.latency import NUM_BUCKETS, bucket_of, quantile
+from vllm_ascend_hsx.sinks.base import SinkError
 
 # Failures that no errno explains.
+# Kinds of failures that no errno names.
+SILENT_STORAGE = "silent_storage"  # it did not answer for storage_patience_s
+COPY_FAILED = "copy"  # from the device
+NOT_FINITE = "not_finite"  # a NaN or an infinity, with check_finite
+MISSING_ROWS = "missing_rows"  # the request ended without some of its rows
+REFUSED = "refused"  # the request asks for what cannot be done
 OTHER_FAILURE = "other"
 
 _SCHEDULER = "scheduler"
@@ -191,8 +198,9 @@ class StatsRecorder:
         self._histograms: dict[str, list[list[int]]] = {}
 
 
-class BackPressureRecorder:
-    """Knows which requests the scheduler holds back, and for how long there was at least one. Belongs to the scheduler's thread.
+class SchedulerRecorder:
+    """Knows which requests the scheduler holds back and for how long there was at least one, and counts those it refuses. Belongs to the
+    scheduler's thread.
 
     Args:
         clock: seconds that never run backwards.
@@ -204,6 +212,11 @@ class BackPressureRecorder:
         self._since = 0.0  # meaningful while something is held
         self._seconds = 0.0
         self._taken_held = 0
+        self._refused = 0
+
+    def refused(self) -> None:
+        """A request that was to be extracted ended without a file, and was never going to have one."""
+        self._refused += 1
 
     def held(self, request_id: str) -> None:
         """The request has to wait, again or for the first time."""
@@ -220,17 +233,22 @@ class BackPressureRecorder:
     @property
     def has_news(self) -> bool:
         """Whether `take` has something to return."""
-        return bool(self._held or self._seconds or self._taken_held)
+        return bool(self._held or self._seconds or self._taken_held or self._refused)
 
     def take(self) -> HsxStats | None:
-        """What happened since the last call; None if nothing was held and nothing is."""
+        """What happened since the last call; None if nothing was held or refused and nothing is held."""
         if not self.has_news:
             return None
         self._settle()
         self._taken_held = len(self._held)
         nanoseconds, self._seconds = int(self._seconds * 1e9), 0.0
+        refused, self._refused = self._refused, 0
         return HsxStats(
-            data={"counters": {"backpressure_ns": nanoseconds}, "gauges": {"requests_held": {_SCHEDULER: self._taken_held}}}
+            data={
+                "counters": {"backpressure_ns": nanoseconds, **({"failed": refused} if refused else {})},
+                "failures": {REFUSED: refused} if refused else {},
+                "gauges": {"requests_held": {_SCHEDULER: self._taken_held}},
+            }
         )
 
     def _settle(self) -> None:
@@ -241,8 +259,11 @@ class BackPressureRecorder:
 
 
 def failure_kind(error: BaseException | None) -> str:
-    """The name of the errno behind an exception, such as "ENOSPC", or "other": few enough to be values of a label."""
+    """The kind that a SinkError names, or else the name of the errno behind an exception, such as "ENOSPC", or "other": few enough to be
+    values of a label."""
     while error is not None:
+        if isinstance(error, SinkError) and error.kind is not None:
+            return error.kind
         if isinstance(error, OSError) and error.errno is not None:
             return errno.errorcode.get(error.errno, OTHER_FAILURE)
         error = error.__cause__ or error.__context__

@@ -57,6 +57,18 @@ class WriterPool:
     def submit(self, job: WriterJob) -> None:
         self._jobs.put(job)
 
+    def drain(self) -> None:
+        """Wait until all that was submitted has been done. Not from its own threads."""
+        everybody = threading.Barrier(self.num_threads + 1)
+
+        def meet() -> tuple[()]:
+            everybody.wait()
+            return ()
+
+        for _ in self._threads:
+            self.submit(meet)
+        everybody.wait()
+
     def end(self) -> None:
         """Let the threads end behind what was submitted."""
         for _ in self._threads:

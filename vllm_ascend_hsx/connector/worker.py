@@ -14,7 +14,7 @@ from vllm_ascend_hsx.config import LAST_WORDS_S
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.row_order import EVERY_POSITION
-from vllm_ascend_hsx.connector.stats import HsxStats, StatsRecorder
+from vllm_ascend_hsx.connector.stats import COPY_FAILED, REFUSED, SILENT_STORAGE, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.threads import OpenerThread, WriterJob, WriterPool
 from vllm_ascend_hsx.sinks.base import Sink
 from vllm_ascend_hsx.spans import ALL_ROWS, Span
@@ -93,10 +93,10 @@ class ExtractionWorker:
 
     def _start(self, start: RequestStart) -> None:
         if start.request_id in self._owned:
-            self._refuse(start, "another request of this id is under way")
+            self._refuse(start, "another request of this id is under way", REFUSED)
             return
         if self._storage_is_stuck():
-            self._refuse(start, self._stuck_reason())
+            self._refuse(start, self._stuck_reason(), SILENT_STORAGE)
             return
         extraction = Extraction(start, self._writers, self._row_bytes, self._on_decided, self._stats)
         self._owned[start.request_id] = extraction
@@ -107,8 +107,8 @@ class ExtractionWorker:
         self._copier.then(partial(self._extractions.__setitem__, start.request_id, extraction))
         self._opener.submit(partial(extraction.open, self._sink))
 
-    def _refuse(self, start: RequestStart, reason: str) -> None:
-        self._stats.failed()
+    def _refuse(self, start: RequestStart, reason: str, kind: str) -> None:
+        self._stats.failed(kind)
         with self._mutex:
             self._refused[start.request_id] = reason
 
@@ -136,7 +136,7 @@ class ExtractionWorker:
         if self._opening:
             if not self._opener.wait(self._patience):
                 for extraction in self._opening:
-                    extraction.fail(self._stuck_reason())
+                    extraction.fail(self._stuck_reason(), SILENT_STORAGE)
             self._opening = []
         stuck = self._storage_is_stuck()
         with self._mutex:
@@ -212,7 +212,7 @@ class ExtractionWorker:
         if not issued:
             for span in spans:
                 self._staging.wanted.pop(span.request_id, None)
-                self._owned[span.request_id].fail(self._stuck_reason())
+                self._owned[span.request_id].fail(self._stuck_reason(), SILENT_STORAGE)
         return issued
 
     def _storage_is_stuck(self) -> bool:
@@ -240,7 +240,7 @@ class ExtractionWorker:
 
     def _on_copy_error(self, spans: Sequence[Span], lost_rows: int, error: Exception) -> None:
         for span in spans:
-            self._extractions[span.request_id].fail(f"copy from the device failed: {error}")
+            self._extractions[span.request_id].fail(f"copy from the device failed: {error}", COPY_FAILED)
         self._add_backlog(-lost_rows)
 
     def _end(self, end: RequestEnd) -> None:
@@ -259,7 +259,7 @@ class ExtractionWorker:
                 extraction.write(span.first, piece.read(span), landed_at, check)
         except Exception as error:  # noqa: BLE001 - waiting for the copy failed; this thread serves other files too
             for extraction, _ in parts:
-                extraction.fail(f"copy from the device failed: {error}")
+                extraction.fail(f"copy from the device failed: {error}", COPY_FAILED)
         finally:
             if piece.release(len(parts)):
                 self._stats.copied(len(piece.rows) * self._row_bytes, piece.landed_after)

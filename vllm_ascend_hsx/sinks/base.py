@@ -74,13 +74,15 @@ class SinkError(Exception):
         request_id: the request.
         path: the file it was to become.
         reason: one sentence for the request's owner.
+        kind: what sort of failure it is, in a word for statistics, if no OSError is behind it.
     """
 
-    def __init__(self, request_id: str, path: Path, reason: str) -> None:
-        super().__init__(request_id, path, reason)
+    def __init__(self, request_id: str, path: Path, reason: str, kind: str | None = None) -> None:
+        super().__init__(request_id, path, reason, kind)
         self.request_id = request_id
         self.path = path
         self.reason = reason
+        self.kind = kind
 
     def __str__(self) -> str:
         return f"request {self.request_id!r}, {self.path}: {self.reason}"
