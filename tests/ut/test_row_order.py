@@ -19,24 +19,29 @@ def no_job() -> tuple[()]:
     return ()
 
 
-@given(work=st.lists(st.one_of(spans, st.just(EVERY_POSITION)), max_size=12), data=st.data())
-def test_overlapping_work_runs_one_after_the_other_and_nothing_waits_without_need(work: list[Positions], data: st.DataObject) -> None:
-    order = RowOrder()
+@given(work=st.lists(st.one_of(spans, st.just(EVERY_POSITION)), max_size=12), side_by_side=st.booleans(), data=st.data())
+def test_overlapping_work_runs_one_after_the_other_and_nothing_waits_without_need(
+    work: list[Positions], side_by_side: bool, data: st.DataObject
+) -> None:
+    order = RowOrder(side_by_side)
     jobs: list[WriterJob] = [lambda: () for _ in work]
     running: set[int] = set()
     finished: set[int] = set()
     begun = 0
 
+    def collide(index: int, other: int) -> bool:
+        return not side_by_side or overlap(work[index], work[other])
+
     def check() -> None:
         for index in range(begun):
-            before = [other for other in range(index) if overlap(work[index], work[other]) and other not in finished]
+            before = [other for other in range(index) if collide(index, other) and other not in finished]
             waits = index not in running and index not in finished
             assert waits or not before, "it runs beside, or in front of, earlier work on its rows"
             # One that could run may still stand behind another that cannot: the order is kept.
             assert not waits or any(other < index and other not in finished for other in range(begun))
         waiting = [index for index in range(begun) if index not in running | finished]
         if waiting:
-            assert any(overlap(work[waiting[0]], work[other]) for other in running), "the first that waits has nothing to wait for"
+            assert any(collide(waiting[0], other) for other in running), "the first that waits has nothing to wait for"
 
     while begun < len(work) or running:
         finish = running and (begun == len(work) or data.draw(st.booleans()))

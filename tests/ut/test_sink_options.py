@@ -148,6 +148,7 @@ def test_a_write_that_failed_half_way_does_not_count(tmp_path: Path, monkeypatch
 
 def test_without_a_checksum_the_file_names_none(tmp_path: Path) -> None:
     with FileSink(tmp_path, SMALL, FileOptions(checksum="none")) as sink:
+        assert not sink.writes_side_by_side
         file = open_file(sink, tmp_path)
         file.commit(tokens(0), 0)
     assert not [key for key in metadata(file.path) if key.startswith("checksum")]
@@ -217,6 +218,7 @@ def test_aligned_rows_bypass_the_page_cache_and_others_go_through_it(tmp_path: P
     elsewhere[:] = 7
     monkeypatch.setattr(directory, "is_in_memory", lambda fd: False)
     with FileSink(tmp_path, FORMAT, FileOptions(io="direct")) as sink:
+        assert sink.writes_side_by_side
         file = open_file(sink, tmp_path, 9)
         monkeypatch.setattr(os, "pwrite", pwrite)
         file.write(0, aligned.rows[:3])

@@ -246,7 +246,7 @@ def test_a_write_that_takes_long_holds_up_no_other_file_and_no_other_rows_of_its
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, "long", 0)
-    engine = make_engine(ring_rows=24)  # pieces of three rows
+    engine = make_engine(ring_rows=24, side_by_side=True)  # pieces of three rows
     engine.step(started(engine.start("long", 6)), [("long", 0, 3)])
     assert gate.reached.wait(30)
     engine.step(started(engine.start("short", 4)), [("long", 3, 3), ("short", 0, 4)])
@@ -260,11 +260,28 @@ def test_a_write_that_takes_long_holds_up_no_other_file_and_no_other_rows_of_its
     engine.assert_file_is_right("short", 4)
 
 
+def test_through_the_page_cache_a_file_is_written_by_one_thread_at_a_time(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "long", 0)
+    engine = make_engine(ring_rows=24)
+    engine.step(started(engine.start("long", 6)), [("long", 0, 3)])
+    assert gate.reached.wait(30)
+    engine.step(started(engine.start("short", 4)), [("long", 3, 3), ("short", 0, 4)])
+    engine.wait_until_decided("short")
+    (extraction,) = engine.worker._under_way
+    assert extraction._written.missing(6) == [(0, 6)]
+    gate.open.set()
+    engine.close()
+    assert engine.outcomes == {"long": None, "short": None}
+    engine.assert_file_is_right("long", 6)
+
+
 def test_rows_that_are_computed_again_are_written_behind_their_first_version(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, "a", 2)
-    engine = make_engine(ring_rows=24)  # pieces of three rows
+    engine = make_engine(ring_rows=24, side_by_side=True)  # pieces of three rows
     engine.values = {("a", position): -1.0 for position in range(5)}
     engine.step(started(engine.start("a", 8)), [("a", 0, 2)])
     engine.step(NOTHING, [("a", 2, 3)])
@@ -285,7 +302,7 @@ def test_rows_that_are_computed_again_are_written_behind_their_first_version(
 
 def test_the_end_of_a_request_comes_behind_its_rows(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch, "a", 0)
-    engine = make_engine(ring_rows=24)  # pieces of three rows
+    engine = make_engine(ring_rows=24, side_by_side=True)  # pieces of three rows
     engine.step(started(engine.start("a", 3, include_output=True), engine.start("b", 1)), [("a", 0, 3)])
     assert gate.reached.wait(30)
     engine.step(NOTHING, [("a", 3, 1)])

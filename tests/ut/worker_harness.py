@@ -26,7 +26,15 @@ DEVICE = torch.device("npu:0")
 class Engine:
     """A worker with the calls that an engine makes; keeps what every row must be."""
 
-    def __init__(self, directory: Path, rank: int = 0, patience: float = 30.0, check_finite: bool = False, ring_rows: int = 6) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rank: int = 0,
+        patience: float = 30.0,
+        check_finite: bool = False,
+        ring_rows: int = 6,
+        side_by_side: bool = False,
+    ) -> None:
         self.directory = directory
         self.threads_before = frozenset(threading.enumerate())
         staging = StagingCache(
@@ -40,6 +48,7 @@ class Engine:
         )
         self.staging = staging
         self.sink = FileSink(directory, FORMAT)
+        self.sink.writes_side_by_side = side_by_side  # as with direct I/O, which rows of this size are too small for
         self.ring = PinnedRing(ring_rows * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
         self.worker = ExtractionWorker(
             rank=rank,

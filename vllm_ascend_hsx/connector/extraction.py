@@ -28,6 +28,7 @@ class Extraction:
     Args:
         start: what the scheduler said of it.
         writers: do all work on its file.
+        side_by_side: whether several of them may write at the same time.
         row_bytes: of one token.
         on_decided: called once, with the error or None for a file that is complete or was discarded after an abort.
         stats: what is counted.
@@ -37,12 +38,13 @@ class Extraction:
         self,
         start: RequestStart,
         writers: WriterPool,
+        side_by_side: bool,
         row_bytes: int,
         on_decided: Callable[[Extraction, str | None], None],
         stats: StatsRecorder,
     ) -> None:
         self.request_id = start.request_id
-        self.order = RowOrder()
+        self.order = RowOrder(side_by_side)
         self._writers = writers
         self._path = Path(start.path)
         self._prompt = start.token_ids

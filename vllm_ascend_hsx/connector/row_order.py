@@ -17,9 +17,13 @@ class RowOrder:
 
     A request computes its rows in order, so its pieces can be written by several threads. Only after a preemption does it come back to rows
     that may still be on their way to the file.
+
+    Args:
+        side_by_side: whether work on different rows may run at the same time, or all of it runs one after the other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, side_by_side: bool = True) -> None:
+        self._side_by_side = side_by_side
         self._mutex = threading.Lock()
         self._running: list[Positions] = []
         self._waiting: deque[tuple[Positions, WriterJob]] = deque()
@@ -27,7 +31,7 @@ class RowOrder:
     def begin(self, rows: Positions, job: WriterJob) -> bool:
         """Whether the caller may have `job` run now. If not, the `done` of what it waits for will return it."""
         with self._mutex:
-            if _overlap(rows, self._running) or _overlap(rows, [each for each, _ in self._waiting]):
+            if self._collide(rows, self._running) or self._collide(rows, [each for each, _ in self._waiting]):
                 self._waiting.append((rows, job))
                 return False
             self._running.append(rows)
@@ -38,12 +42,13 @@ class RowOrder:
         with self._mutex:
             self._running.remove(rows)
             ready: list[WriterJob] = []
-            while self._waiting and not _overlap(self._waiting[0][0], self._running):
+            while self._waiting and not self._collide(self._waiting[0][0], self._running):
                 waited_for, job = self._waiting.popleft()
                 self._running.append(waited_for)
                 ready.append(job)
             return ready
 
-
-def _overlap(rows: Positions, others: list[Positions]) -> bool:
-    return any(rows[0] < other[1] and other[0] < rows[1] for other in others)
+    def _collide(self, rows: Positions, others: list[Positions]) -> bool:
+        if not self._side_by_side:
+            return bool(others)
+        return any(rows[0] < other[1] and other[0] < rows[1] for other in others)

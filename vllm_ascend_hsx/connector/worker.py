@@ -98,7 +98,7 @@ class ExtractionWorker:
         if self._storage_is_stuck():
             self._refuse(start, self._stuck_reason(), SILENT_STORAGE)
             return
-        extraction = Extraction(start, self._writers, self._row_bytes, self._on_decided, self._stats)
+        extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, self._row_bytes, self._on_decided, self._stats)
         self._owned[start.request_id] = extraction
         with self._mutex:
             self._under_way.add(extraction)

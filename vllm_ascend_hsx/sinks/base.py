@@ -136,7 +136,13 @@ class SinkFile(ABC):
 
 
 class Sink(ABC):
-    """Takes the rows of requests. `open` and `close` belong to one thread; the files' methods to any."""
+    """Takes the rows of requests. `open` and `close` belong to one thread; the files' methods to any.
+
+    Attributes:
+        writes_side_by_side: whether it is of use to write several parts of one file at the same time.
+    """
+
+    writes_side_by_side: bool
 
     @abstractmethod
     def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> SinkFile:

@@ -43,6 +43,9 @@ class FileSink(Sink):
     ) -> None:
         self.row_format = row_format
         self.options = options
+        # Writes to the page cache hold the file's lock, and those that wait for it keep a core busy: two at a time cost twice the CPU time
+        # and gain nothing. Direct ones go to the disk side by side.
+        self.writes_side_by_side = options.io == "direct"
         self._directory = Path(os.path.abspath(directory))
         self._parents = (os.fspath(directory), os.fspath(self._directory))
         self._memory = memory
