@@ -6,7 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks import engine, latency, per_step
-from benchmarks.host_path import COPIED, DIRECT, DIRECT_PUBLISHED, DURABLY, OURS, OURS_UNCHECKED, PINNED, RAW, VLLM, Cell
+from benchmarks.host_path import (
+    COPIED,
+    DIRECT,
+    DIRECT_CHECKED,
+    DIRECT_PUBLISHED,
+    DURABLY,
+    OURS,
+    OURS_UNCHECKED,
+    PINNED,
+    RAW,
+    RAW_ONE_THREAD,
+    VLLM,
+    Cell,
+)
 
 MIB = 1 << 20
 STRAY_BYTES = 4 * MIB  # of memory that comes and goes with interpreter and threads, whatever is written
@@ -53,7 +66,7 @@ def judge(results: Results) -> list[Verdict]:
             lambda cell: cell.figures[OURS].of_raw,
             0.9,
             _percent,
-            _fixed_cost,
+            _one_file_at_a_time,
         ),
         _each_cell(
             "at 128 tokens at least 80 % of a raw write",
@@ -149,6 +162,13 @@ def _fixed_cost(cells: Sequence[Cell]) -> str:
     return f"a file of {fewest:,} tokens takes {more:,.0f} µs of CPU time more than its raw write, {of_it:,.0f} µs of them for the checksum"
 
 
+def _one_file_at_a_time(cells: Sequence[Cell]) -> str:
+    """The rows of a long prompt come, and fill the ring, one file after the other, and Linux lets one thread at a time write to a file."""
+    worst = min(cells, key=lambda cell: cell.figures[OURS].of_raw)
+    alone, unchecked = worst.figures[RAW_ONE_THREAD].of_raw, worst.figures[OURS_UNCHECKED].of_raw
+    return f"in the worst cell a raw write by one thread is at {alone:.0%}, ours without checksum at {unchecked:.0%}; {_fixed_cost(cells)}"
+
+
 def _raw_against_vllm(cells: Sequence[Cell]) -> str:
     alone = sorted(cell.figures[RAW].of_vllm or 0.0 for cell in cells)
     good = sum(value >= 4 for value in alone)
@@ -167,7 +187,11 @@ def _publishing(cells: Sequence[Cell]) -> str:
 def _direct_cpu(cells: Sequence[Cell]) -> str:
     least = min(cell.figures[DIRECT].cpu_s_per_gb for cell in cells)
     unchecked = min(cell.figures[OURS_UNCHECKED].cpu_s_per_gb for cell in cells)
-    return f"raw O_DIRECT itself takes {least:.3f} s, ours without checksum {unchecked:.3f} s (the least of all cells)"
+    checked = min(cell.figures[DIRECT_CHECKED].cpu_s_per_gb for cell in cells)
+    return (
+        f"raw O_DIRECT itself takes {least:.3f} s, with a checksum {checked:.3f} s, ours without checksum {unchecked:.3f} s "
+        "(the least of all cells)"
+    )
 
 
 def _latency(results: Sequence[latency.Result]) -> list[Verdict]:

@@ -17,8 +17,8 @@ from benchmarks.rows import STEP_TOKENS, Load, Source
 
 PINNED, COPIED, DURABLY = "from pinned memory", "with the copy", "durable"
 OURS, OURS_UNCHECKED = "ours", "ours, no checksum"
-RAW, MEMCPY = "raw write", "memcpy"
-DIRECT, DIRECT_PUBLISHED = "raw O_DIRECT", "the same, published"
+RAW, RAW_ONE_THREAD, MEMCPY = "raw write", "raw write, one thread", "memcpy"
+DIRECT, DIRECT_CHECKED, DIRECT_PUBLISHED = "raw O_DIRECT", "the same, with checksum", "the same, published"
 VLLM, VLLM_REUSING = "vLLM 0.33's path", "the same, pinned memory reused"
 
 
@@ -137,6 +137,7 @@ def contestants(view: str, source: Source, directory: Path) -> Iterator[dict[str
                 OURS: Ours(source, place(), with_copy=False, options=DURABLE),
                 OURS_UNCHECKED: Ours(source, place(), with_copy=False, options=DURABLE_NO_CHECKSUM),
                 DIRECT: RawDirect(source, place(), num_writers()),
+                DIRECT_CHECKED: RawDirect(source, place(), num_writers(), checksum=True),
                 DIRECT_PUBLISHED: RawDirect(source, place(), num_writers(), publish=True),
             }
         else:
@@ -149,6 +150,7 @@ def contestants(view: str, source: Source, directory: Path) -> Iterator[dict[str
             if copied:
                 entered[VLLM_REUSING] = Vllm033(source, place(), with_copy=True, reuse_pinned=True)
             else:
+                entered[RAW_ONE_THREAD] = RawWrite(source, place(), 1)
                 entered[MEMCPY] = Memcpy(source, place(), num_writers())
         for contestant in entered.values():
             stack.callback(contestant.close)

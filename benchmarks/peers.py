@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from awscrt.checksums import crc32c
 from safetensors.torch import load_file, save_file
 
 from benchmarks.machine import MEMORY_FILESYSTEMS, filesystem_of
@@ -159,11 +160,13 @@ class RawDirect(_Pooled):
     """open with O_DIRECT, fallocate, pwrite of 4 MiB at a time, fdatasync, close.
 
     Args:
+        checksum: make the CRC-32C of each piece before it is written.
         publish: rename the file then, and have its name survive a loss of power, too: fsync of the directory.
     """
 
-    def __init__(self, source: Source, directory: Path, threads: int, *, publish: bool = False) -> None:
+    def __init__(self, source: Source, directory: Path, threads: int, *, checksum: bool = False, publish: bool = False) -> None:
         super().__init__(source, directory, threads)
+        self._checksum = checksum
         self._publish = publish
 
     def one(self, data: memoryview, request_id: str) -> None:
@@ -171,7 +174,10 @@ class RawDirect(_Pooled):
         try:
             os.posix_fallocate(fd, 0, len(data))
             for begin in range(0, len(data), PIECE):  # a row is whole pages, and so is each of these
-                _write_all(fd, data[begin : begin + PIECE], begin)
+                piece = data[begin : begin + PIECE]
+                if self._checksum:
+                    crc32c(piece)
+                _write_all(fd, piece, begin)
             os.fdatasync(fd)
         finally:
             os.close(fd)

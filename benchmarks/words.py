@@ -21,7 +21,8 @@ ratios is shown. Before the first repetition each file is compared bit by bit wi
   there is room, then a part of one. «Evenly»: they share each step, so that with 256 of them ours writes 8 rows at a time; no
   goal is judged by that. Raw writes and vLLM's path always write whole files.
 * Raw writes are of {PIECE >> 20} MiB at a time, with as many threads as ours has writers, or one for each request in flight
-  if these are fewer.
+  if these are fewer. «One thread» is what is left where the rows of a prompt fill the ring before those of the next one come: Linux
+  lets one thread at a time write to a file.
 * CPU time is that of all threads of the process, user and system.
 * Memory is the peak of resident memory above what was held when the run began; ours holds its ring by then.
 * **vLLM 0.33's path** is written from its description: rows stay in paged memory (blocks of {BLOCK_TOKENS} tokens) until the
@@ -39,7 +40,7 @@ hardware the device gathers and copies, and only obtaining the memory is left to
 earlier request, as torch's caching allocator would have it at best. The raw write is the one above, without any copy.""",
     DURABLY: """Rows in pinned memory as in the first view. Ours with `"io": "direct", "durability": "fdatasync"`: also reserves
 space, syncs the file before the rename and the directory behind it. Raw O_DIRECT: open, fallocate, pwrite, fdatasync, close;
-«published»: and a rename and an fsync of the directory.""",
+«with checksum»: each piece's CRC-32C is made before it is written; «published»: and a rename and an fsync of the directory.""",
 }
 
 LATENCY = """One prompt at a time, in steps of {step_tokens:,} tokens but for the last. «Last row»: the last piece of the last chunk is in

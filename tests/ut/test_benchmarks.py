@@ -269,7 +269,7 @@ def test_main_thread_is_measured_with_and_without_requests_that_begin(results: g
 def cell_with(of_raw: float, tokens: int = 2048, view: str = PINNED) -> Cell:
     ours = Figures(1.0, 0.3, 0, of_raw, 2.0)
     raw = replace(ours, of_raw=1.0, of_vllm=3.0, cpu_s_per_gb=0.2)
-    figures = {OURS: ours, host_path.OURS_UNCHECKED: ours, RAW: raw, VLLM: replace(raw, of_vllm=1.0)}
+    figures = {OURS: ours, host_path.OURS_UNCHECKED: ours, RAW: raw, host_path.RAW_ONE_THREAD: raw, VLLM: replace(raw, of_vllm=1.0)}
     return Cell(view, "ext4", tokens, 1, False, 1, 1000, figures)
 
 
