@@ -108,8 +108,8 @@ class StagingCache:
         compute.wait_event(slot.copied)
         at = 0
         for row, count in merge_rows(spans):
-            for layer, source in enumerate(self.collected):
-                slot.rows[at : at + count, layer].copy_(target_rows[source][row : row + count])
+            # One launch, and no temporary: it writes where the rows are to stand.
+            torch.stack([target_rows[source][row : row + count] for source in self.collected], dim=1, out=slot.rows[at : at + count])
             at += count
         at, staged = 0, []
         for span in spans:
