@@ -55,9 +55,9 @@ def without_the_checksum_of_rows_behind_the_last_token() -> None:
     complete = DataFile.complete
 
     def with_all(self: Any, *args: Any) -> None:
-        if self._checksums is not None:
-            finish = self._checksums.finish
-            self._checksums.finish = lambda fd, end, rest: finish(fd, self._end, rest)
+        if self._checksum is not None:
+            finish = self._checksum.finish
+            self._checksum.finish = lambda fd, end, rest: finish(fd, self._end, rest)
         complete(self, *args)
 
     DataFile.complete = with_all  # type: ignore[method-assign]

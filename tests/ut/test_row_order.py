@@ -1,11 +1,11 @@
-"""Turns on the rows of one request: what overlaps keeps its order, what does not comes side by side, and every turn comes."""
+"""Work on the rows of one request: what overlaps keeps its order, what does not runs side by side, and all of it runs."""
 
 from __future__ import annotations
 
 import hypothesis.strategies as st
 from hypothesis import given
 
-from vllm_ascend_hsx.connector.row_order import EVERY_POSITION, Positions, RowOrder, Turn
+from vllm_ascend_hsx.connector.row_order import EVERY_POSITION, Positions, RowOrder
 from vllm_ascend_hsx.connector.threads import WriterJob
 
 spans = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda span: (span[0], span[0] + span[1]))
@@ -15,35 +15,54 @@ def overlap(left: Positions, right: Positions) -> bool:
     return left[0] < right[1] and right[0] < left[1]
 
 
-@given(work=st.lists(st.one_of(spans, st.just(EVERY_POSITION)), max_size=10), side_by_side=st.booleans(), data=st.data())
-def test_a_turn_comes_as_soon_as_it_is_ready_and_all_earlier_ones_on_its_rows_have_ended(
+def no_job() -> tuple[()]:
+    return ()
+
+
+@given(work=st.lists(st.one_of(spans, st.just(EVERY_POSITION)), max_size=12), side_by_side=st.booleans(), data=st.data())
+def test_overlapping_work_runs_one_after_the_other_and_nothing_waits_without_need(
     work: list[Positions], side_by_side: bool, data: st.DataObject
 ) -> None:
     order = RowOrder(side_by_side)
     jobs: list[WriterJob] = [lambda: () for _ in work]
-    turns: list[Turn] = []
-    ready: set[int] = set()
     running: set[int] = set()
-    ended: set[int] = set()
+    finished: set[int] = set()
+    begun = 0
 
-    def may_run(index: int) -> bool:
-        return index in ready and not any(
-            other not in ended and (not side_by_side or overlap(work[index], work[other])) for other in range(index)
-        )
+    def collide(index: int, other: int) -> bool:
+        return not side_by_side or overlap(work[index], work[other])
 
-    while len(ended) < len(work):
-        steps = [("enter", len(turns))] if len(turns) < len(work) else []
-        steps += [("ready", index) for index in range(len(turns)) if index not in ready]
-        steps += [("end", index) for index in sorted(running)]
-        step, index = data.draw(st.sampled_from(steps))  # none to draw from: a turn never came
-        if step == "enter":
-            turns.append(order.enter(work[index]))
-        elif step == "ready":
-            ready.add(index)
-            if order.ready(turns[index], jobs[index]):
-                running.add(index)
-        else:
+    def check() -> None:
+        for index in range(begun):
+            before = [other for other in range(index) if collide(index, other) and other not in finished]
+            waits = index not in running and index not in finished
+            assert waits or not before, "it runs beside, or in front of, earlier work on its rows"
+            # One that could run may still stand behind another that cannot: the order is kept.
+            assert not waits or any(other < index and other not in finished for other in range(begun))
+        waiting = [index for index in range(begun) if index not in running | finished]
+        if waiting:
+            assert any(collide(waiting[0], other) for other in running), "the first that waits has nothing to wait for"
+
+    while begun < len(work) or running:
+        finish = running and (begun == len(work) or data.draw(st.booleans()))
+        if finish:
+            index = data.draw(st.sampled_from(sorted(running)))
             running.remove(index)
-            ended.add(index)
-            running |= {jobs.index(job) for job in order.end(turns[index])}
-        assert running == {each for each in range(len(turns)) if each not in ended and may_run(each)}
+            finished.add(index)
+            running |= {jobs.index(job) for job in order.done(work[index])}
+        else:
+            begun += 1
+            if order.begin(work[begun - 1], jobs[begun - 1]):
+                running.add(begun - 1)
+        check()
+    assert finished == set(range(len(work))), "work was forgotten"
+
+
+@given(work=st.lists(spans, max_size=12))
+def test_work_on_rows_of_its_own_begins_at_once(work: list[Positions]) -> None:
+    order = RowOrder()
+    apart: list[Positions] = []
+    for span in work:
+        if not any(overlap(span, other) for other in apart):
+            apart.append(span)
+    assert all(order.begin(span, no_job) for span in apart)

@@ -137,7 +137,7 @@ def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: E
         file = original(request_id, path, expected_tokens)
         if request_id == "a":
 
-            def write(first: int, rows: object, digest: int | None) -> None:
+            def write(first: int, rows: object) -> None:
                 raise SinkError(request_id, path, "No space left on device")
 
             monkeypatch.setattr(file, "write", write)

@@ -77,7 +77,7 @@ def test_rows_that_are_computed_again_are_written_again_and_published_once(engin
 
 
 def test_aborts_and_failures_are_told_apart_by_cause(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(first: int, rows: object, digest: int | None) -> None:
+    def full(first: int, rows: object) -> None:
         raise SinkError("full", engine.path("full"), "No space left on device") from OSError(errno.ENOSPC, "No space left on device")
 
     def broken(token_ids: object, num_prompt_tokens: int) -> None:
@@ -100,7 +100,7 @@ def test_aborts_and_failures_are_told_apart_by_cause(engine: Engine, monkeypatch
 
 def test_a_ring_that_is_full_shows_in_fill_backlog_and_stall(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    replace_method(engine, monkeypatch, "slow", "write", lambda first, rows, digest: go_on.wait())
+    replace_method(engine, monkeypatch, "slow", "write", lambda first, rows: go_on.wait())
     engine.step(started(engine.start("slow", 100)), [("slow", 0, 16)])
     engine.step(HsxConnectorMetadata(), [("slow", 16, 16)])
     stats = engine.worker.take_stats()

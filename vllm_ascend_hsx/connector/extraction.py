@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Extraction:
-    """An owned request. `open` belongs to the opener, `prepare` to the writers, `write` and `end` to them in the turns
-    of `order`, `fail` to any thread.
+    """An owned request. `open` belongs to the opener, `write` and `end` to the writers as far as `order` lets them, `fail` to any thread.
 
     Args:
         start: what the scheduler said of it.
@@ -76,41 +75,23 @@ class Extraction:
         finally:
             self._opening.set()
 
-    def prepare(self, first: int, rows: memoryview, check: torch.Tensor | None = None) -> int | None:
-        """What of `write` need not wait for its turn.
-
-        Args:
-            first: token position of the first row.
-            rows: their bytes.
-            check: the same rows [rows, layers, hidden] if they must be finite.
-
-        Returns:
-            Their digest, if the file has any use for one.
-        """
-        file = self._wait_until_open()
-        if file is None:
-            return None
-        with self._failing_alone(file):
-            if check is not None and (problem := describe_not_finite(first, check)):
-                raise SinkError(self.request_id, self._path, problem, NOT_FINITE)
-            return file.digest(rows)
-        return None
-
-    def write(self, first: int, rows: memoryview, landed_at: float, digest: int | None = None) -> None:
+    def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> None:
         """Write rows; the last ones of a prompt complete its file.
 
         Args:
             first: token position of the first one.
             rows: their bytes.
             landed_at: when they were in host memory, by time.perf_counter.
-            digest: what `prepare` returned for them.
+            check: the same rows [rows, layers, hidden] if they must be finite.
         """
         file = self._wait_until_open()
         if file is None:
             return
         with self._failing_alone(file):
+            if check is not None and (problem := describe_not_finite(first, check)):
+                raise SinkError(self.request_id, self._path, problem, NOT_FINITE)
             began = time.perf_counter()
-            file.write(first, rows, digest)
+            file.write(first, rows)
             self._stats.wrote(len(rows), time.perf_counter() - began)
             with self._mutex:
                 self._written.add(first, first + len(rows) // self._row_bytes)

@@ -7,14 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from vllm_ascend_hsx.config import LAST_WORDS_S
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
-from vllm_ascend_hsx.connector.row_order import EVERY_POSITION, Turn
+from vllm_ascend_hsx.connector.row_order import EVERY_POSITION
 from vllm_ascend_hsx.connector.stats import COPY_FAILED, REFUSED, SILENT_STORAGE, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.threads import OpenerThread, WriterJob, WriterPool
 from vllm_ascend_hsx.sinks.base import Sink
@@ -25,15 +24,6 @@ logger = logging.getLogger(__name__)
 
 # Rows of a piece that one writer takes at a time: enough for its work to outweigh the hand-over.
 _JOB_BYTES = 1 << 20
-
-
-class _Part(NamedTuple):
-    """What a piece holds of one request, and its turn to be written."""
-
-    piece: Piece
-    span: Span
-    extraction: Extraction
-    turn: Turn
 
 
 class ExtractionWorker:
@@ -234,11 +224,13 @@ class ExtractionWorker:
     # Copier thread
 
     def _deliver(self, piece: Piece) -> None:
-        parts: list[_Part] = []
+        parts: list[tuple[Extraction, Span]] = []
         num_bytes = 0
         for span in piece.spans:
-            extraction = self._extractions[span.request_id]
-            parts.append(_Part(piece, span, extraction, extraction.order.enter(span.positions)))
+            part = (self._extractions[span.request_id], span)
+            if not part[0].order.begin(span.positions, partial(self._write, piece, [part])):
+                continue
+            parts.append(part)
             num_bytes += span.num_rows * self._row_bytes
             if num_bytes >= _JOB_BYTES:
                 self._writers.submit(partial(self._write, piece, parts))
@@ -254,39 +246,25 @@ class ExtractionWorker:
     def _end(self, end: RequestEnd) -> None:
         extraction = self._extractions.pop(end.request_id)
         job = partial(self._end_file, extraction, end)
-        if extraction.order.ready(extraction.order.enter(EVERY_POSITION), job):
+        if extraction.order.begin(EVERY_POSITION, job):
             self._writers.submit(job)
 
     # Writer threads
 
-    def _write(self, piece: Piece, parts: list[_Part]) -> list[WriterJob]:
-        landed_at, problem = 0.0, None
+    def _write(self, piece: Piece, parts: list[tuple[Extraction, Span]]) -> list[WriterJob]:
         try:
             landed_at = piece.wait()
-        except Exception as error:  # noqa: BLE001 - this thread serves other files too
-            problem = f"copy from the device failed: {error}"
-        ready: list[WriterJob] = []
-        for part in parts:
-            span, digest = part.span, None
-            if problem is not None:
-                part.extraction.fail(problem, COPY_FAILED)
-            else:
+            for extraction, span in parts:
                 check = piece.rows[span.row : span.row + span.num_rows] if self._check_finite else None
-                digest = part.extraction.prepare(span.first, piece.read(span), check)
-            store = partial(self._store, part, landed_at, digest)
-            if part.extraction.order.ready(part.turn, store):
-                ready += store()
-        return ready
-
-    def _store(self, part: _Part, landed_at: float, digest: int | None) -> list[WriterJob]:
-        piece, span = part.piece, part.span
-        try:
-            part.extraction.write(span.first, piece.read(span), landed_at, digest)
+                extraction.write(span.first, piece.read(span), landed_at, check)
+        except Exception as error:  # noqa: BLE001 - waiting for the copy failed; this thread serves other files too
+            for extraction, _ in parts:
+                extraction.fail(f"copy from the device failed: {error}", COPY_FAILED)
         finally:
-            if piece.release():
+            if piece.release(len(parts)):
                 self._stats.copied(len(piece.rows) * self._row_bytes, piece.landed_after)
-            self._add_backlog(-span.num_rows)
-        return part.extraction.order.end(part.turn)
+            self._add_backlog(-sum(span.num_rows for _, span in parts))
+        return [job for extraction, span in parts for job in extraction.order.done(span.positions)]
 
     @staticmethod
     def _end_file(extraction: Extraction, end: RequestEnd) -> tuple[()]:

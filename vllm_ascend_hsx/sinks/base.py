@@ -99,18 +99,13 @@ class SinkFile(ABC):
     request_id: str
     path: Path
 
-    def digest(self, rows: Rows) -> int | None:
-        """What of `write` can be done beside other writes of the file, even where those are best made one at a time. None: nothing."""
-        return None
-
     @abstractmethod
-    def write(self, first: int, rows: Rows, digest: int | None = None) -> None:
+    def write(self, first: int, rows: Rows) -> None:
         """Store rows at their final place. Blocks until the operating system has them; copies nothing.
 
         Args:
             first: token position of the first row.
             rows: the bytes of `count` rows, C-contiguous, [count, layers, hidden]; stored for positions [first, first + count).
-            digest: what `digest` returned for them, if it was called.
 
         Raises:
             SinkError: they could not be stored, or the file has already ended.

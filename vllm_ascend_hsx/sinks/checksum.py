@@ -28,9 +28,9 @@ class Checksums:
         self._begins: list[int] = []  # of the parts, which do not overlap, in ascending order
         self._parts: dict[int, tuple[int, int]] = {}  # offset: end and checksum
 
-    def begin_write(self, offset: int, num_bytes: int) -> None:
-        """Forget what stood there. No write of the same bytes may be in flight."""
-        end = offset + num_bytes
+    def begin_write(self, offset: int, data: memoryview) -> int:
+        """Forget what stood where `data` goes, and return its checksum. No write of the same bytes may be in flight."""
+        end = offset + len(data)
         with self._mutex:
             begins = self._begins
             first = bisect_left(begins, offset)
@@ -41,9 +41,10 @@ class Checksums:
                 del self._parts[begins[last]]
                 last += 1
             del begins[first:last]
+        return crc32c(data)
 
     def end_write(self, offset: int, num_bytes: int, checksum: int) -> None:
-        """The bytes are in the file, and `checksum` is their CRC-32C."""
+        """The bytes are in the file: `checksum` is what begin_write returned."""
         if num_bytes:
             with self._mutex:
                 insort(self._begins, offset)

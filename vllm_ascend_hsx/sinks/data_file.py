@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from awscrt.checksums import crc32c
 
 from vllm_ascend_hsx.sinks.base import Rows, TokenIds
 from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Checksums
@@ -68,7 +67,7 @@ class DataFile:
         self._mutex = threading.Lock()  # guards the next two
         self._reserved = False
         self._end = 0  # of what was written
-        self._checksums = Checksums(layout.data_start) if options.checksum == "crc32c" else None
+        self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
         self._direct_fd = -1
         self._fd = storage.create(name)
         try:
@@ -79,26 +78,23 @@ class DataFile:
             storage.unlink(name)
             raise
 
-    def write(self, first: int, data: memoryview, checksum: int | None = None) -> None:
+    def write(self, first: int, data: memoryview) -> None:
         """Put rows at their place; the first ones reserve space for all that are expected.
 
         Args:
             first: token position of the first row.
             data: their bytes.
-            checksum: of them, if it is known already.
 
         Raises:
             OSError: they could not be written, or not all of them; or there is no space for the whole file.
         """
         offset = self._layout.row_offset(first)
         self._make_room(offset + data.nbytes)
-        if self._checksums is not None:
-            if checksum is None:
-                checksum = crc32c(data)  # before the write, which then finds the rows in the processor's cache
-            self._checksums.begin_write(offset, data.nbytes)
+        # Before the write, which then finds the rows in the processor's cache.
+        checksum = 0 if self._checksum is None else self._checksum.begin_write(offset, data)
         write_at(self._fd_for(data, offset), data, offset)
-        if self._checksums is not None and checksum is not None:
-            self._checksums.end_write(offset, data.nbytes, checksum)
+        if self._checksum is not None:
+            self._checksum.end_write(offset, data.nbytes, checksum)
         if self._options.durability == "fdatasync" and self._direct_fd < 0 and data.nbytes >= _WRITEBACK:
             start_writeback(self._fd, offset, data.nbytes)
 
@@ -115,7 +111,7 @@ class DataFile:
         tokens = len(token_ids)
         ids = as_bytes(np.ascontiguousarray(token_ids, dtype="<i8"))
         end = self._layout.row_offset(tokens)
-        checksum = None if self._checksums is None else (ALGORITHM, self._checksums.finish(self._fd, end, ids))
+        checksum = None if self._checksum is None else (ALGORITHM, self._checksum.finish(self._fd, end, ids))
         write_at(self._fd, ids, end)
         write_at(self._fd, memoryview(self._layout.header(tokens, num_prompt_tokens, checksum)), 0)
         size = self._layout.file_size(tokens)

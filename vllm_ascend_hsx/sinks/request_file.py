@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from awscrt.checksums import crc32c
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.sinks.base import Rows, SinkError, SinkFile, TokenIds
@@ -80,10 +79,7 @@ class RequestFile(SinkFile):
         """Whether nobody has begun to end it."""
         return self._state is _State.OPEN
 
-    def digest(self, rows: Rows) -> int | None:
-        return crc32c(as_bytes(rows)) if self._sink.options.checksum == "crc32c" else None
-
-    def write(self, first: int, rows: Rows, digest: int | None = None) -> None:
+    def write(self, first: int, rows: Rows) -> None:
         data = as_bytes(rows)
         count, rest = divmod(data.nbytes, self._row_bytes)
         if rest or first < 0:
@@ -92,7 +88,7 @@ class RequestFile(SinkFile):
         file = self._begin_write()
         problem: str | None = f"writing {rows_named} was interrupted"
         try:
-            file.write(first, data, digest)
+            file.write(first, data)
             problem = None
         except OSError as error:
             problem = describe(f"{rows_named} could not be written", error)
