@@ -20,7 +20,7 @@ import torch
 
 import vllm_ascend_hsx
 from benchmarks import ROOT
-from vllm_ascend_hsx.demo.options import kv_transfer_config, speculative_config
+from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 OFF, OURS, VLLM = "off", "ours", "vLLM's connector"
 LAYER_IDS = (1, 2, 4)

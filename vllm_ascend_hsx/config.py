@@ -25,6 +25,8 @@ class HsxConfigError(ValueError):
 
     def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:
         self.option = option
+        self.problem = problem
+        self.remedy = remedy
         super().__init__(f"{CONNECTOR_NAME}: {option}={value!r} {problem}. {remedy}")
 
 
@@ -239,7 +241,7 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
             "Leave it out.",
         )
     parallel = vllm_config.parallel_config
-    for option, reason in _ONE_ONLY.items():
+    for option, reason in ONE_ONLY.items():
         value = getattr(parallel, option, 1)
         if value > 1:
             raise HsxConfigError(option, value, reason, f"Use {option}=1; scale with tensor, data and expert parallelism.")
@@ -257,7 +259,7 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
     )
 
 
-_ONE_ONLY = {
+ONE_ONLY = {
     "pipeline_parallel_size": "leaves each stage with the hidden states of its own layers only",
     "prefill_context_parallel_size": "reorders the tokens of a batch across ranks",
     "decode_context_parallel_size": "has not been shown to keep the order of the rows",

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from vllm_ascend_hsx.demo.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.demo.reference import Comparison, compare, reference_hidden_states
 from vllm_ascend_hsx.emulator.launch import environment
+from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.sinks.names import file_name, token_of_mark
 
 HERE = Path(__file__).parent

@@ -1,4 +1,4 @@
-"""`hsx generate` against `vllm serve`: killed half-way and started again, every row is right and nothing is left on the server's side."""
+"""`hsx generate` against a server of `hsx serve`: killed and started again, every row is right and the server is left with nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from harness import compare_file, process_environment, tokens
 from safetensors.torch import load_file
 
-from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.server import Server, free_port
 
 LAYER_IDS = (4, 1, 3)
@@ -63,22 +62,17 @@ class Serving:
 @pytest.fixture(scope="module")
 def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     directory = tmp_path_factory.mktemp("generate")
-    options = ServeOptions(
-        model=str(tiny_minimax_m2),
-        storage=directory / "hidden_states",
-        layer_ids=LAYER_IDS,
-        port=free_port(),
-        data_parallel_size=1,
-        tensor_parallel_size=1,
-        expert_parallel=False,
-        max_model_len=MAX_MODEL_LEN,
-        max_num_batched_tokens=64,
-        extra=("--enforce-eager", "--gpu-memory-utilization", "0.4"),
-    )
-    server = Server(options.command(), port=options.port, log=directory / "server.log", environment=process_environment(npus=1))
+    storage, port = directory / "hidden_states", free_port()
+    command = [
+        *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(tiny_minimax_m2)),
+        *("--layers", ",".join(map(str, LAYER_IDS)), "--out", str(storage), "--option", "io=buffered", "--"),
+        *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--gpu-memory-utilization", "0.4"),
+        *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
+    ]
+    server = Server(command, port=port, log=directory / "server.log", environment=process_environment(npus=1))
     with server:
         server.wait_ready(START_SECONDS)
-        yield Serving(server, tiny_minimax_m2, options.storage, directory)
+        yield Serving(server, tiny_minimax_m2, storage, directory)
 
 
 @pytest.mark.timeout(600)

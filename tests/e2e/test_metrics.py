@@ -11,7 +11,7 @@ from harness import EngineSession, tokens
 from test_multi_connector import INSTRUMENTS, multi_config
 
 from vllm_ascend_hsx.demo.metrics import Metrics, parse
-from vllm_ascend_hsx.demo.options import kv_transfer_config
+from vllm_ascend_hsx.serve.options import kv_transfer_config
 
 ROW_BYTES = 3 * 256 * 4
 RING_ROWS = 16

@@ -13,7 +13,7 @@ from oracle import Oracle, Reference, Served
 from tiny_gpt_oss import build_gpt_oss
 
 from vllm_ascend_hsx import find, load
-from vllm_ascend_hsx.demo.options import kv_transfer_config
+from vllm_ascend_hsx.serve.options import kv_transfer_config
 
 LAYER_IDS = (4, 1, 2)
 PROMPT = tokens(300)

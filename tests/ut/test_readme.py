@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_ascend_hsx.cli import demo, plan
+from vllm_ascend_hsx.cli import demo, plan, serve
 from vllm_ascend_hsx.config import HsxConfig, validate_layer_ids
 from vllm_ascend_hsx.connector.params import OPT_OUT_KEY, OUTPUT_KEY
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
-from vllm_ascend_hsx.demo.options import ServeOptions, kv_transfer_config, speculative_config
+from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.plan.server_config import Layout
+from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -42,6 +43,19 @@ def test_the_json_options_are_the_demo_s_and_are_accepted() -> None:
     assert transfer == kv_transfer_config(transfer["kv_connector_extra_config"]["shared_storage_path"])
     HsxConfig.parse(transfer["kv_connector_extra_config"])
     assert validate_layer_ids(layer_ids, 62) == tuple(layer_ids)
+
+
+def test_hsx_serve_becomes_the_command_with_the_two_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "MiniMaxAI" / "MiniMax-M2"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps(PRESETS["minimax-m2"].config | {"architectures": ["MiniMaxM2ForCausalLM"]}))
+    monkeypatch.chdir(tmp_path)
+    by_hsx, by_hand = (shlex.split(blocks(label)[0].replace("\\\n", " ")) for label in ("hsx-serve", "serve"))
+    assert by_hsx[:2] == ["hsx", "serve"]
+    assert serve.main(["--dry-run", *by_hsx[2:]]) == 0
+    assert sorted(shlex.split(capsys.readouterr().out)) == sorted(by_hand)
 
 
 def test_the_options_of_the_server_are_options_that_the_demo_gives_it() -> None:

@@ -41,6 +41,10 @@ COMMANDS: dict[str, Command] = {
         "show what extraction costs: memory, KV cache, disk and bandwidth",
         "vllm_ascend_hsx.cli.plan:main",
     ),
+    "serve": Command(
+        "start vllm serve so that it extracts",
+        "vllm_ascend_hsx.cli.serve:main",
+    ),
     "speculators": Command(
         "run a command of speculators that knows the backend hsx",
         "vllm_ascend_hsx.cli.speculators:main",

@@ -50,6 +50,29 @@ def collect_ends_of_deepseek(deepseek: Any) -> None:
     model_class.forward = forward
 
 
+def published_config(model: str, *, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json of a model as vLLM reads it, from Hugging Face or, with VLLM_USE_MODELSCOPE, from ModelScope.
+
+    Reason: where a model comes from, and which of the parts of its config is the language model's, is for vLLM to say
+    (transformers_utils/config.py:689 and :1124, 0.23.0).
+
+    Args:
+        model: a repository's name, or a directory.
+        trust_remote_code: whether the repository's own code may read it.
+        revision: branch, tag or commit; None for the default.
+
+    Returns:
+        The fields of the whole, and those of the language model.
+
+    Raises:
+        OSError, ValueError: there is none, or it cannot be read.
+    """
+    from vllm.transformers_utils.config import get_config, get_hf_text_config
+
+    config = get_config(model, trust_remote_code=trust_remote_code, revision=revision)
+    return config.to_dict(), get_hf_text_config(config).to_dict()
+
+
 def require_collecting_target(model_config: Any) -> None:
     """Refuse a target whose class does not collect hidden states.
 

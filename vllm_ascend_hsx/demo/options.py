@@ -1,28 +1,11 @@
-"""The command line of `vllm serve` with extraction on: one place for the two JSON options that a user has to give."""
+"""The command line of the demo's server."""
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-
-def speculative_config(layer_ids: Sequence[int]) -> dict[str, Any]:
-    """The value of --speculative-config; layer_ids are residual-stream ids in the order wanted in the file."""
-    return {
-        "method": "extract_hidden_states",
-        "num_speculative_tokens": 1,
-        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layer_ids)}},
-    }
-
-
-def kv_transfer_config(storage: str | Path) -> dict[str, Any]:
-    """The value of --kv-transfer-config; storage is the absolute path of the directory that receives the files."""
-    return {
-        "kv_connector": "AscendHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(storage)},
-    }
+from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 
 class ServeOptions(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
 from vllm_ascend_hsx.config import HsxConfig
-from vllm_ascend_hsx.demo.options import kv_transfer_config
 from vllm_ascend_hsx.reader import load, remove
+from vllm_ascend_hsx.serve.options import kv_transfer_config
 
 NAME = "hsx"
 TIMEOUT_S = 60.0

@@ -1,0 +1,253 @@
+"""`hsx serve`: the command that it shows and becomes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from vllm_ascend_hsx.cli.serve import main
+from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.serve.command import Command, build, layer_ids
+from vllm_ascend_hsx.serve.errors import ServeError
+from vllm_ascend_hsx.serve.model import Model, read_model
+from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
+
+CONFIG = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return a_model(tmp_path / "model", CONFIG)
+
+
+def a_model(directory: Path, config: object) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def command(
+    model: Path,
+    *vllm: str,
+    layers: str = "eagle3",
+    out: str = "/data/states",
+    options: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Command:
+    return build(str(model), layers, Path(out), options or {}, vllm, environ or {})
+
+
+def json_behind(arguments: Sequence[str], option: str) -> Any:
+    return json.loads(arguments[arguments.index(option) + 1])
+
+
+def test_the_command_is_vllm_serve_with_what_the_user_gave_and_the_two_options(model: Path) -> None:
+    built = command(model, "--tensor-parallel-size", "8", layers="2,30,62", options={"io": "direct"})
+    assert built.arguments[:5] == ("vllm", "serve", str(model), "--tensor-parallel-size", "8")
+    assert json_behind(built.arguments, "--speculative-config") == speculative_config([2, 30, 62])
+    assert json_behind(built.arguments, "--kv-transfer-config") == kv_transfer_config("/data/states", io="direct")
+    assert (len(built.arguments), built.environ, built.notes) == (9, {}, ())
+
+
+def test_what_is_shown_can_be_typed(model: Path) -> None:
+    built = command(model, "--served-model-name", "it's mine", environ={"VLLM_PLUGINS": "ascend,a b"})
+    words = shlex.split(str(built))
+    assert words[0] == "VLLM_PLUGINS=ascend,a b,ascend_hsx"
+    assert tuple(words[1:]) == built.arguments
+
+
+def test_a_relative_directory_is_made_absolute(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = json_behind(command(model, out="states").arguments, "--kv-transfer-config")
+    assert config["kv_connector_extra_config"]["shared_storage_path"] == str(tmp_path / "states")
+
+
+@pytest.mark.parametrize(
+    ("set_to", "expected"),
+    [
+        (None, {}),
+        ("ascend,ascend_hsx", {}),
+        ("ascend", {"VLLM_PLUGINS": "ascend,ascend_hsx"}),
+        ("", {"VLLM_PLUGINS": "ascend_hsx"}),
+    ],
+)
+def test_a_server_that_loads_only_some_plugins_loads_ours(model: Path, set_to: str | None, expected: dict[str, str]) -> None:
+    environ = {} if set_to is None else {"VLLM_PLUGINS": set_to}
+    assert command(model, environ=environ).environ == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "ids"),
+    [("eagle3", (2, 31, 59, 62)), ("dflash", (2, 31, 59, 62)), ("mtp", (62,)), ("62,0,5", (62, 0, 5)), (" 7 , 8", (7, 8))],
+)
+def test_layers_can_be_given_by_id_or_by_the_kind_of_drafter(text: str, ids: tuple[int, ...]) -> None:
+    assert layer_ids(text, 62) == ids
+
+
+def test_the_rule_is_the_one_of_speculators(model: Path) -> None:
+    utils = pytest.importorskip("speculators.models.utils", reason="speculators is only in the environment of the tests")
+    config = {**CONFIG, "model_type": "qwen3", "num_attention_heads": 4, "hidden_size": 64}
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="not explicitly set"):
+        theirs = utils.resolve_target_layer_ids(None, str(model))
+    assert (*theirs, 62) == layer_ids("eagle3", 62) == layer_ids("dflash", 62)
+
+
+@given(text=st.one_of(st.text(max_size=12), st.lists(st.integers(-3, 70), max_size=5).map(lambda ids: ",".join(map(str, ids)))))
+def test_any_other_layers_are_ids_of_the_target_or_refused_by_value(text: str) -> None:
+    try:
+        ids = layer_ids(text, 62)
+    except ServeError as error:
+        assert str(error).startswith(f"--layers {text}: ")
+        assert "give ids from 0 to 62" in str(error)
+    else:
+        assert len(set(ids)) == len(ids) > 0
+        assert all(0 <= each <= 62 for each in ids)
+
+
+def test_a_target_too_small_for_a_rule_is_refused_with_what_the_rule_gives() -> None:
+    with pytest.raises(ServeError, match=r"--layers eagle3: that would be 2,2,1,4, which a target of 4 layers does not have; give ids"):
+        layer_ids("eagle3", 4)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "words"),
+    [
+        (("--speculative-config", "{}"), "--speculative-config {}: says what hsx serve says"),
+        (("-sc", "{}"), "says what hsx serve says"),
+        (("--speculative_config.method=mtp",), "--speculative-config.method mtp: says what hsx serve says"),
+        (("--spec-method", "mtp"), "says what hsx serve says"),
+        (("--kv-transfer-config={}",), "what hsx serve says; leave it out, or start vllm serve with the options that --dry-run prints"),
+        (("--model", "other"), "says what hsx serve says"),
+        (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size 2: leaves each stage with the hidden states of its own layers only"),
+        (("-pp", "2"), "--pipeline-parallel-size 2: "),
+        (("--decode_context_parallel_size=2",), "--decode-context-parallel-size 2: has not been shown to keep the order"),
+        (("-pcp=4",), "--prefill-context-parallel-size 4: reorders the tokens"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_option_value_and_reason(model: Path, vllm: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ServeError) as refused:
+        command(model, *vllm)
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("vllm", [("-pp", "1"), ("--pipeline-parallel-size=1",), ("--seed", "-1"), ("--tensor-parallel-size", "2")])
+def test_other_options_go_to_vllm_as_they_are(model: Path, vllm: tuple[str, ...]) -> None:
+    assert command(model, *vllm).arguments[3 : 3 + len(vllm)] == vllm
+
+
+def test_an_option_of_the_connector_is_checked_before_anything_is_started(model: Path) -> None:
+    with pytest.raises(HsxConfigError, match=r"extra_config\.durabilty='fdatasync' is not an option\. Did you mean 'durability'"):
+        command(model, options={"durabilty": "fdatasync"})
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[]", "its config.json is not an object"),
+        ("{", "its config.json is not JSON"),
+        ("{}", "has no num_hidden_layers"),
+        ('{"num_hidden_layers": "4"}', "has no num_hidden_layers"),
+        (None, "the directory has no config.json"),
+    ],
+)
+def test_a_model_without_a_usable_config_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ServeError, match=words) as refused:
+        read_model(str(tmp_path))
+    assert str(refused.value).startswith(f"MODEL {tmp_path}: ")
+
+
+def test_a_directory_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ServeError, match="there is no such directory"):
+        read_model(str(tmp_path / "none"))
+
+
+def test_the_language_models_part_of_a_config_counts(tmp_path: Path) -> None:
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "num_hidden_layers": 1, "text_config": {"num_hidden_layers": 40}}
+    assert read_model(str(a_model(tmp_path / "m", config))) == Model(40, "Qwen3_5MoeForConditionalGeneration")
+
+
+def test_vllm_is_asked_for_a_repository_and_says_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {**CONFIG, "model_type": "qwen3", "num_attention_heads": 4, "hidden_size": 64}
+    (model / "config.json").write_text(json.dumps(config))
+    from vllm_ascend_hsx.compat import models
+
+    asked: dict[str, Any] = {}
+    original = models.published_config
+
+    def published_config(name: str, **options: Any) -> Any:
+        asked.update(options, name=name)
+        return original(str(model), **options)
+
+    monkeypatch.setattr(models, "published_config", published_config)
+    built = build("Qwen/Qwen3-62", "mtp", Path("/d"), {}, ("--revision", "main", "--trust-remote-code"), {})
+    assert asked == {"name": "Qwen/Qwen3-62", "revision": "main", "trust_remote_code": True}
+    assert json_behind(built.arguments, "--speculative-config") == speculative_config([62])
+
+
+def test_a_target_that_is_not_known_to_collect_is_named(tmp_path: Path) -> None:
+    (note,) = command(a_model(tmp_path / "m", {**CONFIG, "architectures": ["OwnForCausalLM"]})).notes
+    assert note.startswith("OwnForCausalLM is not among vLLM's targets")
+
+
+def test_a_dry_run_shows_the_command_and_starts_nothing(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(model), "--out", "/d", "--option", "include_output_tokens=true", "--dry-run", "--", "--port", "1"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert words[:5] == ["vllm", "serve", str(model), "--port", "1"]
+    assert json_behind(words, "--kv-transfer-config") == kv_transfer_config("/d", include_output_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--layers", "70"], "hsx serve: --layers 70: has id 70"),
+        (["--option", "io=fast"], "io='fast'"),
+        (["--option", "io"], "'io' is not KEY=VALUE"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    model: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    try:
+        code = main([str(model), *arguments])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_it_becomes_the_vllm_that_stands_beside_its_python(model: Path, tmp_path: Path, found: bool) -> None:
+    """The process that a supervisor started is the server: signals and exit code are the server's."""
+    program = tmp_path / "vllm"
+    if found:
+        tells = "import os, sys\nprint(os.getpid(), *sys.argv[1:3], os.environ['VLLM_PLUGINS'])\nsys.exit(7)\n"
+        program.write_text(f"#!{sys.executable}\n{tells}")
+        program.chmod(0o755)
+    beside = f"import sys; sys.executable = {str(tmp_path / 'python')!r}"
+    code = f"{beside}; from vllm_ascend_hsx.cli.serve import main; sys.exit(main(sys.argv[1:]))"
+    started = subprocess.Popen(
+        [sys.executable, "-c", code, str(model)],
+        env={**os.environ, "VLLM_PLUGINS": "ascend", "PATH": str(tmp_path / "empty")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = started.communicate(timeout=60)
+    if found:
+        assert started.returncode == 7
+        assert out.splitlines()[-1] == f"{started.pid} serve {model} ascend,ascend_hsx"
+    else:
+        assert (started.returncode, err.splitlines()[-1]) == (1, "hsx serve: vllm is not installed here; install vllm and vllm-ascend")
