@@ -215,8 +215,14 @@ def _difference(fd: int, header: Header) -> str | None:
 
 
 def _tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
-    import torch
-
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        problem = "hidden states are read into torch tensors, and torch is not installed here"
+        remedy = "install torch, any build of it (no NPU is needed), or vllm-ascend-hsx[reader]"
+        raise ModuleNotFoundError(f"{problem}; {remedy}", name="torch") from None
     dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[info.dtype])
     if info.begin == info.end:
         return torch.empty(info.shape, dtype=dtype)

@@ -78,7 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command is None:
         print(f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return command.run(arguments[1:])
+    try:
+        return command.run(arguments[1:])
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        remedy = "install torch, any build of it (no NPU is needed), or vllm-ascend-hsx[reader]"
+        print(f"hsx {arguments[0]}: torch is not installed here; {remedy}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
