@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
 # Each emulated NPU is a process; more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint ut e2e benchmark clean
+.PHONY: setup demo test lint ut e2e benchmark docs clean
 
 setup:
 	@$(PYTHON) tools/setup_emulated.py
@@ -31,5 +31,9 @@ test: lint ut e2e
 benchmark: setup
 	@$(BIN)/python -m benchmarks
 
+# The site, into site/; a broken link or a page that is not in the navigation is an error.
+docs: setup
+	@$(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf .venv .venv.lock build dist *.egg-info
+	rm -rf .venv .venv.lock build dist site *.egg-info
