@@ -25,6 +25,10 @@ COMMANDS: dict[str, Command] = {
         "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states",
         "vllm_ascend_hsx.cli.demo:main",
     ),
+    "doctor": Command(
+        "say whether extraction will work on this machine, and what to do if not",
+        "vllm_ascend_hsx.cli.doctor:main",
+    ),
     "emulate": Command(
         "run a command with emulated Ascend NPUs on the CPU",
         "vllm_ascend_hsx.emulator.launch:emulate",

@@ -8,6 +8,7 @@ class PlanError(ValueError):
 
     def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:
         self.option = option
+        self.problem = problem
         super().__init__(f"{option} {value}: {problem}; {remedy}")
 
 

@@ -104,9 +104,19 @@ def read_shape(model: str, dtype: str = "auto") -> ModelShape:
     Raises:
         PlanError: no such preset or file, not a config.json, or a model whose KV cache is not known here.
     """
+    name, content = read_config(model)
+    return _shape(name, model, {**content, **(content.get("text_config") or {})}, dtype)
+
+
+def read_config(model: str) -> tuple[str, dict[str, Any]]:
+    """The name and the config.json of a preset, or of the model whose directory or config.json is given.
+
+    Raises:
+        PlanError: no such preset or file, or not a config.json.
+    """
     if model in PRESETS:
         preset = PRESETS[model]
-        return _shape(preset.repository, model, preset.config, dtype)
+        return preset.repository, preset.config
     path = Path(model).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -118,7 +128,7 @@ def read_shape(model: str, dtype: str = "auto") -> ModelShape:
         raise PlanError(MODEL, model, f"not JSON ({error})", "give the config.json of a model") from None
     if not isinstance(content, dict):
         raise PlanError(MODEL, model, "not a JSON object", "give the config.json of a model")
-    return _shape(file.absolute().parent.name, model, {**content, **(content.get("text_config") or {})}, dtype)
+    return file.absolute().parent.name, content
 
 
 def _shape(name: str, model: str, config: dict[str, Any], dtype: str) -> ModelShape:

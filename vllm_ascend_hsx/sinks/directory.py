@@ -26,6 +26,8 @@ class StorageDirectoryError(ValueError):
     def __init__(self, path: Path, problem: str, remedy: str) -> None:
         super().__init__(f"{OPTION}={str(path)!r} {problem}. {remedy}")
         self.path = path
+        self.problem = problem
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)

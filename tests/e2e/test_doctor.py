@@ -1,0 +1,26 @@
+"""`hsx doctor` on an emulated NPU: every touch holds on the real wheels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from vllm_ascend_hsx.compat.touches import TOUCHES
+
+HSX = str(Path(sys.executable).with_name("hsx"))
+
+
+def test_every_touch_holds_on_the_real_wheels(tmp_path: Path) -> None:
+    words = ["doctor", "--json", "--out", str(tmp_path / "rows"), "--model", "minimax-m2"]
+    environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
+    done = subprocess.run([HSX, "emulate", "--npus", "2", "--", HSX, *words], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)["findings"]
+    held = {each["name"] for each in found if each["topic"] == "touches" and each["verdict"] == "ok"}
+    assert held == {touch.name for touch in TOUCHES}
+    assert {each["topic"] for each in found} == {"software", "touches", "storage", "target"}
+    assert next(each["found"] for each in found if each["name"] == "NPUs").startswith("2, emulated")
+    assert not list((tmp_path / "rows").iterdir())

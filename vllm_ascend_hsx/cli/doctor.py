@@ -1,0 +1,95 @@
+"""`hsx doctor`: says whether extraction will work on this machine, and what to do if not."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from vllm_ascend_hsx.doctor import storage, touches
+from vllm_ascend_hsx.doctor.findings import Finding
+from vllm_ascend_hsx.doctor.software import check_software
+from vllm_ascend_hsx.doctor.target import check_target
+from vllm_ascend_hsx.plan.errors import PlanError
+from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
+    """Reads the options of `hsx doctor`; exits with code 2 and one line for a wrong one."""
+    parser = argparse.ArgumentParser(
+        prog="hsx doctor",
+        description="Says whether extraction of hidden states will work on this machine, and what to do if not: versions, NPUs, what we "
+        "touch of vllm and vllm-ascend, a storage directory, a model. Exit code 0: no problems; 1: problems; 2: wrong options.",
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the storage directory: try it, as a server does, and write 256 MiB to it")
+    parser.add_argument("--io", choices=("buffered", "direct"), default="buffered", help="of the files in --out (default: buffered)")
+    parser.add_argument("--durability", choices=("none", "fdatasync"), default="none", help="of the files in --out (default: none)")
+    parser.add_argument("--no-lock", action="store_true", help="as with use_synchronization_lock false")
+    presets = ", ".join(PRESETS)
+    parser.add_argument("--model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {presets}")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    options = parser.parse_args(argv)
+    if options.out is None and (options.io != "buffered" or options.durability != "none" or options.no_lock):
+        parser.error("--io, --durability and --no-lock say how files in --out are written; give --out DIR too")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Looks, shows what was found, and returns 0, 1 if there are problems, or 2 for a model that cannot be read."""
+    options = parse_arguments(sys.argv[1:] if argv is None else argv)
+    try:
+        found = list(findings(options))
+    except PlanError as error:
+        print(f"hsx doctor: {error}", file=sys.stderr)
+        return 2
+    healthy = all(each.verdict != "problem" for each in found)
+    if options.json:
+        print(json.dumps({"ok": healthy, "findings": [asdict(each) for each in found]}, indent=2))
+    else:
+        show(Console(width=None if sys.stdout.isatty() else 150), found)
+    return 0 if healthy else 1
+
+
+def findings(options: argparse.Namespace) -> Iterator[Finding]:
+    """Everything that the command line asks for. Raises PlanError: the model cannot be read."""
+    if options.model is not None:
+        yield from check_target(options.model)  # first: a mistyped name is told at once
+    yield from check_software()
+    yield from touches.check_touches()
+    if options.out is not None:
+        files = FileOptions(use_lock=not options.no_lock, io=options.io, durability=options.durability)
+        yield from storage.check_storage(options.out.absolute(), files)
+
+
+def show(console: Console, found: Sequence[Finding]) -> None:
+    """Prints the findings as a table; of the touches only those that do not hold, and how many do."""
+    table = Table("topic", "what", "", "found", "what to do")
+    for column in (1, 3, 4):
+        table.columns[column].overflow = "fold"
+    holding = [each for each in found if each.topic == touches.TOPIC and each.verdict == "ok"]
+    shown = [each for each in found if each not in holding]
+    if holding:
+        all_touches = sum(each.topic == touches.TOPIC for each in found)
+        place = next((index for index, each in enumerate(shown) if each.topic in (touches.TOPIC, storage.TOPIC)), len(shown))
+        shown.insert(place, Finding(touches.TOPIC, "vllm, vllm-ascend", "ok", f"{len(holding)} of {all_touches} hold"))
+    for each in shown:
+        verdict = Text(each.verdict, style=_STYLES[each.verdict])
+        table.add_row(each.topic, Text(each.name), verdict, Text(each.found), Text(each.what_to_do))
+    console.print(table)
+    count = Counter(each.verdict for each in found)
+    if problems := count["problem"]:
+        number = "1 problem" if problems == 1 else f"{problems} problems"
+        console.print(f"{number}: extraction will not work, or not as it should", style="bold red", highlight=False)
+    else:
+        console.print("no problems", style="green")

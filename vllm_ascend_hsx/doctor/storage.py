@@ -1,0 +1,129 @@
+"""Whether a directory can hold the files: as a server uses it, its filesystem, its free space, and how fast one file gets there."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from vllm_ascend_hsx.doctor.findings import Finding
+from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+
+TOPIC = "storage"
+WRITTEN = 256 << 20  # bytes of the file whose write is timed
+_FORMAT = RowFormat(layer_ids=(0, 1, 2, 3), hidden_size=4096, dtype="BF16", model="hsx doctor")
+_CHUNK = 8 << 20  # bytes of a write: some hundred tokens of a step
+_LEAST_FREE = 1 << 30  # bytes below which a run of any use is full within minutes
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def check_storage(directory: Path, options: FileOptions, num_bytes: int = WRITTEN, root: Path = Path("/")) -> Iterator[Finding]:
+    """Uses the directory as a server does; it is created if it does not exist. What is written is removed.
+
+    Args:
+        directory: where files are to appear.
+        options: how they are to be written.
+        num_bytes: size of the file that is written, rounded down to whole writes, at least one.
+        root: where /proc is.
+    """
+    try:
+        sink = FileSink(directory, _FORMAT, options)
+    except StorageDirectoryError as error:
+        yield Finding(TOPIC, "directory", "problem", f"{directory} {error.problem}", error.remedy)
+        return
+    with sink:
+        way = ", ".join(("with locks" if options.use_lock else "without locks", options.io, f"durability {options.durability}"))
+        yield Finding(TOPIC, "directory", "ok", f"{directory}: files can be made there, {way}")
+        yield _filesystem(directory, root)
+        try:
+            free = _free(directory)
+            yield _space(directory, free)
+            if free < 2 * num_bytes:
+                remedy = "Free space, and look again."
+                yield Finding(TOPIC, "write speed", "note", f"not measured: that takes {_gb(2 * num_bytes)} of free space", remedy)
+            else:
+                yield _speed(sink, directory, num_bytes)
+        except OSError as error:
+            remedy = "Look into the system's log, or name another directory; remove hsx-doctor-* there."
+            yield Finding(TOPIC, "write speed", "problem", f"the directory failed while it was used: {error}", remedy)
+
+
+def filesystem_of(directory: Path, root: Path = Path("/")) -> str:
+    """The type of the filesystem that a directory is on, such as "ext4", by /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+    path = os.path.realpath(directory)
+    best, kind = -1, "unknown"
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        mount, _, rest = line.partition(" - ")
+        point = mount.split()[4].encode().decode("unicode_escape")  # a space in it is \040
+        if len(point) >= best and (path == point or path.startswith(point.rstrip("/") + "/")):
+            best, kind = len(point), rest.split()[0]  # of two at one place the later one is on top
+    return kind
+
+
+def _filesystem(directory: Path, root: Path) -> Finding:
+    try:
+        kind = filesystem_of(directory, root)
+    except (OSError, IndexError) as error:
+        return Finding(TOPIC, "filesystem", "note", f"unknown: {error}")
+    if kind in _IN_MEMORY:
+        remedy = "Move finished files to a disk, or name a directory on one."
+        return Finding(TOPIC, "filesystem", "note", f"{kind}: files take the machine's memory and do not survive it", remedy)
+    return Finding(TOPIC, "filesystem", "ok", kind)
+
+
+def _free(directory: Path) -> int:
+    status = os.statvfs(directory)
+    return status.f_bavail * status.f_frsize
+
+
+def _space(directory: Path, free: int) -> Finding:
+    if free < _LEAST_FREE:
+        remedy = "Free space, raise the quota, or name another directory."
+        return Finding(TOPIC, "free space", "problem", f"{_gb(free)} in {directory}", remedy)
+    tokens = free // _FORMAT.row_bytes
+    return Finding(TOPIC, "free space", "ok", f"{_gb(free)}: some {tokens:,} tokens of {_FORMAT.num_layers} layers x {_FORMAT.hidden_size}")
+
+
+def _speed(sink: FileSink, directory: Path, num_bytes: int) -> Finding:
+    path = directory / f"hsx-doctor-{secrets.token_hex(4)}{DATA_SUFFIX}"
+    memory = mmap.mmap(-1, _CHUNK)  # begins at a page, which direct I/O wants
+    memory.write(os.urandom(_CHUNK))  # a filesystem that compresses gains nothing
+    tokens_per_write = _CHUNK // _FORMAT.row_bytes
+    tokens = max(1, num_bytes // _CHUNK) * tokens_per_write
+    token_ids = np.arange(tokens, dtype=np.int64)
+    try:
+        begun = time.perf_counter()
+        file = sink.open("hsx-doctor", path, tokens)
+        try:
+            for first in range(0, tokens, tokens_per_write):
+                file.write(first, memoryview(memory))
+            file.commit(token_ids, tokens)
+        finally:
+            file.discard()  # does nothing to a file that has ended
+        seconds = time.perf_counter() - begun
+    except SinkError as error:
+        remedy = "Look into the filesystem's log, free space, or name another directory."
+        return Finding(TOPIC, "write speed", "problem", f"a file of {_gb(tokens * _FORMAT.row_bytes)} failed: {error.reason}", remedy)
+    finally:
+        for suffix in ("", LOCK_SUFFIX, ERROR_SUFFIX):
+            with suppress(FileNotFoundError):
+                path.with_name(path.name + suffix).unlink()
+    speed = tokens * _FORMAT.row_bytes / seconds
+    where = "to the disk" if sink.options.io == "direct" or sink.options.durability == "fdatasync" else "to the page cache"
+    size = f"{tokens * _FORMAT.row_bytes >> 20} MiB"
+    found = f"about {_gb(int(speed))}/s {where}, an estimate: one file of {size}, one writer; several writers may reach more"
+    return Finding(TOPIC, "write speed", "ok", found, "Compare it with the write bandwidth that `hsx plan` shows.")
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB"

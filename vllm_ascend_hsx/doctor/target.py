@@ -1,0 +1,43 @@
+"""Whether a model can be extracted, by its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vllm_ascend_hsx.doctor.findings import Finding
+from vllm_ascend_hsx.plan.errors import PlanError
+from vllm_ascend_hsx.plan.shape import read_config, read_shape
+from vllm_ascend_hsx.targets.supported import ARCHITECTURES
+
+TOPIC = "target"
+
+
+def check_target(model: str) -> Iterator[Finding]:
+    """Compares a model's class with those that collect hidden states (targets/supported.py), and says whether `hsx plan` knows it.
+
+    Args:
+        model: a preset of `hsx plan`, a model's directory, or its config.json.
+
+    Raises:
+        PlanError: it is none of these.
+    """
+    name, config = read_config(model)
+    named = config.get("architectures")
+    architectures = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+    # vLLM takes the first that it knows; a model that names several has the same model in each.
+    supported = next((each for each in architectures if each in ARCHITECTURES), None)
+    if supported is None:
+        what = ", ".join(architectures) or "no architecture in its config.json"
+        problem = f"{name}: {what}: collects no hidden states in vLLM (no interface SupportsEagle3); a server refuses it"
+        yield Finding(TOPIC, "model", "problem", problem, f"Choose a target of one of these classes: {', '.join(ARCHITECTURES)}.")
+        return
+    yield Finding(TOPIC, "model", "ok", f"{name}: {supported} collects hidden states")
+    try:
+        shape = read_shape(model)
+    except PlanError as error:
+        remedy = "Extraction does not need it; start a server, which logs the size of its KV cache."
+        yield Finding(TOPIC, "plan", "note", f"`hsx plan` cannot reckon it: {error.problem}", remedy)
+        return
+    layer_bytes = shape.hidden_size * shape.dtype_bytes
+    found = f"{shape.num_layers} layers x {shape.hidden_size}, {shape.dtype}: {layer_bytes:,} bytes per token and layer"
+    yield Finding(TOPIC, "plan", "ok", found, f"`hsx plan {model}` shows what extraction costs.")
