@@ -334,6 +334,13 @@ def test_a_plugin_that_vllm_is_kept_from_loading_is_a_problem(installed: Path, m
     assert found.verdict == "ok"
 
 
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False)])
+def test_the_v2_runner_is_a_problem(installed: Path, machine: Path, value: str, refused: bool) -> None:
+    found = by_name(check_software(environ_of(machine, VLLM_USE_V2_MODEL_RUNNER=value), machine))
+    assert ("model runner" in found) is refused
+    assert not refused or found["model runner"].verdict == "problem"
+
+
 def test_an_emulated_npu_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(software.SITE))
     found = by_name(check_software({"HSX_EMULATOR_NPUS": "4"}, tmp_path))

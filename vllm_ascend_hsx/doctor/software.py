@@ -46,6 +46,7 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
         yield _driver(root)
         yield _npus(root)
     yield _plugin(environ)
+    yield from _runner(environ)
 
 
 def installed_version(name: str) -> str | None:
@@ -159,6 +160,14 @@ def _npus(root: Path) -> Finding:
         remedy = "Use a machine with an Ascend NPU, hand its /dev/davinci* to the container, or use `hsx emulate`."
         return Finding(TOPIC, "NPUs", "problem", "there is no /dev/davinci0 or the like", remedy)
     return Finding(TOPIC, "NPUs", "ok", str(number))
+
+
+def _runner(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """The v2 runner is chosen by an integer (vllm/envs.py:1921, 0.23.0); compat/runner.py says why it cannot be used."""
+    chosen = environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if chosen.strip() != "0":
+        problem = f"VLLM_USE_V2_MODEL_RUNNER={chosen}: the v2 model runner is not supported"
+        yield Finding(TOPIC, "model runner", "problem", problem, "Unset VLLM_USE_V2_MODEL_RUNNER.")
 
 
 def _plugin(environ: Mapping[str, str]) -> Finding:
