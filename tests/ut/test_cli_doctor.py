@@ -441,7 +441,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
 
 def test_the_exit_code_says_whether_there_are_problems(healthy: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) == 0
-    assert "1 of 1 hold" in (shown := capsys.readouterr().out) and "no problems" in shown
+    assert "all 1 hold" in (shown := capsys.readouterr().out) and "no problems" in shown
     healthy.append(Finding("software", "CANN", "problem", "not found [here]", "Install it."))
     assert command.main([]) == 1
     shown = capsys.readouterr().out

@@ -80,9 +80,10 @@ def show(console: Console, found: Sequence[Finding]) -> None:
     holding = [each for each in found if each.topic == touches.TOPIC and each.verdict == "ok"]
     shown = [each for each in found if each not in holding]
     if holding:
-        all_touches = sum(each.topic == touches.TOPIC for each in found)
+        # The others stand below, several in one line if they have one cause.
+        number = f"{len(holding)} hold" if any(each.topic == touches.TOPIC for each in shown) else f"all {len(holding)} hold"
         place = next((index for index, each in enumerate(shown) if each.topic in (touches.TOPIC, storage.TOPIC)), len(shown))
-        shown.insert(place, Finding(touches.TOPIC, "vllm, vllm-ascend", "ok", f"{len(holding)} of {all_touches} hold"))
+        shown.insert(place, Finding(touches.TOPIC, "vllm, vllm-ascend", "ok", number))
     for each in shown:
         verdict = Text(each.verdict, style=_STYLES[each.verdict])
         table.add_row(each.topic, Text(each.name), verdict, Text(each.found), Text(each.what_to_do))
