@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import ROOT
+from vllm_ascend_hsx.doctor.storage import filesystem_of
 
 PARTS = ("host", "latency", "engine", "step")
 
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         found, refusal = host_path.run(host_scale, source, directory, show)
         cells += found
         if refusal is not None:
-            refusals[machine.filesystem_of(directory)] = refusal
+            refusals[filesystem_of(directory)] = refusal
     for directory in directories if "latency" in arguments.parts else ():
         latencies.append(latency.run(latency_scale, source, directory, show))
     steps = None

@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.machine import filesystem_of
 from benchmarks.measure import quantile
 from benchmarks.ours import Pipeline, SourceSlot, start_of
 from benchmarks.peers import PIECE, Vllm033
 from benchmarks.reader_process import POLL_SECONDS
 from benchmarks.rows import STEP_TOKENS, Load, Source, Step
+from vllm_ascend_hsx.doctor.storage import filesystem_of
 from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
 from vllm_ascend_hsx.spans import Span
 

@@ -13,17 +13,6 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 _PACKAGES = ("torch", "vllm", "vllm-ascend", "safetensors")
 
 
-def filesystem_of(directory: Path) -> str:
-    """The type of the filesystem, such as ext4."""
-    device = os.stat(directory).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        mount, _, rest = line.partition(" - ")
-        if mount.split()[2] == wanted:
-            return rest.split()[0]
-    return "unknown filesystem"
-
-
 def describe() -> dict[str, str]:
     """What the figures depend on, by name."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

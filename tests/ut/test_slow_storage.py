@@ -242,39 +242,23 @@ class Gate:
         monkeypatch.setattr(RequestFile, "write", wait_then_write)
 
 
-def test_a_write_that_takes_long_holds_up_no_other_file_and_no_other_rows_of_its_own(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("side_by_side", "missing"), [(True, [(0, 3)]), (False, [(0, 6)])], ids=["direct", "page cache"])
+def test_a_write_that_takes_long_holds_up_no_other_file_and_of_its_own_only_what_goes_through_the_page_cache(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, side_by_side: bool, missing: list[tuple[int, int]]
 ) -> None:
     gate = Gate(monkeypatch, "long", 0)
-    engine = make_engine(ring_rows=24, side_by_side=True)  # pieces of three rows
+    engine = make_engine(ring_rows=24, side_by_side=side_by_side)  # pieces of three rows
     engine.step(started(engine.start("long", 6)), [("long", 0, 3)])
     assert gate.reached.wait(30)
     engine.step(started(engine.start("short", 4)), [("long", 3, 3), ("short", 0, 4)])
     engine.wait_until_decided("short")
     (extraction,) = engine.worker._under_way
-    assert extraction._written.missing(6) == [(0, 3)]
+    assert extraction._written.missing(6) == missing
     gate.open.set()
     engine.close()
     assert engine.outcomes == {"long": None, "short": None}
     engine.assert_file_is_right("long", 6)
     engine.assert_file_is_right("short", 4)
-
-
-def test_through_the_page_cache_a_file_is_written_by_one_thread_at_a_time(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch, "long", 0)
-    engine = make_engine(ring_rows=24)
-    engine.step(started(engine.start("long", 6)), [("long", 0, 3)])
-    assert gate.reached.wait(30)
-    engine.step(started(engine.start("short", 4)), [("long", 3, 3), ("short", 0, 4)])
-    engine.wait_until_decided("short")
-    (extraction,) = engine.worker._under_way
-    assert extraction._written.missing(6) == [(0, 6)]
-    gate.open.set()
-    engine.close()
-    assert engine.outcomes == {"long": None, "short": None}
-    engine.assert_file_is_right("long", 6)
 
 
 def test_rows_that_are_computed_again_are_written_behind_their_first_version(

@@ -149,7 +149,7 @@ def _driver(root: Path) -> Finding:
     version = _version_in(root / _DRIVER)
     if version is None:
         remedy = f"Install the NPU driver; in a container, mount /{_DRIVER} and /usr/local/Ascend/driver/lib64."
-        return Finding(TOPIC, "driver", "problem", f"/{_DRIVER} names no version", remedy)
+        return Finding(TOPIC, "driver", "problem", f"/{_DRIVER} is not there, or names no version", remedy)
     return Finding(TOPIC, "driver", "ok", version)
 
 
