@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "hsx-setup.json"
 LOG = VENV / "hsx-setup.log"
+MOONCAKE_LIBRARIES = ROOT / "tools" / "mooncake_libraries.py"
 PIN_FILES = (ROOT / "requirements" / "emulated.txt", ROOT / "requirements" / "dev.txt")
 PYTHON_VERSION = (3, 11)  # the pins were taken on it
 VLLM = "0.23.0"
@@ -68,7 +69,7 @@ def all_pins() -> dict[str, str]:
 def setup_key() -> str:
     """Hash of everything the environment is made from; another key means the environment is brought up to date."""
     digest = hashlib.sha256()
-    for path in (*PIN_FILES, ROOT / "pyproject.toml", Path(__file__)):
+    for path in (*PIN_FILES, ROOT / "pyproject.toml", Path(__file__), MOONCAKE_LIBRARIES):
         digest.update(path.read_bytes())
     digest.update(f"{ROOT} {platform.python_version()} {platform.machine()}".encode())
     return digest.hexdigest()
@@ -237,7 +238,7 @@ def set_up() -> None:
         # Neither half a venv nor another Python's can be repaired by pip.
         shutil.rmtree(VENV, ignore_errors=True)
     STAMP.unlink(missing_ok=True)
-    steps = Steps(total=6)
+    steps = Steps(total=7)
     python = VENV / "bin" / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     steps.run("virtual environment", [sys.executable, "-m", "venv", VENV])
@@ -255,8 +256,12 @@ def set_up() -> None:
     else:
         steps.done += 1
     steps.run("vllm-ascend-hsx", [*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT])
-    # Otherwise the first server's eight processes would all do it at once.
     site_packages = sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)})
+    try:
+        steps.run("libraries of Mooncake", [python, MOONCAKE_LIBRARIES, Path(site_packages, "mooncake")])
+    except SetupError as error:  # all else works without it
+        print(f"set-up: {error}\nset-up: going on; the tests that need Mooncake will be skipped", file=sys.stderr)
+    # Otherwise the first server's eight processes would all do it at once.
     steps.run("byte code", [python, "-m", "compileall", "-q", "-j", "0", "-x", r"[\\/](tests?|testing)[\\/]", site_packages])
     steps.run("checks", [python, __file__, "--check"])
     partial = STAMP.with_suffix(".partial")

@@ -117,3 +117,81 @@ def test_a_virtual_environment_of_another_python_is_seen(setup: ModuleType, tmp_
     assert setup.venv_works()
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
     assert not setup.venv_works()
+
+
+# Libraries of Mooncake
+
+
+@pytest.fixture
+def libraries() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mooncake_libraries", ROOT / "tools" / "mooncake_libraries.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine that lacks libibverbs: its commands, by which they are stood in for, are in bin/; the package is in site/mooncake."""
+    package, own, commands = tmp_path / "site" / "mooncake", tmp_path / "site" / "mooncake_transfer_engine_non_cuda.libs", tmp_path / "bin"
+    for folder in (package, own, commands):
+        folder.mkdir(parents=True)
+    put_command(commands, "ldd", f'[ -e {own}/libibverbs.so.1 ] && echo "all there" || echo "\tlibibverbs.so.1 => not found"')
+    # As apt: `update` fills its lists, a simulated installation names what it would install, `download` puts it into the working directory.
+    apt = f"""
+echo "$@" >> {tmp_path}/calls
+case "$*" in
+  *update*) ;;
+  *simulate*) echo "Inst libnl-3-200 (3.7 Debian [amd64])"; echo "Inst libibverbs1 (44 Debian [amd64])"; echo "Conf libibverbs1 (44)" ;;
+  *download*) for each in "${{@: -2}}"; do touch "$each.deb"; done ;;
+esac"""
+    put_command(commands, "apt-get", apt)
+    unpack = """
+folder=$3/usr/lib/x86_64-linux-gnu; name=$(basename $2 .deb); [ $name = libibverbs1 ] && name=libibverbs
+mkdir -p $folder/rsocket
+touch $folder/$name.so.1.14.44.0 $folder/rsocket/preload.so.1
+ln -sf $name.so.1.14.44.0 $folder/$name.so.1"""
+    put_command(commands, "dpkg-deb", unpack)
+    monkeypatch.setenv("PATH", f"{commands}:/usr/bin:/bin")
+    return tmp_path
+
+
+def put_command(commands: Path, name: str, script: str) -> None:
+    path = commands / name
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_missing_libraries_come_from_debian_with_what_they_need_and_nothing_is_installed(libraries: ModuleType, machine: Path) -> None:
+    libraries.provide(machine / "site" / "mooncake")
+    assert sorted(os.listdir(machine / "site" / libraries.OWN_LIBRARIES)) == ["libibverbs.so.1", "libnl-3-200.so.1"]
+    calls = (machine / "calls").read_text().splitlines()
+    assert [call.partition(" -q")[0].split()[-1] for call in calls] == ["update", "--no-install-recommends", "download"]
+    assert calls[1].endswith("install --simulate --no-install-recommends -q libibverbs1")
+    assert all("Dir::State::lists=/" in call and "Dir::Cache=/" in call for call in calls)
+    libraries.provide(machine / "site" / "mooncake")
+    assert len((machine / "calls").read_text().splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("command", "script", "why"),
+    [
+        ("apt-get", None, "there is no apt-get here; install what libibverbs1 of Debian are"),
+        ("apt-get", "echo E: no network; exit 100", "apt-get update failed: E: no network"),
+        ("dpkg-deb", "exit 0", "Debian's packages do not have them"),
+        ("ldd", 'echo "\tlibnew.so.7 => not found"', "libnew.so.7 not found: no known Debian package has them"),
+        ("ldd", "echo not for this machine; exit 1", "not for this machine"),
+    ],
+)
+def test_what_cannot_be_had_is_said(
+    libraries: ModuleType, machine: Path, monkeypatch: pytest.MonkeyPatch, command: str, script: str | None, why: str
+) -> None:
+    if script is None:
+        (machine / "bin" / command).unlink()
+        monkeypatch.setattr(libraries.shutil, "which", lambda name: None if name == command else name)
+    else:
+        put_command(machine / "bin", command, script)
+    with pytest.raises(libraries.LibrariesError) as failure:
+        libraries.provide(machine / "site" / "mooncake")
+    assert why in str(failure.value)

@@ -1,0 +1,84 @@
+"""A mooncake_master of the tests, on loopback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+START_SECONDS = 30.0
+
+
+def require_mooncake() -> None:
+    """Skip the test where Mooncake's package cannot be used; continuous integration has to have it."""
+    from vllm_ascend_hsx.sinks.mooncake_client import MooncakeUnavailableError, load_package
+
+    try:
+        load_package()
+    except MooncakeUnavailableError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+class MooncakeMaster:
+    """`mooncake_master` in a process of its own. Use as a context manager.
+
+    Args:
+        directory: for its log.
+        options: further flags.
+
+    Attributes:
+        address: host:port.
+    """
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        self._log = directory / "mooncake_master.log"
+        port, metrics = free_port(), free_port()
+        self.address = f"127.0.0.1:{port}"
+        master = Path(sys.executable).with_name("mooncake_master")
+        places = [f"-rpc_port={port}", "-rpc_address=127.0.0.1", f"-metrics_port={metrics}", "-metrics_host=127.0.0.1"]
+        self._command = [str(master), *places, *options]
+
+    def __enter__(self) -> MooncakeMaster:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + START_SECONDS
+        host, _, port = self.address.partition(":")
+        while True:
+            try:
+                socket.create_connection((host, int(port)), 1).close()
+                return self
+            except OSError:
+                assert self._process.poll() is None, f"it ended:\n{self._log.read_text(errors='replace')[-2000:]}"
+                assert time.monotonic() < deadline, "it takes no connections"
+                time.sleep(0.02)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+    def pause(self) -> None:
+        """Have it take connections and answer nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """As if its machine had lost power. A second call does nothing."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,108 @@
+"""Puts the system libraries that Mooncake's package needs, and this machine lacks, beside the package. Standard library only.
+
+Debian's packages are downloaded and unpacked; nothing is installed, and apt's own lists stay as they are. The libraries go where the
+package keeps its own ones, so the loader finds them by the package's RPATH: no process needs an environment variable. Exits with 1, and
+says why, if Mooncake will not work.
+"""
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+BINARIES = ("store.so", "mooncake_master")
+OWN_LIBRARIES = "mooncake_transfer_engine_non_cuda.libs"
+# What auditwheel leaves to the system, and more than a minimal Debian has.
+PROVIDERS = {"libibverbs.so.1": "libibverbs1", "libnuma.so.1": "libnuma1", "libcurl.so.4": "libcurl4"}
+
+
+class LibrariesError(Exception):
+    """Some libraries are missing, and cannot be had; the message says which and why."""
+
+
+def missing_libraries(package: Path) -> set[str]:
+    """Names of the libraries that the loader does not find for the package's binaries."""
+    missing = set()
+    for name in BINARIES:
+        result = subprocess.run(["ldd", package / name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        if result.returncode != 0:
+            raise LibrariesError(f"ldd {package / name}: {result.stdout.strip()}")
+        missing |= set(re.findall(r"^\s*(\S+) => not found", result.stdout, re.MULTILINE))
+    return missing
+
+
+def provide(package: Path) -> None:
+    """Have every library there. Raises LibrariesError."""
+    missing = missing_libraries(package)
+    if not missing:
+        return
+    names = [PROVIDERS[each] for each in sorted(missing) if each in PROVIDERS]
+    why = "no known Debian package has them"
+    if names:
+        why = "Debian's packages do not have them"
+        try:
+            copy_libraries(names, package.parent / OWN_LIBRARIES)
+        except (LibrariesError, OSError) as error:
+            why = str(error)
+    missing = missing_libraries(package)
+    if missing:
+        raise LibrariesError(f"{', '.join(sorted(missing))} not found: {why}")
+
+
+def copy_libraries(names: Sequence[str], into: Path) -> None:
+    """Copy the libraries of these Debian packages, and of those that they need and this machine lacks. Raises LibrariesError."""
+    for tool in ("apt-get", "dpkg-deb"):
+        if shutil.which(tool) is None:
+            raise LibrariesError(f"there is no {tool} here; install what {', '.join(names)} of Debian are")
+    with tempfile.TemporaryDirectory() as name:
+        work = Path(name)
+        for folder in ("lists/partial", "cache/archives/partial", "root"):
+            (work / folder).mkdir(parents=True)
+        settings = {
+            "Dir::State::lists": work / "lists",
+            "Dir::Cache": work / "cache",
+            "APT::Sandbox::User": "root",  # another user could not write here
+            "Debug::NoLocking": "true",
+        }
+        apt = ["apt-get", *(part for key, value in settings.items() for part in ("-o", f"{key}={value}"))]
+        run([*apt, "update", "-q"], work)
+        planned = run([*apt, "install", "--simulate", "--no-install-recommends", "-q", *names], work)
+        wanted = re.findall(r"^Inst (\S+)", planned, re.MULTILINE)
+        run([*apt, "download", "-q", *wanted], work)
+        for archive in work.glob("*.deb"):
+            run(["dpkg-deb", "-x", archive, work / "root"], work)
+        for library in work.glob("root/**/lib/*-linux-*/lib*.so.*"):
+            if re.fullmatch(r"lib.+\.so(\.\d+){1,2}", library.name) and library.is_file():
+                shutil.copyfile(library, into / library.name)
+
+
+def run(command: Sequence[str | Path], where: Path) -> str:
+    """What a command prints. Raises LibrariesError with the end of it."""
+    result = subprocess.run(
+        command, cwd=where, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    print(result.stdout, flush=True)
+    if result.returncode != 0:
+        last = result.stdout.strip().splitlines()[-1:] or [""]
+        verb = next((str(each) for each in command if each in ("update", "install", "download")), "")
+        raise LibrariesError(f"{command[0]} {verb}".strip() + f" failed: {last[0]}")
+    return result.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Put the libraries that Mooncake needs beside its package.")
+    parser.add_argument("package", type=Path, help="the directory `mooncake` in site-packages")
+    try:
+        provide(parser.parse_args().package)
+    except LibrariesError as error:
+        print(f"Mooncake cannot be used: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
