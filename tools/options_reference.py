@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from vllm_ascend_hsx.config import HsxConfig
+from pydantic import BaseModel
+
+from vllm_ascend_hsx.config import HsxConfig, MooncakeOptions
 
 TARGET = Path(__file__).parents[1] / "docs" / "options.md"
 
@@ -18,15 +20,28 @@ that names the key, the value and what to do. This page is written from the code
 |---|---|---|---|
 """
 
+MOONCAKE = """
+## mooncake
+
+The keys of `mooncake`, the same as those of hs_connectors' Mooncake store.
+
+| key | type | default | |
+|---|---|---|---|
+"""
+
 
 def reference() -> str:
     """The page, in Markdown."""
-    properties = HsxConfig.model_json_schema()["properties"]
+    return HEAD + _table(HsxConfig) + MOONCAKE + _table(MooncakeOptions)
+
+
+def _table(model: type[BaseModel]) -> str:
+    properties = model.model_json_schema()["properties"]
     rows = []
-    for name, field in HsxConfig.model_fields.items():
+    for name, field in model.model_fields.items():
         default = "required" if field.is_required() else f"`{json.dumps(field.default)}`"
         rows.append(f"| `{name}` | {_type(properties[name])} | {default} | {field.description} |")
-    return HEAD + "\n".join(rows) + "\n"
+    return "\n".join(rows) + "\n"
 
 
 def _type(schema: dict[str, object]) -> str:
@@ -36,8 +51,8 @@ def _type(schema: dict[str, object]) -> str:
     choices = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]  # type: ignore[attr-defined]
     (schema,) = choices
     limits = {"minimum": "≥ ", "maximum": "≤ ", "exclusiveMinimum": "> "}
-    said = [f"{sign}{schema[key]:g}" for key, sign in limits.items() if key in schema]  # type: ignore[str-bytes-safe]
-    return " ".join([str(schema["type"]), ", ".join(said)]).strip()
+    said = [f"{sign}{schema[key]}" for key, sign in limits.items() if key in schema]
+    return " ".join([str(schema.get("type", "object")), ", ".join(said)]).strip()
 
 
 if __name__ == "__main__":

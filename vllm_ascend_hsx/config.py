@@ -6,12 +6,13 @@ import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 CONNECTOR_NAME = "AscendHiddenStatesConnector"
 METHOD = "extract_hidden_states"
+EXTRA_CONFIG = "kv_connector_extra_config"
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 LAST_WORDS_S = 5.0  # seconds that a worker takes at most, behind drain_timeout_s, to leave a reason in place of files that are not complete
@@ -30,6 +31,42 @@ class HsxConfigError(ValueError):
         super().__init__(f"{CONNECTOR_NAME}: {option}={value!r} {problem}. {remedy}")
 
 
+def _size(value: object) -> object:
+    """Bytes, if it is a size in words; what cannot be one is pydantic's to refuse."""
+    if isinstance(value, str):
+        match = _SIZE.match(value)
+        if match is None:
+            raise ValueError("is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'")
+        return int(match[1]) * _UNITS[match[2]]
+    return value
+
+
+Size = Annotated[int, BeforeValidator(_size)]
+
+
+class MooncakeOptions(BaseModel):
+    """The options of `kv_connector_extra_config.mooncake`; the keys are those of hs_connectors' MooncakeStoreConfig (0.9.0)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    master_server_address: str = Field(description="host:port of `mooncake_master`.")
+    metadata_server: str = Field(default="P2PHANDSHAKE", description="Mooncake's metadata server, or P2PHANDSHAKE for none.")
+    local_hostname: str | None = Field(
+        default=None,
+        description="Name or address under which other machines reach this one; by default the address from which it reaches the master.",
+    )
+    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="Mooncake's transport.")
+    device_name: str = Field(default="", description="Devices of the transport, such as 'mlx5_0'; empty lets Mooncake choose.")
+    global_segment_size: Size = Field(
+        default=4 << 30, ge=0, description="Bytes of this worker's memory that hold objects of the store; bytes, or a size such as '4GiB'."
+    )
+    local_buffer_size: Size = Field(
+        default=2 << 30,
+        ge=1 << 20,
+        description="Bytes of this worker's memory in which requests are put together before they are sent; bytes, or a size.",
+    )
+
+
 class HsxConfig(BaseModel):
     """The options of `kv_connector_extra_config`.
 
@@ -39,10 +76,26 @@ class HsxConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    shared_storage_path: str = Field(
-        description="Directory that receives one safetensors file per request. It is created if it does not exist; "
-        "every worker of the server must see it under this path.",
+    shared_storage_path: str | None = Field(
+        default=None,
+        description="Directory that receives the files. It is created if it does not exist; every worker of the server must see it under "
+        "this path. Required, unless `sink` is 'mooncake'.",
     )
+    sink: Literal["file", "shard", "mooncake"] = Field(
+        default="file",
+        description="Where rows go: 'file' makes one safetensors file per request; 'shard' appends requests to large tar files, with an "
+        "index, for datasets of millions of requests; 'mooncake' puts them into a Mooncake store, for readers on other machines.",
+    )
+    quantization: Literal["none", "fp8"] = Field(
+        default="none",
+        description="'fp8' stores rows as float8_e4m3fn with one float32 scale per token: half the bytes of bfloat16.",
+    )
+    shard_bytes: Size = Field(
+        default=4 << 30,
+        ge=1 << 20,
+        description="Size at which a shard is sealed and the next one begun; bytes, or a size such as '4GiB'. Of `sink` 'shard'.",
+    )
+    mooncake: MooncakeOptions | None = Field(default=None, description="The Mooncake store. Required if `sink` is 'mooncake'.")
     use_synchronization_lock: bool = Field(
         default=True,
         description="Hold an flock on `<file>.lock` until the file is complete, so that a reader can sleep until then.",
@@ -82,8 +135,8 @@ class HsxConfig(BaseModel):
         ge=1,
         le=64,
         description="Threads per worker that write rows from the pinned ring into files. "
-        "By default the processors divided by the workers, but at most 8, and at least 2, or 4 if they wait for the disk "
-        "(direct, fdatasync).",
+        "By default the processors divided by the workers, but at most 8, and at least 2, or 4 if they wait for the disk or a store "
+        "(direct, fdatasync, mooncake).",
     )
     staging_slots: int = Field(
         default=2,
@@ -91,7 +144,7 @@ class HsxConfig(BaseModel):
         le=8,
         description="Device buffers of max_num_batched_tokens rows. With two, a step is copied out while the next one computes.",
     )
-    pinned_ring_bytes: int = Field(
+    pinned_ring_bytes: Size = Field(
         default=32 << 20,
         ge=1 << 12,
         description="Pinned host memory per worker that rows pass through on their way to the file; bytes, or a size such as '32MiB'.",
@@ -113,16 +166,6 @@ class HsxConfig(BaseModel):
         """Seconds that a worker takes at most to stop once no step runs."""
         return self.drain_timeout_s + LAST_WORDS_S
 
-    @field_validator("pinned_ring_bytes", mode="before")
-    @classmethod
-    def _parse_size(cls, value: object) -> object:
-        if isinstance(value, str):
-            match = _SIZE.match(value)
-            if match is None:
-                raise ValueError("is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'")
-            return int(match[1]) * _UNITS[match[2]]
-        return value
-
     @field_validator("file_mode")
     @classmethod
     def _require_mode(cls, value: str) -> str:
@@ -137,8 +180,8 @@ class HsxConfig(BaseModel):
 
     @field_validator("shared_storage_path")
     @classmethod
-    def _require_absolute(cls, value: str) -> str:
-        if not Path(value).is_absolute():
+    def _require_absolute(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).is_absolute():
             raise ValueError("is not an absolute path; the server's processes need not share a working directory")
         return value
 
@@ -150,21 +193,40 @@ class HsxConfig(BaseModel):
             HsxConfigError: an unknown key, a missing one, or a value that cannot be used; the first of them.
         """
         try:
-            return cls.model_validate(extra_config)
+            config = cls.model_validate(extra_config)
         except ValidationError as error:
             first = error.errors()[0]
-            key = str(first["loc"][0])
-            option = f"kv_connector_extra_config.{key}"
-            if first["type"] == "extra_forbidden":
-                near = difflib.get_close_matches(key, cls.model_fields, n=1)
-                hint = f"Did you mean {near[0]!r}?" if near else f"The options are: {', '.join(cls.model_fields)}."
-                raise HsxConfigError(option, extra_config[key], "is not an option", hint) from None
-            if first["type"] == "missing":
-                raise HsxConfigError(option, None, "is missing", "Set it to the directory that is to receive the files.") from None
-            problem = first["msg"].removeprefix("Value error, ")
-            problem = problem if problem.startswith("is ") else f"cannot be used: {problem}"
-            remedy = f"{key}: {cls.model_fields[key].description}"
-            raise HsxConfigError(option, extra_config[key], problem, remedy) from None
+            raise _explain(extra_config, [str(each) for each in first["loc"]], first["type"], first["msg"]) from None
+        if config.sink == "mooncake":
+            if config.mooncake is None:
+                remedy = 'Set it to {"master_server_address": "host:port"}.'
+                raise HsxConfigError(f"{EXTRA_CONFIG}.mooncake", None, "is missing, and sink is 'mooncake'", remedy)
+        elif config.shared_storage_path is None:
+            remedy = "Set it to the directory that is to receive the files."
+            raise HsxConfigError(f"{EXTRA_CONFIG}.shared_storage_path", None, "is missing", remedy)
+        return config
+
+
+def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -> HsxConfigError:
+    """pydantic's first error in our words; `keys` lead to the option, through `mooncake` if it is one of its."""
+    model: type[BaseModel] = HsxConfig
+    if keys[0] == "mooncake" and len(keys) > 1 and isinstance(values["mooncake"], dict):
+        model, values = MooncakeOptions, values["mooncake"]
+        key = keys[1]
+        option = f"{EXTRA_CONFIG}.mooncake.{key}"
+    else:
+        key = keys[0]
+        option = f"{EXTRA_CONFIG}.{key}"
+    if kind == "extra_forbidden":
+        near = difflib.get_close_matches(key, model.model_fields, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else f"The options are: {', '.join(model.model_fields)}."
+        return HsxConfigError(option, values[key], "is not an option", hint)
+    remedy = f"{key}: {model.model_fields[key].description}"
+    if kind == "missing":
+        return HsxConfigError(option, None, "is missing", remedy)
+    problem = message.removeprefix("Value error, ")
+    problem = problem if problem.startswith("is ") else f"cannot be used: {problem}"
+    return HsxConfigError(option, values[key], problem, remedy)
 
 
 @dataclass(frozen=True)

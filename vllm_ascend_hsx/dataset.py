@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from vllm_ascend_hsx.quantized import dequantized
 from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.shards import shards_of
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX
 
 
@@ -17,14 +19,14 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     """One item per file, loaded (memory-mapped) when it is asked for; safe in the worker processes of a DataLoader.
 
     Args:
-        source: a directory, whose complete files are taken in the order of their names, or the files themselves.
+        source: a directory, whose complete files and members of shards are taken in the order of their names, or the files themselves.
         layer_ids: which residual streams an item has, in this order; all that the files have if None.
-        dtype: convert rows to it; the file's if None.
+        dtype: convert rows to it; the model's if None.
         max_tokens: cut longer sequences off behind so many tokens.
         verify: compare each file with its checksum when it is loaded.
 
     An item is a dict:
-        hidden_states: [tokens, layers, hidden].
+        hidden_states: [tokens, layers, hidden], dequantised if the file's rows are not the model's own.
         token_ids: int64 [tokens].
         is_output: bool [tokens], true for generated tokens.
         path: the file.
@@ -45,9 +47,12 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     ) -> None:
         if isinstance(source, str | Path):
             directory = Path(source)
-            self.paths = sorted(path for path in directory.glob(f"*{DATA_SUFFIX}") if not path.name.startswith("."))
+            files = {path.name for path in directory.glob(f"*{DATA_SUFFIX}") if not path.name.startswith(".")}
+            members = shards_of(directory).members() if directory.is_dir() else {}
+            self.paths = [directory / name for name in sorted(files | members.keys())]
             if not self.paths:
-                raise ValueError(f"{directory} has no *{DATA_SUFFIX} files. Name the directory that the server writes to.")
+                problem = f"{directory} has no *{DATA_SUFFIX} files, and no shards with members"
+                raise ValueError(f"{problem}. Name the directory that the server writes to.")
         else:
             self.paths = [Path(path) for path in source]
             if not self.paths:
@@ -62,10 +67,12 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         path = self.paths[index]
-        states = load(path, mmap=True, verify=self._verify)
+        states = load(path, mmap=True, verify=self._verify, dequantize=False)
         rows, token_ids = states.hidden_states[: self._max_tokens], states.token_ids[: self._max_tokens]
         if self._layer_ids is not None:
             rows = rows[:, self._columns(path, states.layer_ids, self._layer_ids)]
+        if states.scales is not None:
+            rows = dequantized(rows, states.scales[: self._max_tokens], states.dtype)
         if self._dtype is not None:
             rows = rows.to(self._dtype)
         prompt = int(states.metadata.get("num_prompt_tokens", len(states.token_ids)))

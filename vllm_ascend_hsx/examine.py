@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm_ascend_hsx.quantized import dequantized
 from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
+from vllm_ascend_hsx.shards import shards_of
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX
 
 if TYPE_CHECKING:
@@ -25,10 +27,10 @@ class Examination:
         path: the file.
         problem: what is wrong with it, in one sentence, or None.
         tokens, prompt_tokens: rows, and how many of them are the prompt's (None if the file does not say).
-        layers, hidden_size, dtype: of a row; dtype by its name in torch.
+        layers, hidden_size, dtype: of a row; dtype is the model's by its name in torch, and "in float8_e4m3fn" if it is quantised to that.
         layer_ids: residual stream of each layer; empty if the file does not say.
-        num_bytes: of the hidden states.
-        norms: mean over the tokens of the Euclidean norm of a row, for each layer.
+        num_bytes: of the hidden states, with the scales of quantised rows.
+        norms: mean over the tokens of the Euclidean norm of a (dequantised) row, for each layer.
         token_norms: [layers][tokens] the norms themselves, if they were asked for.
         metadata: what the file says about itself.
     """
@@ -71,9 +73,9 @@ def examine(
     """
     path = Path(path)
     try:
-        states = load(path, timeout, mmap=True)
+        states = load(path, timeout, mmap=True, dequantize=False)
         if checksum and "checksum" in states.metadata:
-            load(path, timeout, mmap=True, verify=True)
+            load(path, timeout, mmap=True, verify=True, dequantize=False)
     except HiddenStatesError as error:
         return Examination(path, error.reason)
     except TimeoutError:
@@ -92,7 +94,7 @@ def _describe(path: Path, states: HiddenStates, finite: bool, keep: bool) -> Exa
     sums = [0.0] * layers
     all_norms: list[list[float]] = [[] for _ in range(layers)]
     problem = None
-    for first, block, norms in _norms(rows):
+    for first, block, norms in _norms(states):
         if finite and problem is None:
             problem = _not_finite(first, block, norms)
         for layer in range(layers):
@@ -109,23 +111,31 @@ def _describe(path: Path, states: HiddenStates, finite: bool, keep: bool) -> Exa
         prompt_tokens,
         layers,
         hidden,
-        str(rows.dtype).removeprefix("torch."),
+        _dtype_words(states),
         layer_ids,
-        rows.nbytes,
+        rows.nbytes + (0 if states.scales is None else states.scales.nbytes),
         tuple(total / tokens if tokens else 0.0 for total in sums),
         tuple(map(tuple, all_norms)) if keep else (),
         metadata,
     )
 
 
-def _norms(rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _dtype_words(states: HiddenStates) -> str:
+    words = str(states.dtype).removeprefix("torch.")
+    return words if states.scales is None else f"{words} in {str(states.hidden_states.dtype).removeprefix('torch.')}"
+
+
+def _norms(states: HiddenStates) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """(first token, its and the next tokens' rows, their Euclidean norms as float32 [tokens, layers]), some tokens at a time."""
     import torch
 
+    rows, scales = states.hidden_states, states.scales
     tokens, layers, hidden = rows.shape
     step = max(1, _BLOCK // max(1, layers * hidden * rows.element_size()))
     for first in range(0, tokens, step):
         block = rows[first : first + step]
+        if scales is not None:
+            block = dequantized(block, scales[first : first + step], states.dtype)
         yield first, block, torch.linalg.vector_norm(block.float(), dim=-1)
 
 
@@ -155,9 +165,14 @@ def _contradiction(states: HiddenStates, layer_ids: tuple[int, ...], prompt_toke
 
 
 def files_in(directory: str | Path) -> list[Path]:
-    """The data and error files below a directory, in the order of their paths; hidden ones are passed over. Raises OSError."""
+    """The data and error files below a directory and the members of its shards, in the order of their paths; hidden ones are passed over.
+
+    Raises:
+        OSError: it is no directory, or cannot be read.
+    """
     directory = Path(directory)
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is not a directory")
     found = (path for suffix in (DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX) for path in directory.rglob(f"*{suffix}"))
-    return sorted(path for path in found if not any(part.startswith(".") for part in path.relative_to(directory).parts))
+    files = {path for path in found if not any(part.startswith(".") for part in path.relative_to(directory).parts)}
+    return sorted(files.union(directory / name for name in shards_of(directory).members()))

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_ascend_hsx.shards import shards_of
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
 
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
@@ -46,18 +48,23 @@ def find(directory: str | Path, response_id: str, *, prompt: int = 0, sample: in
     bases = [*bases, *(f"{sample}_{base}" for base in bases)] if sample == 0 else [f"{sample}_{base}" for base in bases]
     common = sanitize(response_id)
     found = set()
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            suffix = next((s for s in _SUFFIXES if entry.name.endswith(s)), None)
-            if suffix is None or common not in entry.name or entry.name.startswith("."):
-                continue
-            stem = entry.name.removesuffix(suffix)
-            random = _RANDOM.search(stem)
-            ids = [*bases, *(f"{base}-{random[1]}" for base in bases if random)]
-            if stem + DATA_SUFFIX in map(file_name, ids):
-                found.add(stem + DATA_SUFFIX)
+    for name in _names(directory):
+        suffix = next((s for s in _SUFFIXES if name.endswith(s)), None)
+        if suffix is None or common not in name or name.startswith("."):
+            continue
+        stem = name.removesuffix(suffix)
+        random = _RANDOM.search(stem)
+        ids = [*bases, *(f"{base}-{random[1]}" for base in bases if random)]
+        if stem + DATA_SUFFIX in map(file_name, ids):
+            found.add(stem + DATA_SUFFIX)
     if len(found) > 1:
         raise LookupError(f"{response_id!r} is the id of several requests: {', '.join(sorted(found))}. Give each request an id of its own.")
     if not found:
         raise FileNotFoundError(f"{directory} has no hidden states of prompt {prompt}, sample {sample} of {response_id!r}")
     return Path(directory, found.pop())
+
+
+def _names(directory: str | Path) -> Iterator[str]:
+    with os.scandir(directory) as entries:
+        yield from (entry.name for entry in entries)
+    yield from shards_of(directory).members()

@@ -9,10 +9,20 @@ from typing import Any
 
 import torch
 
-from vllm_ascend_hsx.config import CONNECTOR_NAME, ExtractionTarget, HsxConfig, HsxConfigError, read_target, require_producer
+from vllm_ascend_hsx.config import (
+    CONNECTOR_NAME,
+    EXTRA_CONFIG,
+    ExtractionTarget,
+    HsxConfig,
+    HsxConfigError,
+    MooncakeOptions,
+    read_target,
+    require_producer,
+)
 from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
+from vllm_ascend_hsx.sinks.mooncake_client import MooncakeUnavailableError, load_package, own_address
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -28,6 +38,8 @@ class StartUp:
 
     @property
     def directory(self) -> Path:
+        """Where files go; only for sinks that make some."""
+        assert self.config.shared_storage_path is not None
         return Path(self.config.shared_storage_path)
 
     @property
@@ -43,8 +55,8 @@ class StartUp:
 
     def num_writers(self, num_workers: int) -> int:
         """Writer threads of one worker, of so many on this machine."""
-        waits_for_disk = self.config.io == "direct" or self.config.durability == "fdatasync"
-        fewest = 4 if waits_for_disk else 2
+        waits = self.config.io == "direct" or self.config.durability == "fdatasync" or self.config.sink == "mooncake"
+        fewest = 4 if waits else 2
         return self.config.num_writer_threads or max(fewest, min(8, len(os.sched_getaffinity(0)) // num_workers))
 
 
@@ -65,7 +77,15 @@ def read_start_up(vllm_config: Any) -> StartUp:
     dtype: torch.dtype = vllm_config.model_config.dtype
     if dtype not in _DTYPE_NAMES:
         raise HsxConfigError("dtype", str(dtype), "cannot be stored", "Serve the target in bfloat16, float16 or float32.")
-    row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model)
+    elements = target.num_layers * target.hidden_size
+    if config.quantization == "fp8" and elements % 8:
+        raise HsxConfigError(
+            "kv_connector_extra_config.quantization",
+            config.quantization,
+            f"needs rows of a multiple of 8 elements, and {target.num_layers} layers of {target.hidden_size} make {elements}",
+            'Use "none", or extract another number of layers.',
+        )
+    row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model, config.quantization)
     if config.pinned_ring_bytes < 2 * row_format.row_bytes:
         raise HsxConfigError(
             "kv_connector_extra_config.pinned_ring_bytes",
@@ -74,16 +94,35 @@ def read_start_up(vllm_config: Any) -> StartUp:
             f"Give at least {2 * row_format.row_bytes}, better the default of 32MiB.",
         )
     start_up = StartUp(config, target, row_format, dtype)
+    if config.mooncake is not None and config.sink == "mooncake":
+        _check_store(config.mooncake)
+        return start_up
     filesystem = check_directory(start_up.directory, use_lock=config.use_synchronization_lock, direct=config.io == "direct")
-    if row_format.row_bytes % filesystem.alignment:
+    if row_format.stored_row_bytes % filesystem.alignment:
         raise HsxConfigError(
             "kv_connector_extra_config.io",
             config.io,
             f"needs rows of a multiple of {filesystem.alignment} bytes on this filesystem, and {row_format.num_layers} layers make rows of "
-            f"{row_format.row_bytes} bytes",
+            f"{row_format.stored_row_bytes} bytes",
             'Use "buffered", or extract another number of layers.',
         )
     return start_up
+
+
+def _check_store(options: MooncakeOptions) -> None:
+    """What can be seen of a store without joining it, which only workers do. Raises HsxConfigError."""
+    try:
+        load_package()
+        own_address(options.master_server_address)
+    except MooncakeUnavailableError as error:
+        raise store_refusal(error) from error
+
+
+def store_refusal(error: MooncakeUnavailableError) -> HsxConfigError:
+    """Why a store cannot be used, as an error of the option that is to blame."""
+    if error.option:
+        return HsxConfigError(f"{EXTRA_CONFIG}.mooncake.{error.option}", error.value, error.problem, error.remedy)
+    return HsxConfigError(f"{EXTRA_CONFIG}.sink", "mooncake", f"cannot be used: {error.problem}", f"{error.remedy}.")
 
 
 def connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:

@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import sys
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,13 +21,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from crash_mutations import MUTATIONS
-from crash_server import SMALL, Phases, Reader, Request, Server, request_of
-from sink_harness import is_held
+from crash_mutations import MUTATIONS, OF_SHARDS
+from crash_server import SHARD, SMALL, Phases, Reader, Request, Server, request_of
+from sink_harness import is_held, lines_of, walked
 
+from vllm_ascend_hsx.shard_check import shard_problems
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.format import FormatError
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, mark_name, partial_name, token_of_mark, token_of_partial
+from vllm_ascend_hsx.sinks.shard import ShardSink
+from vllm_ascend_hsx.sinks.shard_index import Member
 
 NAMES = 6  # that a server writes over and over
 CONTESTED = ("both-0.safetensors", "both-1.safetensors")
@@ -68,9 +73,11 @@ class Arena:
         seed: of all that is random.
         together: how many live at a time. One alone is checked most strictly.
         mutation: a mistake that is made in them, of crash_mutations.
+        shards: whether they make shards instead of files.
     """
 
-    def __init__(self, directory: Path, *, seed: int = 0, together: int = 1, mutation: str = "") -> None:
+    def __init__(self, directory: Path, *, seed: int = 0, together: int = 1, mutation: str = "", shards: bool = False) -> None:
+        self._shards = shards
         self._directory = directory
         self._together = together
         self._mutation = mutation
@@ -79,6 +86,7 @@ class Arena:
         self._direct = _has_direct(directory)
         self._names = [[f"s{slot}-{index}.safetensors" for index in range(NAMES)] for slot in range(together)]
         self._states = {name: EMPTY for names in self._names for name in names}
+        self._looked_at: set[str] = set()
         self.problems: list[str] = []
         self._counts: Counter[str] = Counter()
         self._phases: Counter[str] = Counter()
@@ -105,7 +113,9 @@ class Arena:
         self._shared[Reader.STOP] = 1
         self._wait_for_child(reader, "the reader")
         self.problems += os.pread(reader_log, 1 << 20, 0).decode().splitlines()
-        FileSink(self._directory, SMALL).close()
+        self._start_and_stop()
+        self._check_shards(dead=True)
+        self.problems += [f"{path.name}: {problem}" for path, problem in shard_problems(self._directory)]
         left = [name for name in os.listdir(self._directory) if name.startswith(".")]
         if left:
             self.problems.append(f"hidden files are left when all servers are dead: {left}")
@@ -162,10 +172,10 @@ class Arena:
 
         def live() -> None:
             if self._mutation:
-                MUTATIONS[self._mutation]()
+                (MUTATIONS | OF_SHARDS)[self._mutation]()
             contested = CONTESTED if self._together > 1 else ()
             kill_at = dies_after if kills_itself else 0
-            server = Server(self._directory, number, self._names[slot], contested, self._direct, log_fd, phases, kill_at)
+            server = Server(self._directory, number, self._names[slot], contested, self._direct, log_fd, phases, kill_at, self._shards)
             try:
                 if request_ids:
                     server.live_in_order(request_ids)
@@ -243,7 +253,7 @@ class Arena:
         for states in allowed.values():
             if WAITING in states:
                 states.add(EMPTY)  # it may have cleaned up itself
-        _replay(life.events, allowed, self.problems)
+        _replay(life.events, allowed, self.problems, keeps_locks=not self._shards)
         for name in names:
             state = self._look(name)
             self._states[name] = state
@@ -295,9 +305,12 @@ class Arena:
         token = next((what for event, what in life.events if event == "started"), None)
         expected = {name: self._states[name] for name in self._names[life.slot]}
         expected = {name: EMPTY if state == WAITING else state for name, state in expected.items()}
+        if self._shards:  # beside rows a lock that nobody holds is left over, too
+            expected = {name: state._replace(lock=state.kind == "error") for name, state in expected.items()}
 
         def is_clean() -> bool:
-            FileSink(self._directory, SMALL).close()
+            self._start_and_stop()
+            self._check_shards(dead=self._together == 1)
             names = os.listdir(self._directory)
             hidden = [name for name in names if name.startswith(".")]
             if self._together > 1:
@@ -311,16 +324,51 @@ class Arena:
         if self._until(is_clean, f"after a start there is not {expected}"):
             self._states.update(expected)
 
+    def _start_and_stop(self) -> None:
+        (ShardSink(self._directory, SMALL, shard_bytes=SHARD) if self._shards else FileSink(self._directory, SMALL)).close()
+
+    def _check_shards(self, dead: bool) -> None:
+        """Every member that an index has is whole and right, each shard can be walked, and those of dead servers are sealed.
+
+        Args:
+            dead: all servers are.
+        """
+        if self._luck.random() < 0.1:  # it walks all of them anew
+            self.problems += [f"{path.name}: {problem}" for path, problem in shard_problems(self._directory)]
+        unsealed = [path.name for path in self._directory.glob("hsx-*.tar") if not path.with_suffix(".json").exists()]
+        if dead and unsealed:
+            self.problems.append(f"not sealed: {unsealed}")
+        if not dead:
+            return
+        stems = {path.stem for path in self._directory.glob("hsx-*.tar")} - self._looked_at
+        self._looked_at |= stems
+        for stem in sorted(stems):
+            try:
+                walked(self._directory, [stem])  # by tarfile, too
+            except (AssertionError, tarfile.TarError) as error:
+                self.problems.append(f"{stem} cannot be walked: {error}")
+                continue
+            self._counts["shards_checked"] += 1
+            fd = os.open(self._directory / f"{stem}.tar", os.O_RDONLY)
+            for line in lines_of(self._directory, stem):
+                if isinstance(line, Member):
+                    try:
+                        Request.of(line.request_id, self._direct).check(fd, line.offset, line.size)
+                    except (AssertionError, FormatError) as error:
+                        self.problems.append(f"{stem}: {line}: {error!r}")
+                    self._counts["members_checked"] += 1
+            os.close(fd)
+
     def _consume(self, slot: int) -> None:
         """Take some files away, as their consumers do."""
         for name in self._names[slot]:
-            if self._luck.random() < 0.3:
+            if self._luck.random() < 0.3 and not (self._shards and self._states[name].kind == "data"):
                 for suffix in (LOCK_SUFFIX, ERROR_SUFFIX, ""):
                     (self._directory / f"{name}{suffix}").unlink(missing_ok=True)
                 self._states[name] = EMPTY
 
 
-def _replay(events: list[list[str]], allowed: dict[str, set[State]], problems: list[str]) -> None:
+def _replay(events: list[list[str]], allowed: dict[str, set[State]], problems: list[str], *, keeps_locks: bool) -> None:
     """Narrow down what may stand in the directory after what a server has logged."""
     running: dict[str, str] = {}
     for event, what in events:
@@ -342,8 +390,10 @@ def _replay(events: list[list[str]], allowed: dict[str, set[State]], problems: l
             running[name] = what
         elif event in ("commit", "fail", "discard"):
             allowed[name] = {WAITING, {"commit": data, "fail": error, "discard": EMPTY}[event]}
+            if event == "commit" and not keeps_locks:
+                allowed[name].add(data._replace(lock=False))
         elif event.endswith(" done"):
-            allowed[name] = {{"commit done": data, "fail done": error, "discard done": EMPTY}[event]}
+            allowed[name] = {{"commit done": data._replace(lock=keeps_locks), "fail done": error, "discard done": EMPTY}[event]}
             del running[name]
 
 
@@ -381,5 +431,5 @@ def _has_direct(directory: Path) -> bool:
 
 if __name__ == "__main__":
     method, directory, arguments = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
-    own = {key: arguments.pop(key) for key in ("seed", "together", "mutation") if key in arguments}
+    own = {key: arguments.pop(key) for key in ("seed", "together", "mutation", "shards") if key in arguments}
     print(json.dumps(getattr(Arena(directory, **own), method)(**arguments)))

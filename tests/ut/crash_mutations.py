@@ -9,10 +9,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ascend_hsx.sinks import file, home, leftovers, names, request_file
+from vllm_ascend_hsx.sinks import file, home, leftovers, names
 from vllm_ascend_hsx.sinks.data_file import DataFile
 from vllm_ascend_hsx.sinks.lock import HeldLock
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard_data import RowsInPlace
+from vllm_ascend_hsx.sinks.shard_file import Shard
+from vllm_ascend_hsx.sinks.shard_index import Member, now_ns
+from vllm_ascend_hsx.sinks.tar import HOLE
 
 
 def shown_before_it_is_complete() -> None:
@@ -21,8 +25,8 @@ def shown_before_it_is_complete() -> None:
 
     def rename_and_publish(self: Any, *args: Any) -> None:
         if self._data is not None:
-            self._storage.rename(self._partial, self._name)
-            self._partial = self._name
+            self._data.publish()
+            self._data._hidden = self._data._name
         publish(self, *args)
 
     RequestFile._publish = rename_and_publish  # type: ignore[method-assign]
@@ -34,7 +38,7 @@ def written_under_its_own_name() -> None:
     def partial_name(name: str, token: str) -> str:
         return name if name.endswith(names.DATA_SUFFIX) else names.partial_name(name, token)
 
-    request_file.partial_name = partial_name
+    file.partial_name = partial_name
 
 
 def without_a_lock() -> None:
@@ -47,7 +51,7 @@ def without_a_lock() -> None:
 
 
 def with_an_earlier_file_left_in_place() -> None:
-    file._set_aside = lambda *args: None  # type: ignore[assignment]
+    file.FileSink.set_aside = lambda *args: None  # type: ignore[method-assign]
 
 
 def without_the_checksum_of_rows_behind_the_last_token() -> None:
@@ -99,6 +103,43 @@ def without_a_mark() -> None:
     home.ServerMark.__init__ = start  # type: ignore[method-assign]
 
 
+# Of shards
+
+
+def with_a_line_before_its_member_is_complete() -> None:
+    complete = RowsInPlace.complete
+
+    def publish_and_complete(self: Any, token_ids: Any, *args: Any) -> None:
+        shard, taken = self._reserved()
+        size = self._layout.file_size(len(token_ids))
+        shard.publish(Member(self._name, taken.offset, size, len(token_ids), self._request_id, "", now_ns()))
+        complete(self, token_ids, *args)
+
+    RowsInPlace.complete = publish_and_complete  # type: ignore[method-assign]
+
+
+def without_the_headers_of_holes() -> None:
+    write = Shard._write_headers
+
+    def only_members(self: Any, name: str, *args: Any) -> None:
+        if name != HOLE:
+            write(self, name, *args)
+
+    Shard._write_headers = only_members  # type: ignore[method-assign]
+
+
+def without_the_line_that_an_earlier_member_is_gone() -> None:
+    Shard.say_gone = lambda self, name: True  # type: ignore[method-assign]
+
+
+def with_more_given_back_than_is_ones_own() -> None:
+    def cut(self: Any, taken: Any) -> None:
+        self._cut_off(taken.start)
+        self._end = taken.start
+
+    Shard._give_back = cut  # type: ignore[method-assign]
+
+
 def _all(*functions: Callable[[], None]) -> dict[str, Callable[[], None]]:
     return {function.__name__: function for function in functions}
 
@@ -114,3 +155,9 @@ ALONE: dict[str, Callable[[], None]] = _all(
 )
 TOGETHER: dict[str, Callable[[], None]] = _all(with_cleaning_that_ignores_marks, with_cleaning_that_ignores_locks)
 MUTATIONS = ALONE | TOGETHER
+OF_SHARDS: dict[str, Callable[[], None]] = _all(
+    with_a_line_before_its_member_is_complete,
+    without_the_headers_of_holes,
+    without_the_line_that_an_earlier_member_is_gone,
+    with_more_given_back_than_is_ones_own,
+)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pytest
 from sink_harness import Traced, is_held, trace
 
+from vllm_ascend_hsx.shards import Place, open_member
 from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
 from vllm_ascend_hsx.sinks.checksum import ALGORITHM, checksum_of
 from vllm_ascend_hsx.sinks.data_file import FileOptions
@@ -30,6 +31,7 @@ from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, read_header
 from vllm_ascend_hsx.sinks.lock import wait_until_released
 from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
 
 SMALL = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
 PAGES = RowFormat(layer_ids=(4, 1), hidden_size=1024, dtype="BF16", model="tiny")  # a page a row, as direct I/O wants it
@@ -41,9 +43,10 @@ NEVER = "never"  # such a request runs until its server stops
 CONTEXTS = ("nothing", "start", "open", "write", "commit", "fail", "discard", "close")
 CALLS = (
     "", "open", "close", "flock", "fstat", "stat", "fchmod", "rename", "unlink", "pwrite", "pread", "ftruncate", "fdatasync", "fsync",
-    "reserve", "scandir", "makedirs", "lseek", "write", "dup", "other",
+    "reserve", "scandir", "makedirs", "lseek", "write", "dup", "copy_into", "other",
 )  # fmt: skip
 MAX_THREADS = 4
+SHARD = 100_000  # bytes
 
 
 class Phases:
@@ -127,9 +130,9 @@ class Request:
             spans.append((self.tokens, self.tokens + 1, True))
         return spans
 
-    def check(self, fd: int) -> None:
-        """Compare the file open at `fd` with what it must hold. AssertionError, FormatError."""
-        header = read_header(fd)
+    def check(self, fd: int, offset: int = 0, size: int | None = None) -> None:
+        """Compare a file, or a part of one, with what it must hold. AssertionError, FormatError."""
+        header = read_header(fd, offset, size)
         states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
         assert states.shape == (self.tokens, *self.row_format.row_shape), f"{states.shape}, {self.tokens} tokens expected"
         assert states.dtype == "BF16"
@@ -138,11 +141,11 @@ class Request:
         found_ids = np.frombuffer(os.pread(fd, ids.end - ids.begin, ids.begin), np.int64)
         assert np.array_equal(found_ids, self.token_ids()), "its token ids are wrong"
         assert header.metadata["num_prompt_tokens"] == str(self.num_prompt_tokens)
-        size = os.fstat(fd).st_size
-        assert size == max(states.end, ids.end), f"{size} bytes"
+        end = os.fstat(fd).st_size if size is None else offset + size
+        assert end == max(states.end, ids.end), f"{end - offset} bytes"
         if self.options.checksum == "crc32c":
             assert header.metadata["checksum_algorithm"] == ALGORITHM
-            assert header.metadata["checksum"] == checksum_of(fd, states.begin, size), "its checksum is wrong"
+            assert header.metadata["checksum"] == checksum_of(fd, states.begin, end), "its checksum is wrong"
         else:
             assert "checksum" not in header.metadata
 
@@ -166,12 +169,19 @@ def settings_of(server: int, direct: bool) -> tuple[RowFormat, FileOptions]:
 
 def request_of(path: Path, direct: bool) -> Request:
     """The request whose rows are in a file. AssertionError: it is not what it must be; FormatError; FileNotFoundError."""
-    fd = os.open(path, os.O_RDONLY)
     try:
-        request = Request.of(read_header(fd).metadata["request_id"], direct)
-        request.check(fd)
+        fd = os.open(path, os.O_RDONLY)
+        place = Place(fd, 0, os.fstat(fd).st_size)
+    except FileNotFoundError:
+        found = open_member(path)
+        if found is None:
+            raise
+        place = found
+    try:
+        request = Request.of(read_header(*place).metadata["request_id"], direct)
+        request.check(*place)
     finally:
-        os.close(fd)
+        os.close(place.fd)
     assert request.name == path.name, f"{path.name} holds the rows of {request.id}"
     return request
 
@@ -197,6 +207,7 @@ class Server:
         log_fd: gets a line for each thing that is begun or done.
         phases: told what each thread does.
         kill_at: the system call at which it kills itself; 0: it does not.
+        shards: whether it makes shards instead of files.
     """
 
     def __init__(
@@ -209,6 +220,7 @@ class Server:
         log_fd: int,
         phases: Phases,
         kill_at: int,
+        shards: bool,
     ) -> None:
         self._directory = directory
         self._number = number
@@ -218,6 +230,7 @@ class Server:
         self._log_fd = log_fd
         self._phases = phases
         self._kill_at = kill_at
+        self._shards = shards
         self._calls = 0
         self._this = threading.local()
         self._this.index = 0
@@ -257,30 +270,32 @@ class Server:
                 continue
         self._stop(sink)
 
-    def _start(self) -> FileSink:
+    def _start(self) -> FileSink | ShardSink:
         patch = pytest.MonkeyPatch()
         trace(patch, self._checkpoint)
-        for module in ("directory", "leftovers"):
+        for module in ("directory", "leftovers", "shard_recovery"):
             patch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, self._checkpoint))
         self._enter("start")
-        sink = FileSink(self._directory, *settings_of(self._number, self._direct))
+        settings = settings_of(self._number, self._direct)
+        sink = ShardSink(self._directory, *settings, shard_bytes=SHARD) if self._shards else FileSink(self._directory, *settings)
         self._enter("nothing")
         self._log("started", sink.token)
         return sink
 
-    def _stop(self, sink: FileSink) -> None:
+    def _stop(self, sink: FileSink | ShardSink) -> None:
         self._log("close", "")
         self._enter("close")
         sink.close()
         self._enter("nothing")
         self._log("closed", "")
 
-    def _open(self, sink: FileSink, request_id: str) -> tuple[RequestFile, Request] | None:
+    def _open(self, sink: FileSink | ShardSink, request_id: str) -> tuple[RequestFile, Request] | None:
         request = Request.of(request_id, self._direct)
         self._log("open", request_id)
         self._enter("open")
         try:
-            file = sink.open(request_id, self._directory / request.name, self._luck.choice([0, request.tokens]))
+            expected = self._luck.choice([0, request.tokens])
+            file = sink.open(request_id, self._directory / request.name, expected, may_grow=expected == 0)
         except SinkError as error:
             if request.name not in self._contested or "another request or server is writing" not in error.reason:
                 raise

@@ -13,14 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from sink_harness import wait_for_sleepers
 
+from vllm_ascend_hsx.shards import shards_of
 from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.format import read_header
 from vllm_ascend_hsx.sinks.names import file_name
@@ -109,7 +111,9 @@ class FakeServer:
     at: Callable[[Seen, str], None] = lambda seen, stage: None
     model: str = MODEL
     layer_ids: tuple[int, ...] = LAYER_IDS
+    quantization: Literal["none", "fp8"] = "none"
     options: FileOptions = field(default_factory=FileOptions)
+    make_sink: Callable[[Path, RowFormat, FileOptions], DirectorySink] = FileSink
     api_key: str | None = None
     seen: list[Seen] = field(default_factory=list)
     trials: list[Seen] = field(default_factory=list)
@@ -117,9 +121,11 @@ class FakeServer:
     port: int = 0
 
     def __enter__(self) -> FakeServer:
-        self._sink = FileSink(self.storage, RowFormat(self.layer_ids, HIDDEN, "BF16", self.model), self.options)
+        row_format = RowFormat(self.layer_ids, HIDDEN, "BF16", self.model, self.quantization)
+        self._sink = self.make_sink(self.storage, row_format, self.options)
         self._times: Counter[int | None] = Counter()
         self._answered: dict[int | None, asyncio.Event] = {}
+        self._hanging: dict[int | None, asyncio.Event] = {}
         self._late: list[tuple[Exchange, RequestFile]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy = 0
@@ -216,6 +222,8 @@ class FakeServer:
         seen = Seen(row, self._times[row], name, path.removeprefix("/v1/"), json.loads(body))
         (self.trials if row is None else self.seen).append(seen)
         await self._at(seen, "asked")
+        if row in self._hanging:
+            await self._hanging.pop(row).wait()
         for late in [each for each in self._late if each[0].seen.row == row]:
             self._late.remove(late)
             await self.publish(*late)
@@ -251,11 +259,15 @@ class FakeServer:
     def internal_id(self, seen: Seen) -> str:
         return f"chatcmpl-{seen.name}-0123abcd" if "messages" in seen.body else f"cmpl-{seen.name}-0-0123abcd"
 
-    async def begin(self, exchange: Exchange, sink: FileSink | None = None) -> RequestFile:
+    def path(self, seen: Seen) -> Path:
+        """Of the request's file."""
+        return self.storage / seen.body["kv_transfer_params"].get("hidden_states_path", file_name(self.internal_id(seen)))
+
+    async def begin(self, exchange: Exchange, sink: DirectorySink | None = None) -> RequestFile:
         """The lock is held, the rows are written."""
         seen = exchange.seen
         sink = sink or self._sink
-        file = sink.open(self.internal_id(seen), self.storage / file_name(self.internal_id(seen)), len(seen.stored))
+        file = sink.open(self.internal_id(seen), self.path(seen), len(seen.stored))
         file.write(0, expected_rows(seen.stored, sink.row_format.num_layers))
         await self._at(seen, "begun")
         return file
@@ -295,10 +307,12 @@ class FakeServer:
         exchange.writer.close()
 
     async def do_hang(self, exchange: Exchange) -> None:
-        """There is no answer; when the client goes the request is aborted."""
+        """There is no answer; when the client goes the request is aborted, before another one of its row is looked at."""
         file = await self.begin(exchange)
+        aborted = self._hanging[exchange.seen.row] = asyncio.Event()
         await exchange.gone()
         file.discard()
+        aborted.set()
 
     async def do_hang_complete(self, exchange: Exchange) -> None:
         """There is no answer, but a file."""
@@ -320,7 +334,7 @@ class FakeServer:
         await self.answer(exchange, None, kv_transfer_params={"hidden_states_path": "/x", "hidden_states_error": "it cannot be opened"})
 
     async def do_no_file(self, exchange: Exchange) -> None:
-        await self.answer(exchange, str(self.storage / "nothing.safetensors"))
+        await self.answer(exchange, str(self.path(exchange.seen)))
 
     async def do_no_params(self, exchange: Exchange) -> None:
         await self.answer(exchange, None)
@@ -351,16 +365,23 @@ class FakeServer:
     async def do_corrupt(self, exchange: Exchange) -> None:
         """The disk has changed a bit."""
         path = await self.publish(exchange, await self.begin(exchange))
-        with open(path, "r+b") as file:
-            file.seek(4096)
-            byte = file.read(1)[0]
-            file.seek(4096)
-            file.write(bytes([byte ^ 1]))
+        change_a_bit(Path(path))
         await self.answer(exchange, path)
 
     async def do_other_layers(self, exchange: Exchange) -> None:
         with FileSink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model)) as other:
             await self.answer(exchange, await self.publish(exchange, await self.begin(exchange, other)))
+
+
+def change_a_bit(path: Path) -> None:
+    """Of the rows of a file, or of the member of a shard that has its name."""
+    shards = shards_of(path.parent)
+    member, shard = shards.find(path.name), shards.path_of(path.name)
+    with (path if shard is None else shard).open("r+b") as file:
+        file.seek(4096 + (0 if member is None else member.offset))
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
 
 
 # What came out

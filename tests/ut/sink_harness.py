@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tarfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,9 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from vllm_ascend_hsx.shards import Shards
 from vllm_ascend_hsx.sinks import system
 from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.format import PAGE
 from vllm_ascend_hsx.sinks.names import token_of_mark
+from vllm_ascend_hsx.sinks.shard_index import Gone, Member, decode
+from vllm_ascend_hsx.sinks.tar import END, HOLE, Entry, walk
 
 FORMAT = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
 
@@ -72,6 +77,43 @@ def is_held(lock: Path) -> bool:
     return False
 
 
+def walked(directory: Path, stems: Collection[str] | None = None) -> dict[str, list[Entry]]:
+    """The members and holes of each shard in a directory, or of some, by its stem; AssertionError: they do not stand one behind the other,
+    or tarfile sees others."""
+    found = {}
+    for path in sorted(path for path in directory.glob("hsx-*.tar") if stems is None or path.stem in stems):
+        with open(path, "rb") as file:
+            entries = list(walk(file.fileno()))
+            assert [entry.start for entry in entries] == [0, *(entry.end for entry in entries)][: len(entries)]
+            assert all(entry.offset % PAGE == 0 or entry.name == HOLE for entry in entries)
+            rest = os.fstat(file.fileno()).st_size - (entries[-1].end if entries else 0)
+            sealed = path.with_suffix(".json").exists()
+            assert rest == (len(END) if sealed else 0), f"{path}: {rest} bytes behind the last member"
+        if entries or sealed:
+            with tarfile.open(path) as tar:
+                assert [(info.name, info.offset_data, info.size) for info in tar] == [(e.name, e.offset, e.size) for e in entries]
+        found[path.stem] = entries
+    return found
+
+
+def lines_of(directory: Path, stem: str) -> list[Member | Gone]:
+    """What the index of a shard says."""
+    lines = [decode(line) for line in (directory / f"{stem}.jsonl").read_bytes().splitlines()]
+    assert None not in lines
+    return lines  # type: ignore[return-value]
+
+
+def member_bytes(directory: Path, name: str) -> bytes | None:
+    """The safetensors file that a member is."""
+    place = Shards(directory).open(name)
+    if place is None:
+        return None
+    try:
+        return os.pread(place.fd, place.size, place.offset)
+    finally:
+        os.close(place.fd)
+
+
 class Traced:
     """Stands in for a module: `checkpoint(name)` is called before each call of one of its functions, and may raise."""
 
@@ -97,9 +139,11 @@ class Traced:
 
 
 def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
-    """Let `checkpoint` see every system call of the file sink and its lock, and of nothing else in the process."""
-    for module in ("data_file", "request_file", "storage", "checksum", "lock", "home"):
+    """Let `checkpoint` see every system call of the sinks that need a directory, and of nothing else in the process."""
+    for module in ("data_file", "request_file", "storage", "checksum", "lock", "home", "shard", "shard_data", "shard_file", "shard_seal"):
         monkeypatch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, checkpoint))
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.reserve", Traced(system, checkpoint).reserve)
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_data.copy_into", Traced(system, checkpoint).copy_into)
     monkeypatch.setattr("vllm_ascend_hsx.sinks.lock.fcntl", Traced(fcntl, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.reserve", Traced(system, checkpoint).reserve)
 

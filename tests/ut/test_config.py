@@ -48,6 +48,38 @@ def test_a_bad_option_is_refused_with_its_name_value_and_remedy(
     assert "\n" not in message
 
 
+MASTER = {"master_server_address": "store:50051"}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "kv_connector_extra_config.shared_storage_path=None is missing. Set it to the directory"),
+        ({"sink": "shard"}, "kv_connector_extra_config.shared_storage_path=None is missing. Set it to the directory"),
+        ({"sink": "mooncake"}, "kv_connector_extra_config.mooncake=None is missing, and sink is 'mooncake'. Set it to {"),
+        ({"sink": "shards"}, "kv_connector_extra_config.sink='shards' cannot be used: Input should be 'file', 'shard' or 'mooncake'"),
+        ({"quantization": "int8"}, "kv_connector_extra_config.quantization='int8' cannot be used: Input should be 'none' or 'fp8'"),
+        ({"shard_bytes": 100}, "kv_connector_extra_config.shard_bytes=100 cannot be used: Input should be greater than or"),
+        ({"shard_bytes": "4 gigs"}, "kv_connector_extra_config.shard_bytes='4 gigs' is not a size"),
+        ({"mooncake": "store:50051"}, "kv_connector_extra_config.mooncake='store:50051' cannot be used"),
+        ({"mooncake": {}}, "kv_connector_extra_config.mooncake.master_server_address=None is missing. master_server_address: host:port"),
+        ({"mooncake": {**MASTER, "protocol": "udp"}}, "kv_connector_extra_config.mooncake.protocol='udp' cannot be used"),
+        ({"mooncake": {**MASTER, "divice_name": "mlx5_0"}}, "mooncake.divice_name='mlx5_0' is not an option. Did you mean 'device_name'?"),
+        ({"mooncake": {**MASTER, "local_buffer_size": "2"}}, "kv_connector_extra_config.mooncake.local_buffer_size='2' cannot be used"),
+    ],
+)
+def test_a_sink_without_what_it_needs_is_refused_with_the_option_and_the_remedy(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(HsxConfigError) as refusal:
+        HsxConfig.parse(options)
+    assert said in str(refusal.value)
+
+
+def test_a_mooncake_store_needs_no_directory() -> None:
+    config = HsxConfig.parse({"sink": "mooncake", "mooncake": {**MASTER, "global_segment_size": "1 GiB"}})
+    assert config.mooncake is not None
+    assert config.mooncake.global_segment_size == 1 << 30
+
+
 @pytest.mark.parametrize(("text", "size"), [("32MiB", 32 << 20), ("1 GiB", 1 << 30), ("8192", 8192), (65536, 65536)])
 def test_sizes_are_bytes_or_numbers_with_a_unit(text: object, size: int) -> None:
     assert HsxConfig.parse(GOOD | {"pinned_ring_bytes": text}).pinned_ring_bytes == size

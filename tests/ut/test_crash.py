@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash_mutations import ALONE, MUTATIONS, TOGETHER
+from crash_mutations import ALONE, MUTATIONS, OF_SHARDS, TOGETHER
 
 HARNESS = Path(__file__).with_name("crash_harness.py")
 SOURCE = str(HARNESS.parents[2])
 KILLS = {1: 1200, 3: 800}  # by how many servers live at a time
+SHARD_KILLS = {1: 300, 3: 100}
 MUTATION_KILLS = 400
 
 # Of a server: settings differ in direct I/O, durability, checksum and the size of a row.
@@ -77,8 +78,32 @@ def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(t
         assert {f"{context} {call}" for call in calls} <= found["phases"].keys()
 
 
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("together", SHARD_KILLS, ids=["one server", "three servers"])
+def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_one_seals(tmp_path: Path, together: int) -> None:
+    found = play("run", tmp_path / "storage", shards=True, together=together, kills=SHARD_KILLS[together])
+    assert not found["problems"]
+    assert min(found["shards_checked"], found["commit done"]) > SHARD_KILLS[together] // 2
+    assert found["members_checked"] >= found["commit done"]
+    assert min(found["waits"], found["seen_meanwhile"], found["errors_checked"]) > 10
+
+
+@pytest.mark.parametrize("number", SERVERS)
+def test_members_of_shards_are_right_at_whichever_system_call_a_server_is_killed(tmp_path: Path, number: int) -> None:
+    found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, shards=True)
+    assert not found["problems"]
+    assert found["kills"] > 200
+    assert found["stopped"] == 1, "the last one was to be killed at a call that it does not make"
+    assert {"write pwrite", "commit pwrite", "close ftruncate", "close rename", "open pwrite"} <= found["phases"].keys()
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_mistake_in_the_sink_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
     assert mutation in ALONE or mutation in TOGETHER
     found = play("run", tmp_path / "storage", together=1 if mutation in ALONE else 3, mutation=mutation, kills=MUTATION_KILLS)
     assert found["problems"]
+
+
+@pytest.mark.parametrize("mutation", OF_SHARDS)
+def test_a_mistake_in_the_sink_of_shards_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
+    assert play("run", tmp_path / "storage", shards=True, mutation=mutation, kills=MUTATION_KILLS)["problems"]

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -259,14 +260,18 @@ def keys(label: str) -> list[str]:
 
 def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
-    with FileSink(tmp_path, FORMAT) as sink:
-        file = sink.open("one", path)
-        file.write(0, make_rows(0, 5))
-        file.commit(token_ids(5), num_prompt_tokens=4)
-    metadata = load(path, verify=True).metadata
+    of_files = []
+    for row_format in (FORMAT, replace(FORMAT, quantization="fp8")):
+        with FileSink(tmp_path, row_format) as sink:
+            file = sink.open("one", path)
+            file.write(0, make_rows(0, 5))
+            file.commit(token_ids(5), num_prompt_tokens=4)
+        of_files.append(load(path, verify=True).metadata)
+    plain, metadata = of_files
     assert keys("metadata") == list(metadata)
+    assert [key for key in metadata if key != "quantization"] == list(plain)
     assert "format version 1." in page("file-format.md") and metadata["format_version"] == "1"
-    for key in ("format_version", "producer", "checksum_algorithm"):
+    for key in ("format_version", "producer", "quantization", "checksum_algorithm"):
         assert f"| `{key}` | `{metadata[key]}`" in page("file-format.md")
     assert int.from_bytes(path.read_bytes()[:8], "little") % 4096 == 4096 - 8
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from generate_harness import (
     FakeServer,
     Seen,
@@ -31,6 +32,7 @@ from rich.console import Console
 from vllm_ascend_hsx.cli import generate
 from vllm_ascend_hsx.generate import progress as progress_module
 from vllm_ascend_hsx.generate.progress import Bar, Lines, Rates
+from vllm_ascend_hsx.reader import load
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
 # The command where neither torch nor vLLM is installed.
@@ -324,6 +326,7 @@ def test_another_dataset_in_the_same_directory_is_refused_and_replaced_if_that_i
     [
         ({"model": "other"}, "rows of another server: model was tiny, is other; serve the same model and layers"),
         ({"layer_ids": (2, 3, 0)}, r"layer_ids was \[2, 0, 3\], is \[2, 3, 0\]"),
+        ({"quantization": "fp8"}, "dtype was BF16, is BF16 in F8_E4M3"),
         ({"api_key": "secret"}, "answers 401: Unauthorized; give the server's key with --api-key or in OPENAI_API_KEY"),
     ],
 )
@@ -337,6 +340,19 @@ def test_another_server_than_before_is_refused_before_a_row_is_sent(
         code, printed = bench.run(endpoint=other.url)
         assert (code, other.seen, other.files()) == (2, [], [])
     assert re.search(message, printed)
+
+
+def test_quantised_rows_are_rows_too(bench: Bench, tmp_path: Path) -> None:
+    with FakeServer(tmp_path / "second", quantization="fp8") as other:
+        assert bench.run("--validate", endpoint=other.url)[0] == 0
+        assert other.files() == []
+    assert sorted(bench.rows) == list(range(6))
+    for row in bench.rows:
+        wanted = token_rows(6)[row]["token_ids"]
+        states = load(bench.output / f"hs_{row}.safetensors", 0, verify=True)
+        expected = torch.from_numpy(expected_rows(wanted)).view(torch.bfloat16)
+        assert (states.token_ids.tolist(), states.hidden_states.dtype) == (wanted, torch.bfloat16)
+        assert torch.allclose(states.hidden_states.float(), expected.float(), rtol=0.08, atol=float(states.scales.max()) / 512)
 
 
 def test_two_servers_that_differ_are_refused(bench: Bench, tmp_path: Path) -> None:

@@ -196,6 +196,15 @@ def test_bytes_of_a_token_are_the_published_ones(name: str, hidden_states: int, 
     assert capacity.block_bytes == 128 * kv_cache
 
 
+def test_rows_of_float8_take_half_the_disk_and_as_much_memory_as_others() -> None:
+    plain, quantised = run("minimax-m2", "--prompt-tokens", "2048"), run("minimax-m2", "--prompt-tokens", "2048", "--quantization", "fp8")
+    header = 4096
+    assert plain.prompts_bytes == 1000 * (header + 2048 * (24576 + 8))
+    assert quantised.prompts_bytes == 1000 * (header + 2048 * (24576 // 2 + 8 + 4)), "a token's id, and its scale"
+    assert quantised.write_bytes_per_second / plain.write_bytes_per_second == pytest.approx(12300 / 24584)
+    assert (quantised.row_bytes, quantised.staging_bytes, quantised.ring_bytes) == (plain.row_bytes, plain.staging_bytes, plain.ring_bytes)
+
+
 @pytest.mark.parametrize(
     ("name", "billions"),
     # Of the text model: what the models are called by, and for DeepSeek-V3 what its README_WEIGHTS.md says without MTP.

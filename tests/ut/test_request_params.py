@@ -13,6 +13,7 @@ from hostile import HUGE, JSON, STRINGS, nested
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_hsx.connector.destination import InDirectory
 from vllm_ascend_hsx.connector.metadata import WorkerReport
 from vllm_ascend_hsx.connector.params import ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
@@ -39,7 +40,7 @@ def make_request(request_id: str, params: Any, output: int = 2) -> Any:
 
 
 def make_scheduler(allow_path: bool, directory: str = "/data") -> ExtractionScheduler:
-    return ExtractionScheduler(Path(directory), 64, num_ranks=2, max_backlog=1000, allow_path=allow_path)
+    return ExtractionScheduler(InDirectory(Path(directory)), 64, num_ranks=2, max_backlog=1000, allow_path=allow_path)
 
 
 def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:

@@ -11,14 +11,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from vllm_ascend_hsx.connector.destination import InDirectory, InStore
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.sinks.base import RowFormat
 
 ROW_BYTES = 64
 
 
 def make_scheduler(num_ranks: int = 2) -> ExtractionScheduler:
-    return ExtractionScheduler(Path("/data"), ROW_BYTES, num_ranks=num_ranks, max_backlog=1000)
+    return ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=num_ranks, max_backlog=1000)
 
 
 def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
@@ -107,7 +109,7 @@ def test_workers_learn_of_the_end_in_the_next_step_once(status: str, aborted: bo
 def test_rows_of_generated_tokens_but_the_last_are_taken_if_the_server_or_the_request_says_so(
     default: bool, params: dict[str, bool] | None, included: bool
 ) -> None:
-    scheduler = ExtractionScheduler(Path("/data"), ROW_BYTES, num_ranks=1, max_backlog=1000, include_output=default)
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, max_backlog=1000, include_output=default)
     request = make_request("r", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3)
     scheduler.on_new_request(request)
     (start,) = schedule(scheduler, request).started
@@ -132,6 +134,38 @@ def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(stop: list[s
     scheduler.on_finished(request)
     (end,) = schedule(scheduler).ended
     assert end.aborted is aborted
+
+
+@pytest.mark.parametrize(("include_output", "tokens", "mode"), [(False, 5, "prompt_only"), (True, 7, "all")])
+def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(include_output: bool, tokens: int, mode: str) -> None:
+    row_format = RowFormat((2, 0), 8, "BF16")
+    scheduler = ExtractionScheduler(InStore(row_format), row_format.row_bytes, num_ranks=1, max_backlog=1000)
+    params = {"include_output_tokens": include_output}
+    request = make_request("a/b", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3)
+    scheduler.on_new_request(request)
+    (start,) = schedule(scheduler, request).started
+    scheduler.on_worker_report(WorkerReport({"a/b": "no room"}, {0: 0}))
+    answer = scheduler.on_finished(request)
+    assert answer == {
+        "handle": start.path,
+        "version": 1,
+        "tensors": {
+            "hidden_states": {"shape": [tokens, 2, 8], "dtype": "torch.bfloat16", "nbytes": tokens * 32, "offset": 0},
+            "token_ids": {"shape": [tokens], "dtype": "torch.int64", "nbytes": tokens * 8, "offset": 192 if tokens == 5 else 256},
+        },
+        "metadata": {"num_tokens": tokens, "total_aligned_bytes": 256 if tokens == 5 else 320, "extract_mode": mode},
+        "hidden_states_error": "no room",
+    }
+    assert "/" not in start.path and start.path.startswith("a_b~")
+
+
+def test_in_a_store_no_request_chooses_a_file() -> None:
+    row_format = RowFormat((2, 0), 8, "BF16")
+    scheduler = ExtractionScheduler(InStore(row_format), row_format.row_bytes, num_ranks=1, max_backlog=1000, allow_path=True)
+    request = make_request("r", kv_transfer_params={"hidden_states_path": "a.safetensors"})
+    scheduler.on_new_request(request)
+    assert not scheduler.extracts("r")
+    assert "'a.safetensors', but this server makes no files: it puts hidden states" in scheduler.on_finished(request)["hidden_states_error"]
 
 
 def test_a_request_whose_kv_goes_to_a_decoding_server_leaves_the_params_to_the_connector_that_sends_it() -> None:

@@ -53,7 +53,7 @@ def end_file(sink: FileSink, file: RequestFile, end: str) -> None:
 
 
 def real_directory(file: RequestFile) -> Path:
-    return Path(os.readlink(f"/proc/self/fd/{file._storage.fd}"))
+    return Path(os.readlink(f"/proc/self/fd/{file.storage.fd}"))
 
 
 @settings(max_examples=120, deadline=None)

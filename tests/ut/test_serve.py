@@ -59,6 +59,15 @@ def test_the_command_is_vllm_serve_with_what_the_user_gave_and_the_two_options(m
     assert (len(built.arguments), built.environ, built.notes) == (9, {}, ())
 
 
+def test_a_store_needs_no_directory_and_shards_do(model: Path) -> None:
+    store = {"master_server_address": "store:50051"}
+    built = command(model, options={"sink": "mooncake", "mooncake": store})
+    assert json_behind(built.arguments, "--kv-transfer-config")["kv_connector_extra_config"] == {"sink": "mooncake", "mooncake": store}
+    built = command(model, options={"sink": "shard", "shard_bytes": "1 GiB"})
+    wanted = {"shared_storage_path": "/data/states", "sink": "shard", "shard_bytes": "1 GiB"}
+    assert json_behind(built.arguments, "--kv-transfer-config")["kv_connector_extra_config"] == wanted
+
+
 def test_what_is_shown_can_be_typed(model: Path) -> None:
     built = command(model, "--served-model-name", "it's mine", environ={"VLLM_PLUGINS": "ascend,a b"})
     words = shlex.split(str(built))

@@ -13,6 +13,7 @@ import torch
 from worker_harness import Engine, ended, started
 
 from vllm_ascend_hsx import staging
+from vllm_ascend_hsx.connector.destination import InDirectory
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.sinks.lock import HeldLock
@@ -166,9 +167,9 @@ def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_
     engine = make_engine()
     original, opened_by = engine.sink.open, []
 
-    def open_file(request_id: str, path: Path, expected_tokens: int) -> object:
+    def open_file(request_id: str, path: Path, expected_tokens: int, **options: bool) -> object:
         opened_by.append((request_id, threading.current_thread().name, expected_tokens))
-        return original(request_id, path, expected_tokens)
+        return original(request_id, path, expected_tokens, **options)
 
     monkeypatch.setattr(engine.sink, "open", open_file)
     engine.step(started(*(engine.start(f"r{index}", 4) for index in range(5))), [])
@@ -182,7 +183,7 @@ def test_a_rank_whose_storage_is_silent_refuses_instead_of_holding_requests_back
     class Request:
         request_id, kv_transfer_params, pooling_params, prompt_token_ids, resumable = "a", None, None, [1, 2], False
 
-    scheduler = ExtractionScheduler(Path("/data"), row_bytes=8, num_ranks=1, max_backlog=100)
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), row_bytes=8, num_ranks=1, max_backlog=100)
     scheduler.on_new_request(Request())
     scheduler.on_worker_report(WorkerReport({}, {0: 200}))
     assert scheduler.must_wait("a")

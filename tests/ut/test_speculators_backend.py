@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import pickle
 import re
 import sys
@@ -65,6 +66,11 @@ def test_the_server_that_is_launched_is_ours(tmp_path: Path) -> None:
     assert config == expected
     assert config["kv_connector"] == "AscendHiddenStatesConnector"
     assert config["kv_role"] == "kv_producer"
+
+
+def test_a_server_that_stores_in_mooncake_is_given_no_directory() -> None:
+    options = {"sink": "mooncake", "mooncake": {"master_server_address": "store:50051"}}
+    assert launch("--hsx-options", json.dumps(options))["kv_connector_extra_config"] == options
 
 
 def test_a_relative_directory_is_that_of_the_caller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from mooncake_master import free_port, require_mooncake
 from test_config import vllm_config
 
 from vllm_ascend_hsx.config import HsxConfigError
@@ -86,7 +89,54 @@ def test_rows_that_direct_io_cannot_align_are_refused(tmp_path: Path, monkeypatc
         read_start_up(serve(tmp_path, io="direct"))
 
 
+@pytest.mark.parametrize(("dtype", "row_bytes"), [(torch.bfloat16, 384), (torch.float16, 384), (torch.float32, 768)])
+def test_rows_of_any_dtype_are_stored_as_a_byte_per_element(tmp_path: Path, dtype: torch.dtype, row_bytes: int) -> None:
+    row_format = read_start_up(serve(tmp_path, dtype=dtype, quantization="fp8")).row_format
+    assert (row_format.row_bytes, row_format.stored_row_bytes, row_format.stored_dtype) == (row_bytes, 192, "F8_E4M3")
+
+
+def test_direct_io_has_to_align_what_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
+    config = serve(tmp_path, io="direct", quantization="fp8")
+    config.model_config.get_hidden_size = lambda: 256
+    with pytest.raises(HsxConfigError, match=r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 768 bytes"):
+        read_start_up(config)
+    config.kv_transfer_config.kv_connector_extra_config["quantization"] = "none"
+    assert read_start_up(config).row_format.row_bytes == 1536
+
+
+def test_quantised_rows_that_would_not_align_the_token_ids_are_refused(tmp_path: Path) -> None:
+    config = serve(tmp_path, quantization="fp8")
+    config.model_config.get_hidden_size = lambda: 60
+    with pytest.raises(HsxConfigError, match=r"quantization='fp8' needs rows of a multiple of 8 elements, and 3 layers of 60 make 180"):
+        read_start_up(config)
+
+
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageDirectoryError, match="shared_storage_path"):
         read_start_up(serve(tmp_path / "file" / "directory"))
+
+
+def test_a_mooncake_store_that_is_not_there_is_refused_before_weights_are_loaded() -> None:
+    require_mooncake()
+    address = f"127.0.0.1:{free_port()}"
+    config = serve("/nowhere", sink="mooncake", mooncake={"master_server_address": address})
+    with pytest.raises(HsxConfigError, match=r"cannot be reached: Connection refused\. Start `mooncake_master`") as refusal:
+        read_start_up(config)
+    assert f"kv_connector_extra_config.mooncake.master_server_address='{address}'" in str(refusal.value)
+    assert not Path("/nowhere").exists()
+
+
+def test_without_mooncakes_package_the_sink_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    config = serve("/nowhere", sink="mooncake", mooncake={"master_server_address": "localhost:50051"})
+    with pytest.raises(HsxConfigError, match=r"sink='mooncake' cannot be used: the package of Mooncake cannot be imported.*\[mooncake\]"):
+        read_start_up(config)
+
+
+def test_writers_that_wait_for_a_store_are_at_least_four(tmp_path: Path) -> None:
+    start_up = read_start_up(serve(tmp_path))
+    assert start_up.num_writers(10_000) == 2
+    store = start_up.config.model_copy(update={"sink": "mooncake"})
+    assert replace(start_up, config=store).num_writers(10_000) == 4

@@ -96,6 +96,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="for the files and the ledger; on the filesystem of the servers' directories",
     )
+    files.add_argument(
+        "--in-place",
+        action="store_true",
+        help="DIR is the servers' own directory (hsx serve --out DIR --option allow_custom_save_path=true): they name each row's file, "
+        "which stays there, or in their shards (--option sink=shard); with the durability that they were started with",
+    )
     files.add_argument("--copy", action="store_true", help="copy files that cannot be renamed, because DIR is on another filesystem")
     files.add_argument(
         "--map-path",

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ascend_hsx.examine import Examination, examine, files_in
+from vllm_ascend_hsx.shards import shard_of
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX
 
 
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.path.is_dir():
         paths = [path for path in files_in(options.path) if not path.name.endswith(ERROR_SUFFIX)]
     else:
-        paths = [options.path] if options.path.exists() else []
+        paths = [options.path] if options.path.exists() or shard_of(options.path) is not None else []
     if not paths:
         problem = f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files."
         console.print(problem, style="red", markup=False, highlight=False)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B?)?$", re.IGNORECASE)
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 KV_MEMORY = 30 << 30
-DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "pinned_ring_bytes")}
+DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "pinned_ring_bytes", "quantization")}
 
 
 def size(text: str) -> int:
@@ -96,6 +96,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     memory.add_argument("--reserve", type=size, default=4 << 30, metavar="SIZE", help="activations, buffers, graphs (default: 4GiB)")
     ours = parser.add_argument_group("the connector's options")
     ours.add_argument("--staging-slots", type=count, default=DEFAULTS["staging_slots"], metavar="N", help="default: %(default)s")
+    ours.add_argument("--quantization", choices=("none", "fp8"), default=DEFAULTS["quantization"], help="default: %(default)s")
     ours.add_argument("--ring", type=size, default=DEFAULTS["pinned_ring_bytes"], metavar="SIZE", help="pinned_ring_bytes (default: 32MiB)")
     files = parser.add_argument_group("files")
     files.add_argument("--prompt-tokens", type=count, default=2048, metavar="N", help="length of a prompt (default: 2048)")
@@ -170,6 +171,7 @@ def plan(options: argparse.Namespace) -> Plan:
             prompt_tokens=options.prompt_tokens,
             prefill_speed=options.prefill_speed,
             npu_memory=npu,
+            quantization=options.quantization,
         )
     )
 
@@ -214,7 +216,8 @@ def show(console: Console, result: Plan) -> None:
     costs.add_row("collected layers", _mib(result.collected_bytes), "per NPU, at most: held by the target in a step, with any extraction")
     costs.add_row("memory for the KV cache", f"{request.kv_bytes / 2**30:.2f} GiB", _memory(request.npu_memory))
     files = f"{result.prompts_bytes / 2**30:.2f} GiB"
-    costs.add_row("files of 1,000 prompts", files, f"of {request.prompt_tokens:,} tokens each")
+    stored = "" if request.quantization == "none" else f", rows as {request.quantization}"
+    costs.add_row("files of 1,000 prompts", files, f"of {request.prompt_tokens:,} tokens each{stored}")
     rate = result.write_bytes_per_second / 2**20
     at = f"at {request.prefill_speed:,.0f} tokens/s of prefill; {rate / result.num_npus:,.1f} MiB/s per NPU"
     costs.add_row("write bandwidth", f"{rate:,.1f} MiB/s", at)

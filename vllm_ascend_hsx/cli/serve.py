@@ -33,7 +33,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "of the L layers, L-3 and L), or mtp (L) (default: eagle3)",
     )
     where = Path("hidden_states")
-    parser.add_argument("--out", type=Path, default=where, metavar="DIR", help="receives the files (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=where, metavar="DIR", help="receives files (default: %(default)s)")
     parser.add_argument(
         "--option",
         action="append",

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_ascend_hsx.examine import Examination, examine, files_in
+from vllm_ascend_hsx.shard_check import shard_problems
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX
 
 _SHOWN = 20  # problems; the rest is counted
@@ -28,7 +29,7 @@ class Tally:
 
     Attributes:
         good: files that are what they should be; without_checksum: how many of them name no checksum.
-        bad: path and problem of the others. failed: error files, path and reason.
+        bad: path and problem of the others, and of shards. failed: error files, path and reason.
         shapes: the kinds of files there are, (layer ids, layers, hidden size, dtype), with their number.
         tokens, num_bytes: of the good ones.
     """
@@ -66,7 +67,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Reads the options of `hsx verify`; exits with code 2 and one line for a wrong one."""
     parser = argparse.ArgumentParser(
         prog="hsx verify",
-        description="Looks at every file of hidden states below a directory: complete, finite, as its checksum says, all of one kind. "
+        description="Looks at every file of hidden states below a directory, and every member of its shards: complete, finite, as its "
+        "checksum says, all of one kind; and at the shards: index, tar file and manifest agree. "
         "Exit code 0: all are good; 1: some are not, or requests failed; 2: nothing could be looked at.",
     )
     parser.add_argument("directory", type=Path)
@@ -95,7 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in paths:
         if path.name.endswith(ERROR_SUFFIX):
             tally.add_failure(path)
-    if not paths:
+    for path, problem in shard_problems(options.directory):
+        tally.bad.append((str(path), problem))
+    if not paths and not tally.bad:
         console.print(f"hsx verify: {options.directory} has no files of hidden states.", style="red", markup=False, highlight=False)
         return 2
     with _progress(console) as progress:

@@ -16,12 +16,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_ascend_hsx.compat.drafts import require_no_drafts
 from vllm_ascend_hsx.compat.runner import find_layers, tensor_parallel_rank
+from vllm_ascend_hsx.connector.destination import make_destination
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.connector.sinks import make_sink
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
-from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.staging import PinnedRing
 from vllm_ascend_hsx.startup import StartUp, read_start_up
 
@@ -35,7 +36,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: not read: the rows are not in the KV cache.
 
     Raises:
-        HsxConfigError, StorageDirectoryError: a setting that cannot be used.
+        HsxConfigError, StorageDirectoryError: a setting, or a store, that cannot be used.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -46,7 +47,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: ExtractionWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = ExtractionScheduler(
-                start_up.directory,
+                make_destination(start_up),
                 start_up.row_format.row_bytes,
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 max_backlog=start_up.config.pinned_ring_bytes,
@@ -72,7 +73,8 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             rank=tensor_parallel_rank(),
             staging=layer.staging,
             ring=ring,
-            sink=FileSink(start_up.directory, row_format, start_up.file_options, ring.data),
+            stored_row_bytes=row_format.stored_row_bytes,
+            sink=make_sink(start_up, ring.data),
             device=layer.staging.rows.device,
             num_writers=start_up.num_writers(parallel.tensor_parallel_size * parallel.data_parallel_size_local),
             patience=config.storage_patience_s,

@@ -29,7 +29,7 @@ class Extraction:
         start: what the scheduler said of it.
         writers: do all work on its file.
         side_by_side: whether several of them may write at the same time.
-        row_bytes: of one token.
+        row_bytes: of one token, as they come and as they are stored.
         on_decided: called once, with the error or None for a file that is complete or was discarded after an abort.
         stats: what is counted.
     """
@@ -39,7 +39,7 @@ class Extraction:
         start: RequestStart,
         writers: WriterPool,
         side_by_side: bool,
-        row_bytes: int,
+        row_bytes: tuple[int, int],
         on_decided: Callable[[Extraction, str | None], None],
         stats: StatsRecorder,
     ) -> None:
@@ -49,7 +49,7 @@ class Extraction:
         self._path = Path(start.path)
         self._prompt = start.token_ids
         self._include_output = start.include_output
-        self._row_bytes = row_bytes
+        self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
         self._stats = stats
         self._written = SpanSet()
@@ -67,7 +67,7 @@ class Extraction:
     def open(self, sink: Sink) -> None:
         """Open its file."""
         try:
-            self._file = sink.open(self.request_id, self._path, len(self._prompt))
+            self._file = sink.open(self.request_id, self._path, len(self._prompt), may_grow=self._include_output)
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
             if self._claim():
                 self._stats.failed(failure_kind(error))
@@ -92,9 +92,10 @@ class Extraction:
                 raise SinkError(self.request_id, self._path, problem, NOT_FINITE)
             began = time.perf_counter()
             file.write(first, rows)
-            self._stats.wrote(len(rows), time.perf_counter() - began)
+            count = len(rows) // self._row_bytes
+            self._stats.wrote(count * self._stored_row_bytes, time.perf_counter() - began)
             with self._mutex:
-                self._written.add(first, first + len(rows) // self._row_bytes)
+                self._written.add(first, first + count)
                 self._landed_at = max(self._landed_at, landed_at)
                 complete = not self._include_output and not self._written.missing(len(self._prompt))
             if complete:
@@ -158,7 +159,7 @@ class Extraction:
         error: str | None = "its writer was interrupted"
         try:
             file.commit(token_ids, num_prompt_tokens=len(self._prompt))
-            self._stats.published(len(token_ids) * self._row_bytes, time.perf_counter() - self._landed_at)
+            self._stats.published(len(token_ids) * self._stored_row_bytes, time.perf_counter() - self._landed_at)
             error = None
         except Exception as problem:  # noqa: BLE001
             error = problem.reason if isinstance(problem, SinkError) else f"{type(problem).__name__}: {problem}"

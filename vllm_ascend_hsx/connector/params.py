@@ -26,12 +26,12 @@ class ServerParams:
     """What the server says.
 
     Attributes:
-        directory: where files go.
+        directory: where files go; None if rows go to no files.
         include_output: rows of generated tokens are wanted of requests that do not say so themselves.
         allow_path: whether a request may say which file receives its rows.
     """
 
-    directory: Path
+    directory: Path | None
     include_output: bool = False
     allow_path: bool = False
 
@@ -83,6 +83,8 @@ def is_sent_to_a_decoding_server(params: object) -> bool:
 
 def _read_path(value: object, server: ServerParams) -> Path:
     said = f"kv_transfer_params.{PATH_KEY} is {shown(value)}"
+    if server.directory is None:
+        raise ParamsError(f"{said}, but this server makes no files: it puts hidden states into a Mooncake store; leave it out")
     if not server.allow_path:
         raise ParamsError(
             f"{said}, but this server names its files itself; leave it out, or have the server started with "

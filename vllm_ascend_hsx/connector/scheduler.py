@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vllm_ascend_hsx.connector.destination import Destination
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.params import (
     ERROR_KEY,
@@ -19,12 +19,12 @@ from vllm_ascend_hsx.connector.params import (
     shown,
 )
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
-from vllm_ascend_hsx.sinks.names import file_name
 
 
 @dataclass
 class _Request:
     path: str
+    prompt_tokens: int
     num_bytes: int
     include_output: bool
     owner: int | None = None
@@ -36,7 +36,7 @@ class ExtractionScheduler:
     """The state of every request that is extracted, from its arrival to its end.
 
     Args:
-        directory: where the files go.
+        destination: where rows go.
         row_bytes: bytes of one token's rows, all layers.
         num_ranks: tensor-parallel ranks; each can own requests.
         max_backlog: bytes computed but not yet written on a rank above which no new request is given to it.
@@ -45,12 +45,18 @@ class ExtractionScheduler:
     """
 
     def __init__(
-        self, directory: Path, row_bytes: int, num_ranks: int, max_backlog: int, include_output: bool = False, allow_path: bool = False
+        self,
+        destination: Destination,
+        row_bytes: int,
+        num_ranks: int,
+        max_backlog: int,
+        include_output: bool = False,
+        allow_path: bool = False,
     ) -> None:
-        self._directory = directory
+        self._destination = destination
         self._row_bytes = row_bytes
         self._max_backlog = max_backlog
-        self._params = ServerParams(directory, include_output, allow_path)
+        self._params = ServerParams(destination.directory, include_output, allow_path)
         self._requests: dict[str, _Request] = {}
         self._refused: dict[str, str] = {}
         self._ended: list[RequestEnd] = []
@@ -77,7 +83,7 @@ class ExtractionScheduler:
             return
         if not params.extract:
             return
-        path = str(params.path or self._directory / file_name(request.request_id))
+        path = str(params.path or self._destination.of(request.request_id))
         if request.prompt_token_ids is None:
             self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
         elif request.resumable:
@@ -88,8 +94,9 @@ class ExtractionScheduler:
                 f"kv_transfer_params.{PATH_KEY} is {shown(path)}, which another request is writing; choose another name"
             )
         else:
-            num_rows = len(request.prompt_token_ids) + (request.max_tokens if params.include_output else 0)
-            self._requests[request.request_id] = _Request(path, num_rows * self._row_bytes, params.include_output)
+            prompt_tokens = len(request.prompt_token_ids)
+            num_rows = prompt_tokens + (request.max_tokens if params.include_output else 0)
+            self._requests[request.request_id] = _Request(path, prompt_tokens, num_rows * self._row_bytes, params.include_output)
             self._writing[path] = request.request_id
             # A cached prefix is not computed, so its rows would be missing. Other requests go on using the prefix cache.
             request.skip_reading_prefix_cache = True
@@ -155,7 +162,7 @@ class ExtractionScheduler:
         """The request has ended, for whatever reason, scheduled or not.
 
         Returns:
-            What goes into the response as `kv_transfer_params`: the file's path, and the error if it is known already. Nothing for a
+            What goes into the response as `kv_transfer_params`: where the rows are, and the error if it is known already. Nothing for a
             request whose KV another connector hands to a decoding server: it has params of its own, and MultiConnector stops the
             engine over two (multi_connector.py:498).
         """
@@ -183,7 +190,7 @@ class ExtractionScheduler:
         self._ended.append(end)
         if not state.decided:
             self._undecided[request_id] = state
-        answer: dict[str, Any] = {PATH_KEY: state.path}
+        answer = self._destination.answer(state.path, state.prompt_tokens + len(end.output_token_ids), state.include_output)
         if state.error is not None:
             answer[ERROR_KEY] = state.error
         return answer

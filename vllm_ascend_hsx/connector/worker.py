@@ -41,6 +41,7 @@ class ExtractionWorker:
         num_writers: writer threads.
         patience: seconds that a step waits for storage that does nothing at all; then the requests whose rows it holds fail.
         check_finite: whether a file with a NaN or an infinity fails.
+        stored_row_bytes: of one token in the sink; those of a row of the ring if None.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ExtractionWorker:
         num_writers: int,
         patience: float = 30.0,
         check_finite: bool = False,
+        stored_row_bytes: int | None = None,
     ) -> None:
         self._rank = rank
         self._staging = staging
@@ -62,6 +64,7 @@ class ExtractionWorker:
         self._patience = patience
         self._check_finite = check_finite
         self._row_bytes = ring.row_bytes
+        self._stored_row_bytes = stored_row_bytes or ring.row_bytes
         self._owned: dict[str, Extraction] = {}  # the main thread's
         self._opening: list[Extraction] = []  # the main thread's
         self._extractions: dict[str, Extraction] = {}  # the copier thread's
@@ -98,7 +101,8 @@ class ExtractionWorker:
         if self._storage_is_stuck():
             self._refuse(start, self._stuck_reason(), SILENT_STORAGE)
             return
-        extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, self._row_bytes, self._on_decided, self._stats)
+        row_bytes = self._row_bytes, self._stored_row_bytes
+        extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, self._on_decided, self._stats)
         self._owned[start.request_id] = extraction
         with self._mutex:
             self._under_way.add(extraction)

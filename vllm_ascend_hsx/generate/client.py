@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from vllm_ascend_hsx.connector.params import ERROR_KEY, PATH_KEY
+from vllm_ascend_hsx.connector.params import ERROR_KEY, PATH_KEY, PATH_OPTION
 from vllm_ascend_hsx.generate.errors import Fault, NoFileError, RequestError, RunError
+from vllm_ascend_hsx.generate.names import row_file
 from vllm_ascend_hsx.generate.rows import CHAT, Row
 
 CONNECT_SECONDS = 10.0
@@ -44,10 +45,12 @@ class Asking:
     Attributes:
         max_tokens: to generate.
         include_output: whether their rows are wanted.
+        named: the server gives each row's file the name that it is to keep.
     """
 
     max_tokens: int = 1
     include_output: bool = False
+    named: bool = False
 
 
 class Client:
@@ -94,7 +97,7 @@ class Client:
         Raises:
             RequestError: there is no answer, or none that leads to hidden states of this row.
         """
-        body = row.body(model, asking.max_tokens, asking.include_output)
+        body = row.body(model, asking.max_tokens, asking.include_output, row_file(row.index) if asking.named else None)
         answer = await self._send("POST", f"{url}/v1/{row.endpoint}", body, name)
         return _read(answer, row)
 
@@ -157,6 +160,8 @@ def _read(answer: Any, row: Row) -> Answer:
         error, path = params.get(ERROR_KEY), params.get(PATH_KEY)
     except (KeyError, IndexError, TypeError, AttributeError) as problem:
         raise RequestError(f"the answer is not what vLLM's looks like: {_shown(json.dumps(answer))}", fault=Fault.ILL) from problem
+    if error and PATH_OPTION in str(error):
+        raise RunError(f"--in-place: the server does not let requests name their files: {error}")
     if error:
         raise RequestError(f"the server could not store the hidden states: {error}", fault=Fault.ILL)
     if not isinstance(path, str) or not path:

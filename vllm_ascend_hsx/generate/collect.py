@@ -11,7 +11,8 @@ from vllm_ascend_hsx.generate.errors import Fault, RequestError, RunError
 from vllm_ascend_hsx.generate.examine import CheckError, Examined, Expected, examine
 from vllm_ascend_hsx.generate.ledger import sync_directory
 from vllm_ascend_hsx.generate.names import hidden_file, row_file
-from vllm_ascend_hsx.reader import HiddenStatesError, open_complete, remove
+from vllm_ascend_hsx.reader import HiddenStatesError, open_stored, remove
+from vllm_ascend_hsx.shards import Place
 from vllm_ascend_hsx.sinks.system import describe
 
 # Of the output directory, so that every further row would fail in the same way.
@@ -65,7 +66,7 @@ class Collector:
             if error.errno in _HOPELESS:
                 raise RunError(describe(f"{self._output} cannot take another file", error)) from error
             raise RequestError(describe(f"{path} cannot be taken", error), fault=Fault.ILL) from error
-        remove(path)
+        self._tidy(path)
         return examined
 
     def try_out(self, path: Path) -> Examined:
@@ -111,28 +112,41 @@ class Collector:
             CheckError: it is not what it has to be.
             OSError: it cannot be read.
         """
-        fd = os.open(self._output / row_file(row), os.O_RDONLY | os.O_CLOEXEC)
+        place = self._open_own(self._output / row_file(row))
         try:
-            return examine(fd, expected, validate=True)
+            return examine(place, expected, validate=True)
         finally:
-            os.close(fd)
+            os.close(place.fd)
+
+    def _open_own(self, path: Path) -> Place:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return Place(fd, 0, os.fstat(fd).st_size)
 
     def _take(self, path: Path, target: Path, partial: Path, expected: Expected) -> Examined:
-        fd = open_complete(path, self._timeout)
+        place = open_stored(path, self._timeout)
         try:
+            if place.offset:
+                raise RunError(
+                    f"the server stores rows in shards of {path.parent}, where each is one of many; let them stay there with --in-place "
+                    "and --output naming that directory, or have the server make files (sink=file)"
+                )
             if path.parent in self._foreign:
-                examined = self._copy_file(fd, target, partial, expected, self._validate)
+                examined = self._copy_file(place, target, partial, expected, self._validate)
             else:
-                examined = examine(fd, expected, validate=self._validate)
+                examined = examine(place, expected, validate=self._validate)
                 if self._durable:
-                    os.fdatasync(fd)
+                    os.fdatasync(place.fd)
                 if not self._rename(path, target):
-                    self._copy_file(fd, target, partial, expected, validate=False)
+                    self._copy_file(place, target, partial, expected, validate=False)
         finally:
-            os.close(fd)
+            os.close(place.fd)
         if self._durable:
             sync_directory(self._output)
         return examined
+
+    def _tidy(self, path: Path) -> None:
+        """What a file leaves behind that was taken."""
+        remove(path)
 
     def _rename(self, path: Path, target: Path) -> bool:
         """Whether it could be renamed; if not, it is to be copied."""
@@ -150,11 +164,11 @@ class Collector:
             return False
         return True
 
-    def _copy_file(self, fd: int, target: Path, partial: Path, expected: Expected, validate: bool) -> Examined:
-        copy = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, os.fstat(fd).st_mode & 0o777)
+    def _copy_file(self, place: Place, target: Path, partial: Path, expected: Expected, validate: bool) -> Examined:
+        copy = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, os.fstat(place.fd).st_mode & 0o777)
         try:
             try:
-                examined = examine(fd, expected, validate=validate, copy_to=copy)
+                examined = examine(place, expected, validate=validate, copy_to=copy)
                 if self._durable:
                     os.fdatasync(copy)
             finally:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ascend_hsx.quantized import quantization_problem
+from vllm_ascend_hsx.shards import Place
 from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Digest
 from vllm_ascend_hsx.sinks.data_file import write_at
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
+from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
 
 _BLOCK = 256 << 10  # small enough for what is read to stay in the processor's cache while it is looked at
 _TOKEN_DTYPES = {"I64": "<i8", "I32": "<i4"}
@@ -37,7 +39,7 @@ class ServerFacts:
 
     Attributes:
         layer_ids: of the file's metadata, as JSON.
-        dtype: safetensors name of the hidden states' type.
+        dtype: safetensors name of the hidden states' type; of quantised ones, what they were and are: "BF16 in F8_E4M3".
         row_shape: [layers, hidden].
     """
 
@@ -48,7 +50,8 @@ class ServerFacts:
     @classmethod
     def of(cls, header: Header) -> ServerFacts:
         states = header.tensors[HIDDEN_STATES]
-        return cls(header.metadata.get("layer_ids"), states.dtype, states.shape[1:])
+        dtype = f"{header.metadata.get('dtype', 'BF16')} in {states.dtype}" if SCALES in header.tensors else states.dtype
+        return cls(header.metadata.get("layer_ids"), dtype, states.shape[1:])
 
     def as_json(self) -> dict[str, Any]:
         return {"layer_ids": self.layer_ids, "dtype": self.dtype, "row_shape": list(self.row_shape)}
@@ -82,11 +85,11 @@ class Examined(NamedTuple):
     facts: ServerFacts
 
 
-def examine(fd: int, expected: Expected, *, validate: bool, copy_to: int | None = None) -> Examined:
-    """Check the file that is open at `fd`: header, shapes, token ids, and whether it fits the others.
+def examine(place: Place, expected: Expected, *, validate: bool, copy_to: int | None = None) -> Examined:
+    """Check a file: header, shapes, token ids, and whether it fits the others.
 
     Args:
-        fd: for reading; its position is not used.
+        place: where it is open for reading; the descriptor's position is not used.
         expected: what it has to be.
         validate: look at all of its data too: every number is finite, and the checksum, if the file has one, is right.
         copy_to: a file that receives all bytes; everything is read once whatever is asked for.
@@ -96,19 +99,20 @@ def examine(fd: int, expected: Expected, *, validate: bool, copy_to: int | None 
         OSError: it cannot be read, or the copy not written.
     """
     try:
-        header = read_header(fd)
+        header = read_header(place.fd, place.offset, place.size)
     except FormatError as error:
         raise CheckError(f"it is no safetensors file: {error}") from error
     if missing := {HIDDEN_STATES, TOKEN_IDS} - header.tensors.keys():
         raise CheckError(f"it has no {' and no '.join(sorted(missing))}")
+    if problem := quantization_problem(header):
+        raise CheckError(problem)
     facts = ServerFacts.of(header)
     if expected.facts is not None and facts != expected.facts:
         raise CheckError(f"it holds {_words(facts)}, and the others hold {_words(expected.facts)}")
-    tokens = _check_tokens(fd, header, expected)
-    size = os.fstat(fd).st_size
+    tokens = _check_tokens(place.fd, header, expected)
     if validate or copy_to is not None:
-        _read_all(fd, header, size, validate, copy_to)
-    return Examined(tokens, size, facts)
+        _read_all(place, header, validate, copy_to)
+    return Examined(tokens, place.size, facts)
 
 
 def _check_tokens(fd: int, header: Header, expected: Expected) -> int:
@@ -132,13 +136,14 @@ def _compare(what: str, expected: npt.NDArray[np.int64], found: npt.NDArray[np.i
         raise CheckError(f"token {at} of {what} is {found[at]} in it, and was {expected[at]}")
 
 
-def _read_all(fd: int, header: Header, size: int, validate: bool, copy_to: int | None) -> None:
+def _read_all(place: Place, header: Header, validate: bool, copy_to: int | None) -> None:
+    fd = place.fd
     data_begin = min(tensor.begin for tensor in header.tensors.values())
     checksum = header.metadata.get("checksum") if validate and header.metadata.get("checksum_algorithm") == ALGORITHM else None
     digest = Digest()
     if copy_to is not None:
-        write_at(copy_to, _read(fd, 0, data_begin), 0)
-    for begin, end, tensor in _segments(header, data_begin, size):
+        write_at(copy_to, _read(fd, place.offset, data_begin), 0)
+    for begin, end, tensor in _segments(header, data_begin, place.offset + place.size):
         for offset in range(begin, end, _BLOCK):
             block = _read(fd, offset, min(offset + _BLOCK, end))
             if checksum is not None:
@@ -147,7 +152,7 @@ def _read_all(fd: int, header: Header, size: int, validate: bool, copy_to: int |
                 name = next(name for name, each in header.tensors.items() if each is tensor)
                 raise CheckError(f"{name} has numbers that are not finite")
             if copy_to is not None:
-                write_at(copy_to, block, offset)
+                write_at(copy_to, block, offset - place.offset)
     if checksum is not None and digest.hexdigest() != checksum:
         raise CheckError(f"it is not as it was written: its checksum is {digest.hexdigest()}, not {checksum}")
 

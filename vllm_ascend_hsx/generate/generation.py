@@ -16,6 +16,7 @@ from vllm_ascend_hsx.generate.collect import Collector
 from vllm_ascend_hsx.generate.dataset import Dataset
 from vllm_ascend_hsx.generate.errors import InputError, RequestError, RunError
 from vllm_ascend_hsx.generate.examine import CheckError, Examined, Expected, ServerFacts
+from vllm_ascend_hsx.generate.in_place import InPlaceCollector, remove_companions
 from vllm_ascend_hsx.generate.ledger import Entry
 from vllm_ascend_hsx.generate.leftovers import find_leftovers, remove_leftovers
 from vllm_ascend_hsx.generate.names import RequestNames, row_file
@@ -25,6 +26,7 @@ from vllm_ascend_hsx.generate.output import Output
 from vllm_ascend_hsx.generate.progress import Progress
 from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.generate.servers import Answered, Servers
+from vllm_ascend_hsx.reader import remove
 
 SETTLE_SECONDS = 10.0  # for a server to let go of the file of a request that was given up
 
@@ -63,7 +65,7 @@ class Generation:
         self._clock = clock or Clock()
         self._backoff = Backoff(options.retry_delay)
         self._names = RequestNames.for_this_process(output.ledger.token)
-        self._collector = Collector(
+        self._collector = (InPlaceCollector if options.in_place else Collector)(
             output.path,
             output.ledger.token,
             timeout=options.request_timeout,
@@ -139,7 +141,7 @@ class Generation:
             self.outcome.before += 1
             return self._progress.passed()
         started = self._clock.now()
-        leftovers = self._leftovers.pop(row.index, [])
+        leftovers = self._leftovers.pop(row.index, []) + self._own_file(row)
         attempt = 0
         while True:
             collected = await self._take_leftovers(row, leftovers)
@@ -155,10 +157,20 @@ class Generation:
                 return self._succeed(row, collected, "done", started, attempt, endpoint)
             except RequestError as error:
                 if not error.again or attempt > self._options.max_retries:
+                    self.outcome.left += await self._remove(self._own_file(row))
                     return self._fail(row, error.reason, started, attempt, endpoint)
                 self._progress.retried()
                 await self._unless_stopped(self._clock.sleep(self._backoff.seconds(attempt, error.retry_after)))
-                leftovers = (await self._in_pool(self._leftovers_of, self._output.tokens)).get(row.index, []) if error.lost else []
+                leftovers = await self._lost(row) if error.lost else []
+
+    async def _lost(self, row: Row) -> list[Path]:
+        """Where the file of a request may be that had no answer, or none in time."""
+        found = await self._in_pool(self._leftovers_of, self._output.tokens)
+        return found.get(row.index, []) + self._own_file(row)
+
+    def _own_file(self, row: Row) -> list[Path]:
+        """Where a file in place is, or will be when the server has written it: of an earlier run, or of a request that was lost."""
+        return [self._output.path / row_file(row.index)] if self._options.in_place else []
 
     async def _is_right(self, row: Row) -> bool:
         """Whether the row's file is as it has to be; if not, it is removed."""
@@ -166,7 +178,7 @@ class Generation:
             await self._in_pool(self._collector.examine, row.index, self._expected(row, None))
         except (CheckError, OSError) as error:
             self._progress.say(f"{row_file(row.index)}: {error}; it is asked for again")
-            (self._output.path / row_file(row.index)).unlink(missing_ok=True)
+            await self._in_pool(remove, self._output.path / row_file(row.index))
             return False
         return True
 
@@ -191,6 +203,8 @@ class Generation:
     # What became of a row
 
     def _succeed(self, row: Row, found: Examined, status: Any, started: float, attempts: int, endpoint: str | None) -> None:
+        if endpoint is not None:
+            self._servers.note_file(endpoint, found.facts)
         seconds = round(self._clock.now() - started, 3)
         entry = Entry(row.index, status, row_file(row.index), found.tokens, found.bytes, seconds, attempts, None, endpoint)
         self._output.ledger.append(entry)
@@ -240,6 +254,8 @@ class Generation:
         try:
             found = await self._in_pool(self._leftovers_of, self._output.tokens | self._output.overwritten)
             self.outcome.left = await self._remove([path for paths in found.values() for path in paths])
+            if self._options.in_place:
+                self.outcome.left += await self._in_pool(remove_companions, self._output.path, self._options.is_ours, SETTLE_SECONDS)
         except OSError as error:
             self._progress.say(f"files of this run could not be removed on the server's side: {error}")
 

@@ -45,6 +45,7 @@ class Options:
         include_output_tokens, max_tokens: whether rows of generated tokens are wanted, and how many are generated.
         overwrite: remove what is in the output directory and begin anew.
         copy: copy files if they cannot be renamed because the output directory is on another filesystem.
+        in_place: the output directory is that of the servers, which name the files; they stay there, as files or in shards.
         durability: "fdatasync": a row that counts as finished survives a loss of power.
         path_maps: the longest that fits is used.
         api_key: sent to the servers.
@@ -71,6 +72,7 @@ class Options:
     max_tokens: int | None = None
     overwrite: bool = False
     copy: bool = False
+    in_place: bool = False
     durability: Literal["none", "fdatasync"] = "fdatasync"
     path_maps: Sequence[PathMap] = ()
     api_key: str | None = None
@@ -97,6 +99,10 @@ class Options:
             raise InputError("--include-output-tokens: say with --max-tokens how many tokens are to be generated for a row")
         if not self.include_output_tokens and self.max_tokens is not None:
             raise InputError("--max-tokens: the prompt's rows do not depend on it; add --include-output-tokens or leave it out")
+
+        for name in ("copy", "overwrite"):
+            if self.in_place and getattr(self, name):
+                raise InputError(f"--{name}: with --in-place files stay as the servers write them; leave out one of the two")
 
     @property
     def tokens_to_generate(self) -> int:

@@ -22,6 +22,7 @@ from vllm_ascend_hsx.generate.ledger import (
 )
 from vllm_ascend_hsx.generate.names import is_hidden_file, row_of_file
 from vllm_ascend_hsx.generate.row_set import RowSet
+from vllm_ascend_hsx.shards import shards_of
 
 
 @dataclass
@@ -126,5 +127,5 @@ def _remove_earlier(path: Path, num_rows: int, world_size: int, rank: int) -> li
 
 
 def _rows(path: Path) -> list[int]:
-    with os.scandir(path) as entries:
-        return [row for row in (row_of_file(entry.name) for entry in entries) if row is not None]
+    names = {*os.listdir(path), *shards_of(path).members()}
+    return [row for row in map(row_of_file, names) if row is not None]

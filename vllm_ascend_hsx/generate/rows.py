@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_hsx.connector.params import PATH_KEY
+
 COMPLETIONS, CHAT = "completions", "chat/completions"
 # In this order: a preprocessed dataset has token ids beside the conversation that they were made from.
 TOKEN_COLUMNS, MESSAGE_COLUMNS, PROMPT_COLUMN = ("token_ids", "input_ids"), ("messages", "conversations"), "prompt"
@@ -59,14 +61,21 @@ class Row:
         text = json.dumps(self.content, ensure_ascii=False, sort_keys=True).encode()
         return b"j%d:" % len(text) + text
 
-    def body(self, model: str, max_tokens: int, include_output: bool) -> dict[str, Any]:
-        """The JSON of the request: greedy, for the same rows have to come out of the same request."""
+    def body(self, model: str, max_tokens: int, include_output: bool, file: str | None = None) -> dict[str, Any]:
+        """The JSON of the request: greedy, for the same rows have to come out of the same request.
+
+        Args:
+            model: as the server calls it.
+            max_tokens: to generate.
+            include_output: whether their rows are wanted.
+            file: what the server is to call the row's file; None leaves that to it.
+        """
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": max_tokens,
             "temperature": 0,
             "return_token_ids": True,
-            "kv_transfer_params": {"include_output_tokens": include_output},
+            "kv_transfer_params": {"include_output_tokens": include_output, **({} if file is None else {PATH_KEY: file})},
         }
         if isinstance(self.content, list):
             # A conversation that ends with the assistant's words is complete; any other asks for them.

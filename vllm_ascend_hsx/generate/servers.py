@@ -71,9 +71,10 @@ class Servers:
         self._executor = executor
         self._clock = clock
         self._on_down = on_down
-        self._asking = Asking(options.tokens_to_generate, options.include_output_tokens)
+        self._asking = Asking(options.tokens_to_generate, options.include_output_tokens, named=options.in_place)
         self._balancer = Balancer(self.endpoints, options.concurrency, options.retry_delay, clock)
         self._models: dict[str, str] = {}
+        self._noted: set[str] = set()
         self._trials = 0
 
     async def meet(self, backoff: Backoff) -> None:
@@ -155,6 +156,10 @@ class Servers:
                 raise RunError(
                     f"{endpoint.url} serves {', '.join(models) or 'nothing'}, and not {model or 'a model'}; name one with --model"
                 )
+            if self._options.in_place:  # a trial's file would stay among the rows
+                self._models[endpoint.url] = model
+                endpoint.known = True
+                return
             self._trials += 1
             answer = await self._client.ask(endpoint.url, model, _TRIAL, self._names.probe(self._trials), Asking())
         except RequestError as error:
@@ -163,10 +168,24 @@ class Servers:
             raise RunError(f"{error.reason}; give --endpoint the URL of a `vllm serve` with hidden-state extraction") from error
         path = self._options.local_path(answer.path)
         examined = await asyncio.get_running_loop().run_in_executor(self._executor, self._collector.try_out, path)
-        try:
-            self._ledger.note_server({"model": model, **examined.facts.as_json()}, str(path.parent))
-        except InputError as error:
-            raise InputError(f"{endpoint.url}: {error}") from error
-        self.facts = examined.facts
+        self._note(endpoint.url, model, examined.facts, path.parent)
         self._models[endpoint.url] = model
         endpoint.known = True
+
+    def note_file(self, url: str, facts: ServerFacts) -> None:
+        """A row that stays in place has come from an endpoint: its first one says what there was no trial for.
+
+        Raises:
+            InputError: there are rows of another server.
+            OSError: the ledger cannot be written.
+        """
+        if self._options.in_place and url not in self._noted:
+            self._note(url, self._models[url], facts, self._options.output)
+            self._noted.add(url)
+
+    def _note(self, url: str, model: str, facts: ServerFacts, directory: Path) -> None:
+        try:
+            self._ledger.note_server({"model": model, **facts.as_json()}, str(directory))
+        except InputError as error:
+            raise InputError(f"{url}: {error}") from error
+        self.facts = facts

@@ -101,9 +101,8 @@ class HsxBackend(HiddenStatesBackend):
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
         """The value of --kv-transfer-config."""
-        config = kv_transfer_config(Path(args.hidden_states_path).absolute())
-        config["kv_connector_extra_config"].update(args.hsx_options)
-        return config
+        storage = None if args.hsx_options.get("sink") == "mooncake" else Path(args.hidden_states_path).absolute()
+        return kv_transfer_config(storage, **args.hsx_options)
 
 
 def _add(parser: argparse.ArgumentParser, option: str, **kwargs: Any) -> None:

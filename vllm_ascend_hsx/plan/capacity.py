@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
 from vllm_ascend_hsx.plan.errors import PlanError
@@ -54,6 +55,7 @@ class Request:
         prompt_tokens: of a prompt whose file is reckoned.
         prefill_speed: tokens per second of the whole server.
         npu_memory: what `kv_bytes` was reckoned from, if it was.
+        quantization: how rows are stored; in the memory of NPU and host they are as the model computed them.
     """
 
     shape: ModelShape
@@ -66,6 +68,7 @@ class Request:
     prompt_tokens: int
     prefill_speed: float
     npu_memory: NpuMemory | None = None
+    quantization: Literal["none", "fp8"] = "none"
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,7 @@ def make_plan(request: Request) -> Plan:
     staging = request.staging_slots * engine.max_num_batched_tokens * row_bytes
     collected = sum(layer_id < shape.num_layers for layer_id in request.layer_ids) * shape.hidden_size * shape.dtype_bytes
     try:
-        row_format = RowFormat(request.layer_ids, shape.hidden_size, _SAFETENSORS_DTYPES[shape.dtype], shape.name)
+        row_format = RowFormat(request.layer_ids, shape.hidden_size, _SAFETENSORS_DTYPES[shape.dtype], shape.name, request.quantization)
     except ValueError as error:
         raise PlanError("--layers", _ids(request.layer_ids), str(error).rstrip("."), "choose others") from None
     file = FileLayout(row_format, _REQUEST_ID)

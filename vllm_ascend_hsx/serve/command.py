@@ -59,13 +59,13 @@ def build(
     """
     _refuse_what_cannot_be(vllm_arguments)
     storage = storage.expanduser().absolute()
-    HsxConfig.parse({"shared_storage_path": str(storage), **options})
+    config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
     target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))
     ids = layer_ids(layers, target.num_layers)
     settings = (
         *("--speculative-config", json.dumps(speculative_config(ids))),
-        *("--kv-transfer-config", json.dumps(kv_transfer_config(storage, **options))),
+        *("--kv-transfer-config", json.dumps(kv_transfer_config(None if config.sink == "mooncake" else storage, **options))),
     )
     return Command(("vllm", "serve", model, *vllm_arguments, *settings), _environ(environ), _notes(target))
 

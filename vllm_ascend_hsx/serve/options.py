@@ -18,15 +18,15 @@ def speculative_config(layer_ids: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def kv_transfer_config(storage: str | Path, **options: Any) -> dict[str, Any]:
+def kv_transfer_config(storage: str | Path | None, **options: Any) -> dict[str, Any]:
     """The value of --kv-transfer-config.
 
     Args:
-        storage: the absolute path of the directory that receives the files.
+        storage: the absolute path of the directory that receives the files; None for a sink that makes none.
         options: further keys of `kv_connector_extra_config`; see HsxConfig.
     """
     return {
         "kv_connector": CONNECTOR_NAME,
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(storage), **options},
+        "kv_connector_extra_config": {**({} if storage is None else {"shared_storage_path": str(storage)}), **options},
     }

@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 # Bytes per element of the dtypes a row can have, by their safetensors names.
 ROW_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
+FP8_DTYPE = "F8_E4M3"  # one byte per element
 
 # The reason that stands in every file that is still open when its sink is closed.
 SERVER_STOPPED = "the server stopped before all rows were written"
@@ -22,23 +24,25 @@ TokenIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What one row, the hidden states of one token, looks like in the file.
+    """What one row, the hidden states of one token, looks like: as the model computes it, and as it is stored.
 
     Attributes:
         layer_ids: residual-stream ids in the order of the row's layers; id i is the stream after i layers.
         hidden_size: elements per layer.
-        dtype: safetensors name of the element type: "BF16", "F16" or "F32".
+        dtype: safetensors name of the model's element type: "BF16", "F16" or "F32".
         model: name of the target model, for the metadata.
+        quantization: "fp8": stored as float8_e4m3fn with a scale per row; "none": as the model computes it.
 
     Raises:
-        ValueError: no layers, a size that is not positive, an unknown dtype, or rows that are not a multiple of 8 bytes (the token ids
-            stand behind them and would not be aligned).
+        ValueError: no layers, a size that is not positive, an unknown dtype, or stored rows that are not a multiple of 8 bytes (the token
+            ids stand behind them and would not be aligned).
     """
 
     layer_ids: tuple[int, ...]
     hidden_size: int
     dtype: str
     model: str = ""
+    quantization: Literal["none", "fp8"] = "none"
 
     def __post_init__(self) -> None:
         if not self.layer_ids:
@@ -47,9 +51,10 @@ class RowFormat:
             raise ValueError(f"hidden_size={self.hidden_size} is not a size. Give the target's hidden size.")
         if self.dtype not in ROW_DTYPES:
             raise ValueError(f"dtype={self.dtype!r} cannot be stored. Use one of {', '.join(ROW_DTYPES)}.")
-        if self.row_bytes % 8:
+        if self.stored_row_bytes % 8:
             raise ValueError(
-                f"hidden_size={self.hidden_size} with {self.num_layers} layers of {self.dtype} makes rows of {self.row_bytes} bytes. "
+                f"hidden_size={self.hidden_size} with {self.num_layers} layers of {self.stored_dtype} makes rows of "
+                f"{self.stored_row_bytes} bytes. "
                 "Choose layers so that a row is a multiple of 8 bytes."
             )
 
@@ -64,7 +69,22 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
+        """Of a row as the model computes it, and as it is written to a SinkFile."""
         return self.num_layers * self.hidden_size * ROW_DTYPES[self.dtype]
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.quantization != "none"
+
+    @property
+    def stored_dtype(self) -> str:
+        """Safetensors name of the element type in the file."""
+        return FP8_DTYPE if self.is_quantized else self.dtype
+
+    @property
+    def stored_row_bytes(self) -> int:
+        """Of a row in the file, without its scale."""
+        return self.num_layers * self.hidden_size if self.is_quantized else self.row_bytes
 
 
 class SinkError(Exception):
@@ -101,11 +121,12 @@ class SinkFile(ABC):
 
     @abstractmethod
     def write(self, first: int, rows: Rows) -> None:
-        """Store rows at their final place. Blocks until the operating system has them; copies nothing.
+        """Store rows at their final place. Blocks until the operating system has them; copies nothing that is not quantised.
 
         Args:
             first: token position of the first row.
-            rows: the bytes of `count` rows, C-contiguous, [count, layers, hidden]; stored for positions [first, first + count).
+            rows: the bytes of `count` rows in the model's dtype, C-contiguous, [count, layers, hidden]; stored for positions
+                [first, first + count).
 
         Raises:
             SinkError: they could not be stored, or the file has already ended.
@@ -145,13 +166,14 @@ class Sink(ABC):
     writes_side_by_side: bool
 
     @abstractmethod
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> SinkFile:
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0, may_grow: bool = True) -> SinkFile:
         """Announce a request. Cheap: no data is moved. Readers of `path` wait from now on.
 
         Args:
             request_id: the request.
             path: the file that is to appear.
             expected_tokens: rows that it will have at least; room is made for them with the first ones.
+            may_grow: there may be more; otherwise room for the expected ones is all that is needed.
 
         Raises:
             SinkError: the path cannot be used, or somebody is writing it now.

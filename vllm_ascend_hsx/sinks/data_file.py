@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import threading
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +16,12 @@ import numpy as np
 from vllm_ascend_hsx.sinks.base import Rows, TokenIds
 from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Checksums
 from vllm_ascend_hsx.sinks.directory import Filesystem
+from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.format import FileLayout
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import reserve, start_writeback
 
-_WRITEBACK = 1 << 20  # bytes of a write from which it is worth to begin with the disk's part of it at once
+WRITEBACK = 1 << 20  # bytes of a write from which it is worth to begin with the disk's part of it at once
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,55 @@ class FileOptions:
     checksum: Literal["crc32c", "none"] = "crc32c"
 
 
-class DataFile:
-    """A file under its hidden name. `write` may be called from several threads, not for the same rows at the same time; the rest belongs
-    to one, when no write is in flight.
+class RequestData(ABC):
+    """What a request's rows become, from the first of them until it can be seen or has gone. `write` may be called from several threads,
+    not for the same rows at the same time; the rest belongs to one."""
+
+    @abstractmethod
+    def write(self, first: int, data: memoryview) -> None:
+        """Put rows at their place; the first ones reserve space for all that are expected.
+
+        Args:
+            first: token position of the first row.
+            data: their bytes, as they are to be stored.
+
+        Raises:
+            OSError: they could not be written, or not all of them; or there is no space for all.
+        """
+
+    @abstractmethod
+    def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
+        """Write what stands around the rows, cut off what stands behind, and make it durable if that is wanted. No write is in flight.
+
+        Args:
+            token_ids: int64 [tokens]; all their rows have been written.
+            num_prompt_tokens: how many of them are the prompt's.
+            scales: float32 [tokens] of quantised rows, else None.
+
+        Raises:
+            OSError: the system could not do it, or reports now that an earlier write failed.
+        """
+
+    @abstractmethod
+    def publish(self) -> None:
+        """Have readers see what is complete, and keep it if it is to be durable. Raises OSError: then they do not see it."""
+
+    @abstractmethod
+    def withdraw(self) -> None:
+        """It is not to be published: have no trace of it in the directory. Writes may be in flight. Raises OSError."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free what it holds, if it holds anything; no write is in flight. Raises OSError."""
+
+
+class DataFile(RequestData):
+    """A file under its hidden name, which becomes the one that readers know.
 
     Args:
         storage: the directory.
-        name: the hidden name.
+        name: the file's.
+        hidden: its name until it is published.
         layout: where everything stands.
         options: how to write.
         expected_tokens: rows to reserve space for; there may be more or less in the end.
@@ -58,8 +102,18 @@ class DataFile:
     """
 
     def __init__(
-        self, storage: Storage, name: str, layout: FileLayout, options: FileOptions, expected_tokens: int, filesystem: Filesystem
+        self,
+        storage: Storage,
+        name: str,
+        hidden: str,
+        layout: FileLayout,
+        options: FileOptions,
+        expected_tokens: int,
+        filesystem: Filesystem,
     ) -> None:
+        self._storage = storage
+        self._name = name
+        self._hidden = hidden
         self._layout = layout
         self._options = options
         self._filesystem = filesystem
@@ -69,25 +123,16 @@ class DataFile:
         self._end = 0  # of what was written
         self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
         self._direct_fd = -1
-        self._fd = storage.create(name)
+        self._fd = storage.create(hidden)
         try:
             if options.io == "direct":
-                self._direct_fd = storage.open_direct(name, self._fd)
+                self._direct_fd = storage.open_direct(hidden, self._fd)
         except BaseException:
             self.close()
-            storage.unlink(name)
+            storage.unlink(hidden)
             raise
 
     def write(self, first: int, data: memoryview) -> None:
-        """Put rows at their place; the first ones reserve space for all that are expected.
-
-        Args:
-            first: token position of the first row.
-            data: their bytes.
-
-        Raises:
-            OSError: they could not be written, or not all of them; or there is no space for the whole file.
-        """
         offset = self._layout.row_offset(first)
         self._make_room(offset + data.nbytes)
         # Before the write, which then finds the rows in the processor's cache.
@@ -95,24 +140,15 @@ class DataFile:
         write_at(self._fd_for(data, offset), data, offset)
         if self._checksum is not None:
             self._checksum.end_write(offset, data.nbytes, checksum)
-        if self._options.durability == "fdatasync" and self._direct_fd < 0 and data.nbytes >= _WRITEBACK:
+        if self._options.durability == "fdatasync" and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
             start_writeback(self._fd, offset, data.nbytes)
 
-    def complete(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
-        """Write what stands around the rows, cut off what stands behind, and make it durable if that is wanted.
-
-        Args:
-            token_ids: int64 [tokens]; all their rows have been written.
-            num_prompt_tokens: how many of them are the prompt's.
-
-        Raises:
-            OSError: the system could not do it, or reports now that an earlier write failed.
-        """
+    def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
         tokens = len(token_ids)
-        ids = as_bytes(np.ascontiguousarray(token_ids, dtype="<i8"))
+        tail = memoryview(self._layout.tail(token_ids, scales))
         end = self._layout.row_offset(tokens)
-        checksum = None if self._checksum is None else (ALGORITHM, self._checksum.finish(self._fd, end, ids))
-        write_at(self._fd, ids, end)
+        checksum = None if self._checksum is None else (ALGORITHM, self._checksum.finish(self._fd, end, tail))
+        write_at(self._fd, tail, end)
         write_at(self._fd, memoryview(self._layout.header(tokens, num_prompt_tokens, checksum)), 0)
         size = self._layout.file_size(tokens)
         if max(self._end, self._expected_size) > size:
@@ -121,6 +157,18 @@ class DataFile:
             os.fdatasync(self._fd)
         # Before the rename: a network filesystem may report a failed write only now.
         self.close()
+
+    def publish(self) -> None:
+        self._storage.rename(self._hidden, self._name)
+        if self._options.durability == "fdatasync":
+            try:
+                self._storage.sync()
+            except BaseException:
+                self._storage.unlink(self._name)  # what may not survive must not be seen
+                raise
+
+    def withdraw(self) -> None:
+        self._storage.unlink(self._hidden)
 
     def close(self) -> None:
         """Close it, if it is open. Raises OSError: the system reports now that an earlier write failed."""
@@ -144,9 +192,12 @@ class DataFile:
 
     def _fd_for(self, data: memoryview, offset: int) -> int:
         """Direct I/O takes only what is aligned; the ring is. Other memory, and rows of another size, go through the page cache."""
-        if self._direct_fd < 0 or not data.nbytes or (offset | data.nbytes | _address(data)) % self._filesystem.alignment:
-            return self._fd
-        return self._direct_fd
+        return self._direct_fd if self._direct_fd >= 0 and is_aligned(data, offset, self._filesystem) else self._fd
+
+
+def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:
+    """Whether bytes can be written to an offset past the page cache."""
+    return data.nbytes > 0 and not (offset | data.nbytes | _address(data)) % filesystem.alignment
 
 
 def _address(data: memoryview) -> int:

@@ -9,19 +9,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 import vllm_ascend_hsx
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.base import RowFormat, TokenIds
 
 FORMAT_VERSION = "1"
 PRODUCER = "vllm-ascend-hsx"
 HIDDEN_STATES = "hidden_states"
 TOKEN_IDS = "token_ids"
+SCALES = "hidden_states_scales"
+QUANTIZATIONS = {"fp8": "fp8_e4m3_per_token"}  # as the metadata calls them
 LAYER_ID_MEANING = "residual stream after i layers, before the final norm (0: embedding output)"
 
 PAGE = 4096
 _LENGTH = struct.Struct("<Q")
 _TOKEN_ID_BYTES = 8
-# Room for the numbers and digests that are known only at the end: eight of at most 20 digits, and a checksum with its name.
+_SCALE_BYTES = 4
+# Room for the numbers and digests that are known only at the end: eleven of at most 20 digits, and a checksum with its name.
 _LATE_BYTES = 320
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _MAX_HEADER = 100_000_000  # safetensors' own limit (safetensors 0.8.0, MAX_HEADER_SIZE)
@@ -38,7 +44,7 @@ class FormatError(ValueError):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file: safetensors dtype name, shape, and its bytes [begin, end) counted from the start of the file."""
+    """One tensor of a file: safetensors dtype name, shape, and its bytes [begin, end) counted from the start of what was read from."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +61,7 @@ class Header:
 
 
 class FileLayout:
-    """Where everything of one request's file stands: header space, then rows by position, then the token ids."""
+    """Where everything of one request's file stands: header space, rows by position, token ids, and the scales of quantised rows."""
 
     def __init__(self, row_format: RowFormat, request_id: str) -> None:
         self._row_format = row_format
@@ -65,10 +71,21 @@ class FileLayout:
 
     def row_offset(self, position: int) -> int:
         """Offset in the file of the row of a token position; known before the number of tokens is."""
-        return self.data_start + position * self._row_format.row_bytes
+        return self.data_start + position * self._row_format.stored_row_bytes
 
     def file_size(self, tokens: int) -> int:
-        return self.row_offset(tokens) + tokens * _TOKEN_ID_BYTES
+        return self.row_offset(tokens) + tokens * (_TOKEN_ID_BYTES + (_SCALE_BYTES if self._row_format.is_quantized else 0))
+
+    def tail(self, token_ids: TokenIds, scales: npt.NDArray[np.float32] | None) -> bytes:
+        """What stands behind the rows.
+
+        Args:
+            token_ids: int64 [tokens].
+            scales: float32 [tokens] if rows are quantised, else None.
+        """
+        assert (scales is not None) == self._row_format.is_quantized
+        ids = token_ids.astype("<i8", copy=False).tobytes()
+        return ids if scales is None else ids + scales.astype("<f4", copy=False).tobytes()
 
     def header(self, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None = None) -> bytes:
         """The first `data_start` bytes of the file, padded with the spaces that safetensors allows.
@@ -93,59 +110,94 @@ def _fixed_bytes(row_format: RowFormat) -> int:
 def _header_json(
     row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None
 ) -> bytes:
-    rows_end = tokens * row_format.row_bytes
-    header = {
-        "__metadata__": {
-            "format_version": FORMAT_VERSION,
-            "producer": PRODUCER,
-            "producer_version": vllm_ascend_hsx.__version__,
-            "model": _valid_unicode(row_format.model),
-            "layer_ids": json.dumps(list(row_format.layer_ids)),
-            "layer_id_meaning": LAYER_ID_MEANING,
-            "dtype": row_format.dtype,
-            "num_prompt_tokens": str(num_prompt_tokens),
-            "num_output_tokens": str(tokens - num_prompt_tokens),
-            "request_id": _valid_unicode(request_id),
-            **({} if checksum is None else {"checksum_algorithm": checksum[0], "checksum": checksum[1]}),
-        },
+    rows_end = tokens * row_format.stored_row_bytes
+    ids_end = rows_end + tokens * _TOKEN_ID_BYTES
+    header: dict[str, Any] = {
+        "__metadata__": metadata_of(row_format, request_id, tokens, num_prompt_tokens, checksum),
         HIDDEN_STATES: {
-            "dtype": row_format.dtype,
+            "dtype": row_format.stored_dtype,
             "shape": [tokens, *row_format.row_shape],
             "data_offsets": [0, rows_end],
         },
         TOKEN_IDS: {
             "dtype": "I64",
             "shape": [tokens],
-            "data_offsets": [rows_end, rows_end + tokens * _TOKEN_ID_BYTES],
+            "data_offsets": [rows_end, ids_end],
         },
     }
+    if row_format.is_quantized:
+        header[SCALES] = {
+            "dtype": "F32",
+            "shape": [tokens, 1, 1],
+            "data_offsets": [ids_end, ids_end + tokens * _SCALE_BYTES],
+        }
     return _ENCODER.encode(header).encode("ascii")
 
 
-def read_header(fd: int) -> Header:
-    """Read and check the header of the safetensors file open at `fd`.
+def metadata_of(
+    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None
+) -> dict[str, str]:
+    """What is said of a request's rows, wherever they are stored.
+
+    Args:
+        row_format: what a row looks like.
+        request_id: the request.
+        tokens: rows that are stored.
+        num_prompt_tokens: how many of them are the prompt's.
+        checksum: algorithm and digest of the data, if there is one.
+    """
+    return {
+        "format_version": FORMAT_VERSION,
+        "producer": PRODUCER,
+        "producer_version": vllm_ascend_hsx.__version__,
+        "model": _valid_unicode(row_format.model),
+        "layer_ids": json.dumps(list(row_format.layer_ids)),
+        "layer_id_meaning": LAYER_ID_MEANING,
+        "dtype": row_format.dtype,
+        **({"quantization": QUANTIZATIONS[row_format.quantization]} if row_format.is_quantized else {}),
+        "num_prompt_tokens": str(num_prompt_tokens),
+        "num_output_tokens": str(tokens - num_prompt_tokens),
+        "request_id": _valid_unicode(request_id),
+        **({} if checksum is None else {"checksum_algorithm": checksum[0], "checksum": checksum[1]}),
+    }
+
+
+def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Args:
+        fd: what it is in; the whole file by default.
+        offset: of its first byte.
+        size: its bytes; all that follow `offset` if None.
+
+    Returns:
+        Its metadata and tensors; their bytes are counted from the start of what is open at `fd`.
 
     Raises:
         FormatError: not a safetensors file, or shorter than its header says.
         OSError: it cannot be read.
     """
-    size = os.fstat(fd).st_size
-    prefix = os.pread(fd, _LENGTH.size, 0)
-    if len(prefix) < _LENGTH.size:
+    there = max(0, os.fstat(fd).st_size - offset)
+    if size is None:
+        size = there
+    elif size > there:
+        raise FormatError(f"{there} of its {size} bytes are there")
+    prefix = os.pread(fd, _LENGTH.size, offset)
+    if size < _LENGTH.size or len(prefix) < _LENGTH.size:
         raise FormatError(f"it has {size} bytes, too few for a safetensors file")
     length: int = _LENGTH.unpack(prefix)[0]
     data_start = _LENGTH.size + length
     if length > _MAX_HEADER or data_start > size:
         raise FormatError(f"it has {size} bytes, and its first 8 say that the header alone has {length}")
     try:
-        entries = json.loads(os.pread(fd, length, _LENGTH.size))
+        entries = json.loads(os.pread(fd, length, offset + _LENGTH.size))
         metadata = dict(entries.pop("__metadata__", {}))
-        tensors = {name: _tensor_info(entry, data_start) for name, entry in entries.items()}
+        tensors = {name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise FormatError(f"its header cannot be understood: {error}") from error
     for name, tensor in tensors.items():
-        if tensor.end > size:
-            raise FormatError(f"{name} ends at byte {tensor.end}, and the file has {size}")
+        if tensor.end > offset + size:
+            raise FormatError(f"{name} ends at byte {tensor.end - offset}, and the file has {size}")
     return Header(metadata, tensors)
 
 

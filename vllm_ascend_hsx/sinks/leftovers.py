@@ -3,6 +3,7 @@
 A server that uses locks holds an flock on a hidden file of its own, its mark, for as long as there may be hidden files with its token.
 The kernel lets go of it when the server dies, however that happens. So:
 * a mark that nobody holds, and every hidden file with its token, are left over
+* shards with its token that are not sealed are sealed
 * a lock file that nobody holds, and that has neither data nor error beside it, is left over: by a server that died, or by a consumer that
   has taken the data away
 Whatever is decided by a lock is done while that lock is held, for the next server may want the same name at the same instant, and so may
@@ -31,6 +32,7 @@ from vllm_ascend_hsx.sinks.names import (
     token_of_mark,
     token_of_partial,
 )
+from vllm_ascend_hsx.sinks.shard_recovery import recover_shard, unsealed_shards
 from vllm_ascend_hsx.sinks.system import describe
 
 logger = logging.getLogger(__name__)
@@ -97,6 +99,8 @@ def remove_leftovers(dir_fd: int, directory: str) -> None:
         cleaning.run()
     if cleaning.hidden or cleaning.locks:
         logger.info("%s: removed what dead servers left: %d hidden files, %d locks", directory, cleaning.hidden, cleaning.locks)
+    if cleaning.shards:
+        logger.info("%s: sealed %d shards of dead servers", directory, cleaning.shards)
     if cleaning.problems:
         logger.warning("%s: %s (%d problems in all)", directory, cleaning.first_problem, cleaning.problems)
 
@@ -105,7 +109,7 @@ class _Cleaning:
     """A pass over a directory's names, and a second one if there is anything to do.
 
     Attributes:
-        hidden, locks: how many were removed.
+        hidden, locks: how many were removed. shards: how many were sealed.
         problems, first_problem: what went wrong.
     """
 
@@ -113,6 +117,7 @@ class _Cleaning:
         self._dir_fd = dir_fd
         self.hidden = 0
         self.locks = 0
+        self.shards = 0
         self.problems = 0
         self.first_problem = ""
 
@@ -131,6 +136,8 @@ class _Cleaning:
         try:
             if dead or lonely:
                 stuck = self._clean(self._dir_fd, dead, lonely)
+            if dead:
+                stuck |= self._seal_shards(dead)
             for folder, owners in _folders(dead).items():
                 if not self._clean_folder(folder, owners):
                     stuck |= owners
@@ -164,6 +171,18 @@ class _Cleaning:
         for name in locks:
             with self.noting(f"could not remove {name!r}"):
                 self._remove_lock(dir_fd, name)
+        return stuck
+
+    def _seal_shards(self, dead: Collection[str]) -> set[str]:
+        """Seal the shards of dead tokens. Returns the tokens that still have some which are not sealed."""
+        stuck = set()
+        for token, stem in unsealed_shards(self._dir_fd, dead):
+            problems = self.problems
+            with self.noting(f"could not seal {stem}"):
+                recover_shard(self._dir_fd, token, stem)
+                self.shards += 1
+            if self.problems > problems:
+                stuck.add(token)
         return stuck
 
     def _clean_folder(self, folder: str, dead: Collection[str]) -> bool:

@@ -98,6 +98,17 @@ class Storage:
             raise
         return fd
 
+    def open(self, name: str, flags: int = os.O_RDONLY) -> int:
+        """A descriptor of a file that is there. Raises OSError: it cannot be opened, or is no regular file (EINVAL)."""
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file", name)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
     def open_direct(self, name: str, fd: int) -> int:
         """A second descriptor of the file `name`, which is open at `fd`; it bypasses the page cache.
 

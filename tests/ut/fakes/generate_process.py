@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx import reader
+from vllm_ascend_hsx import reader, shards
 from vllm_ascend_hsx.cli import generate
-from vllm_ascend_hsx.generate import collect, examine, generation, ledger, leftovers, output, run  # noqa: F401 (loaded before the fork)
+from vllm_ascend_hsx.generate import collect, examine, generation, in_place, ledger, leftovers, output, run  # noqa: F401 (loaded before the fork)
 
-TRACED = (collect, examine, ledger, leftovers, output, reader)
+TRACED = (collect, examine, in_place, ledger, leftovers, output, reader, shards)
 
 
 class DyingOs:

@@ -1,0 +1,88 @@
+"""docs/quantization.md says what is measured, and what is claimed of float8 holds."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import quantization
+from benchmarks.quantization import PAGE, Case, Load, errors, store
+
+Table = dict[str, list[str]]
+
+
+def tables(text: str) -> list[Table]:
+    """Rows by their first cell, without heads."""
+    found = re.findall(r"^\|.*\n\|[-| ]+\|\n((?:\|.*\|\n)+)", text, re.MULTILINE)
+    rows = [[[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()] for table in found]
+    return [{name: cells for name, *cells in table} for table in rows]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return quantization.page(tmp_path_factory.mktemp("page"), Load(repetitions=1, files=1, tokens=128))
+
+
+def test_the_page_is_the_one_that_is_made(measured: str) -> None:
+    """All but the cost, which is that of a machine; figures to a fiftieth, for another processor sums in another order."""
+    *written, written_cost = tables(PAGE.read_text())
+    *made, made_cost = tables(measured)
+    assert len(written) == len(made) == 3
+    for table, anew in zip(written, made, strict=True):
+        assert list(table) == list(anew)
+        for name, cells in table.items():
+            assert [_number(cell) for cell in cells] == pytest.approx([_number(cell) for cell in anew[name]], rel=0.02, abs=0.015), name
+    assert list(written_cost) == list(made_cost) == ["none", "fp8"]
+
+    def words(text: str) -> list[str]:
+        return [line for line in text.splitlines() if not line.startswith(("|", "tmpfs with checksum"))]
+
+    assert words(PAGE.read_text()) == words(measured)
+
+
+def _number(cell: str) -> float:
+    return float(cell.rstrip("%").replace(",", "")) if cell else 0.0
+
+
+def test_a_file_has_half_the_bytes(measured: str) -> None:
+    sizes = tables(measured)[0]
+    assert sizes
+    for bfloat16, fp8, share in sizes.values():
+        assert _number(fp8) / _number(bfloat16) == pytest.approx(0.5, abs=0.001)
+        assert 50 < _number(share) < 50.1
+
+
+def test_without_outliers_a_row_loses_less_than_three_in_a_hundred(measured: str) -> None:
+    _, tiny, synthetic, _ = tables(measured)
+    assert [row for row in (*tiny.values(), synthetic["normally distributed"]) if _number(row[1]) >= 3] == []
+
+
+def test_an_element_loses_a_sixteenth_unless_it_is_smaller_than_the_page_says() -> None:
+    largest = 1000.0
+    elements = torch.logspace(0, -6, 4096, dtype=torch.float64).float() * largest
+    rows = elements.bfloat16().float().view(1, 1, -1)
+    lost = (store(rows).float() - rows).abs()
+    large = rows > largest / 28_672
+    # Both factors and their product are rounded to bfloat16.
+    assert bool((lost[large] <= rows[large] * (1 / 16 + 1.1 / 256)).all())
+    assert bool((lost[large] > rows[large] / 20).any())
+    step = largest / 229_376
+    assert bool((lost[~large] <= step / 2 * 1.01 + rows[~large] * 1.1 / 256).all())
+    assert bool((store(rows)[rows < step * 0.49] == 0).all())
+    assert bool((store(rows)[rows > step * 0.51] > 0).all())
+
+
+def test_errors_of_rows_that_float8_holds_exactly_are_none() -> None:
+    rows = torch.tensor([448.0, -1.0, 2**-9, 0.0]).repeat(2, 3, 2)
+    (found,) = errors(Case("exact", rows, outliers=1))
+    assert (found.bfloat16, found.fp8, found.worst, found.ordinary, found.lost) == (0, 0, 0, 0, 0)
+
+
+def test_what_becomes_zero_is_counted(tmp_path: Path) -> None:
+    rows = torch.tensor([448.0, 2**-11, 0.0, 1.0]).repeat(2, 1, 2)
+    (found,) = errors(Case("one in four", rows, ["only"], outliers=1))
+    assert found.lost == 0.25
+    assert found.fp8 == pytest.approx(2**-11 / 448, rel=1e-3)

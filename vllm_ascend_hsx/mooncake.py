@@ -1,0 +1,203 @@
+"""What consumers of a Mooncake store import: wait for a request's hidden states, load them, and hear the reason if it failed.
+
+Needs torch and Mooncake's package, and neither vLLM nor torch_npu. `vllm_ascend_hsx.load` is the same for files.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from vllm_ascend_hsx.config import MooncakeOptions
+from vllm_ascend_hsx.quantized import dequantized
+from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError
+from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Digest
+from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS
+from vllm_ascend_hsx.sinks.mooncake_client import MooncakeClient, MooncakeError
+from vllm_ascend_hsx.sinks.packed import ERROR_KEY_SUFFIX, HANDLE_KEY, MANIFEST_KEY_SUFFIX, keys_of
+
+if TYPE_CHECKING:
+    import torch
+
+# Mooncake tells nobody that an object has appeared, so it is asked, at first every millisecond: an object mostly follows the response
+# by some.
+_FIRST_POLL = 0.001
+_LONGEST_POLL = 0.05
+
+Handle = Mapping[str, Any] | str
+
+
+class MooncakeReader:
+    """Reads from one store. Its methods may be called from several threads.
+
+    Args:
+        master_server_address: host:port of `mooncake_master`.
+        metadata_server, protocol, device_name: as the server has them in `kv_connector_extra_config.mooncake`.
+        local_hostname: name or address under which others reach this machine; by default the one that the master sees.
+
+    Raises:
+        MooncakeUnavailableError: the store cannot be reached, or Mooncake's package is not there.
+    """
+
+    def __init__(
+        self,
+        master_server_address: str,
+        *,
+        metadata_server: str = "P2PHANDSHAKE",
+        local_hostname: str | None = None,
+        protocol: Literal["tcp", "rdma"] = "tcp",
+        device_name: str = "",
+    ) -> None:
+        options = MooncakeOptions(
+            master_server_address=master_server_address,
+            metadata_server=metadata_server,
+            local_hostname=local_hostname,
+            protocol=protocol,
+            device_name=device_name,
+        )
+        self._client = MooncakeClient(options, segment=0)
+
+    def load(self, params: Handle, timeout: float | None = 60.0, *, verify: bool = True, dequantize: bool = True) -> HiddenStates:
+        """Wait until a request is complete, and load it.
+
+        Args:
+            params: the response's `kv_transfer_params`, or the handle in them.
+            timeout: seconds to wait for the server at most; None waits for ever.
+            verify: compare the data with its checksum, if the server made one.
+            dequantize: give quantised rows in the model's dtype; otherwise as they are stored, with their scales.
+
+        Raises:
+            HiddenStatesError: the server says that the request failed; or its data is not what was written, or has gone.
+            TimeoutError: nothing is there yet: the server is still at it, or has died, or the handle is wrong.
+            MooncakeError: the store does not answer.
+            ValueError: there is no handle in `params`.
+        """
+        import torch
+
+        handle = _handle(params)
+        said = self._wait(handle, timeout)
+        try:
+            tensors, metadata = said["tensors"], said["metadata"]
+            size = max(tensor["offset"] + tensor["nbytes"] for tensor in tensors.values())
+        except (KeyError, TypeError, ValueError) as error:
+            raise HiddenStatesError(Path(handle), f"its manifest cannot be understood: {error!r}") from error
+        stored = self._client.size(handle)
+        if stored is None or stored < size:
+            found = "is not there any more" if stored is None else f"has {stored} bytes, not {size}"
+            raise HiddenStatesError(Path(handle), f"its data {found}: {_WHERE_IT_WENT}")
+        data = torch.empty(stored, dtype=torch.uint8)
+        self._read(handle, data)
+        expected = metadata.get("checksum")
+        if verify and expected is not None and metadata.get("checksum_algorithm") == ALGORITHM:
+            digest = Digest()
+            digest.update(data.numpy().data)
+            if digest.hexdigest() != expected:
+                problem = f"it is not as it was written: its checksum is {digest.hexdigest()}, not {expected}"
+                raise HiddenStatesError(Path(handle), problem)
+        try:
+            scales = _tensor(data, tensors[SCALES]) if SCALES in tensors else None
+            states = HiddenStates(_tensor(data, tensors[HIDDEN_STATES]), _tensor(data, tensors[TOKEN_IDS]), metadata, scales)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise HiddenStatesError(Path(handle), f"its manifest does not fit its data: {error!r}") from error
+        if scales is not None and dequantize:
+            states = states._replace(hidden_states=dequantized(states.hidden_states, scales, states.dtype))
+        return states
+
+    def remove(self, params: Handle) -> None:
+        """Remove all that there is of a request, whoever reads it now; what is not there is no error.
+
+        The store keeps data until then, whatever it is short of: call this after `load`.
+
+        Args:
+            params: as for `load`.
+
+        Raises:
+            MooncakeError: the store does not answer.
+        """
+        self._client.remove(keys_of(_handle(params)))
+
+    def close(self) -> None:
+        """Leave the store."""
+        self._client.close()
+
+    def __enter__(self) -> MooncakeReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _wait(self, handle: str, timeout: float | None) -> dict[str, Any]:
+        """The manifest, as soon as it is there."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        delay = _FIRST_POLL
+        failure, complete = handle + ERROR_KEY_SUFFIX, handle + MANIFEST_KEY_SUFFIX
+        while True:
+            has_data, has_failed, has_manifest = self._client.exist([handle, failure, complete])
+            if has_failed and (text := self._client.get(failure)) is not None:
+                raise HiddenStatesError(Path(handle), _reason(text))
+            if has_manifest and (text := self._client.get(complete)) is not None:
+                return _parse(handle, text)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                if has_manifest or has_failed:
+                    raise HiddenStatesError(Path(handle), f"it is in the store and cannot be read: {_OUT_OF_REACH}")
+                if has_data:
+                    problem = "its data is there, but its manifest is not: somebody has removed it, or it went with a process that ended"
+                    raise HiddenStatesError(Path(handle), problem)
+                problem = f"nothing is in the store under {handle!r} after {timeout:g} s"
+                raise TimeoutError(f"{problem}: is the request done, and its server alive?")
+            time.sleep(delay if left is None else min(delay, left))
+            delay = min(2 * delay, _LONGEST_POLL)
+
+    def _read(self, handle: str, data: torch.Tensor) -> None:
+        self._client.register(data.data_ptr(), data.numel())
+        try:
+            read = self._client.read_into(handle, data.data_ptr(), data.numel())
+        except MooncakeError as error:
+            problem = f"its data could not be read ({error}): it took too long, or {_OUT_OF_REACH}"
+            raise HiddenStatesError(Path(handle), problem) from error
+        finally:
+            self._client.unregister(data.data_ptr())
+        if read != data.numel():
+            raise HiddenStatesError(Path(handle), f"its data is not there any more: {_WHERE_IT_WENT}")
+
+
+_OUT_OF_REACH = "the process that holds it has ended, or is not at the address that it gave (mooncake.local_hostname)"
+_WHERE_IT_WENT = "somebody has removed it, or the process whose memory it was in has ended"
+
+
+def _handle(params: Handle) -> str:
+    handle = params if isinstance(params, str) else params.get(HANDLE_KEY)
+    if not isinstance(handle, str) or not handle:
+        raise ValueError(f"there is no {HANDLE_KEY!r} in {params!r}; give the response's kv_transfer_params as they are")
+    return handle
+
+
+def _parse(handle: str, text: bytes) -> dict[str, Any]:
+    try:
+        said = json.loads(text)
+        assert isinstance(said, dict)
+    except (ValueError, AssertionError) as error:
+        raise HiddenStatesError(Path(handle), f"its manifest cannot be understood: {error!r}") from error
+    return said
+
+
+def _reason(text: bytes) -> str:
+    """The server's reason in an error marker."""
+    try:
+        return str(json.loads(text)["error"])
+    except (ValueError, TypeError, KeyError):
+        return f"the server reports a failure that cannot be understood: {text[:200]!r}"
+
+
+def _tensor(data: torch.Tensor, said: Mapping[str, Any]) -> torch.Tensor:
+    """A view of the part of the data that one tensor has."""
+    import torch
+
+    dtype = getattr(torch, str(said["dtype"]).removeprefix("torch."))
+    begin = int(said["offset"])
+    return data[begin : begin + int(said["nbytes"])].view(dtype).view(tuple(said["shape"]))

@@ -1,0 +1,163 @@
+"""What sinks have in common whose requests have a name each in a storage directory: locks, reasons of failures, cleaning up."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, Sink, SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions, RequestData
+from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
+from vllm_ascend_hsx.sinks.home import Home
+from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError
+from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, below, path_refusal
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.system import describe
+
+logger = logging.getLogger(__name__)
+
+_DEFAULTS = FileOptions()
+
+
+class DirectorySink(Sink):
+    """Publishes requests in one directory.
+
+    Everything is done relative to the directory's descriptor and follows no symbolic link, so nothing outside it is touched, whatever
+    a request is called and whatever stands in the directory.
+
+    Args:
+        directory: where they appear; created if it does not exist.
+        row_format: what a row looks like; the same for all files of a sink.
+        options: how they are written.
+        memory: what direct writes will come from, so that it is tried; see check_directory. Quantised rows come from ordinary memory.
+
+    Raises:
+        StorageDirectoryError: files could not be published in the directory, or not in the way that is asked for.
+
+    Attributes:
+        keeps_locks: whether the lock file of a request that was published is left to its consumers.
+    """
+
+    keeps_locks = True
+
+    def __init__(
+        self, directory: Path, row_format: RowFormat, options: FileOptions = _DEFAULTS, memory: memoryview | None = None
+    ) -> None:
+        self.row_format = row_format
+        self.options = options
+        # Writes to the page cache hold the file's lock, and those that wait for it keep a core busy: two at a time cost twice the CPU time
+        # and gain nothing. Direct ones go to the disk side by side, and quantising takes longer than the write that comes behind it.
+        self.writes_side_by_side = options.io == "direct" or row_format.is_quantized
+        self._directory = Path(os.path.abspath(directory))
+        self._parents = (os.fspath(directory), os.fspath(self._directory))
+        self._memory = None if row_format.is_quantized else memory
+        self._home = Home(self._directory, options, self._memory)
+        self._former: list[Home] = []  # there may be files under way in them
+        self._mutex = threading.Lock()
+        self._files: dict[str, RequestFile] = {}
+        self._closed = False
+
+    @property
+    def token(self) -> str:
+        """Part of the names of its hidden files."""
+        return self._home.token
+
+    @abstractmethod
+    def make_data(self, file: RequestFile) -> RequestData:
+        """A place for the rows of a request, of which the first have come. Raises OSError."""
+
+    @abstractmethod
+    def set_aside(self, file: RequestFile) -> Callable[[], None] | None:
+        """Take what an earlier request of this name left out of sight.
+
+        Were it left in place, a server that dies now would leave the earlier request's rows as the answer to this one.
+
+        Returns:
+            What is to be done about it when the request has ended, if anything.
+
+        Raises:
+            OSError: it could not be done.
+        """
+
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0, may_grow: bool = True) -> RequestFile:
+        relative = self._relative(path)
+        if relative is None:
+            raise SinkError(request_id, path, f"it is not inside {self._directory}")
+        problem = path_refusal(relative)
+        if problem is not None:
+            raise SinkError(request_id, path, f"the name cannot be used: {problem}")
+        *folders, name = relative.split("/")
+        with self._mutex:
+            if self._closed:
+                raise SinkError(request_id, path, "the sink is closed")
+            earlier = self._files.get(relative)
+            # At once: to take its lock would be tried for some milliseconds.
+            if earlier is not None and (earlier.is_open or not self.options.use_lock):
+                raise SinkError(request_id, path, "another request is writing this file")
+            home = self._settle()
+            try:
+                storage = home.storage.enter(folders, durable=self.options.durability == "fdatasync")
+            except OSError as error:
+                raise SinkError(request_id, path, describe("a directory on the way to it cannot be entered", error)) from error
+            lock = None
+            try:
+                if self.options.use_lock:
+                    home.note(folders)
+                    lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, home.lock_mode, home.token)
+                file = RequestFile(self, home, request_id, path, storage, relative, expected_tokens, may_grow, lock)
+                storage.unlink(name + ERROR_SUFFIX)
+                file.superseded = self.set_aside(file)
+            except LockHeldError:
+                home.leave(storage)
+                raise SinkError(request_id, path, "another request or server is writing this file") from None
+            except OSError as error:
+                reason = describe("it cannot be opened", error)
+                RequestFile(self, home, request_id, path, storage, relative, 0, False, lock).refuse(reason)
+                raise SinkError(request_id, path, reason) from error
+            self._files[relative] = file
+            return file
+
+    def close(self) -> None:
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            files = list(self._files.values())
+        # One that is being published may take long, and the others are not to wait for it.
+        for file in sorted(files, key=lambda each: not each.is_open):
+            file.fail(SERVER_STOPPED)
+        for home in (*self._former, self._home):
+            self.leave(home)
+            home.close()
+
+    def leave(self, home: Home) -> None:
+        """Called when all requests in a directory have ended, before it is closed."""
+
+    def forget(self, file: RequestFile) -> None:
+        """Called by a file that has ended. Its name may already belong to the next one: the lock is free."""
+        with self._mutex:
+            if self._files.get(file.relative) is file:
+                del self._files[file.relative]
+
+    def _settle(self) -> Home:
+        """The directory as it is now: one that was removed, or unmounted, may be back."""
+        if self._home.has_moved():
+            try:
+                new = Home(self._directory, self.options, self._memory)
+            except StorageDirectoryError as error:
+                logger.error("%s", error)  # the request fails, in the old one, with the system's reason
+            else:
+                logger.warning("%s is another directory than before; new files go there", self._directory)
+                self._former.append(self._home)
+                self._home = new
+        return self._home
+
+    def _relative(self, path: Path) -> str | None:
+        """What stands behind the directory in `path`, which is compared as text; None if it does not begin with it."""
+        text = os.fspath(path)
+        relative = below(text, self._parents[0])
+        return below(text, self._parents[1]) if relative is None else relative

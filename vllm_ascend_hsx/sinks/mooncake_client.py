@@ -1,0 +1,214 @@
+"""A connection to a Mooncake store: what can be wrong with it, and what its status codes mean. Nothing here knows of hidden states."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from vllm_ascend_hsx.config import MooncakeOptions
+
+# The client's own memory, through which values pass that are not in registered memory: manifests and errors.
+_OWN_BUFFER = 16 << 20
+_CONNECT_TIMEOUT = 5.0  # seconds
+
+# mooncake-transfer-engine 0.3.13, as its client returns them.
+_NO_ROOM = -200
+_NOT_FOUND = -704
+_LEASE_EXPIRED = -707
+_NO_ANSWER = -900
+_ANSWER_TOO_LATE = -901
+_MASTER_UNREACHABLE = 2  # of health_check
+
+_MEANINGS = {
+    _NO_ROOM: (
+        errno.ENOSPC,
+        "the store has no room for it: have consumers remove what they have read, or give the store more memory "
+        "(mooncake.global_segment_size)",
+    ),
+    _LEASE_EXPIRED: (errno.ETIMEDOUT, "it took longer than the store's lease: start mooncake_master with a longer -default_kv_lease_ttl"),
+    _NO_ANSWER: (errno.ENOTCONN, "mooncake_master does not answer: see that it runs and can be reached"),
+    _ANSWER_TOO_LATE: (errno.ETIMEDOUT, "mooncake_master did not answer in time: see that it runs and is not overloaded"),
+}
+
+
+class MooncakeUnavailableError(ConnectionError):
+    """The store cannot be used at all.
+
+    Attributes:
+        option: which option is to blame, a key of `mooncake`, or "" for the package.
+        value: its value.
+        problem: what is wrong.
+        remedy: what to do.
+    """
+
+    def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:
+        super().__init__(f"{option}={value!r} {problem}. {remedy}" if option else f"{problem}. {remedy}")
+        self.option = option
+        self.value = value
+        self.problem = problem
+        self.remedy = remedy
+
+
+class MooncakeError(OSError):
+    """The store did not do what it was asked for; errno says what sort of failure it is."""
+
+    def __init__(self, status: int) -> None:
+        code, meaning = _MEANINGS.get(status, (errno.EIO, f"Mooncake reports status {status}; its log says more"))
+        super().__init__(code, meaning)
+        self.status = status
+        self.meaning = meaning
+
+    def __str__(self) -> str:
+        return self.meaning
+
+
+def load_package() -> ModuleType:
+    """Mooncake's module `mooncake.store`. Raises MooncakeUnavailableError: it is not there, or a library that it needs is not."""
+    try:
+        import mooncake.store
+    except ImportError as error:
+        problem = f"the package of Mooncake cannot be imported: {error}"
+        remedy = (
+            "Install the one that fits this machine, or `pip install vllm-ascend-hsx[mooncake]`; "
+            "it needs libibverbs.so.1 and librdmacm.so.1 (Debian: apt-get install libibverbs1 librdmacm1)"
+        )
+        raise MooncakeUnavailableError("", None, problem, remedy) from None
+    if not hasattr(mooncake.store, "SoftPinAction"):
+        problem = "the package of Mooncake is too old: it cannot pin objects for a time"
+        raise MooncakeUnavailableError("", None, problem, "Install 0.3.13 or a newer one")
+    package: ModuleType = mooncake.store
+    return package
+
+
+def own_address(master: str) -> str:
+    """Connect to the master, and return the address of this machine that it sees.
+
+    Mooncake's own set-up tries for 90 seconds, and lets no other thread of the process run meanwhile (0.3.13). So this comes first.
+
+    Args:
+        master: host:port.
+
+    Raises:
+        MooncakeUnavailableError: it cannot be reached.
+    """
+    host, _, port = master.rpartition(":")
+    remedy = "Start `mooncake_master`, and give its host:port as this machine sees it."
+    if not host or not port.isdecimal() or int(port) >= 1 << 16:
+        raise MooncakeUnavailableError("master_server_address", master, "is not host:port", remedy)
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT) as connection:
+            address: str = connection.getsockname()[0]
+            return address
+    except OSError as error:
+        raise MooncakeUnavailableError("master_server_address", master, f"cannot be reached: {error.strerror or error}", remedy) from None
+
+
+class MooncakeClient:
+    """One client of a store. Its methods belong to any thread, and block for as long as Mooncake does: 30 seconds for a master that
+    hangs, 5 for one that is gone. Those that follow fail at once: Mooncake looks after its master every second.
+
+    Args:
+        options: of the store.
+        segment: bytes of memory that this process gives to the store.
+
+    Raises:
+        MooncakeUnavailableError: it cannot be used.
+    """
+
+    def __init__(self, options: MooncakeOptions, segment: int) -> None:
+        package = load_package()
+        address = own_address(options.master_server_address)
+        self._pinned = package.ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        self._may_go = package.ReplicateConfig()
+        self._may_go.soft_pin_action = package.SoftPinAction.ENABLE  # but after everything that is not pinned
+        self._store: Any = package.MooncakeDistributedStore()
+        status = self._store.setup(
+            options.local_hostname or address,
+            options.metadata_server,
+            segment,
+            _OWN_BUFFER,
+            options.protocol,
+            options.device_name,
+            options.master_server_address,
+        )
+        if status != 0:
+            problem = f"takes connections, but Mooncake's set-up failed with status {status}; its log, on stderr, says more"
+            remedy = "See that it is a mooncake_master of this version, and that protocol, device_name and metadata_server fit."
+            raise MooncakeUnavailableError("master_server_address", options.master_server_address, problem, remedy)
+
+    def register(self, address: int, size: int) -> None:
+        """Have data go to and from this memory without another copy. Raises MooncakeError."""
+        _check(self._store.register_buffer(address, size))
+
+    def unregister(self, address: int) -> None:
+        """Raises MooncakeError."""
+        _check(self._store.unregister_buffer(address))
+
+    def put_parts(self, key: str, parts: Sequence[tuple[int, int]]) -> None:
+        """Make one object of (address, bytes) in registered memory. It is visible as a whole or not at all, and is not evicted.
+
+        There must be no object of this key: Mooncake would keep the old one, and say that all is well.
+
+        Raises:
+            MooncakeError: it could not be stored.
+        """
+        self._require_master()
+        addresses, sizes = [list(each) for each in zip(*parts, strict=True)]
+        (status,) = self._store.batch_put_from_multi_buffers([key], [addresses], [sizes], self._pinned)
+        _check(status)
+
+    def put(self, key: str, value: bytes, *, may_go: bool = False) -> None:
+        """Store a small object. Raises MooncakeError.
+
+        Args:
+            key: as for put_parts.
+            value: its bytes.
+            may_go: it may be evicted when the store is full.
+        """
+        self._require_master()
+        _check(self._store.put(key, value, self._may_go if may_go else self._pinned))
+
+    def remove(self, keys: list[str]) -> None:
+        """Remove objects, be they read at the moment or not; what is not there is no error. Raises MooncakeError."""
+        self._require_master()
+        for status in self._store.batch_remove(keys, True):
+            if status != _NOT_FOUND:
+                _check(status)
+
+    def exist(self, keys: list[str]) -> list[bool]:
+        """Which of the keys have an object. Raises MooncakeError."""
+        return [bool(_check(status)) for status in self._store.batch_is_exist(keys)]
+
+    def get(self, key: str) -> bytes | None:
+        """A small object; None if it is not there, or cannot be read."""
+        value: bytes = self._store.get(key)
+        return value or None
+
+    def size(self, key: str) -> int | None:
+        """Bytes of an object, or None if it is not there. Raises MooncakeError."""
+        status: int = self._store.get_size(key)
+        return None if status == _NOT_FOUND else _check(status)
+
+    def read_into(self, key: str, address: int, size: int) -> int | None:
+        """Bring an object into registered memory; returns its bytes, or None if it is not there. Raises MooncakeError."""
+        status: int = self._store.get_into(key, address, size)
+        return None if status == _NOT_FOUND else _check(status)
+
+    def close(self) -> None:
+        """Leave the store. What is in this process's segment is lost."""
+        self._store.close()
+
+    def _require_master(self) -> None:
+        """Do not begin what would take seconds to fail. Raises MooncakeError: the master is known not to answer."""
+        if self._store.health_check() == _MASTER_UNREACHABLE:
+            raise MooncakeError(_NO_ANSWER)
+
+
+def _check(status: int) -> int:
+    if status < 0:
+        raise MooncakeError(status)
+    return status

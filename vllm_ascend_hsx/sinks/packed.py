@@ -1,0 +1,101 @@
+"""What stands for a request in a Mooncake store: three keys, the packed bytes of its tensors, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.format import DTYPE_BYTES, FORMAT_VERSION, HIDDEN_STATES, PRODUCER, SCALES, TOKEN_IDS
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, file_name
+
+# Of hs_connectors' manifests (0.9.0, mooncake_store.py:26 and 28), which its MooncakeTransfer compares.
+TRANSFER_VERSION = 1
+ALIGNMENT = 64
+
+HANDLE_KEY = "handle"
+# Behind a handle, in which there is no ':': a request's keys can never meet those of another one.
+ERROR_KEY_SUFFIX = ":error"
+MANIFEST_KEY_SUFFIX = ":manifest"
+
+_TORCH_NAMES = {
+    "BF16": "torch.bfloat16", "F16": "torch.float16", "F32": "torch.float32", "I64": "torch.int64", "F8_E4M3": "torch.float8_e4m3fn",
+}  # fmt: skip
+
+
+def handle_of(request_id: str) -> str:
+    """The key of a request's data: the name that its file would have, so two ids never share one."""
+    return file_name(request_id).removesuffix(DATA_SUFFIX)
+
+
+def keys_of(handle: str) -> list[str]:
+    """Every key that there can be of a request."""
+    return [handle, handle + ERROR_KEY_SUFFIX, handle + MANIFEST_KEY_SUFFIX]
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where the tensors of a request stand in its object.
+
+    Attributes:
+        tensors: {name: {"shape", "dtype" (torch's name), "nbytes", "offset"}}; each begins at a multiple of 64 bytes.
+        size: bytes of the object, a multiple of 64.
+    """
+
+    tensors: dict[str, dict[str, Any]]
+    size: int
+
+    def offset(self, name: str) -> int:
+        offset: int = self.tensors[name]["offset"]
+        return offset
+
+    def end(self, name: str) -> int:
+        nbytes: int = self.tensors[name]["nbytes"]
+        return self.offset(name) + nbytes
+
+
+def packed_layout(row_format: RowFormat, tokens: int) -> PackedLayout:
+    """The layout of so many tokens: their rows from byte 0 on, their ids, and the scales of quantised rows."""
+    tensors: dict[str, dict[str, Any]] = {}
+    end = 0
+    parts = [(HIDDEN_STATES, row_format.stored_dtype, [tokens, *row_format.row_shape]), (TOKEN_IDS, "I64", [tokens])]
+    if row_format.is_quantized:
+        parts.append((SCALES, "F32", [tokens, 1, 1]))
+    for name, dtype, shape in parts:
+        nbytes = prod(shape) * DTYPE_BYTES[dtype]
+        tensors[name] = {"shape": shape, "dtype": _TORCH_NAMES[dtype], "nbytes": nbytes, "offset": end}
+        end = -(-(end + nbytes) // ALIGNMENT) * ALIGNMENT
+    return PackedLayout(tensors, end)
+
+
+def transfer_params(handle: str, row_format: RowFormat, tokens: int, include_output: bool) -> dict[str, Any]:
+    """What a response says of the request's object: hs_connectors' manifest."""
+    layout = packed_layout(row_format, tokens)
+    return {
+        HANDLE_KEY: handle,
+        "version": TRANSFER_VERSION,
+        "tensors": layout.tensors,
+        "metadata": {
+            "num_tokens": tokens,
+            "total_aligned_bytes": layout.size,
+            "extract_mode": "all" if include_output else "prompt_only",
+        },
+    }
+
+
+def manifest(layout: PackedLayout, metadata: dict[str, str]) -> bytes:
+    """The object under `<handle>:manifest`.
+
+    Args:
+        layout: of the object under the handle.
+        metadata: as in a file.
+    """
+    value = {"format_version": FORMAT_VERSION, "producer": PRODUCER, "tensors": layout.tensors, "metadata": metadata}
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def error_marker(reason: str) -> bytes:
+    """The object under `<handle>:error`, of which hs_connectors' reader knows the key `error`."""
+    return json.dumps({"error": reason, "producer": PRODUCER}).encode("ascii")

@@ -1,0 +1,145 @@
+"""A sink that appends requests to large tar files, each with an index: for datasets of millions of requests."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat
+from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
+from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
+from vllm_ascend_hsx.sinks.file import set_file_aside
+from vllm_ascend_hsx.sinks.format import FileLayout
+from vllm_ascend_hsx.sinks.home import Home
+from vllm_ascend_hsx.sinks.names import file_name, partial_name
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard_data import MemberData, RowsBeside, RowsInPlace
+from vllm_ascend_hsx.sinks.shard_file import Range, Shard
+from vllm_ascend_hsx.sinks.shard_index import SHARDS_MARK, follow, stem
+
+_DEFAULTS = FileOptions()
+_ATTEMPTS = 8  # to make a shard; each is lost only to somebody who has put something under its name
+# How vLLM ends the ids that it makes (v1/engine/input_processor.py:240, vLLM 0.23.0), unless it is told not to.
+_RANDOM_ID = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
+
+
+class ShardSink(DirectorySink):
+    """Publishes requests as members of shards. Arguments and errors are those of DirectorySink, and:
+
+    Args:
+        shard_bytes: size from which on a shard takes no more requests.
+    """
+
+    keeps_locks = False
+
+    def __init__(
+        self,
+        directory: Path,
+        row_format: RowFormat,
+        options: FileOptions = _DEFAULTS,
+        memory: memoryview | None = None,
+        *,
+        shard_bytes: int,
+    ) -> None:
+        super().__init__(directory, row_format, options, memory)
+        self._shard_bytes = shard_bytes
+        self._shards: dict[Home, _Shards] = {}
+        self._shards_mutex = threading.Lock()
+
+    def make_data(self, file: RequestFile) -> MemberData:
+        layout = FileLayout(self.row_format, file.request_id)
+        common = (file.relative, file.request_id, layout, self._shards_of(file.home).reserve)
+        if not file.may_grow:
+            return RowsInPlace(*common, self.options, file.expected_tokens, file.home.filesystem)
+        hidden = partial_name(file.name, file.home.token)
+        options = replace(self.options, durability="none")  # it becomes durable in the shard
+        data = DataFile(file.storage, file.name, hidden, layout, options, file.expected_tokens, file.home.filesystem)
+        return RowsBeside(*common, data, file.storage, hidden)
+
+    def set_aside(self, file: RequestFile) -> Callable[[], None] | None:
+        # No other request has such an id, so nothing need be said of the earlier ones: a line for each of millions.
+        if file.relative != file_name(file.request_id) or not _RANDOM_ID.fullmatch(file.request_id):
+            self._shards_of(file.home).say_gone(file.relative)
+        return set_file_aside(file)
+
+    def leave(self, home: Home) -> None:
+        with self._shards_mutex:
+            shards = self._shards.pop(home, None)
+        if shards is not None:
+            shards.close()
+
+    def _shards_of(self, home: Home) -> _Shards:
+        with self._shards_mutex:
+            shards = self._shards.get(home)
+            if shards is None:
+                follow(home.storage.fd)
+                shards = self._shards[home] = _Shards(home, self.options, self._shard_bytes)
+            return shards
+
+
+class _Shards:
+    """The shards of one sink in one directory, of which one at a time takes requests."""
+
+    def __init__(self, home: Home, options: FileOptions, shard_bytes: int) -> None:
+        self._home = home
+        self._options = options
+        self._shard_bytes = shard_bytes
+        self._numbers = itertools.count()
+        self._mutex = threading.Lock()
+        self._current: Shard | None = None
+        self._ended: list[Shard] = []  # some of their ranges may be undecided
+        self._closed = False
+
+    def reserve(self, name: str, size: int, first_bytes: int) -> tuple[Shard, Range]:
+        """A place for a request. Raises OSError."""
+        with self._mutex:
+            while True:
+                shard = self._shard()
+                taken = shard.reserve(name, size, first_bytes)
+                if taken is not None:
+                    return shard, taken
+                self._end_current()
+
+    def say_gone(self, name: str) -> None:
+        """Have readers see no earlier member of a name. Raises OSError."""
+        with self._mutex:
+            while not self._shard().say_gone(name):
+                self._end_current()
+
+    def close(self) -> None:
+        """Seal what can be sealed: what is still being written is left for the next server."""
+        with self._mutex:
+            self._closed = True
+            for shard in [*self._ended, *([] if self._current is None else [self._current])]:
+                shard.retire(abandon=True)
+
+    def _shard(self) -> Shard:
+        if self._closed:
+            raise OSError(errno.ESHUTDOWN, SERVER_STOPPED)
+        for _ in range(_ATTEMPTS):
+            if self._current is not None:
+                return self._current
+            self._mark()
+            with suppress(FileExistsError):
+                self._current = Shard(self._home, stem(self._home.token, next(self._numbers)), self._options, self._shard_bytes)
+        if self._current is None:
+            raise FileExistsError("every shard's name was taken by somebody else")
+        return self._current
+
+    def _mark(self) -> None:
+        """Say that there are shards here."""
+        with suppress(FileExistsError):
+            os.close(self._home.storage.create(SHARDS_MARK))
+
+    def _end_current(self) -> None:
+        shard, self._current = self._current, None
+        if shard is not None:
+            shard.retire()
+            self._ended = [each for each in (*self._ended, shard) if not each.has_ended]

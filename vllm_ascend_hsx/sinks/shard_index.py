@@ -1,0 +1,139 @@
+"""Names of shards and the lines of their indexes: what the sink writes and readers understand."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+# Says that there are shards in a directory: a reader that misses a file need not read all names to know that there are none.
+SHARDS_MARK = "hsx-shards"
+# An index of no shard, to which consumers add the names of members that are not to be seen any more.
+REMOVED = "hsx-removed.jsonl"
+TAR, INDEX, MANIFEST = ".tar", ".jsonl", ".json"
+_SHARD = re.compile(r"(hsx-([0-9a-f]{8})-[0-9]{6,9})(\.tar|\.jsonl|\.json)")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A request in a shard, as its line in the index says.
+
+    Attributes:
+        name: path that a file of it would have below the storage directory.
+        offset, size: of the safetensors file that it is, in bytes of the shard.
+        tokens: its rows.
+        request_id: as in the file's metadata.
+        checksum: of all that stands behind the safetensors header, as in the file's metadata; empty if that has none.
+        time_ns: when it was published, since the epoch.
+    """
+
+    name: str
+    offset: int
+    size: int
+    tokens: int
+    request_id: str
+    checksum: str
+    time_ns: int
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Says that an earlier member of this name is not to be seen any more."""
+
+    name: str
+    time_ns: int
+
+
+def stem(token: str, number: int) -> str:
+    """What the three names of a shard have in common."""
+    return f"hsx-{token}-{number:06d}"
+
+
+def parse_name(name: str) -> tuple[str, str, str] | None:
+    """Stem, token and suffix of one of a shard's files; None: `name` is none."""
+    match = _SHARD.fullmatch(name)
+    return match and (match[1], match[2], match[3])
+
+
+def encode(line: Member | Gone) -> bytes:
+    """A line of an index."""
+    values: dict[str, Any] = vars(line)
+    if isinstance(line, Gone):
+        values = {**values, "gone": True}
+    return json.dumps(values, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def decode(line: bytes) -> Member | Gone | None:
+    """What a line of an index says; None if it cannot be understood."""
+    try:
+        values = json.loads(line)
+        name, time_ns = values["name"], int(values["time_ns"])
+        if not isinstance(name, str):
+            return None
+        if values.get("gone"):
+            return Gone(name, time_ns)
+        offset, size, tokens = int(values["offset"]), int(values["size"]), int(values["tokens"])
+        if min(offset, size, tokens) < 0:
+            return None
+        return Member(name, offset, size, tokens, str(values.get("request_id", "")), str(values.get("checksum", "")), time_ns)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def whole_lines(content: bytes) -> bytes:
+    """Without a last line whose end was not written."""
+    return content[: content.rfind(b"\n") + 1]
+
+
+def members_by_offset(lines: bytes) -> tuple[dict[int, Member], set[str]]:
+    """The members that the lines of an index say are in its tar file, by their offset, and the names that were said to be gone: a member of
+    such a name may have become a hole."""
+    members: dict[int, Member] = {}
+    gone = set()
+    for line in map(decode, lines.splitlines()):
+        if isinstance(line, Member):
+            members[line.offset] = line
+        elif line is not None:
+            gone.add(line.name)
+    return members, gone
+
+
+_TICK_NS = 50_000_000  # a filesystem's clock may be so much behind the system's
+
+
+class _Clock:
+    """Nanoseconds since the epoch that are never the same twice, nor fewer than before, in one process."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._last = 0
+
+    def not_before(self, time_ns: int) -> None:
+        """Say nothing earlier from now on: the system's clock may have been set back."""
+        with self._mutex:
+            self._last = max(self._last, time_ns)
+
+    def now(self) -> int:
+        with self._mutex:
+            self._last = max(self._last + 1, time.time_ns())
+            return self._last
+
+
+_clock = _Clock()
+now_ns = _clock.now
+
+
+def follow(dir_fd: int) -> None:
+    """Have `now_ns` be later than the lines of all indexes in a directory. Raises OSError: it cannot be read."""
+    with os.scandir(dir_fd) as entries:
+        for entry in entries:
+            parts = parse_name(entry.name)
+            if parts is not None and parts[2] == INDEX:
+                with suppress(FileNotFoundError):
+                    changed = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns
+                    _clock.not_before(changed + _TICK_NS)

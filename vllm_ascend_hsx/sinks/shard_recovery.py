@@ -1,0 +1,114 @@
+"""The shards of a server that died, sealed by the next one: lines of the index decide what is a member, all else becomes a hole.
+
+What is done here can be stopped at any instant and begun again: until the manifest is there, everything is looked at anew.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+from vllm_ascend_hsx.sinks.data_file import write_at
+from vllm_ascend_hsx.sinks.format import PAGE
+from vllm_ascend_hsx.sinks.shard_index import INDEX, MANIFEST, TAR, Member, members_by_offset, parse_name, whole_lines
+from vllm_ascend_hsx.sinks.shard_seal import read_all, seal
+from vllm_ascend_hsx.sinks.storage import Storage
+from vllm_ascend_hsx.sinks.system import punch_hole
+from vllm_ascend_hsx.sinks.tar import HOLE, Entry, headers, round_up, walk
+
+
+def unsealed_shards(dir_fd: int, tokens: Collection[str]) -> list[tuple[str, str]]:
+    """Token and stem of each shard of these tokens that has no manifest, in order. Raises OSError: the directory cannot be read."""
+    found: dict[str, str] = {}
+    sealed = set()
+    with os.scandir(dir_fd) as entries:
+        for entry in entries:
+            parts = parse_name(entry.name)
+            if parts is not None and parts[1] in tokens:
+                stem, token, suffix = parts
+                found[stem] = token
+                if suffix == MANIFEST:
+                    sealed.add(stem)
+    return sorted((token, stem) for stem, token in found.items() if stem not in sealed)
+
+
+def recover_shard(dir_fd: int, token: str, stem: str) -> None:
+    """Seal a shard whose server is dead, durably. The caller holds that server's mark.
+
+    Args:
+        dir_fd: the directory.
+        token, stem: of the shard.
+
+    Raises:
+        OSError: it could not be done, or its index says that there is more in the tar file than can be found in it.
+    """
+    storage = Storage(dir_fd, 0o600)  # the caller closes it; files that are there keep their mode
+    try:
+        fd = storage.open(stem + TAR, os.O_RDWR)
+    except FileNotFoundError:  # it died between two calls when it made or removed the shard
+        _remove_if_empty(storage, stem)
+        return
+    index_fd = -1
+    try:
+        with suppress(FileNotFoundError):
+            index_fd = storage.open(stem + INDEX, os.O_RDWR)
+        if index_fd < 0:
+            storage.unlink(stem + TAR)
+            return
+        storage.file_mode = os.fstat(fd).st_mode & 0o777
+        content = read_all(index_fd)
+        lines = whole_lines(content)
+        if len(lines) < len(content):
+            os.ftruncate(index_fd, len(lines))
+        members, gone = members_by_offset(lines)
+        end = _tidy(fd, members, gone, storage.file_mode)
+        lost = [member for member in members.values() if member.offset + member.size > end and member.name not in gone]
+        if lost:
+            raise OSError(errno.EUCLEAN, f"{lost[0].name!r} and {len(lost) - 1} others are in its index, and the tar file ends before them")
+        seal(storage, token, stem, fd, index_fd, end, True, "recovery")
+    finally:
+        os.close(fd)
+        if index_fd >= 0:
+            os.close(index_fd)
+
+
+def _tidy(fd: int, members: dict[int, Member], gone: Collection[str], mode: int) -> int:
+    """Make holes of what is no member; returns the end of the last member or hole."""
+    end = 0
+    for entry in walk(fd):
+        member = members.get(entry.offset)
+        if member is not None and (entry.name, entry.size) != (member.name, member.size):
+            if member.name not in gone:
+                raise OSError(errno.EUCLEAN, f"its index has {member.name!r} at byte {entry.offset}, where {entry.name!r} is")
+            member = None
+        if member is None:
+            if entry.name != HOLE:  # its server died before the line
+                _make_hole(fd, entry, mode)
+            begin, last = round_up(entry.offset, PAGE), entry.end // PAGE * PAGE
+            if begin < last:
+                punch_hole(fd, begin, last - begin)
+        end = entry.end
+    if end > os.fstat(fd).st_size:  # it died between the headers and the space for what they announce
+        os.ftruncate(fd, end)
+    return end
+
+
+def _make_hole(fd: int, entry: Entry, mode: int) -> None:
+    data = headers(HOLE, entry.end - entry.offset, entry.offset - entry.start, mode, int(time.time()))
+    write_at(fd, memoryview(data), entry.start)
+
+
+def _remove_if_empty(storage: Storage, stem: str) -> None:
+    """An index without a tar file."""
+    with suppress(FileNotFoundError):
+        fd = storage.open(stem + INDEX)
+        try:
+            empty = not whole_lines(read_all(fd))
+        finally:
+            os.close(fd)
+        if not empty:
+            raise OSError(errno.EUCLEAN, "its index has lines, and there is no tar file")
+        storage.unlink(stem + INDEX)
