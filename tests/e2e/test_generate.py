@@ -153,3 +153,45 @@ def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) 
     assert serving.left() == []
     code, printed = serving.generate("after", [{"token_ids": tokens(20)}])
     assert code == 0, printed
+
+
+@pytest.mark.timeout(600)
+def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is_found(serving: Serving) -> None:
+    lengths = (5, 70, 33)
+    code, printed = serving.generate("shown", [{"token_ids": tokens(length)} for length in lengths])
+    assert code == 0, printed
+    directory, damaged, plot = serving.work / "shown", serving.path("shown", 1), serving.work / "norms.png"
+
+    code, shown = hsx("inspect", directory)
+    assert code == 0, shown
+    rows = [line for line in shown.splitlines() if "hs_" in line]
+    assert len(rows) == len(lengths)
+    for row, length in enumerate(lengths):
+        assert f"hs_{row}.safetensors" in rows[row]
+        assert str(length) in rows[row]
+    code, shown = hsx("inspect", damaged, "--plot", plot)
+    assert code == 0, shown
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for layer_id in LAYER_IDS:
+        assert str(layer_id) in shown
+    code, said = hsx("verify", directory, "--json")
+    assert (code, json.loads(said)["good"]) == (0, len(lengths)), said
+
+    with damaged.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    code, said = hsx("verify", directory)
+    assert code == 1
+    assert damaged.name in said
+    code, shown = hsx("inspect", damaged)
+    assert code == 1
+    assert "not as it was written" in " ".join(shown.split())
+
+
+def hsx(*words: object) -> tuple[int, str]:
+    """(exit code, what was printed)."""
+    command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", *map(str, words)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=250, check=False)
+    return done.returncode, done.stdout + done.stderr

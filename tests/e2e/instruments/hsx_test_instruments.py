@@ -90,9 +90,9 @@ def trace_files(directory: str) -> None:
     def ours(sink_module: Any) -> None:
         original = sink_module.FileSink.open
 
-        def open_file(self: Any, request_id: str, path: Any, expected_tokens: int = 0) -> Any:
+        def open_file(self: Any, request_id: str, path: Any, *args: Any, **options: Any) -> Any:
             trace.write(written=str(path), process=os.getpid())
-            return original(self, request_id, path, expected_tokens)
+            return original(self, request_id, path, *args, **options)
 
         sink_module.FileSink.open = open_file
 

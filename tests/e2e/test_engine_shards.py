@@ -1,0 +1,106 @@
+"""An engine whose server makes shards: rows are as right as in files, of every worker, and the shards are whole when it has stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from harness import EngineSession, Request, names_in, run_engine, tokens
+from oracle import Oracle, Reference, Served
+
+from vllm_ascend_hsx.cli import verify
+from vllm_ascend_hsx.demo.compare import compare
+from vllm_ascend_hsx.demo.reference import reference_hidden_states
+from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.shards import Shards
+
+SHARDS = {"sink": "shard", "shard_bytes": 1 << 20}
+
+
+def members(storage: Path) -> list[str]:
+    """As tarfile alone sees them."""
+    found = []
+    for path in storage.glob("hsx-*.tar"):
+        with tarfile.open(path) as tar:
+            found += [info.name for info in tar if not info.name.startswith("__")]
+    return sorted(found)
+
+
+@pytest.mark.parametrize("options", [{}, {"io": "direct", "durability": "fdatasync"}], ids=["default", "direct, durable"])
+def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(float32_qwen3: Path, tmp_path: Path, options: dict[str, str]) -> None:
+    layer_ids = (0, 1, 2, 4)
+    with EngineSession(
+        tmp_path, float32_qwen3, layer_ids=layer_ids, dtype="float32", connector_options={**SHARDS, **options, "check_finite": True}
+    ) as session:
+        output = {"max_tokens": 6, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+        requests: list[Request] = []
+        for turn in range(4):
+            requests += [session.add(tokens(length, seed=length + turn), {"max_tokens": 1}, name="p") for length in (1, 63, 400, 299)]
+            requests.append(session.add(tokens(100 + turn), output, name="o"))
+            session.step(3)
+        aborted = [session.add(tokens(300, seed=9), {"max_tokens": 1}, name="a"), session.add(tokens(40, seed=8), output, name="a")]
+        session.step(2)
+        for request in aborted:
+            session.abort(request)
+        requests.append(session.add(tokens(200, seed=5), {"max_tokens": 1}, name="p"))
+        session.settle()
+        oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), layer_ids)
+        for request in requests:
+            (path,) = session.paths(request)
+            assert request.kv_transfer_params == {"hidden_states_path": str(path)}
+            rows = len(request.prompt) + (5 if request.id.startswith("o") else 0)
+            own = Served(request.id, tuple(request.sequence()[:rows]), request.begun, request.ended)
+            assert oracle.verdict(path, own, rows, len(request.prompt)) == ""
+            load(path, 10, verify=True)
+        for request in aborted:
+            (path,) = session.paths(request)
+            with pytest.raises(FileNotFoundError, match="was the request aborted"):
+                load(path, 0)
+        storage = session.storage
+        assert all(name.startswith("hsx-") for name in names_in(storage)), "neither files nor locks"
+        expected = sorted(path.name for request in requests for path in session.paths(request))
+    assert not [name for name in os.listdir(storage) if name.startswith(".")]
+    manifests = [json.loads(path.read_text()) for path in storage.glob("hsx-*.json")]
+    assert len(manifests) == len(list(storage.glob("hsx-*.tar"))) > 2
+    assert {said["sealed_by"] for said in manifests} == {"server"}
+    assert sum(said["members"] for said in manifests) == len(requests)
+    assert members(storage) == expected
+    assert verify.main([str(storage), "--jobs", "1"]) == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+def test_each_worker_has_shards_of_its_own_in_one_directory(tiny_minimax_m2: Path, tmp_path: Path, quantization: str) -> None:
+    lengths = (1, 7, 33, 101, 64, 6, 300, 200)
+    run = run_engine(
+        tmp_path,
+        tiny_minimax_m2,
+        [
+            *(["add", f"r{length}", tokens(length), {"max_tokens": 3}] for length in lengths[:3]),
+            ["step", 2],
+            *(["add", f"r{length}", tokens(length), {"max_tokens": 1}] for length in lengths[3:]),
+            ["drain"],
+        ],
+        environ={"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"},
+        tensor_parallel_size=2,
+        enable_expert_parallel=True,
+        connector_options={**SHARDS, "quantization": quantization},
+    )
+    assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
+    for length in lengths:
+        states = load(run.path(f"r{length}"), 10, verify=True)
+        assert states.token_ids.tolist() == run.sequence(f"r{length}")
+        if quantization == "none":
+            expected = reference_hidden_states(run.model, run.sequence(f"r{length}"), run.layer_ids)
+            comparison = compare(states.hidden_states, expected)
+            assert comparison.matches, comparison
+        else:
+            assert states.scales is not None
+    tokens_of_shards = {path.name.split("-")[1] for path in run.storage.glob("hsx-*.json")}
+    assert len(tokens_of_shards) == 2, "both workers have sealed theirs"
+    assert len(Shards(run.storage).members()) == len(lengths)
+    assert len(members(run.storage)) == len(lengths)

@@ -1,0 +1,118 @@
+"""An engine whose server stores float8: the rows are the model's to within float8's error, in half the bytes, for every reader."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from harness import EngineSession, Request, tokens
+from hs_connectors.fp8_utils import quantize_tensor_to_fp8
+from hs_connectors.transfer import FP8Transfer
+from oracle import EXACT, Reference
+from safetensors import safe_open
+
+from vllm_ascend_hsx.examine import examine
+from vllm_ascend_hsx.reader import HiddenStates, load
+
+LAYER_IDS = (0, 2, 4, 1)
+LENGTHS = (1, 7, 64, 150)  # the last one in three chunks
+FP8 = {"quantization": "fp8", "check_finite": True}
+
+
+def serve(session: EngineSession) -> list[tuple[Request, Path, HiddenStates]]:
+    """Prompts of every length, one after the other, then one with rows of generated tokens; each with its file
+    and what is stored there."""
+    requests = []
+    for length in LENGTHS:
+        requests.append(session.add(tokens(length, seed=length), {"max_tokens": 1}, name=f"r{length}"))
+        session.settle()
+    params = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
+    requests.append(session.add(tokens(20), {"max_tokens": 6, **params}, name="generated"))
+    session.settle()
+    paths = [path_of(session, request) for request in requests]
+    return [(request, path, load(path, 10, verify=True, dequantize=False)) for request, path in zip(requests, paths, strict=True)]
+
+
+def path_of(session: EngineSession, request: Request) -> Path:
+    (path,) = session.paths(request)
+    return path
+
+
+def test_rows_are_the_models_to_within_the_error_of_float8(float32_qwen3: Path, tmp_path: Path) -> None:
+    """Prompts in one and in several chunks, generated tokens; float32, so that nothing but float8 rounds."""
+    with EngineSession(tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", connector_options=FP8) as session:
+        reference = Reference(float32_qwen3, 4, torch.float32)
+        for request, path, stored in serve(session):
+            own = request.sequence()[: len(stored.token_ids)]
+            assert len(own) == len(request.prompt) + (5 if request.id.startswith("generated") else 0)
+            assert stored.token_ids.tolist() == own
+            assert (stored.hidden_states.dtype, stored.layer_ids) == (torch.float8_e4m3fn, list(LAYER_IDS))
+            expected = reference.rows(own, LAYER_IDS)
+            assert stored.scales is not None
+            largest = expected.abs().amax((1, 2))
+            assert torch.allclose(stored.scales.view(-1).double(), largest / 448, rtol=1e-6, atol=EXACT / 448)
+            rows = load(path, 10).hidden_states
+            assert rows.dtype == torch.float32
+            allowed = torch.maximum(expected.abs() * 2**-4, stored.scales.double() * 2**-10) + 2 * EXACT
+            assert bool(((rows.double() - expected).abs() <= allowed).all())
+            assert examine(path).verdict == "verified"
+
+
+@pytest.mark.timeout(300)
+def test_a_server_stores_what_hs_connectors_would_make_of_its_rows_in_half_the_bytes(tiny_minimax_m2: Path, tmp_path: Path) -> None:
+    stored: dict[str, list[HiddenStates]] = {}
+    data_bytes: dict[str, int] = {}
+    for name, options in (("plain", {}), ("fp8", FP8)):
+        directory = tmp_path / name
+        with EngineSession(directory, tiny_minimax_m2, layer_ids=LAYER_IDS, dtype="bfloat16", connector_options=options) as session:
+            found = serve(session)
+            stored[name] = [states for _, _, states in found]
+            data_bytes[name] = sum(_data_bytes(path) for _, path, _ in found)
+            if name == "fp8":
+                _their_reader_waits_for_the_lock_and_gives_the_rows_of_ours(session, directory)
+    for plain, quantised in zip(stored["plain"], stored["fp8"], strict=True):
+        values, scales = quantize_tensor_to_fp8(plain.hidden_states)
+        assert torch.equal(quantised.hidden_states.view(torch.uint8), values.view(torch.uint8))
+        assert quantised.scales is not None and torch.equal(quantised.scales, scales)
+        assert torch.equal(quantised.token_ids, plain.token_ids)
+        assert quantised.metadata["quantization"] == "fp8_e4m3_per_token"
+    num_tokens = sum(len(each.token_ids) for each in stored["plain"])
+    row = stored["plain"][0].hidden_states[0].numel()
+    assert data_bytes == {"plain": num_tokens * (2 * row + 8), "fp8": num_tokens * (row + 8 + 4)}
+    assert 0.5 < data_bytes["fp8"] / data_bytes["plain"] < 0.51
+
+
+def _data_bytes(path: Path) -> int:
+    """Of a file without its header, as safetensors counts them."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__")
+    size: int = max(tensor["data_offsets"][1] for tensor in header.values())
+    assert path.stat().st_size == 8 + length + size
+    with safe_open(path, "pt") as opened:
+        assert set(opened.keys()) == set(header)
+    return size
+
+
+def _their_reader_waits_for_the_lock_and_gives_the_rows_of_ours(session: EngineSession, directory: Path) -> None:
+    request = session.add(tokens(150, seed=3), {"max_tokens": 1}, name="waited-for")
+    session.step()
+    path = path_of(session, request)
+    assert path.with_name(path.name + ".lock").exists() and not path.exists()
+    samples: list[dict[str, torch.Tensor] | None] = []
+    transfer = FP8Transfer(directory)
+    reader = threading.Thread(target=lambda: samples.append(transfer.get_generated({"hidden_states_path": str(path)})), daemon=True)
+    reader.start()
+    session.settle()
+    reader.join(60)
+    (sample,) = samples
+    assert sample is not None and set(sample) == {"hidden_states", "token_ids"}
+    ours = load(path, 10)
+    assert sample["hidden_states"].dtype == torch.bfloat16
+    assert torch.equal(sample["hidden_states"], ours.hidden_states)
+    assert sample["token_ids"].tolist() == tokens(150, seed=3)
+    assert not path.with_name(path.name + ".lock").exists()  # as it does with its own files
