@@ -17,7 +17,7 @@ def describe() -> dict[str, str]:
     """What the figures depend on, by name."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "processor": f"{_processor()}, {len(os.sched_getaffinity(0))} cores for this process",
+        "processor": f"{processor()}, {len(os.sched_getaffinity(0))} cores for this process",
         "memory": f"{total / 2**30:.0f} GiB",
         "kernel": f"{platform.system()} {platform.release().split('-')[0]}",
         "NPU": _npu(),
@@ -30,7 +30,8 @@ def load_average() -> float:
     return os.getloadavg()[0]
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Its name."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,0 +1,318 @@
+"""`python -m benchmarks.quantization`: what float8 costs and saves, measured, as docs/quantization.md."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from benchmarks import ROOT, machine
+from benchmarks.measure import Cost, cost_of, in_turn
+from benchmarks.rows import MINIMAX_M2
+from vllm_ascend_hsx.demo.prompts import demo_prompts
+from vllm_ascend_hsx.demo.reference import reference_hidden_states
+from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
+from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.quantized import dequantized
+from vllm_ascend_hsx.sinks.base import RowFormat, Sink
+from vllm_ascend_hsx.sinks.encoder import encoder_for
+from vllm_ascend_hsx.sinks.file import FileSink
+
+PAGE = ROOT / "docs" / "quantization.md"
+TOKENS = 512  # of the synthetic rows, and of the files whose size is taken
+HIDDEN = 4096
+OUTLIERS = 8  # channels
+VOCABULARY = 500  # token ids of the tiny model that are used
+JOB = 1 << 20  # bytes that a writer thread takes at a time
+
+Rows = list[list[str]]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much is written to find out what it costs: files of so many tokens, several times."""
+
+    repetitions: int = 9
+    files: int = 4
+    tokens: int = 2048
+
+
+LOAD = Load()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows to be stored.
+
+    Attributes:
+        name: for the table.
+        rows: float32 [tokens, layers, hidden].
+        layers: what to call each; None: they are all of one kind and shown together.
+        outliers: channels that are larger than the others.
+    """
+
+    name: str
+    rows: torch.Tensor
+    layers: Sequence[str] | None = None
+    outliers: int = 0
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of rows that went through a file. Relative: the Euclidean norm of the difference by that of the float32 row.
+
+    Attributes:
+        bfloat16: median of the rows, if they are stored in bfloat16.
+        fp8: median of the rows, dequantised to bfloat16 as readers do.
+        worst: the largest.
+        ordinary: median, of the channels that are no outliers, by the norm of these.
+        lost: share of the elements that were not 0 and are now.
+    """
+
+    bfloat16: float
+    fp8: float
+    worst: float
+    ordinary: float
+    lost: float
+
+
+def store(rows: torch.Tensor) -> torch.Tensor:
+    """Rows as a reader gets them from a server in bfloat16 with quantization fp8: bfloat16 [tokens, layers, hidden]."""
+    tokens, layers, hidden = rows.shape
+    encoder = encoder_for(RowFormat(tuple(range(layers)), hidden, "BF16", quantization="fp8"))
+    data = rows.bfloat16().contiguous().view(torch.uint8).numpy().reshape(-1).data
+    stored = torch.frombuffer(encoder.encode(0, data), dtype=torch.float8_e4m3fn).reshape(rows.shape)
+    scales = encoder.scales(tokens)
+    assert scales is not None
+    return dequantized(stored, torch.from_numpy(scales).view(-1, 1, 1), torch.bfloat16)
+
+
+def errors(case: Case) -> list[Errors]:
+    """Of each layer, or of all of them together if they are of one kind."""
+    read, plain = store(case.rows).float(), case.rows.bfloat16().float()
+    ordinary = slice(case.outliers, None)
+    found = []
+    for layer in range(case.rows.shape[1]) if case.layers is not None else (slice(None),):
+        true, fp8, bfloat16 = (each[:, layer].flatten(0, -2) for each in (case.rows, read, plain))
+        relative = _relative(fp8, true)
+        lost = (fp8 == 0) & (true.bfloat16() != 0)
+        found.append(
+            Errors(
+                bfloat16=float(_relative(bfloat16, true).median()),
+                fp8=float(relative.median()),
+                worst=float(relative.max()),
+                ordinary=float(_relative(fp8[:, ordinary], true[:, ordinary]).median()),
+                lost=float(lost.float().mean()),
+            )
+        )
+    return found
+
+
+def _relative(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """float32 [rows]."""
+    return torch.linalg.vector_norm(actual - expected, dim=-1) / torch.linalg.vector_norm(expected, dim=-1)
+
+
+def synthetic() -> list[Case]:
+    """Rows made of random numbers, with what is known to make rows of large models hard to quantise."""
+
+    def gaussian(layers: int, factor: float = 1.0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(layers)
+        rows = torch.randn(TOKENS, layers, HIDDEN, generator=generator)
+        rows[..., :OUTLIERS] *= factor
+        return rows
+
+    cases = [Case("normally distributed", gaussian(4))]
+    for factor in (100, 1_000, 30_000, 300_000):
+        cases.append(Case(f"{OUTLIERS} of {HIDDEN:,} channels {factor:,} times as large", gaussian(4, factor), outliers=OUTLIERS))
+    sizes = torch.tensor([0.02, 0.5, 5.0, 50.0])
+    names = [f"layers of unlike size: {size:g}" for size in sizes.tolist()]
+    cases.append(Case("layers of unlike size", gaussian(4, 100) * sizes.view(-1, 1), names, OUTLIERS))
+    return cases
+
+
+def tiny(directory: Path) -> Case:
+    """Rows of the tiny MiniMax-M2, whose weights are random, as transformers computes them in float32."""
+    layer_ids = (0, 1, 2, 3, 4)
+    model = build_minimax_m2(directory / "minimax_m2")
+    prompts = [prompt.content for prompt in demo_prompts(VOCABULARY) if isinstance(prompt.content, list)]
+    rows = torch.cat([reference_hidden_states(model, prompt, layer_ids) for prompt in prompts])
+    return Case("tiny MiniMax-M2", rows, [f"tiny MiniMax-M2, layer id {layer_id}" for layer_id in layer_ids])
+
+
+def error_rows(cases: Sequence[Case]) -> Rows:
+    rows = []
+    for case in cases:
+        for name, each in zip(case.layers or [case.name], errors(case), strict=True):
+            ordinary = _percent(each.ordinary) if case.outliers else ""
+            rows.append([name, _percent(each.bfloat16), _percent(each.fp8), _percent(each.worst), ordinary, _percent(each.lost)])
+    return rows
+
+
+def _percent(share: float) -> str:
+    return f"{share:.2%}" if share < 0.1 else f"{share:.0%}"
+
+
+def size_rows(directory: Path) -> Rows:
+    """Bytes per token of files, without their header, by model, for four layers."""
+    rows = []
+    for name in ("minimax-m2", "qwen3.5-35b-a3b", "deepseek-v3"):
+        preset = PRESETS[name]
+        sizes = []
+        for quantization in ("none", "fp8"):
+            row_format = RowFormat((0, 1, 2, 3), preset.config["hidden_size"], "BF16", quantization=quantization)
+            path = directory / f"{name}-{quantization}.safetensors"
+            with FileSink(directory, row_format) as sink:
+                file = sink.open(path.stem, path, TOKENS)
+                file.write(0, np.zeros((TOKENS, row_format.row_bytes), np.uint8))
+                file.commit(np.zeros(TOKENS, np.int64), TOKENS)
+            sizes.append((path.stat().st_size - 4096) // TOKENS)
+            path.unlink()
+        rows.append([preset.repository, f"{sizes[0]:,}", f"{sizes[1]:,}", f"{sizes[1] / sizes[0]:.2%}"])
+    return rows
+
+
+def cost_rows(directory: Path, load: Load = LOAD) -> Rows:
+    """What one thread needs to write rows of MiniMax-M2, with checksum, to files in `directory`."""
+    values = np.random.default_rng(0).standard_normal((load.tokens, *MINIMAX_M2.row_shape), np.float32)
+    rows = torch.from_numpy(values).bfloat16().view(torch.uint8).numpy()
+    with ExitStack() as stack:
+        contestants = {}
+        for quantization in ("none", "fp8"):
+            row_format = replace(MINIMAX_M2, quantization=quantization)
+            where = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
+            sink = stack.enter_context(FileSink(where, row_format))
+            contestants[quantization] = _writes(sink, where, rows, load)
+        costs = in_turn(contestants, load.repetitions)
+    gigabytes = load.files * rows.nbytes / 1e9
+    table = []
+    for name, mine in costs.items():
+        cpu = statistics.median(cost.cpu for cost in mine) / gigabytes
+        ratio = statistics.median(cost.cpu / plain.cpu for cost, plain in zip(mine, costs["none"], strict=True))
+        table.append([name, f"{cpu:.2f}", f"{1 / cpu:.1f}", f"{ratio:.1f}"])
+    return table
+
+
+def _writes(sink: Sink, where: Path, rows: npt.NDArray[np.uint8], load: Load) -> Callable[[], Cost]:
+    step = JOB // MINIMAX_M2.row_bytes
+
+    def write() -> None:
+        for index in range(load.files):
+            file = sink.open(f"r{index}", where / f"{index}.safetensors", load.tokens)
+            for first in range(0, load.tokens, step):
+                file.write(first, rows[first : first + step])
+            file.commit(np.zeros(load.tokens, np.int64), load.tokens)
+
+    return lambda: cost_of(write)
+
+
+ERROR_HEAD = ["rows", "stored in bfloat16", "fp8", "fp8, worst row", "fp8, channels that are no outliers", "elements that become 0"]
+SIZE_HEAD = ["model", "bytes per token, bfloat16", "fp8", "share"]
+COST_HEAD = ["quantization", "CPU seconds per GB of rows", "GB of rows per second and core", "times plain"]
+
+
+def table(head: Sequence[str], rows: Rows) -> str:
+    """In Markdown."""
+    lines = [list(head), ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def page(directory: Path, load: Load = LOAD) -> str:
+    """docs/quantization.md, measured.
+
+    Args:
+        directory: for files, in memory.
+        load: how much is written.
+    """
+    with tempfile.TemporaryDirectory(dir=directory) as name:
+        where = Path(name)
+        return TEXT.format(
+            sizes=table(SIZE_HEAD, size_rows(where)),
+            tiny=table(ERROR_HEAD, error_rows([tiny(where)])),
+            synthetic=table(ERROR_HEAD, error_rows(synthetic())),
+            cost=table(COST_HEAD, cost_rows(where, load)),
+            machine=machine.processor(),
+            torch=torch.__version__,
+            outliers=OUTLIERS,
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantization", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), metavar="DIR", help="on a tmpfs (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="(default: docs/quantization.md)")
+    arguments = parser.parse_args(argv)
+    arguments.output.write_text(page(arguments.memory))
+    print(f"written: {arguments.output}")
+    return 0
+
+
+TEXT = """# Quantization
+
+Made by `python -m benchmarks.quantization`; do not edit.
+
+With `quantization` set to `fp8` a server stores a byte per element, float8_e4m3fn, and a float32 scale per token, in the format of
+hs-connectors 0.9.0 ([file format](file-format.md#quantised-rows)): half the disk, half the traffic, and rows with an error. Nothing else
+changes; staging, pinned ring and KV cache hold the model's own rows.
+
+`vllm_ascend_hsx.load`, `HiddenStatesDataset` and speculators' backends `hsx` and `fp8` give rows in the model's dtype, either way.
+`load(path, dequantize=False)` gives what is stored, with `scales`. speculators' backend `file`, vLLM's reader and safetensors know nothing
+of scales and give float8 numbers without them.
+
+## Size
+
+Files of four layers, without their header of 4,096 bytes:
+
+{sizes}
+
+A float32 model's rows take a quarter.
+
+## Error
+
+One scale serves all layers of a token: the largest magnitude of them becomes 448, float8's largest number. What follows:
+
+* An element loses at most 1/16 of itself, as long as it is larger than 1/28,672 of the token's largest. What readers make of it in
+  bfloat16 is rounded twice more, by 1/256 together.
+* Below that the steps are all alike, 1/229,376 of the largest: what is smaller than half a step becomes 0.
+
+So a layer that is small beside the others, or ordinary channels beside huge ones, lose most. `hsx inspect` shows the norms of the layers; a
+layer that is thousands of times smaller than another is better extracted without quantization.
+
+Shown is the Euclidean norm of what a row lost, from the float32 row to what a reader has in bfloat16, by the row's norm: the median of
+all rows, and the largest. The second column is what bfloat16 itself loses of the same rows.
+
+Rows of a model, the tiny MiniMax-M2 of the tests: **its weights are random**, so it has no outliers.
+
+{tiny}
+
+Rows **made of random numbers** with outlier channels as large models have them, at several sizes. A row's norm is nearly that
+of its outliers, so the error of the other channels is shown by the norm of these alone. In the last four, layers of unlike size share the
+scales, each with {outliers} channels 100 times as large as the others.
+
+{synthetic}
+
+What that does to a draft model is not measured here: no model was trained. Compare the acceptance of a small run of each kind before you
+extract a large dataset.
+
+## Cost
+
+Writer threads quantise on the processor, each in one thread, before they write. Rows of MiniMax-M2, four layers, from memory to files on a
+tmpfs with checksum, one thread; GB are of rows as the model computes them. {machine}; torch {torch}.
+
+{cost}
+
+On a disk that is slower than this, the half that is not written counts for more. If storage falls behind, raise `num_writer_threads`:
+with quantization several threads work on one file.
+"""
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""`python -m benchmarks.shards`: many small requests as files and as members of shards, written and read, as a ratio."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.measure import Cost, cost_of, in_turn, speed_ratio
+from vllm_ascend_hsx import HiddenStatesDataset, load
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.shard import ShardSink
+
+ROWS = RowFormat(layer_ids=(1, 2, 3, 4), hidden_size=1024, dtype="BF16")
+SHARD_BYTES = 256 << 20
+KINDS = ("files", "shards")
+
+
+def measure(requests: int, tokens: int, repetitions: int) -> dict[str, str]:
+    """Words for each figure: what is done with the requests, and how shards compare with files (above 1: shards are faster).
+
+    Args:
+        requests: how many, one after the other.
+        tokens: of each; a row has 8 KiB.
+        repetitions: of all, after one that does not count.
+    """
+    rows = np.random.default_rng(0).integers(0, 1 << 15, (tokens, *ROWS.row_shape), dtype=np.uint16) & np.uint16(0x3FFF)
+    ids = np.arange(tokens, dtype=np.int64)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as directory:
+        where = {kind: Path(directory, kind) for kind in KINDS}
+        turn = dict.fromkeys(KINDS, 0)
+
+        def write(kind: str) -> None:
+            turn[kind] += 1
+            target = where[kind] / str(turn[kind])
+            sink: DirectorySink = FileSink(target, ROWS) if kind == "files" else ShardSink(target, ROWS, shard_bytes=SHARD_BYTES)
+            with sink:
+                for serial in range(requests):
+                    name = f"cmpl-{serial:08d}-0123abcd"
+                    file = sink.open(name, target / f"{name}.safetensors", tokens, may_grow=False)
+                    file.write(0, rows)
+                    file.commit(ids, tokens)
+
+        def read(kind: str) -> None:
+            paths = HiddenStatesDataset(where[kind] / "1").paths
+            random.Random(0).shuffle(paths)
+            for path in paths:
+                load(path, mmap=True)
+
+        found = {}
+        for what, work in (("written", write), ("listed, and loaded in any order", read)):
+            costs = in_turn({kind: _timed(work, kind) for kind in KINDS}, repetitions)
+            found[f"requests of {tokens} tokens {what}"] = f"{speed_ratio(costs['shards'], costs['files']):.2f}"
+        names = {kind: len(os.listdir(where[kind] / "1")) for kind in KINDS}
+        found["names in the directory"] = f"{names['shards']:,} instead of {names['files']:,}"
+        return found
+
+
+def _timed(work: Callable[[str], None], kind: str) -> Callable[[], Cost]:
+    return lambda: cost_of(lambda: work(kind))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.shards", description=__doc__)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--repetitions", type=int, default=5)
+    options = parser.parse_args(argv)
+    for what, figure in measure(options.requests, options.tokens, options.repetitions).items():
+        print(f"| {what} | {figure} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
