@@ -1,4 +1,4 @@
-"""`hsx generate --in-place` into the shards of a server of `hsx serve`: killed and started again, each row is in one, once and right."""
+"""`hsx generate --in-place` into the shards of `hsx serve` with DP=2 x TP=2: killed and started again, each row is in one, once."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def server(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         *(word for key, value in options.items() for word in ("--option", f"{key}={value}")),
         *("--", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--gpu-memory-utilization", "0.4"),
         *("--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
+        *("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--enable-expert-parallel"),
     ]
-    with Server(command, port=port, log=directory / "server.log", environment=process_environment(npus=1)) as server:
+    environment = process_environment(npus=4) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
+    with Server(command, port=port, log=directory / "server.log", environment=environment) as server:
         server.wait_ready(START_SECONDS)
         yield server
 

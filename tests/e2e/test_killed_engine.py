@@ -1,6 +1,6 @@
 """An engine, or a worker of one, is killed at a random instant: what can be seen is right, and the next engine in the directory works.
 
-`--engine-kills N` kills N of them instead of 4.
+`--engine-kills N` kills N of them in each directory instead of those that KILLS says.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import random
 import signal
+import tarfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +23,14 @@ from harness import EngineError, EngineSession, Request, names_in, tokens
 from oracle import Oracle, Reference, Served
 
 from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.shards import shards_of
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_mark
+from vllm_ascend_hsx.sinks.shard_index import MANIFEST, SHARDS_MARK, TAR, parse_name
+from vllm_ascend_hsx.sinks.tar import HOLE
 
-KILLS = 4
-ONE_WORKER = 4  # of so many kills, one is of a single worker of two
+KILLS = {"file": 4, "shard": 2}
+SHARD_BYTES = 1 << 20  # of some requests each
+ONE_WORKER = 2  # of so many kills, one is of a single worker of two
 LONGEST_LIFE = 1.5  # seconds for which requests run
 LAYER_IDS = (4, 1, 2)
 CHUNK = 32
@@ -37,12 +43,14 @@ class Reign:
     Args:
         directory: theirs, with their log.
         model: the target's, in float32.
+        options: of the connector.
         luck: decides what is asked, and when an engine dies.
     """
 
-    def __init__(self, directory: Path, model: Path, luck: random.Random) -> None:
+    def __init__(self, directory: Path, model: Path, options: dict[str, Any], luck: random.Random) -> None:
         self._directory = directory
         self._model = model
+        self._options = options
         self._luck = luck
         self._reference = Reference(model, 4, torch.float32)
         self.storage = directory / "hidden_states"
@@ -51,7 +59,9 @@ class Reign:
 
     def engine(self, workers: int = 1) -> EngineSession:
         options = {"dtype": "float32", "max_num_batched_tokens": CHUNK, "max_num_seqs": AT_A_TIME, "tensor_parallel_size": workers}
-        return EngineSession(self._directory, self._model, layer_ids=LAYER_IDS, timeout=600, **options)
+        return EngineSession(
+            self._directory, self._model, layer_ids=LAYER_IDS, timeout=600, connector_options=self._options, **options
+        )
 
     def add(self, session: EngineSession) -> Request:
         length = self._luck.choice([1, CHUNK, self._luck.randint(1, 300)])
@@ -122,18 +132,27 @@ class Reign:
         names = names_in(self.storage)
         mine = {path.name for request in session.requests.values() for path in session.paths(request)}
         self.counts["hidden"] += sum(name.startswith(".") for name in names)
-        visible = {name for name in names if name.endswith((DATA_SUFFIX, ERROR_SUFFIX))}
+        visible = self.seen()
         assert {name.removesuffix(ERROR_SUFFIX) for name in visible - self.visible} <= mine, "files of no request"
         assert self.visible <= visible, "files of earlier engines are gone"
         self.visible = visible
 
+    def seen(self) -> set[str]:
+        """What consumers can open, as a file or in a shard, and the reasons why there is none."""
+        files = {name for name in names_in(self.storage) if name.endswith((DATA_SUFFIX, ERROR_SUFFIX))}
+        members = set(shards_of(self.storage).members())
+        assert not files & members
+        return files | members
+
     def check_start(self, workers: int) -> None:
         """An engine has started: what dead ones left is gone, what consumers have a right to is there, and it has its marks."""
-        names = names_in(self.storage)
-        assert {name for name in names if not name.endswith(LOCK_SUFFIX)} == self.visible
+        names = {name for name in names_in(self.storage) if parse_name(name) is None and name != SHARDS_MARK}
+        assert self.seen() == self.visible
         for name in names - self.visible:
             data = name.removesuffix(LOCK_SUFFIX)
+            assert data != name, f"{name} is left"
             assert {data, data + ERROR_SUFFIX} & self.visible, f"{name} is left"
+        assert members_of_sealed_tars(self.storage) == set(shards_of(self.storage).members())
         assert len([name for name in os.listdir(self.storage) if token_of_mark(name)]) == workers
 
 
@@ -143,6 +162,17 @@ def _outcome(path: Path) -> object:
         return load(path, 60, verify=True)
     except (HiddenStatesError, FileNotFoundError) as error:
         return error
+
+
+def members_of_sealed_tars(storage: Path) -> set[str]:
+    """As tarfile alone sees them; a shard that nobody has ended is an error."""
+    found = []
+    for path in storage.glob(f"hsx-*{TAR}"):
+        assert path.with_suffix(MANIFEST).exists(), f"{path.name} is not sealed"
+        with tarfile.open(path) as archive:
+            found += [member.name for member in archive if member.name != HOLE]
+    assert len(found) == len(set(found))
+    return set(found)
 
 
 def holders_of_marks(storage: Path) -> list[int]:
@@ -159,12 +189,13 @@ def holders_of_marks(storage: Path) -> list[int]:
 
 
 @pytest.mark.timeout(7200)
+@pytest.mark.parametrize("options", [{"sink": "file"}, {"sink": "shard", "shard_bytes": SHARD_BYTES}], ids=["files", "shards"])
 def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
-    float32_qwen3: Path, tmp_path: Path, request: pytest.FixtureRequest
+    float32_qwen3: Path, tmp_path: Path, request: pytest.FixtureRequest, options: dict[str, Any]
 ) -> None:
     asked = request.config.getoption("engine_kills")
-    kills = KILLS if asked is None else asked
-    reign = Reign(tmp_path, float32_qwen3, random.Random(asked or 0))
+    kills = KILLS[options["sink"]] if asked is None else asked
+    reign = Reign(tmp_path, float32_qwen3, options, random.Random(asked or 0))
     began = time.monotonic()
     for number in range(kills):
         workers = 2 if number % ONE_WORKER == ONE_WORKER - 1 else 1

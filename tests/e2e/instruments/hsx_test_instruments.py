@@ -47,7 +47,8 @@ class _Trace:
 def trace_collectives(directory: str) -> None:
     """Record every all_reduce in a DP group, and which batch it belongs to.
 
-    Events: {"batch": "busy" | "idle", "dp_rank", "tp_rank"} when a step begins, {"collective": ..., "shape", "dtype", "drafter"}.
+    Events: {"batch": "busy" | "idle", "dp_rank", "tp_rank"} when a step begins, {"collective": ..., "shape", "dtype"} before it is issued,
+    {"completed": true} once it is done: every rank of the group has issued it then.
     """
     trace = _Trace(directory)
 
@@ -62,9 +63,13 @@ def trace_collectives(directory: str) -> None:
         def all_reduce(tensor: Any, *args: Any, group: Any = None, **kwargs: Any) -> Any:
             # Groups are made, and tested with a collective, before the DP group is.
             dp = parallel_state._DP
-            if group is not None and dp is not None and group in (dp.cpu_group, dp.device_group):
+            traced = group is not None and dp is not None and group in (dp.cpu_group, dp.device_group)
+            if traced:
                 trace.write(collective="all_reduce", shape=list(tensor.shape), dtype=str(tensor.dtype))
-            return original_reduce(tensor, *args, group=group, **kwargs)
+            work = original_reduce(tensor, *args, group=group, **kwargs)
+            if traced:
+                trace.write(completed=True)
+            return work
 
         dist.all_reduce = all_reduce
 
