@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -29,7 +30,7 @@ from vllm_ascend_hsx.sinks.shard_index import MANIFEST, SHARDS_MARK, TAR, parse_
 from vllm_ascend_hsx.sinks.tar import HOLE
 
 KILLS = {"file": 4, "shard": 2}
-SHARD_BYTES = 1 << 20  # of some requests each
+SHARD_BYTES = 1 << 26  # all requests of an engine: none of its shards is sealed when it is killed
 ONE_WORKER = 2  # of so many kills, one is of a single worker of two
 LONGEST_LIFE = 1.5  # seconds for which requests run
 LAYER_IDS = (4, 1, 2)
@@ -216,3 +217,5 @@ def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
     assert reign.counts["kills"] == kills
     assert reign.counts["hidden"] > 0, "no file was under way when an engine was killed"
     assert reign.counts["HiddenStates"] > 2 * kills
+    sealed_by = Counter(json.loads(path.read_text())["sealed_by"] for path in reign.storage.glob(f"hsx-*{MANIFEST}"))
+    assert set(sealed_by) == (set() if options["sink"] == "file" else {"server", "recovery"})
