@@ -1,4 +1,4 @@
-"""A mooncake_master of the tests, on loopback."""
+"""A mooncake_master of the tests."""
 
 from __future__ import annotations
 
@@ -34,35 +34,44 @@ class MooncakeMaster:
     Args:
         directory: for its log.
         options: further flags.
+        host: where it listens; the thread that enters must be on that machine.
 
     Attributes:
         address: host:port.
     """
 
-    def __init__(self, directory: Path, *options: str) -> None:
+    def __init__(self, directory: Path, *options: str, host: str = "127.0.0.1") -> None:
         self._log = directory / "mooncake_master.log"
         port, metrics = free_port(), free_port()
-        self.address = f"127.0.0.1:{port}"
+        self.address = f"{host}:{port}"
         master = Path(sys.executable).with_name("mooncake_master")
-        places = [f"-rpc_port={port}", "-rpc_address=127.0.0.1", f"-metrics_port={metrics}", "-metrics_host=127.0.0.1"]
+        places = [f"-rpc_port={port}", f"-rpc_address={host}", f"-metrics_port={metrics}", f"-metrics_host={host}"]
         self._command = [str(master), *places, *options]
 
     def __enter__(self) -> MooncakeMaster:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            self._wait_until_it_listens()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+    def _wait_until_it_listens(self) -> None:
         deadline = time.monotonic() + START_SECONDS
         host, _, port = self.address.partition(":")
         while True:
             try:
                 socket.create_connection((host, int(port)), 1).close()
-                return self
+                return
             except OSError:
                 assert self._process.poll() is None, f"it ended:\n{self._log.read_text(errors='replace')[-2000:]}"
                 assert time.monotonic() < deadline, "it takes no connections"
                 time.sleep(0.02)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.kill()
 
     def pause(self) -> None:
         """Have it take connections and answer nothing."""

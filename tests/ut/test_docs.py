@@ -12,10 +12,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import pytest
+from documents import DOCS, Command, blocks, page, parse_serve
 from sink_harness import FORMAT, make_rows, token_ids
 
 from vllm_ascend_hsx.cli import generate, plan, serve
@@ -29,19 +29,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.targets.supported import ARCHITECTURES
 
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
-
-
-def page(name: str) -> str:
-    return (DOCS / name).read_text()
-
-
-def blocks(name: str, label: str) -> list[str]:
-    """The code blocks of a page that follow a `<!-- label -->`."""
-    found = re.findall(rf"<!-- {label} -->\n```\w+\n(.*?)```", page(name), re.DOTALL)
-    assert found, f"{name} has no block marked {label}"
-    return found
 
 
 def rows(text: str) -> list[list[str]]:
@@ -132,28 +120,6 @@ def test_make_docs_builds_the_site_and_git_ignores_it() -> None:
 
 
 # Quick start and migration
-
-
-class Command(NamedTuple):
-    """A `vllm serve` of a page: the model, its options, and which of them have no value."""
-
-    model: str
-    options: dict[str, str]
-    switches: set[str]
-
-
-def parse_serve(block: str) -> Command:
-    *exports, serve = block.replace("\\\n", " ").strip().splitlines()
-    assert set(exports) <= {"export VLLM_ASCEND_ENABLE_FLASHCOMM1=1"}
-    words = shlex.split(serve)
-    assert words[:2] == ["vllm", "serve"]
-    options, switches = {}, set()
-    for word, following in zip(words[3:], [*words[4:], "--"], strict=True):
-        if word.startswith("--") and following.startswith("--"):
-            switches.add(word)
-        elif word.startswith("--"):
-            options[word] = following
-    return Command(words[2], options, switches)
 
 
 NODES = {"minimax-m2-tp8-dp2": 2, "minimax-m2-tp4-dp4": 2, "qwen3.5-35b-a3b-tp4-dp2": 1}

@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +22,7 @@ from hs_connectors.mooncake_store import packed_layout as packed_layout_of_hs_co
 from hs_connectors.transfer import MooncakeTransfer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from machines import Machine, two_machines
 from mooncake_master import MooncakeMaster, free_port, require_mooncake
 from sink_harness import FORMAT, make_rows, token_ids
 
@@ -570,6 +573,32 @@ def test_the_server_of_the_page_would_start() -> None:
     config = HsxConfig.parse(transfer["kv_connector_extra_config"])
     assert config.mooncake is not None
     assert (config.sink, config.mooncake.global_segment_size) == ("mooncake", 16 << 30)
+
+
+# Machines
+
+
+def test_rows_cross_the_network_to_readers_on_another_machine(tmp_path: Path) -> None:
+    """The master and the readers are on one machine, the server and the memory that it gives are on the other."""
+    require_mooncake()
+
+    def process(machine: Machine, part: str, master: MooncakeMaster) -> subprocess.Popen[str]:
+        command = machine.command([sys.executable, "-m", "tests.ut.fakes.mooncake_process", part, master.address])
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    with (
+        two_machines() as (first, second),
+        first.network(),
+        MooncakeMaster(tmp_path, host=first.address) as master,
+        process(second, "write", master) as server,
+        process(first, "read", master) as reader,
+    ):
+        assert server.stdin is not None and server.stdout is not None
+        said = json.loads(server.stdout.readline())
+        read, _ = reader.communicate(json.dumps(said["params"]), timeout=60)
+        server.stdin.close()
+        assert server.wait(60) == 0
+    assert json.loads(read) == [said["digest"], said["digest"]], "ours, theirs"
 
 
 def run_all(*actions: Callable[[], None]) -> None:

@@ -1,0 +1,43 @@
+"""What tests read out of the documentation."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+class Command(NamedTuple):
+    """A `vllm serve` of a page: the model, its options, and which of them have no value."""
+
+    model: str
+    options: dict[str, str]
+    switches: set[str]
+
+
+def page(name: str) -> str:
+    return (DOCS / name).read_text()
+
+
+def blocks(name: str, label: str) -> list[str]:
+    """The code blocks of a page that follow a `<!-- label -->`."""
+    found = re.findall(rf"<!-- {label} -->\n```\w+\n(.*?)```", page(name), re.DOTALL)
+    assert found, f"{name} has no block marked {label}"
+    return found
+
+
+def parse_serve(block: str) -> Command:
+    *exports, serve = block.replace("\\\n", " ").strip().splitlines()
+    assert set(exports) <= {"export VLLM_ASCEND_ENABLE_FLASHCOMM1=1"}
+    words = shlex.split(serve)
+    assert words[:2] == ["vllm", "serve"]
+    options, switches = {}, set()
+    for word, following in zip(words[3:], [*words[4:], "--"], strict=True):
+        if word.startswith("--") and following.startswith("--"):
+            switches.add(word)
+        elif word.startswith("--"):
+            options[word] = following
+    return Command(words[2], options, switches)

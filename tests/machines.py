@@ -1,0 +1,76 @@
+"""Two machines for tests of what crosses a network: namespaces on this one, joined by a cable that is all the network they have."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from pyroute2 import IPRoute, netns
+
+ROOT = Path(__file__).parents[1]
+CABLE = "eth0"
+ADDRESSES = ("10.0.0.1", "10.0.0.2")
+# Shared memory, semaphores and the host's name are its own, too: what processes tell each other that way stays on the machine.
+_NAMESPACES = ("--net", "--ipc", "--uts", "--mount")
+_BOOT = "mount -t tmpfs tmpfs /dev/shm && echo booted && exec sleep infinity"
+
+
+class Machine:
+    """One of them.
+
+    Args:
+        pid: of a process on it.
+        address: of its end of the cable.
+    """
+
+    def __init__(self, pid: int, address: str) -> None:
+        self.pid = pid
+        self.address = address
+
+    @contextmanager
+    def network(self) -> Iterator[None]:
+        """Sockets that this thread makes are the machine's."""
+        with open("/proc/thread-self/ns/net") as own:
+            netns.setns(f"/proc/{self.pid}/ns/net", flags=0)
+            try:
+                yield
+            finally:
+                netns.setns(own.fileno())
+
+    def command(self, words: Sequence[str], directory: Path = ROOT) -> list[str]:
+        """A command line that runs `words` in a directory on the machine."""
+        return ["nsenter", f"--target={self.pid}", *_NAMESPACES, f"--wd={directory}", "--", *words]
+
+
+@contextmanager
+def two_machines() -> Iterator[tuple[Machine, Machine]]:
+    """Skips the test where this process has not the right to make them."""
+    with ExitStack() as stack:
+        found = []
+        for address in ADDRESSES:
+            command = ["unshare", *_NAMESPACES, "sh", "-c", _BOOT]
+            boot = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            stack.callback(boot.kill)
+            assert boot.stdout is not None
+            said = boot.stdout.readline().strip()
+            if said != "booted":
+                pytest.skip(f"machines are network namespaces, which this user must not make: {said}")
+            found.append(Machine(boot.pid, address))
+        first, second = found
+        with first.network(), IPRoute() as routes:
+            routes.link("add", ifname=CABLE, kind="veth", peer={"ifname": CABLE, "net_ns_pid": second.pid})
+        for machine in found:
+            with machine.network(), IPRoute() as routes:
+                for name in ("lo", CABLE):
+                    (index,) = routes.link_lookup(ifname=name)
+                    if name == CABLE:
+                        routes.addr("add", index=index, address=machine.address, prefixlen=24)
+                    routes.link("set", index=index, state="up")
+        for machine, other in ((first, second), (second, first)):
+            # vLLM takes the address from which the rest of the world would be reached for the machine's (utils/network_utils.py:53).
+            with machine.network(), IPRoute() as routes:
+                routes.route("add", dst="default", gateway=other.address)
+        yield first, second

@@ -1,0 +1,62 @@
+"""What has a part in a Mooncake store on a machine of its own. Imports nothing of the tests.
+
+As a script: mooncake_process.py write MASTER puts a request there, prints its kv_transfer_params and the digest of its rows, and gives them
+memory until its input ends; mooncake_process.py read MASTER reads kv_transfer_params from its input, and prints the digests of what both
+readers find, ours and speculators'.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ascend_hsx.config import MooncakeOptions
+from vllm_ascend_hsx.mooncake import MooncakeReader
+from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
+from vllm_ascend_hsx.sinks.mooncake_client import own_address
+from vllm_ascend_hsx.sinks.packed import handle_of, transfer_params
+
+FORMAT = RowFormat((2, 31, 59), 64, "F32", "tiny")
+TOKENS = 5000  # some chunks of the arena
+
+
+def digest(found: dict[str, Any]) -> str:
+    """Of rows and token ids."""
+    assert found["hidden_states"].dtype == torch.float32
+    return hashlib.sha256(found["hidden_states"].numpy().tobytes() + found["token_ids"].numpy().tobytes()).hexdigest()
+
+
+def write(master: str) -> None:
+    rows = torch.randn(TOKENS, *FORMAT.row_shape)
+    ids = torch.arange(TOKENS)
+    options = MooncakeOptions(master_server_address=master, global_segment_size=64 << 20, local_buffer_size=8 << 20)
+    with MooncakeSink(options, FORMAT) as sink:
+        file = sink.open("cmpl-1", Path(handle_of("cmpl-1")), TOKENS)
+        file.write(0, rows.numpy().view(np.uint8))
+        file.commit(ids.numpy(), TOKENS)
+        params = transfer_params(file.handle, FORMAT, TOKENS, False)
+        print(json.dumps({"params": params, "digest": digest({"hidden_states": rows, "token_ids": ids})}), flush=True)
+        sys.stdin.read()
+
+
+def read(master: str) -> None:
+    from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
+    from hs_connectors.transfer import MooncakeTransfer
+
+    params = json.load(sys.stdin)
+    with MooncakeReader(master) as reader:
+        ours = digest(reader.load(params, 60)._asdict())
+    transfer = MooncakeTransfer(MooncakeHiddenStatesStore(MooncakeStoreConfig(own_address(master), "P2PHANDSHAKE", master, 0, 16 << 20)))
+    transfer.setup()
+    theirs = transfer.get_generated(params)
+    assert theirs is not None
+    print(json.dumps([ours, digest(theirs)]))
+
+
+if __name__ == "__main__":
+    {"write": write, "read": read}[sys.argv[1]](sys.argv[2])
