@@ -73,7 +73,7 @@ def load_package() -> ModuleType:
         problem = f"the package of Mooncake cannot be imported: {error}"
         remedy = (
             "Install the one that fits this machine, or `pip install vllm-ascend-hsx[mooncake]`; "
-            "it needs libibverbs.so.1 and librdmacm.so.1 (Debian: apt-get install libibverbs1 librdmacm1)"
+            "it needs libibverbs, libnuma and libcurl (Debian: apt-get install libibverbs1 libnuma1 libcurl4)"
         )
         raise MooncakeUnavailableError("", None, problem, remedy) from None
     if not hasattr(mooncake.store, "SoftPinAction"):
