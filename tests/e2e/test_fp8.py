@@ -19,6 +19,7 @@ from vllm_ascend_hsx.reader import HiddenStates, load
 
 LAYER_IDS = (0, 2, 4, 1)
 LENGTHS = (1, 7, 64, 150)  # the last one in three chunks
+FLOAT16_ROUNDING = 0.005  # of a row, relative; an eighth of what oracle.py allows bfloat16, which has three bits less
 FP8 = {"quantization": "fp8", "check_finite": True}
 
 
@@ -62,18 +63,29 @@ def test_rows_are_the_models_to_within_the_error_of_float8(float32_qwen3: Path, 
 
 
 @pytest.mark.timeout(300)
-def test_a_server_stores_what_hs_connectors_would_make_of_its_rows_in_half_the_bytes(tiny_minimax_m2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "target"), [(torch.bfloat16, "tiny_minimax_m2"), (torch.float16, "float32_qwen3")], ids=str)
+def test_a_server_stores_what_hs_connectors_would_make_of_its_rows_in_half_the_bytes(
+    dtype: torch.dtype, target: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    model: Path = request.getfixturevalue(target)
     stored: dict[str, list[HiddenStates]] = {}
     data_bytes: dict[str, int] = {}
     for name, options in (("plain", {}), ("fp8", FP8)):
         directory = tmp_path / name
-        with EngineSession(directory, tiny_minimax_m2, layer_ids=LAYER_IDS, dtype="bfloat16", connector_options=options) as session:
+        named = str(dtype).removeprefix("torch.")
+        with EngineSession(directory, model, layer_ids=LAYER_IDS, dtype=named, connector_options=options) as session:
             found = serve(session)
             stored[name] = [states for _, _, states in found]
             data_bytes[name] = sum(_data_bytes(path) for _, path, _ in found)
-            if name == "fp8":
+            if name == "fp8" and dtype == torch.bfloat16:  # it knows no other
                 _their_reader_waits_for_the_lock_and_gives_the_rows_of_ours(session, directory)
+    reference = Reference(model, 4, torch.float32)
     for plain, quantised in zip(stored["plain"], stored["fp8"], strict=True):
+        assert (plain.dtype, quantised.dtype) == (dtype, dtype)
+        if dtype == torch.float16:  # no other test has such a server
+            expected = reference.rows(plain.token_ids.tolist(), LAYER_IDS)
+            difference = (plain.hidden_states - expected).norm(dim=-1) / expected.norm(dim=-1)
+            assert float(difference.max()) < FLOAT16_ROUNDING
         values, scales = quantize_tensor_to_fp8(plain.hidden_states)
         assert torch.equal(quantised.hidden_states.view(torch.uint8), values.view(torch.uint8))
         assert quantised.scales is not None and torch.equal(quantised.scales, scales)
