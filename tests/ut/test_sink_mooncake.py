@@ -595,7 +595,7 @@ def test_rows_cross_the_network_to_readers_on_another_machine(tmp_path: Path) ->
     ):
         assert server.stdin is not None and server.stdout is not None
         said = json.loads(server.stdout.readline())
-        read, _ = reader.communicate(json.dumps(said["params"]), timeout=60)
+        read, _ = reader.communicate(json.dumps(said["params"]))
         server.stdin.close()
         assert server.wait(60) == 0
     assert json.loads(read) == [said["digest"], said["digest"]], "ours, theirs"
