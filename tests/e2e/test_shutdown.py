@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from harness import EngineSession, compare_file, process_environment, tokens
 import vllm_ascend_hsx
 from vllm_ascend_hsx import HiddenStatesError
 from vllm_ascend_hsx.demo.options import ServeOptions
-from vllm_ascend_hsx.demo.server import Server, free_port, group_members
+from vllm_ascend_hsx.demo.server import Server, free_port, group_members, wait_for_ends
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
 LAYER_IDS = (4, 1, 3)
@@ -115,7 +117,7 @@ def wait_for_the_end(server: Server) -> None:
     deadline = time.monotonic() + 30
     while left := group_members(server.process.pid):
         assert time.monotonic() < deadline, left
-        time.sleep(0.1)
+        wait_for_ends(left, deadline - time.monotonic())
 
 
 def assert_they_are_right(found: dict[Path, list[int]], model: Path, layer_ids: Sequence[int] = LAYER_IDS) -> None:
@@ -171,7 +173,9 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
         deadline = time.monotonic() + STOP_SECONDS
         while "the server stops when" not in server.log.read_text(errors="replace"):
             assert time.monotonic() < deadline
-            time.sleep(0.1)
+            server.check_running()
+            with suppress(subprocess.TimeoutExpired):
+                server.process.wait(0.1)
         os.killpg(server.process.pid, signal.SIGINT)
         wait_for_the_end(server)
         long.join()

@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import random
+import select
 import signal
 import sys
 import tarfile
@@ -223,16 +224,14 @@ class Arena:
         self._check(life)
 
     def _wait_for_child(self, pid: int, who: str) -> int:
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return status
-            if time.monotonic() > deadline:
+        end = os.pidfd_open(pid)
+        try:
+            if not select.select([end], [], [], PATIENCE)[0]:
                 os.kill(pid, signal.SIGKILL)
                 self.problems.append(f"{who} hangs")
-                return os.waitpid(pid, 0)[1]
-            time.sleep(0.0002)
+        finally:
+            os.close(end)
+        return os.waitpid(pid, 0)[1]
 
     def _until(self, reached: Callable[[], bool], problem: str) -> bool:
         """Whether it is reached, and without problems."""

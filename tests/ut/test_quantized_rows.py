@@ -9,13 +9,14 @@ import subprocess
 import sys
 import tempfile
 import threading
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
 import torch
+from hs_connectors.fp8_utils import dequantize_fp8_tensor, quantize_tensor_to_fp8
+from hs_connectors.transfer import FP8Transfer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -44,8 +45,6 @@ LAYER_IDS, HIDDEN = (2, 0, 3), 8
 ROW_SHAPE = (len(LAYER_IDS), HIDDEN)
 # The 127 magnitudes of float8_e4m3fn by definition: 4 bits of exponent (bias 7, no infinity), 3 of mantissa, all ones is NaN.
 MAGNITUDES = np.array([m * 2.0**-9 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1])
-
-peer = pytest.mark.skipif(find_spec("hs_connectors") is None, reason="compares with hs-connectors: pip install --no-deps hs-connectors")
 
 
 def row_format(dtype: str = "BF16", hidden: int = HIDDEN) -> RowFormat:
@@ -99,12 +98,9 @@ def any_rows(draw: st.DrawFn) -> tuple[str, torch.Tensor]:
     return dtype, torch.where(rows.isfinite(), rows, torch.zeros_like(rows)) if draw(st.booleans()) else rows
 
 
-@peer
 @settings(max_examples=400, deadline=None)
 @given(case=any_rows(), step=st.sampled_from([1, 8, 40, 1 << 18]))
 def test_values_and_scales_are_bit_for_bit_those_of_hs_connectors(case: tuple[str, torch.Tensor], step: int) -> None:
-    from hs_connectors.fp8_utils import quantize_tensor_to_fp8
-
     dtype, rows = case
     theirs, their_scales = quantize_tensor_to_fp8(rows)
     with pytest.MonkeyPatch.context() as patch:
@@ -326,13 +322,9 @@ def test_quantised_rows_go_past_the_page_cache_too(tmp_path: Path, monkeypatch: 
 # Readers
 
 
-@peer
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [0, 1, 50])
 def test_our_reader_and_hs_connectors_give_the_same_bits(tmp_path: Path, dtype: str, tokens: int) -> None:
-    from hs_connectors.fp8_utils import dequantize_fp8_tensor
-    from hs_connectors.transfer import FP8Transfer
-
     path = publish(tmp_path, rows_of(tokens, dtype), dtype, "hs_7")
     ours = load(path, 0, verify=True)
     assert ours.hidden_states.dtype == DTYPES[dtype]
@@ -347,11 +339,7 @@ def test_our_reader_and_hs_connectors_give_the_same_bits(tmp_path: Path, dtype: 
     assert torch.allclose(ours.hidden_states.float(), in_float32, rtol=2**-7, atol=2**-24)
 
 
-@peer
 def test_files_of_hs_connectors_own_connector_are_read_too(tmp_path: Path) -> None:
-    from hs_connectors.fp8_utils import quantize_tensor_to_fp8
-    from hs_connectors.transfer import FP8Transfer
-
     values, scales = quantize_tensor_to_fp8(rows_of(6))
     tensors = {"hidden_states": values, "hidden_states_scales": scales, "token_ids": torch.arange(6)}
     save_file(tensors, tmp_path / "hs_0.safetensors")
@@ -394,7 +382,6 @@ def test_a_dataset_dequantises_what_it_returns(tmp_path: Path) -> None:
     assert torch.equal(item["hidden_states"], whole.float())
 
 
-@peer
 def test_the_backend_for_speculators_gives_rows_in_the_models_dtype(tmp_path: Path) -> None:
     from vllm_ascend_hsx.integrations.speculators import HsxTransfer
 

@@ -47,7 +47,7 @@ def group_members(group: int) -> list[int]:
     return members
 
 
-def _wait_for_ends(pids: Sequence[int], timeout: float) -> None:
+def wait_for_ends(pids: Sequence[int], timeout: float) -> None:
     """Returns when all of these processes, which need not be our children, have ended, or after timeout seconds."""
     deadline = time.monotonic() + timeout
     for pid in pids:
@@ -142,7 +142,7 @@ class Server:
                     os.killpg(self.process.pid, number)
             # Members can still start others, hence the loop.
             while (members := group_members(self.process.pid)) and (left := deadline - time.monotonic()) > 0:
-                _wait_for_ends(members, left)
+                wait_for_ends(members, left)
         self.process.wait()
 
     def _healthy(self) -> bool:

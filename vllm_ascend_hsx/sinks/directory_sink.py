@@ -15,6 +15,7 @@ from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.sinks.home import Home
 from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, below, path_refusal
+from vllm_ascend_hsx.sinks.one_end import fail_all
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.system import describe
 
@@ -127,9 +128,7 @@ class DirectorySink(Sink):
                 return
             self._closed = True
             files = list(self._files.values())
-        # One that is being published may take long, and the others are not to wait for it.
-        for file in sorted(files, key=lambda each: not each.is_open):
-            file.fail(SERVER_STOPPED)
+        fail_all(files, SERVER_STOPPED)
         for home in (*self._former, self._home):
             self.leave(home)
             home.close()

@@ -13,6 +13,7 @@ from vllm_ascend_hsx.sinks.arena import Arena
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, Sink, SinkError
 from vllm_ascend_hsx.sinks.mooncake_client import MooncakeClient, MooncakeError, MooncakeUnavailableError
 from vllm_ascend_hsx.sinks.mooncake_file import MooncakeFile
+from vllm_ascend_hsx.sinks.one_end import fail_all
 from vllm_ascend_hsx.sinks.packed import MANIFEST_KEY_SUFFIX
 
 _TIDIED = 16  # handles that are looked at with each that is published
@@ -68,9 +69,7 @@ class MooncakeSink(Sink):
                 return
             self._closed = True
             files = list(self._files.values())
-        # One that is being published may take long, and the others are not to wait for it.
-        for file in sorted(files, key=lambda each: not each.is_open):
-            file.fail(SERVER_STOPPED)
+        fail_all(files, SERVER_STOPPED)
         self.client.close()
 
     def forget(self, file: MooncakeFile) -> None:

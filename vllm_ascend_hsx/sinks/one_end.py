@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections.abc import Iterable
 from enum import Enum
 from pathlib import Path
 
@@ -145,3 +146,9 @@ class OneEndFile(SinkFile):
     def _how_it_ended(self) -> str:
         because = f" ({self._failure})" if self._failure else ""
         return f"the file is {self._state.value} already{because}"
+
+
+def fail_all(files: Iterable[OneEndFile], reason: str) -> None:
+    """Fail the files that have not ended. One that is being published may take long, and the others are not to wait for it."""
+    for file in sorted(files, key=lambda each: not each.is_open):
+        file.fail(reason)
