@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,9 @@ from safetensors.torch import load_file
 from sink_harness import FORMAT, listing, make_rows, open_fds, token_ids, trace
 
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, SinkError
-from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.lock import wait_until_released
 from vllm_ascend_hsx.sinks.names import file_name
 
 
@@ -409,6 +411,34 @@ def test_an_end_that_comes_during_a_commit_waits_for_it(tmp_path: Path, monkeypa
     assert ended == [["cmpl-1.safetensors", "cmpl-1.safetensors.lock"]]
     assert np.array_equal(bits(load_file(file.path)["hidden_states"]), make_rows(0, 2))
     sink.close()
+
+
+def test_closing_does_not_keep_what_is_open_waiting_for_what_is_being_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    complete = DataFile.complete
+
+    def slow(*args: Any) -> None:
+        begun.set()
+        may_end.wait(30)
+        complete(*args)
+
+    monkeypatch.setattr(DataFile, "complete", slow)
+    sink = FileSink(tmp_path, FORMAT)
+    published, left_open = (open_file(sink, tmp_path, name) for name in ("published", "left-open"))
+    published.write(0, make_rows(0, 1))
+    threads = [threading.Thread(target=published.commit, args=(token_ids(1), 1)), threading.Thread(target=sink.close)]
+    try:
+        threads[0].start()
+        assert begun.wait(30)
+        threads[1].start()
+        wait_until_released(left_open.path.with_name(left_open.path.name + ".lock"), 10)
+        assert reason_of(left_open.path) == SERVER_STOPPED
+        assert not published.path.exists()
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join()
+    assert published.path.exists()
 
 
 def test_closing_the_sink_fails_what_is_open_and_nothing_else(tmp_path: Path) -> None:
