@@ -159,6 +159,10 @@ class Driver:
         and its worker in this process."""
         while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.step()
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Wait until all rows that were computed so far are written, or their files have failed. Needs what finish_writes needs."""
         worker = self._halves()["worker"]
         copied = threading.Event()
         worker._copier.then(copied.set)
