@@ -2,7 +2,7 @@
 
 hypothesis makes the traffic: arrivals, lengths, aborts, preemptions, files that cannot be opened. One engine per configuration serves all
 of it, so each run meets what the ones before it have left in the staging slots, the pinned ring, the KV cache and the prefix cache.
-`--traffic-runs N` plays N runs instead of RUNS in each configuration, with other traffic each time.
+`--traffic-runs N` plays N runs instead of RUNS of each configuration, with other traffic each time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 from harness import EngineSession, Request, tokens
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from oracle import Reference
 from stage import Stage
 
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX
 
-RUNS = 110  # in each configuration
+# Most where a run takes least; a mixture of experts differs in its target only.
+RUNS = {"cramped": 110, "synchronous": 150, "moe": 50}
 STEPS = 14  # actions of a run
 CHUNK = 32
 NUM_LAYERS = 4
@@ -50,13 +51,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=ENGINES)
-def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
-    moe = request.param == "moe"
+@pytest.fixture
+def stage(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
+    moe = engine == "moe"
     model = request.getfixturevalue("tiny_minimax_m2" if moe else "float32_qwen3")
     dtype = torch.bfloat16 if moe else torch.float32
     options = {"layer_ids": LAYER_IDS, "dtype": str(dtype).removeprefix("torch."), "max_num_batched_tokens": CHUNK, "max_num_seqs": 6}
-    with EngineSession(tmp_path, model, **options, **ENGINES[request.param]) as session:
+    with EngineSession(tmp_path, model, **options, **ENGINES[engine]) as session:
         yield Stage(session, Reference(model, NUM_LAYERS, dtype))
 
 
@@ -116,13 +117,14 @@ class Traffic(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         self.stage.step(count)
 
-    @precondition(lambda self: any(request.ended is None for request in self.added))
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
+    # What hypothesis draws must not depend on how far the engine has come, which differs with the time that writing takes.
+    @rule(which=st.integers(0, 1000))
+    def abort(self, which: int) -> None:
         running = [request for request in self.added if request.ended is None]
-        request = running[data.draw(st.integers(0, len(running) - 1))]
-        # Rows of a prompt may have been complete before; those of generated tokens never were.
-        self.stage.abort(request, expect="either" if request in self.prompt_only else "nothing")
+        if running:
+            request = running[which % len(running)]
+            # Rows of a prompt may have been complete before; those of generated tokens never were.
+            self.stage.abort(request, expect="either" if request in self.prompt_only else "nothing")
 
     @rule()
     def preempt_everything(self) -> None:
@@ -153,9 +155,10 @@ class Traffic(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1500)
-def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(stage: Stage, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(engine: str, stage: Stage, request: pytest.FixtureRequest) -> None:
     asked = request.config.getoption("traffic_runs")
-    runs = asked or RUNS
+    runs = asked or RUNS[engine]
 
     class OnThisStage(Traffic):
         pass
