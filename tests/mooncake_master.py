@@ -14,6 +14,8 @@ from types import TracebackType
 
 import pytest
 
+from vllm_ascend_hsx.demo.server import free_port
+
 START_SECONDS = 30.0
 
 
@@ -86,10 +88,3 @@ class MooncakeMaster:
         """As if its machine had lost power. A second call does nothing."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -1,5 +1,6 @@
 """The demo's server process: waiting for it, saying why it failed, and leaving nothing behind."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -71,5 +72,17 @@ def test_a_server_that_stays_silent_is_given_up_after_the_timeout(tmp_path: Path
     assert elapsed
 
 
-def test_free_ports_are_free_and_differ() -> None:
-    assert len({free_port() for _ in range(5)}) > 1
+def test_free_ports_differ_and_are_none_that_linux_gives_to_whoever_asks_for_any() -> None:
+    ports = {free_port() for _ in range(5)}
+    assert len(ports) > 1
+    assert max(ports) < 32768
+
+
+def test_a_port_in_use_is_passed_over_and_if_all_are_that_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        used = free_port()
+        other.bind(("127.0.0.1", used))
+        monkeypatch.setattr(server_module, "PORTS", range(used, used + 1))
+        with pytest.raises(ServerError, match=f"no free TCP port .* {used} to {used}: stop what listens there"):
+            free_port()
+    assert free_port() == used

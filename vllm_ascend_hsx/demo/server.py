@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import os
+import random
 import re
 import select
 import shlex
@@ -16,6 +17,7 @@ from types import TracebackType
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 15.0
+PORTS = range(20000, 32000)  # Linux gives ports from 32768 on by itself
 KILL_SECONDS = 10.0
 LOG_TAIL_LINES = 25
 # The line that ends a traceback, wherever a logger puts it. Later ones are mostly other processes that miss the first.
@@ -27,11 +29,19 @@ class ServerError(RuntimeError):
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface that nothing uses now.
+
+    It is below those that the kernel gives to whoever asks for any, so that it is still free when a server binds it, which vLLM does many
+    seconds after it was started.
+
+    Raises:
+        ServerError: all of them are in use.
+    """
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ServerError(f"no free TCP port was found on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: stop what listens there")
 
 
 def group_members(group: int) -> list[int]:
@@ -131,11 +141,11 @@ class Server:
         first = [f"the first error in the log: {line}" for line in errors][:1]
         return "\n".join([*first, f"the last lines of {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]])
 
-    def stop(self) -> None:
-        """Ends every process of the server: SIGTERM, and SIGKILL for what is left STOP_SECONDS later. Harmless when called again."""
+    def stop(self, patience: float = STOP_SECONDS) -> None:
+        """Ends every process of the server: SIGTERM, and SIGKILL for what is left `patience` seconds later. Harmless when called again."""
         if self.process is None:
             return
-        for number, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, KILL_SECONDS)):
+        for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, KILL_SECONDS)):
             deadline = time.monotonic() + seconds
             if group_members(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):  # the last of them may end between the two lines
