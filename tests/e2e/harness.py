@@ -23,11 +23,15 @@ from safetensors.torch import load_file
 from vllm_ascend_hsx.demo.reference import Comparison, compare, reference_hidden_states
 from vllm_ascend_hsx.emulator.launch import environment
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
-from vllm_ascend_hsx.sinks.names import file_name, token_of_mark
+from vllm_ascend_hsx.sinks.lock import wait_until_released
+from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX, file_name, token_of_mark
 
 HERE = Path(__file__).parent
 HBM_BYTES = 2 << 30
 EXIT_SECONDS = 30.0
+# At most, on a machine that is busy with other things: a server that ends meanwhile is noticed at once.
+START_SECONDS = 600.0
+PUBLISH_SECONDS = 60.0
 # Actions that may fail without harm to the engine: what is wrong is their arguments.
 REFUSABLE = frozenset({"add"})
 # SamplingParams of a request whose generated tokens are extracted too, and of one that is not extracted.
@@ -153,7 +157,7 @@ class EngineSession:
         late: bool = True,
         instruments: Mapping[str, Any] | None = None,
         connector_options: Mapping[str, Any] | None = None,
-        timeout: float = 120,
+        timeout: float = START_SECONDS,
         environ: Mapping[str, str] | None = None,
         **engine: Any,
     ) -> None:
@@ -376,6 +380,7 @@ class Run:
 
 def compare_file(path: Path, model: Path, prompt: Sequence[int], layer_ids: Sequence[int]) -> Comparison:
     """A file against transformers on the CPU: token ids equal, rows within the tolerance of their dtype."""
+    wait_until_released(path.with_name(path.name + LOCK_SUFFIX), PUBLISH_SECONDS)  # a server publishes behind its answer
     tensors = load_file(path)
     if tensors["token_ids"].tolist() != list(prompt):
         return Comparison(float("nan"), "mismatch", f"token_ids {tensors['token_ids'].tolist()} are not the prompt's")
@@ -387,7 +392,7 @@ def upstream_transfer_config(storage: Path) -> dict[str, Any]:
     return kv_transfer_config(storage) | {"kv_connector": "ExampleHiddenStatesConnector"}
 
 
-def run_engine(directory: Path, model: Path, script: Sequence[Sequence[Any]], *, timeout: float = 280, **options: Any) -> Run:
+def run_engine(directory: Path, model: Path, script: Sequence[Sequence[Any]], *, timeout: float = 900, **options: Any) -> Run:
     """Run an engine in a process of its own.
 
     Args:

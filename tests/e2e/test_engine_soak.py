@@ -43,7 +43,7 @@ def stage(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     options: dict[str, Any] = {"max_num_seqs": BATCH, "max_num_batched_tokens": 8 * BATCH, "layer_ids": LAYER_IDS, "dtype": "float32"}
     # Little KV cache and a small ring: memory that is used for the first time is no growth.
     options |= {"num_gpu_blocks_override": BATCH + 16, "connector_options": {"pinned_ring_bytes": 1 << 20}}
-    with EngineSession(tmp_path_factory.mktemp("soak"), float32_qwen3, timeout=300, **options) as session:
+    with EngineSession(tmp_path_factory.mktemp("soak"), float32_qwen3, **options) as session:
         yield Stage(session, Reference(float32_qwen3, 4, torch.float32))
 
 

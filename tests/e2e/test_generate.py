@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import compare_file, process_environment, tokens
+from harness import START_SECONDS, compare_file, process_environment, tokens
 from safetensors.torch import load_file
 
 from vllm_ascend_hsx.demo.server import Server, free_port
 
 LAYER_IDS = (4, 1, 3)
-START_SECONDS = 280
 MAX_MODEL_LEN = 512
 LENGTHS = (5, 70, 1, 130, 33, 64, 65, 9, 200, 17)
 ROOT = Path(__file__).parents[2]
@@ -75,7 +74,6 @@ def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield Serving(server, tiny_minimax_m2, storage, directory)
 
 
-@pytest.mark.timeout(600)
 def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     records = [{"token_ids": tokens(length)} for length in LENGTHS]
     code, printed = serving.generate("tokens", records, "--validate", "--concurrency", "3", dies_at=DIES_AT)
@@ -102,7 +100,6 @@ def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     assert code == 0, printed
 
 
-@pytest.mark.timeout(600)
 def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(serving: Serving) -> None:
     from transformers import AutoTokenizer
 
@@ -130,7 +127,6 @@ def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(ser
     assert serving.left() == []
 
 
-@pytest.mark.timeout(600)
 def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) -> None:
     """A request that generates for long is under way when Ctrl-C comes: the server is asked for no more, and keeps nothing."""
     records = [{"token_ids": tokens(20)}]
@@ -155,7 +151,6 @@ def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) 
     assert code == 0, printed
 
 
-@pytest.mark.timeout(600)
 def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is_found(serving: Serving) -> None:
     lengths = (5, 70, 33)
     code, printed = serving.generate("shown", [{"token_ids": tokens(length)} for length in lengths])

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import torch
-from harness import names_in, process_environment, tokens
+from harness import START_SECONDS, names_in, process_environment, tokens
 from oracle import Oracle, Reference, Served
 
 import vllm_ascend_hsx
@@ -19,7 +19,6 @@ from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.server import Server, free_port
 
 LAYER_IDS = (4, 1, 2)
-START_SECONDS = 280
 PROMPTS = [tokens(9), tokens(70), tokens(1)]
 OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
 COMPLETIONS, CHAT = "completions", "chat/completions"
@@ -162,7 +161,6 @@ def oracle(float32_qwen3: Path) -> Oracle:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.timeout(400)
 def test_every_file_is_found_and_right(client: Client, answers: dict[str, Answer], oracle: Oracle, name: str) -> None:
     case, answer = CASES[name], answers[name]
     if name == "opted-out":

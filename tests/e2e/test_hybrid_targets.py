@@ -15,7 +15,7 @@ import httpx
 import pytest
 import test_scenarios as scenarios
 import torch
-from harness import WITH_OUTPUT, Run, compare_file, process_environment, run_engine, tokens
+from harness import START_SECONDS, WITH_OUTPUT, Run, compare_file, process_environment, run_engine, tokens
 from oracle import Reference
 from stage import Stage, Stages
 from tiny_hybrid import build_qwen3_5_moe, build_qwen3_next
@@ -249,7 +249,6 @@ def test_rows_are_right_with_tensor_and_expert_parallelism(target: str, models: 
         assert comparison.matches, f"{request_id}: {comparison}"
 
 
-@pytest.mark.timeout(900)
 def test_rows_are_right_with_data_and_tensor_parallelism_over_http(target: str, models: dict[str, Path], tmp_path: Path) -> None:
     model = models[target]
     options = ServeOptions(
@@ -262,7 +261,7 @@ def test_rows_are_right_with_data_and_tensor_parallelism_over_http(target: str, 
     )
     environment = process_environment(npus=4) | TARGETS[target].environ
     with Server(options.command(), port=options.port, log=tmp_path / "server.log", environment=environment) as server:
-        server.wait_ready(280)
+        server.wait_ready(START_SECONDS)
 
         def complete(prompt: list[int], **body: Any) -> Any:
             common = {"model": str(model), "prompt": prompt, "temperature": 0, "return_token_ids": True, "ignore_eos": True}

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,7 @@ class Reign:
 
     def engine(self, workers: int = 1) -> EngineSession:
         options = {"dtype": "float32", "max_num_batched_tokens": CHUNK, "max_num_seqs": AT_A_TIME, "tensor_parallel_size": workers}
-        return EngineSession(
-            self._directory, self._model, layer_ids=LAYER_IDS, timeout=600, connector_options=self._options, **options
-        )
+        return EngineSession(self._directory, self._model, layer_ids=LAYER_IDS, connector_options=self._options, **options)
 
     def add(self, session: EngineSession) -> Request:
         length = self._luck.choice([1, CHUNK, self._luck.randint(1, 300)])
@@ -90,6 +89,10 @@ class Reign:
         (path,) = session.paths(endless)
         while not path.with_name(path.name + LOCK_SUFFIX).exists():
             session.step()
+        done = session.add(tokens(CHUNK), {"max_tokens": 1})
+        while not done.finished:
+            session.step()
+        load(*session.paths(done), 60)  # however soon it is killed, it has published something
         pool = ThreadPoolExecutor(1)
         waiting = pool.submit(_outcome, path)
         pool.shutdown(wait=False)
@@ -179,13 +182,13 @@ def members_of_sealed_tars(storage: Path) -> set[str]:
 def holders_of_marks(storage: Path) -> list[int]:
     """The processes that live in a directory."""
     found = set()
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            target = Path(os.readlink(link))
-        except OSError:  # it has been closed, or its process is not ours to look at
-            continue
-        if target.parent == storage and token_of_mark(target.name):
-            found.add(int(link.parts[2]))
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # it has ended, or is not ours to look at
+            for fd in os.listdir(f"/proc/{process}/fd"):
+                with suppress(FileNotFoundError):  # it has been closed
+                    target = Path(os.readlink(f"/proc/{process}/fd/{fd}"))
+                    if target.parent == storage and token_of_mark(target.name):
+                        found.add(int(process))
     return sorted(found)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import EngineSession, compare_file, process_environment, tokens
+from harness import START_SECONDS, EngineSession, compare_file, process_environment, tokens
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx import HiddenStatesError
@@ -27,7 +27,6 @@ from vllm_ascend_hsx.demo.server import Server, free_port, group_members, wait_f
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
 LAYER_IDS = (4, 1, 3)
-START_SECONDS = 400
 STOP_SECONDS = 150
 ROW_BYTES = len(LAYER_IDS) * 256 * 2
 HELD = (17, 40, 70)  # tokens of the prompts whose rows the storage takes late; the others are shorter
@@ -140,7 +139,6 @@ def assert_nothing_else_is_there(storage: Path, *groups: Sequence[Path]) -> None
     assert visible == expected
 
 
-@pytest.mark.timeout(800)
 def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_path: Path) -> None:
     """Requests in flight have the time that --shutdown-timeout gives them, and the storage more than vLLM's executor gives its workers."""
     options = {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel": True}
@@ -148,7 +146,7 @@ def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_pat
         server.wait_ready(START_SECONDS)
         long = Stream(server, tiny_minimax_m2, tokens(9), 4000)
         held = held_prompts(server, tiny_minimax_m2)
-        short = Stream(server, tiny_minimax_m2, tokens(11), 8)
+        short = Stream(server, tiny_minimax_m2, tokens(11), 4)
         assert server.process is not None
         server.process.send_signal(signal.SIGTERM)
         wait_for_the_end(server)
@@ -162,7 +160,6 @@ def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_pat
     assert_nothing_else_is_there(storage, [*held], [*paths.values()])
 
 
-@pytest.mark.timeout(800)
 def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Path) -> None:
     with serve(tmp_path, tiny_qwen3, 3, data_parallel_size=1, tensor_parallel_size=2) as server:
         server.wait_ready(START_SECONDS)
