@@ -68,6 +68,7 @@ def test_what_can_be_seen_is_right_whenever_a_server_is_killed(tmp_path: Path, t
         assert found["let_go"] > 0, "readers that slept on the lock of a server when it was killed"
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
 def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(tmp_path: Path, number: int) -> None:
     found = play("sweep", tmp_path / "storage", number=number, ends=ENDS)
@@ -88,6 +89,7 @@ def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_on
     assert min(found["waits"], found["seen_meanwhile"], found["errors_checked"]) > 10
 
 
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
 def test_members_of_shards_are_right_at_whichever_system_call_a_server_is_killed(tmp_path: Path, number: int) -> None:
     found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, shards=True)

@@ -21,6 +21,7 @@ from vllm_ascend_hsx.connector import worker as worker_module
 from vllm_ascend_hsx.connector.connector import AscendHiddenStatesConnector
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
+from vllm_ascend_hsx.sinks.lock import wait_until_released
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.storage import Storage
 
@@ -143,6 +144,7 @@ def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
     compute(engine)
     assert publishing.wait(30)
     engine.worker.close(0)
+    assert wait_until_released(engine.path("half").with_name("half.safetensors.lock"), 30)
     assert reasons(engine) == {"half": SERVER_STOPPED}
     waiting = threads(engine)
     go_on.set()
@@ -165,13 +167,14 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: 
     compute(engine)
     earlier = signal.signal(signal.SIGUSR1, handler)
     joining = threading.Event()
-    close = engine.worker._copier.close
+    copier = engine.worker._copier._thread
+    join = copier.join
 
-    def close_copier(timeout: float | None) -> bool:
-        joining.set()
-        return close(timeout)
+    def join_copier(timeout: float | None) -> None:
+        joining.set()  # the copier has been told to end
+        join(timeout)
 
-    engine.worker._copier.close = close_copier  # type: ignore[method-assign]
+    copier.join = join_copier  # type: ignore[method-assign]
     main = threading.main_thread().ident
     assert main is not None
 
@@ -188,6 +191,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: 
     assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
     assert locks_that_are_held(engine) == []
     waiting = threads(engine)
+    copier.join = join  # type: ignore[method-assign]
     storage.set()
     for thread in waiting:
         thread.join(30)

@@ -379,9 +379,8 @@ def test_no_chunk_has_two_owners_and_none_is_lost(steps: list[tuple[int, int]]) 
 def test_a_full_store_fails_the_request_and_nothing_that_was_published_is_evicted_for_it(tmp_path: Path) -> None:
     require_mooncake()
     tokens = (2 << 20) // ROW
-    # Objects can be evicted as soon as their lease has ended, if at all.
     with (
-        MooncakeMaster(tmp_path, "-default_kv_lease_ttl=200", "-eviction_high_watermark_ratio=0.3", "-eviction_ratio=0.5") as own,
+        MooncakeMaster(tmp_path, "-eviction_high_watermark_ratio=0.3", "-eviction_ratio=0.5") as own,
         MooncakeReader(own.address) as reader,
         MooncakeSink(options(own, global_segment_size=16 << 20), FORMAT) as sink,
     ):

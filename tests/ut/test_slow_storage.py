@@ -54,6 +54,17 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     answers.set()
 
 
+def silence(engine: Engine, storage: threading.Event) -> None:
+    """Patience is short only while the storage is silent: what it does otherwise may take long on a slow disk."""
+    storage.clear()
+    engine.worker._patience = PATIENCE
+
+
+def answer(engine: Engine, storage: threading.Event) -> None:
+    engine.worker._patience = 30.0
+    storage.set()
+
+
 def reason(path: Path) -> str:
     return json.loads(Path(f"{path}.error").read_text())["reason"]
 
@@ -67,14 +78,14 @@ def kinds(engine: Engine) -> dict[str, int]:
 def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their_own_step(
     make_engine: Callable[..., Engine], storage: threading.Event
 ) -> None:
-    engine = make_engine(patience=PATIENCE)
-    storage.clear()
+    engine = make_engine()
+    silence(engine, storage)
     engine.step(started(engine.start("a", 3), engine.start("b", 4)), [("a", 0, 3), ("b", 0, 4)])
     assert engine.outcomes == {"a": SILENT, "b": SILENT}, "the response that leaves now says so"
     assert engine.staging.wanted == {}
     engine.step(ended("a"), [])
     engine.step(ended("b"), [])
-    storage.set()
+    answer(engine, storage)
     engine.worker.drain_copies()  # the rest of their rows waited for the ring
     engine.step(started(engine.start("c", 5)), [("c", 0, 5)])
     engine.close()
@@ -89,11 +100,11 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     make_engine: Callable[..., Engine], storage: threading.Event
 ) -> None:
     """The ring holds 6 rows and the two slots 16 each: the fourth step finds no slot."""
-    engine = make_engine(patience=PATIENCE)
+    engine = make_engine()
     engine.step(started(engine.start("before", 2)), [("before", 0, 2)])
     engine.wait_until_decided("before")
     engine.step(started(engine.start("a", 40), engine.start("b", 40)), [("a", 0, 8), ("b", 0, 8)])
-    storage.clear()
+    silence(engine, storage)
     position = 8
     while "a" not in engine.outcomes:
         engine.step(NOTHING, [("a", position, 8), ("b", position, 8)])
@@ -106,7 +117,7 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     assert engine.outcomes["c"] == SILENT
     assert engine.last_report.stuck == {0}
     engine.step(ended("c"), [("not extracted", 0, 16)])
-    storage.set()
+    answer(engine, storage)
     engine.worker.drain_copies()
     engine.step(NOTHING, [])
     engine.step(started(engine.start("d", 20)), [("d", 0, 16)])

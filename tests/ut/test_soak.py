@@ -231,6 +231,8 @@ class Soak:
 
     def holdings(self) -> dict[str, Any]:
         """What the worker holds when nothing is under way; the same at any time."""
+        self._worker.drain_copies()  # its threads may be behind the last file's end
+        self._worker._writers.drain()
         gc.collect()
         worker = vars(self._worker)
         sizes = {name: len(value) for name, value in worker.items() if isinstance(value, dict | set | list | deque)}

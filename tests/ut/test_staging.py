@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_ascend_hsx.spans import Span
-from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache
+from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache, StagingSlot
 
 LAYERS, HIDDEN, MAX_TOKENS = 3, 8, 24
 COLLECTED = (2, 0, 1)
@@ -217,17 +217,21 @@ def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
 ) -> None:
     sabotaged = pipeline(slots=1, ring_rows=16)
     sabotage(sabotaged)
-    # The writer is held back, so that the ring is full and the copier behind.
+    # The writer is held back until the copier waits for memory and the main thread for the copier, or all steps are done.
     sabotaged.gate.clear()
-    release = threading.Timer(0.3, sabotaged.gate.set)
-    release.start()
+
+    def wait(slot: StagingSlot, spans: Sequence[Span]) -> bool:
+        while not slot.issued.wait(0.001):
+            if sabotaged.ring.stuck_for():
+                sabotaged.gate.set()
+        return True
+
+    sabotaged.staging.wait_for_slot = wait
     try:
         expected = run_steps(sabotaged, FULL)
     except RuntimeError as error:
         assert "race" in str(error).lower()
         return
-    finally:
-        release.cancel()
     arrived = {key: row for key, row in sabotaged.read.items() if torch.equal(row, expected[key])}
     assert arrived.keys() != expected.keys()
 
