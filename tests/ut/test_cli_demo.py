@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -115,6 +116,17 @@ def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(
     monkeypatch.setattr(demo, "_available_memory", lambda: 1)
     assert demo.main(["--model", str(tiny_minimax_m2)]) == 1
     assert "call again with --no-reference" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_that_no_port_is_free_is_said_without_a_traceback(
+    tiny_minimax_m2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        used = other.getsockname()[1]
+        monkeypatch.setattr("vllm_ascend_hsx.demo.server.PORTS", range(used, used + 1))
+        assert demo.main(["--model", str(tiny_minimax_m2), "--no-reference"]) == 1
+    assert "no free TCP port was found" in capsys.readouterr().out.replace("\n", " ")
 
 
 @pytest.mark.parametrize(("layers", "ids"), [(1, (0, 1)), (4, (1, 2, 4)), (62, (2, 31, 59, 62))])

@@ -93,12 +93,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
     config = _model_config(model)
     layer_ids = _layer_ids(options.layers, config["num_hidden_layers"])
     reference = None if options.no_reference else _reference(model)
+    try:
+        port = free_port()
+    except ServerError as error:
+        raise DemoError(str(error)) from error
     work = options.output or Path(tempfile.mkdtemp(prefix="hsx-demo-"))
     serve = ServeOptions(
         model=str(model),
         storage=work.absolute() / "hidden_states",
         layer_ids=layer_ids,
-        port=free_port(),
+        port=port,
         data_parallel_size=options.data_parallel_size,
         tensor_parallel_size=options.tensor_parallel_size,
         expert_parallel=not options.no_expert_parallel,

@@ -141,11 +141,14 @@ class Server:
         first = [f"the first error in the log: {line}" for line in errors][:1]
         return "\n".join([*first, f"the last lines of {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]])
 
-    def stop(self, patience: float = STOP_SECONDS) -> None:
-        """Ends every process of the server: SIGTERM, and SIGKILL for what is left `patience` seconds later. Harmless when called again."""
+    def stop(self, patience: float | None = None) -> None:
+        """Ends every process of the server: SIGTERM, and SIGKILL for what is left `patience` seconds later, or else STOP_SECONDS later.
+
+        Harmless when called again.
+        """
         if self.process is None:
             return
-        for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, KILL_SECONDS)):
+        for number, seconds in ((signal.SIGTERM, STOP_SECONDS if patience is None else patience), (signal.SIGKILL, KILL_SECONDS)):
             deadline = time.monotonic() + seconds
             if group_members(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):  # the last of them may end between the two lines
