@@ -1,10 +1,13 @@
-"""An engine in a process of its own that does what it is told, step by step. Started by harness.EngineSession; not a test.
+"""Engines in processes of their own that do what they are told, step by step. Started by harness.EngineSession; not a test.
 
-Usage: driver.py READ_FD WRITE_FD
+Usage: driver.py SOCKET_FD
 
-Reads one JSON action per line, {"action": name, "args": [...], "kwargs": {...}}, the name being that of a public method of Driver. Answers
-each with one line, {"result": ..., "error": traceback or null, "events": [...], "preemptions": [...]}, the last two being what happened
-since the last answer. The pipes are its own, for vLLM prints to stdout.
+Imports vLLM once and forks a process for each engine that is asked for on the socket: a message is the JSON of its environment, with three
+descriptors (actions, answers, log), and is answered with the process id. No device is touched before the fork.
+
+A forked process reads one JSON action per line, {"action": name, "args": [...], "kwargs": {...}}, the name being that of a public method
+of Driver. It answers each with one line, {"result": ..., "error": traceback or null, "events": [...], "preemptions": [...]}, the last two
+being what happened since the last answer. The pipes are its own, for vLLM prints to stdout.
 """
 
 from __future__ import annotations
@@ -12,11 +15,18 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
+import socket
 import sys
 import threading
 import traceback
 from pathlib import Path
 from typing import Any
+
+ENVIRON = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process, so that a step is a call
+    "VLLM_NO_USAGE_STATS": "1",  # a thread less, and nothing is sent anywhere
+}
 
 
 class Driver:
@@ -320,20 +330,46 @@ def serve(driver: Driver, actions: Any, answers: Any) -> None:
         answers.flush()
 
 
-def main() -> int:
-    # The scheduler in this process, so that a step is a call.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_NO_USAGE_STATS"] = "1"  # a thread less, and nothing is sent anywhere
-    read_fd, write_fd = map(int, sys.argv[1:])
-    for descriptor in (read_fd, write_fd):
-        os.set_inheritable(descriptor, False)  # else the end of this process would not be seen while one of its workers lives
+def run_engine(environ: dict[str, str], read_fd: int, write_fd: int, log_fd: int) -> None:
+    """Be the process of one engine, in a session and process group of its own."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor in (1, 2):
+        os.dup2(log_fd, descriptor)
+    os.close(log_fd)
+    os.environ.clear()
+    os.environ.update(environ, **ENVIRON)
     with os.fdopen(read_fd) as actions, os.fdopen(write_fd, "w") as answers:
+        for pipe in (actions, answers):
+            # Else the end of this process would not be seen while one of its workers lives.
+            os.set_inheritable(pipe.fileno(), False)
+            os.register_at_fork(after_in_child=pipe.close)
         serve(Driver(), actions, answers)
     # Threads that an instrument holds back would keep this process from ending.
     if instruments := sys.modules.get("hsx_test_instruments"):
         instruments.release_writers.set()
-    return 0
+
+
+def main() -> None:
+    os.environ.update(ENVIRON)
+    # The modules that `vllm serve` has imported when it forks; what a worker imports, it imports itself.
+    import vllm.v1.engine.llm_engine  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forked processes here
+    with socket.socket(fileno=int(sys.argv[1])) as requests:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 3)
+            if not message:
+                return
+            pid = os.fork()
+            if not pid:
+                requests.close()
+                run_engine(json.loads(message), *descriptors)
+                return
+            for descriptor in descriptors:
+                os.close(descriptor)
+            requests.send(str(pid).encode())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,6 +7,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -32,6 +33,8 @@ EXIT_SECONDS = 30.0
 # At most, on a machine that is busy with other things: a server that ends meanwhile is noticed at once.
 START_SECONDS = 600.0
 PUBLISH_SECONDS = 60.0
+# How `vllm serve` starts processes where nothing is said; the other tests fork, which saves each process the import of vLLM.
+SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # Actions that may fail without harm to the engine: what is wrong is their arguments.
 REFUSABLE = frozenset({"add"})
 # SamplingParams of a request whose generated tokens are extracted too, and of one that is not extracted.
@@ -115,6 +118,60 @@ class Request:
             self.completions[index] = [*self.completions.get(index, []), *new] if delta else new
             self.texts[index] = (self.texts.get(index, "") if delta else "") + output["text"]
             self.stop_reasons[index] = output["stop_reason"]
+
+
+class Forks:
+    """A process that has imported vLLM (driver.py), and forks those of engines.
+
+    Args:
+        environ: of the process.
+        log_fd: receives what it prints.
+
+    Attributes:
+        key: what of the environment is read when modules are imported; other engines need another process.
+    """
+
+    def __init__(self, environ: Mapping[str, str], log_fd: int) -> None:
+        self.key = self.key_of(environ)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, str(HERE / "driver.py"), str(theirs.fileno())],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log_fd,
+                stderr=log_fd,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+
+    @staticmethod
+    def key_of(environ: Mapping[str, str]) -> dict[str, str]:
+        return {name: value for name, value in environ.items() if name.startswith(("HSX_EMULATOR_", "VLLM_", "PYTHONPATH"))}
+
+    def fork(self, environ: Mapping[str, str], descriptors: Sequence[int]) -> int:
+        """Returns the id of the process of a new engine, the leader of its process group. Raises ConnectionError: vLLM was not imported."""
+        socket.send_fds(self._socket, [json.dumps(dict(environ)).encode()], descriptors)
+        if pid := self._socket.recv(64):
+            return int(pid)
+        raise ConnectionResetError("the process that forks engines has ended")
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+_last_forks: Forks | None = None
+
+
+def _forks(environ: Mapping[str, str], log_fd: int) -> Forks:
+    """The last one if it serves for this environment, else a new one: tests that follow each other mostly need the same."""
+    global _last_forks
+    if _last_forks is None or _last_forks.key != Forks.key_of(environ):
+        if _last_forks is not None:
+            _last_forks.close()
+        _last_forks = Forks(environ, log_fd)
+    return _last_forks
 
 
 class EngineError(Exception):
@@ -205,16 +262,13 @@ class EngineSession:
     def __enter__(self) -> EngineSession:
         ours_read, its_write = os.pipe()
         its_read, ours_write = os.pipe()
-        with self._log_path.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "driver.py"), str(its_read), str(its_write)],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(its_read, its_write),
-                start_new_session=True,
-            )
+        with self._log_path.open("wb") as log:
+            forks = _forks(self._environment, log.fileno())
+            try:
+                self.pid = forks.fork(self._environment, (its_read, its_write, log.fileno()))
+            except ConnectionError as error:
+                raise AssertionError(f"{error}:\n{self.log[-4000:]}") from error
+        self._exit = os.pidfd_open(self.pid)
         os.close(its_read)
         os.close(its_write)
         self._answers = ours_read
@@ -239,11 +293,11 @@ class EngineSession:
         with suppress(BrokenPipeError):
             self._actions.close()
         os.close(self._answers)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_SECONDS)
+        select.select([self._exit], [], [], EXIT_SECONDS)
         with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self.pid, signal.SIGKILL)
+        select.select([self._exit], [], [])
+        os.close(self._exit)
 
     def call(self, action: str, *args: Any, **kwargs: Any) -> Any:
         """Have the driver do something: see driver.Driver. Returns its result.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 import torch
-from harness import START_SECONDS, names_in, process_environment, tokens
+from harness import SPAWN, START_SECONDS, names_in, process_environment, tokens
 from oracle import Oracle, Reference, Served
 
 import vllm_ascend_hsx
@@ -138,7 +138,7 @@ def client(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         max_num_batched_tokens=64,
         extra=("--enforce-eager", "--gpu-memory-utilization", "0.4", "--dtype", "float32"),
     )
-    server = Server(options.command(), port=options.port, log=directory / "server.log", environment=process_environment(npus=1))
+    server = Server(options.command(), port=options.port, log=directory / "server.log", environment=process_environment(npus=1) | SPAWN)
     with server:
         server.wait_ready(START_SECONDS)
         yield Client(server, float32_qwen3, options.storage)

@@ -83,7 +83,7 @@ class Reign:
             if one_worker:
                 os.kill(self._luck.choice(holders_of_marks(self.storage)), signal.SIGKILL)
             else:
-                os.killpg(session._process.pid, signal.SIGKILL)
+                os.killpg(session.pid, signal.SIGKILL)
 
         endless = session.add(tokens(40), {"max_tokens": 400, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}})
         (path,) = session.paths(endless)

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from harness import Run, read_trace, run_engine, tokens
+from harness import SPAWN, Run, read_trace, run_engine, tokens
 
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 # Lengths that TP does not divide: padding rows stand behind the last real one.
@@ -38,7 +38,7 @@ def run_tp2(directory: Path, model: Path, *, ours: bool) -> tuple[Run, dict[str,
         ours=ours,
         late=ours,
         instruments={"trace_files": str(traces)},
-        environ=FLASHCOMM,
+        environ=FLASHCOMM | (SPAWN if ours else {}),
         tensor_parallel_size=2,
         enable_expert_parallel=True,
     )

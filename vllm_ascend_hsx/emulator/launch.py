@@ -36,8 +36,8 @@ def environment(npus: int = Settings.npus, hbm_bytes: int = Settings.hbm_bytes, 
         "HSX_EMULATOR_NPUS": str(npus),
         "HSX_EMULATOR_HBM": str(hbm_bytes),
         "HSX_EMULATOR_LATE": "1" if late else "0",
-        # A device cannot be used again after fork, here as on hardware.
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Forked workers need not import vLLM again. As on hardware, a parent that has used a device cannot fork: the child is refused.
+        "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork"),
         # Each NPU is a process; more threads than cores only wait for each other.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }

@@ -35,13 +35,17 @@ def _after_import(module: str, action: Any) -> None:
 
 
 class _Trace:
-    """Appends one JSON line per event to a file of this process."""
+    """Appends one JSON line per event to a file of the process that writes it, forked or not."""
 
     def __init__(self, directory: str) -> None:
-        self.file = (Path(directory) / f"trace-{os.getpid()}.jsonl").open("a", buffering=1)
+        self._directory = Path(directory)
+        self._process = 0
 
     def write(self, **event: Any) -> None:
-        self.file.write(json.dumps(event) + "\n")
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._file = (self._directory / f"trace-{self._process}.jsonl").open("a", buffering=1)
+        self._file.write(json.dumps(event) + "\n")
 
 
 def trace_collectives(directory: str) -> None:

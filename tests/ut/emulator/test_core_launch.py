@@ -82,12 +82,18 @@ def test_a_command_line_that_cannot_be_used_gets_one_clear_line(
 def test_the_environment_puts_the_site_directory_first_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/somewhere", str(SITE)]))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
     added = environment(npus=4, hbm_bytes=1 << 30, late=True)
     assert added["PYTHONPATH"].split(os.pathsep) == [str(SITE), "/somewhere"]
     assert added["HSX_EMULATOR_NPUS"] == "4"
     assert added["HSX_EMULATOR_LATE"] == "1"
     assert added["OMP_NUM_THREADS"] == "1"
-    assert added["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert added["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+
+
+def test_how_workers_start_is_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    assert environment()["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
 
 
 @pytest.mark.parametrize(
