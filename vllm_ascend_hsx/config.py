@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 CONNECTOR_NAME = "AscendHiddenStatesConnector"
+PLUGIN_NAME = "ascend_hsx"  # the entry point, and what VLLM_PLUGINS calls it
 METHOD = "extract_hidden_states"
 EXTRA_CONFIG = "kv_connector_extra_config"
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"

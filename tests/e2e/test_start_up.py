@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import run_engine
+from harness import START_SECONDS, process_environment, run_engine, upstream_transfer_config
 from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedModel
 
 from vllm_ascend_hsx.demo.tiny_models import VOCAB_SIZE, build_model
+from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "misspelt-option": (
@@ -47,3 +52,127 @@ def test_it_is_refused(tiny_qwen3: Path, tmp_path: Path, options: dict[str, Any]
     assert run.error is not None
     assert reason in run.error + run.log
     assert "Starting to load model" not in run.log
+
+
+# A configuration that cannot be served is refused by the process that makes it, so that the server's last line has the reason.
+
+BUILD = """
+import json, sys
+from vllm import EngineArgs
+from vllm.usage.usage_lib import UsageContext
+refusals = {}
+for name, options in json.loads(sys.argv[1]).items():
+    try:
+        EngineArgs(enforce_eager=True, max_model_len=512, **options).create_engine_config(UsageContext.OPENAI_API_SERVER)
+        refusals[name] = None
+    except Exception as error:
+        refusals[name] = str(error)
+print("refusals:" + json.dumps(refusals))
+"""
+BOTH_WAYS = ('"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer"', "VLLM_PLUGINS=ascend,")
+
+
+def refusals(model: Path, cases: dict[str, dict[str, Any]], **environ: str) -> dict[str, str | None]:
+    """What vLLM says when it makes the configuration of each case, all of which extract; None if it makes one."""
+    common = {"model": str(model), "speculative_config": speculative_config((1, 2))}
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, json.dumps({name: {**common, **case} for name, case in cases.items()})],
+        env={**os.environ, **process_environment(npus=1), **environ},
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (each for each in done.stdout.splitlines() if each.startswith("refusals:"))
+    found: dict[str, str | None] = json.loads(line.removeprefix("refusals:"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_connectors(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
+    """What vLLM says to each connector beside the speculative method."""
+    storage = tmp_path_factory.mktemp("storage")
+    ours, vllms = kv_transfer_config(storage), upstream_transfer_config(storage)
+    offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+
+    def together(*children: Any) -> dict[str, Any]:
+        connectors = {"connectors": list(children)}
+        return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": connectors}
+
+    cases = {
+        "ours": {"kv_transfer_config": ours},
+        "ours beside another": {"kv_transfer_config": together(ours, offloading)},
+        "vllms": {"kv_transfer_config": vllms, "enable_chunked_prefill": False},
+        "vllms with chunked prefill": {"kv_transfer_config": vllms},
+        "vllms beside ours": {"kv_transfer_config": together(ours, vllms)},
+        "another": {"kv_transfer_config": offloading},
+        "others": {"kv_transfer_config": together(offloading, vllms)},
+        "none": {},
+        "replaced by an option of vLLM": {"kv_transfer_config": ours, "kv_offloading_size": 1},
+        "misspelt option": {"kv_transfer_config": kv_transfer_config(storage, num_writer_thread=2)},
+        "another role": {"kv_transfer_config": {**ours, "kv_role": "kv_both"}},
+    }
+    return refusals(tiny_qwen3, cases)
+
+
+@pytest.mark.parametrize("case", ["ours", "ours beside another"])
+def test_our_connector_is_taken(of_connectors: dict[str, str | None], case: str) -> None:
+    assert of_connectors[case] is None
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("vllms", "ExampleHiddenStatesConnector"),
+        ("vllms with chunked prefill", "ExampleHiddenStatesConnector"),
+        ("another", "OffloadingConnector"),
+        ("others", "MultiConnector"),
+        ("none", None),
+        ("replaced by an option of vLLM", "OffloadingConnector"),
+    ],
+)
+def test_another_connector_beside_the_method_is_refused_with_both_ways_out(
+    of_connectors: dict[str, str | None], case: str, named: str | None
+) -> None:
+    found = of_connectors[case]
+    assert found is not None
+    assert f"kv_connector={named!r} does not take the hidden states that the speculative method extracts" in found
+    assert all(each in found for each in BOTH_WAYS), found
+    assert "ascend_hsx" not in found.partition("VLLM_PLUGINS=")[2].split()[0]
+
+
+def test_vllms_own_connector_beside_ours_is_refused(of_connectors: dict[str, str | None]) -> None:
+    found = of_connectors["vllms beside ours"]
+    assert found is not None and "ExampleHiddenStatesConnector" in found and "Leave it out" in found
+
+
+@pytest.mark.parametrize(("case", "named"), [("misspelt option", "num_writer_thread=2"), ("another role", "kv_role='kv_both'")])
+def test_options_of_our_connector_are_refused_there_too(of_connectors: dict[str, str | None], case: str, named: str) -> None:
+    assert named in (of_connectors[case] or "")
+
+
+def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_path: Path) -> None:
+    """The second way out, with the value of VLLM_PLUGINS that the message names."""
+    vllms = {"vllms": {"kv_transfer_config": upstream_transfer_config(tmp_path), "enable_chunked_prefill": False}}
+    refused = refusals(tiny_qwen3, vllms)["vllms"]
+    assert refused is not None
+    named = refused.partition("VLLM_PLUGINS=")[2].split()[0]
+    assert refusals(tiny_qwen3, vllms, VLLM_PLUGINS=named) == {"vllms": None}
+
+
+def test_vllm_serve_ends_with_the_reason(tiny_qwen3: Path, tmp_path: Path) -> None:
+    options = {"--speculative-config": speculative_config((1, 2)), "--kv-transfer-config": upstream_transfer_config(tmp_path)}
+    words = [word for name, value in options.items() for word in (name, json.dumps(value))]
+    done = subprocess.run(
+        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tiny_qwen3), "--no-enable-chunked-prefill", *words],
+        env={**os.environ, **process_environment(npus=1)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    assert done.returncode != 0
+    last = done.stdout[done.stdout.rindex("Traceback") :]
+    assert "does not take the hidden states" in last and all(each in last for each in BOTH_WAYS), last

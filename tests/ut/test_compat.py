@@ -26,7 +26,7 @@ from vllm_ascend_hsx.compat.engine import (
 from vllm_ascend_hsx.compat.runner import replace_proposer
 from vllm_ascend_hsx.compat.shutdown import stop_in_order, wait_for_engines, wait_for_workers
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
-from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.config import CONNECTOR_NAME, HsxConfigError
 from vllm_ascend_hsx.proposer import HsxProposer
 
 
@@ -63,13 +63,18 @@ def config_module() -> Any:
     """A VllmConfig that checks its parts and then derives a size from them, in that order, as vLLM's does."""
 
     class VllmConfig:
-        def __init__(self, speculative_config: Any = None) -> None:
+        def __init__(self, speculative_config: Any = None, connector: str | None = CONNECTOR_NAME, offload: bool = False) -> None:
+            extra = {"shared_storage_path": "/data"}
+            self.kv_transfer_config = SimpleNamespace(kv_connector=connector, kv_role="kv_producer", kv_connector_extra_config=extra)
+            self.offload = offload
             if speculative_config is not None and speculative_config.num_speculative_tokens <= 0:
                 raise ValueError("greater than zero")
             self.speculative_config = speculative_config
             self.__post_init__()
 
         def __post_init__(self) -> None:
+            if self.offload:
+                self.kv_transfer_config.kv_connector = "OffloadingConnector"
             self.decode_query_len = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
 
     module = SimpleNamespace(VllmConfig=VllmConfig)
@@ -101,6 +106,14 @@ def test_sizes_can_be_derived_again_as_each_engine_does_with_data_parallelism() 
 def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
     with pytest.raises(HsxConfigError, match=r"num_speculative_tokens=3 has no meaning.*Set it to 1"):
         config_module().VllmConfig(speculative_config=speculative(number=3))
+
+
+@pytest.mark.parametrize("options", [{"connector": "ExampleHiddenStatesConnector"}, {"connector": None}, {"offload": True}])
+def test_a_configuration_whose_connector_is_another_is_refused_while_it_is_made(options: dict[str, Any]) -> None:
+    config = config_module().VllmConfig
+    assert config(**options).decode_query_len == 1
+    with pytest.raises(HsxConfigError, match=r"kv_connector=.* does not take.*AscendHiddenStatesConnector.* VLLM_PLUGINS="):
+        config(speculative_config=speculative(), **options)
 
 
 def test_a_configuration_made_without_our_plugin_is_refused() -> None:

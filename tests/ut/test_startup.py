@@ -13,6 +13,7 @@ import torch
 from mooncake_master import free_port, require_mooncake
 from test_config import vllm_config
 
+from vllm_ascend_hsx import startup
 from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.startup import read_start_up
@@ -50,6 +51,23 @@ def test_our_entry_is_found_inside_a_multi_connector(tmp_path: Path) -> None:
     }
     config.kv_transfer_config.kv_connector_extra_config = {"connectors": [{"kv_connector": "OffloadingConnector"}, ours]}
     assert read_start_up(config).directory == tmp_path / "ours"
+
+
+def test_vllms_own_connector_beside_ours_is_refused(tmp_path: Path) -> None:
+    config = serve(tmp_path, connector="MultiConnector")
+    names = ("AscendHiddenStatesConnector", "ExampleHiddenStatesConnector")
+    config.kv_transfer_config.kv_connector_extra_config = {"connectors": [{"kv_connector": name} for name in names]}
+    with pytest.raises(HsxConfigError, match=r"connectors='ExampleHiddenStatesConnector' reads .* from the KV cache.*Leave it out"):
+        read_start_up(config)
+
+
+@pytest.mark.parametrize(("now", "named"), [({}, "ascend,ascend_model"), ({"VLLM_PLUGINS": "ascend_hsx,ascend_model"}, "ascend_model")])
+def test_another_connector_is_told_how_to_start_without_our_plugin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: dict[str, str], named: str
+) -> None:
+    points = {"vllm.platform_plugins": ["ascend"], "vllm.general_plugins": ["ascend_hsx", "ascend_model"]}
+    monkeypatch.setattr(startup, "entry_points", lambda group: [SimpleNamespace(name=name) for name in points.get(group, ())])
+    assert startup.plugins_without_ours(now) == named
 
 
 @pytest.mark.parametrize(

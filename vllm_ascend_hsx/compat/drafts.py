@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_ascend_hsx.compat.versions import require
 from vllm_ascend_hsx.config import METHOD, HsxConfigError
+from vllm_ascend_hsx.startup import read_options
 
 CONFIG_MODULE = "vllm.config.vllm"
 PROPOSER_MODULE = "vllm.v1.spec_decode.extract_hidden_states"
@@ -28,6 +29,10 @@ def schedule_no_drafts(config_module: Any) -> None:
     VllmConfig checks its parts again whenever a copy is made of it (`with_hf_config`, for the text part of a multimodal model), and then
     derives sizes from them in `__post_init__`. So the number is what vLLM accepts during the check, and 0 from there on. With data
     parallelism each engine calls `__post_init__` alone once more (vllm/v1/engine/core.py:1038).
+
+    It is also the first place where connector and method are known together, and it runs in the process that the user has started: what
+    does not fit is refused here, in the last line that this process prints. `--kv-offloading-size` replaces the connector
+    (config/vllm.py:780), so it is looked at again.
 
     Args:
         config_module: the module `vllm.config.vllm`.
@@ -57,7 +62,10 @@ def schedule_no_drafts(config_module: Any) -> None:
                     "Set it to 1, the least that vLLM takes.",
                 )
             speculative.num_speculative_tokens = 0
+            read_options(self.kv_transfer_config)
         derive(self)
+        if _extracts(speculative):
+            read_options(self.kv_transfer_config)
 
     config.__init__ = init
     config.__post_init__ = post_init

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_ascend_hsx.compat.versions import require
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
-from vllm_ascend_hsx.startup import connector_entry
+from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.startup import read_options
 
 ENGINE_MANAGER_MODULE = "vllm.v1.engine.utils"
 EXECUTOR_MODULE = "vllm.v1.executor.multiproc_executor"
@@ -37,7 +37,7 @@ def patience(vllm_config: Any) -> float:
         0 where our connector is not configured, alone or in MultiConnector, or in a way that no engine starts with.
     """
     try:
-        config = HsxConfig.parse(connector_entry(vllm_config.kv_transfer_config)[1])
+        config = read_options(vllm_config.kv_transfer_config)
     except HsxConfigError:
         return 0.0
     return config.storage_patience_s + config.close_timeout_s

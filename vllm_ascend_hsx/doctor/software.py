@@ -10,12 +10,13 @@ from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
 from vllm_ascend_hsx.compat.versions import CHECKED_VERSIONS
+from vllm_ascend_hsx.config import PLUGIN_NAME
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.emulator.launch import SITE
 from vllm_ascend_hsx.emulator.settings import Settings
 
 TOPIC = "software"
-PLUGIN_GROUP, PLUGIN = "vllm.general_plugins", "ascend_hsx"
+PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN_TARGET = "vllm_ascend_hsx.plugin:register"
 # Where CANN is if nobody says so, newest layout first: hiascend.com, CANN 8.5.0 and 8.0.0, "File Paths" (instg_0044).
 _CANN_HOMES = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest")
@@ -171,12 +172,12 @@ def _runner(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _plugin(environ: Mapping[str, str]) -> Finding:
-    found = [point.value for point in entry_points(group=PLUGIN_GROUP) if point.name == PLUGIN]
+    found = [point.value for point in entry_points(group=PLUGIN_GROUP) if point.name == PLUGIN_NAME]
     if _PLUGIN_TARGET not in found:
         remedy = "Install vllm-ascend-hsx with pip in the environment that has vllm."
-        return Finding(TOPIC, "plugin", "problem", f"no entry point {PLUGIN_GROUP}: {PLUGIN}", remedy)
+        return Finding(TOPIC, "plugin", "problem", f"no entry point {PLUGIN_GROUP}: {PLUGIN_NAME}", remedy)
     allowed = environ.get("VLLM_PLUGINS")
-    if allowed is not None and PLUGIN not in allowed.split(","):
-        remedy = f"Add {PLUGIN} to VLLM_PLUGINS, or unset it."
-        return Finding(TOPIC, "plugin", "problem", f"VLLM_PLUGINS={allowed} keeps vLLM from loading {PLUGIN}", remedy)
-    return Finding(TOPIC, "plugin", "ok", f"{PLUGIN_GROUP}: {PLUGIN}")
+    if allowed is not None and PLUGIN_NAME not in allowed.split(","):
+        remedy = f"Add {PLUGIN_NAME} to VLLM_PLUGINS, or unset it."
+        return Finding(TOPIC, "plugin", "problem", f"VLLM_PLUGINS={allowed} keeps vLLM from loading {PLUGIN_NAME}", remedy)
+    return Finding(TOPIC, "plugin", "ok", f"{PLUGIN_GROUP}: {PLUGIN_NAME}")

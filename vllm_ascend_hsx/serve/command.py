@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.config import ONE_ONLY, HsxConfig, HsxConfigError, validate_layer_ids
+from vllm_ascend_hsx.config import ONE_ONLY, PLUGIN_NAME, HsxConfig, HsxConfigError, validate_layer_ids
 from vllm_ascend_hsx.serve.errors import ServeError
 from vllm_ascend_hsx.serve.model import Model, read_model
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.targets.supported import ARCHITECTURES
 
-PLUGIN = "ascend_hsx"
 PLUGINS = "VLLM_PLUGINS"
 # Options of vllm serve that say what `hsx serve` says.
 _SET_BY_US = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--kv-transfer-config", "--model")
@@ -132,9 +131,9 @@ def _refuse_what_cannot_be(vllm_arguments: Sequence[str]) -> None:
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
     """A server that loads only some plugins must load ours, too."""
-    if PLUGINS not in environ or PLUGIN in environ[PLUGINS].split(","):
+    if PLUGINS not in environ or PLUGIN_NAME in environ[PLUGINS].split(","):
         return {}
-    return {PLUGINS: ",".join(filter(None, (environ[PLUGINS], PLUGIN)))}
+    return {PLUGINS: ",".join(filter(None, (environ[PLUGINS], PLUGIN_NAME)))}
 
 
 def _notes(target: Model) -> tuple[str, ...]:
