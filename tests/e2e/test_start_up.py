@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from harness import START_SECONDS, process_environment, run_engine, upstream_transfer_config
-from transformers import OlmoConfig, OlmoForCausalLM, PreTrainedModel
+from transformers import NemotronHConfig, NemotronHForCausalLM, OlmoConfig, OlmoForCausalLM, PreTrainedModel
 
-from vllm_ascend_hsx.demo.tiny_models import VOCAB_SIZE, build_model
+from vllm_ascend_hsx.demo.tiny_models import VOCAB_SIZE, build_model, common_config
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -52,6 +52,18 @@ def test_it_is_refused(tiny_qwen3: Path, tmp_path: Path, options: dict[str, Any]
     assert run.error is not None
     assert reason in run.error + run.log
     assert "Starting to load model" not in run.log
+
+
+@pytest.fixture(scope="module")
+def nemotron_h(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose class collects hidden states, and which vllm-ascend 0.23.0 cannot serve."""
+
+    def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
+        mamba = {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 64, "n_groups": 2, "chunk_size": 64}
+        sizes = {**common_config(layers), "head_dim": 32, "intermediate_size": 64}
+        return NemotronHForCausalLM(NemotronHConfig(**sizes, **mamba, hybrid_override_pattern="M*M*")), {}
+
+    return build_model(tmp_path_factory.mktemp("models") / "nemotron_h", "nemotron_h", create, dtype="bfloat16", layers=4, seed=0)
 
 
 # A configuration that cannot be served is refused by the process that makes it, so that the server's last line has the reason.
@@ -159,6 +171,12 @@ def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_p
     assert refused is not None
     named = refused.partition("VLLM_PLUGINS=")[2].split()[0]
     assert refusals(tiny_qwen3, vllms, VLLM_PLUGINS=named) == {"vllms": None}
+
+
+def test_a_target_that_vllm_ascend_cannot_serve_is_refused_before_there_is_an_engine(nemotron_h: Path, tmp_path: Path) -> None:
+    """Without that, the server becomes healthy, and the first request ends its engine: vLLM's warm-up of the kernels only warns."""
+    found = refusals(nemotron_h, {"nemotron_h": {"kv_transfer_config": kv_transfer_config(tmp_path)}})["nemotron_h"]
+    assert found is not None and "model='NemotronHForCausalLM' cannot be served: its Mamba-2 layers" in found
 
 
 def test_vllm_serve_ends_with_the_reason(tiny_qwen3: Path, tmp_path: Path) -> None:

@@ -420,11 +420,24 @@ def test_a_target_that_a_server_refuses_is_a_problem_that_lists_the_others(tmp_p
     assert "MiniMaxM2ForCausalLM" in found.what_to_do
 
 
+def test_a_target_that_vllm_ascend_cannot_serve_is_a_problem_with_the_reason(tmp_path: Path) -> None:
+    (found,) = check_target(config_json(tmp_path, architectures=["NemotronHForCausalLM"], hybrid_override_pattern="M*ME"))
+    assert found.verdict == "problem" and "NemotronHForCausalLM" in found.found
+    assert "Mamba-2" in found.found and "model_runner_v1.py" in found.found and "fused_moe/layer.py" in found.found
+    assert "MiniMaxM2ForCausalLM" in found.what_to_do
+
+
+def test_a_target_that_no_test_has_served_is_not_called_ok(tmp_path: Path) -> None:
+    found = by_name(check_target(config_json(tmp_path, architectures=["LlamaForCausalLM"])))["model"]
+    assert found.verdict == "note" and "collects hidden states" in found.found and "no test" in found.found
+    assert found.what_to_do.startswith("Compare its rows with transformers first: hsx demo --device npu --model ")
+
+
 def test_a_target_that_the_plan_does_not_know_can_still_be_extracted(tmp_path: Path) -> None:
-    model = config_json(tmp_path, architectures=["NemotronHForCausalLM"], hybrid_override_pattern="M*M-")
+    model = config_json(tmp_path, architectures=["Qwen3ForCausalLM"], layer_types=["kda"], num_hidden_layers=1)
     found = by_name(check_target(model))
     assert found["model"].verdict == "ok"
-    assert found["plan"].verdict == "note" and "Mamba layers" in found["plan"].found
+    assert found["plan"].verdict == "note" and "kda" in found["plan"].found
 
 
 # The command

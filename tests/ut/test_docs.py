@@ -26,7 +26,7 @@ from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.reader import HiddenStates, load
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES
+from vllm_ascend_hsx.targets.supported import ARCHITECTURES, SHOWN, UNSERVABLE
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -311,4 +311,6 @@ def test_the_versions_and_classes_are_those_of_the_code() -> None:
     assert f"| {CHECKED_VERSIONS['vllm']} | {CHECKED_VERSIONS['vllm-ascend']} | works |" in text
     named = re.findall(r"`(\w+For\w+)`", text)
     assert len(named) >= 8
-    assert set(named) <= set(ARCHITECTURES)
+    assert set(named) <= {*ARCHITECTURES, *UNSERVABLE}
+    targets = rows(text.partition("## Targets")[2].partition("## Features")[0])
+    assert {cell.strip("`") for _, cell, state, _ in targets if state.startswith("works")} == set(SHOWN)

@@ -150,6 +150,12 @@ def test_what_cannot_be_is_refused_by_option_value_and_reason(model: Path, vllm:
     assert words in str(refused.value)
 
 
+def test_a_target_that_vllm_ascend_cannot_serve_is_refused(tmp_path: Path) -> None:
+    nemotron = a_model(tmp_path / "nemotron", {**CONFIG, "architectures": ["NemotronHForCausalLM"]})
+    with pytest.raises(ServeError, match="NemotronHForCausalLM cannot be served: its Mamba-2 layers"):
+        command(nemotron)
+
+
 @pytest.mark.parametrize("vllm", [("-pp", "1"), ("--pipeline-parallel-size=1",), ("--seed", "-1"), ("--tensor-parallel-size", "2")])
 def test_other_options_go_to_vllm_as_they_are(model: Path, vllm: tuple[str, ...]) -> None:
     assert command(model, *vllm).arguments[3 : 3 + len(vllm)] == vllm

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_hsx.compat.models import require_collecting_target
+from vllm_ascend_hsx.compat.models import refuse_unservable_target, require_collecting_target
 from vllm_ascend_hsx.config import HsxConfigError
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES
+from vllm_ascend_hsx.targets.supported import ARCHITECTURES, SHOWN, UNSERVABLE
 
 OURS = {"Qwen3NextForCausalLM"}
 # Tables of vLLM's registry in which the targets stand; the others have drafts and models that generate nothing.
@@ -50,9 +50,45 @@ def collecting_architectures() -> set[str]:
 
 def test_the_list_of_targets_is_vllms_and_what_we_add() -> None:
     of_vllm = collecting_architectures()
-    assert set(ARCHITECTURES) == of_vllm | OURS
+    assert set(ARCHITECTURES) == (of_vllm | OURS) - set(UNSERVABLE)
+    assert set(UNSERVABLE) <= of_vllm
     assert list(ARCHITECTURES) == sorted(ARCHITECTURES)
     assert not OURS & of_vllm  # else ours is no longer needed
+
+
+def test_what_the_tests_have_shown_is_a_part_of_the_list() -> None:
+    assert set(SHOWN) < set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("architecture", UNSERVABLE)
+def test_a_target_that_cannot_be_served_is_refused_by_its_configuration(architecture: str) -> None:
+    refuse_unservable_target(SimpleNamespace(architecture="Qwen3ForCausalLM"))
+    with pytest.raises(HsxConfigError, match=rf"model='{architecture}' cannot be served: .*0\.23\.0.* Choose another target"):
+        refuse_unservable_target(SimpleNamespace(architecture=architecture))
+
+
+def source(package: str, *path: str) -> ast.Module:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None
+    return ast.parse(Path(spec.origin).parent.joinpath(*path).read_text())
+
+
+def function(tree: ast.Module, class_name: str, name: str) -> str:
+    (found,) = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == class_name)
+    return next(ast.unparse(each) for each in found.body if isinstance(each, ast.FunctionDef) and each.name == name)
+
+
+def test_the_reasons_why_nemotron_h_cannot_be_served_still_hold() -> None:
+    """Of the sources. If one fails, a version serves what we refuse: look at UNSERVABLE again."""
+    runner = function(source("vllm_ascend", "worker", "model_runner_v1.py"), "NPUModelRunner", "initialize_kv_cache")
+    assert "initialize_mamba_ssu_backend" not in runner and "super()" not in runner
+    assert "initialize_mamba_ssu_backend" in function(
+        source("vllm", "v1", "worker", "gpu_model_runner.py"), "GPUModelRunner", "initialize_kv_cache"
+    )
+    experts = function(source("vllm", "model_executor", "layers", "fused_moe", "layer.py"), "FusedMoE", "__init__")
+    assert "is_act_and_mul=False is supported only for CUDA and XPU" in experts
+    nemotron = ast.unparse(source("vllm", "model_executor", "models", "nemotron_h.py"))
+    assert "MambaMixer2(" in nemotron and "is_act_and_mul=False" in nemotron
 
 
 class Collecting:

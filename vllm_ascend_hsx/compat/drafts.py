@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
+from vllm_ascend_hsx.compat.models import refuse_unservable_target
 from vllm_ascend_hsx.compat.versions import require
 from vllm_ascend_hsx.config import METHOD, HsxConfigError
 from vllm_ascend_hsx.startup import read_options
@@ -30,9 +31,9 @@ def schedule_no_drafts(config_module: Any) -> None:
     derives sizes from them in `__post_init__`. So the number is what vLLM accepts during the check, and 0 from there on. With data
     parallelism each engine calls `__post_init__` alone once more (vllm/v1/engine/core.py:1038).
 
-    It is also the first place where connector and method are known together, and it runs in the process that the user has started: what
-    does not fit is refused here, in the last line that this process prints. `--kv-offloading-size` replaces the connector
-    (config/vllm.py:780), so it is looked at again.
+    It is also the first place where method, connector and target are known together, and it runs in the process that the user has started:
+    what does not fit is refused here, in the last error that this process prints. `--kv-offloading-size` replaces the connector
+    (config/vllm.py:780), so it is checked again.
 
     Args:
         config_module: the module `vllm.config.vllm`.
@@ -63,6 +64,7 @@ def schedule_no_drafts(config_module: Any) -> None:
                 )
             speculative.num_speculative_tokens = 0
             read_options(self.kv_transfer_config)
+            refuse_unservable_target(self.model_config)
         derive(self)
         if _extracts(speculative):
             read_options(self.kv_transfer_config)

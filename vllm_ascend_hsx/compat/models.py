@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_ascend_hsx.compat.versions import require
 from vllm_ascend_hsx.config import HsxConfigError
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES
+from vllm_ascend_hsx.targets.supported import ARCHITECTURES, UNSERVABLE
 
 DEEPSEEK_MODULE = "vllm.model_executor.models.deepseek_v2"
 
@@ -94,3 +94,19 @@ def require_collecting_target(model_config: Any) -> None:
             "collects no hidden states: its class in vLLM lacks the interface SupportsEagle3",
             f"Targets that can be extracted are {', '.join(ARCHITECTURES)}.",
         )
+
+
+def refuse_unservable_target(model_config: Any) -> None:
+    """Refuse a target that collects hidden states but that vllm-ascend cannot serve.
+
+    Reason: a server of one may become healthy and lose its engine in the first request; vLLM only warns when its warm-up of Mamba-2
+    kernels fails (model_executor/layers/mamba/mamba_mixer2.py:656).
+
+    Args:
+        model_config: vllm.config.ModelConfig of the target.
+
+    Raises:
+        HsxConfigError: it is one of UNSERVABLE.
+    """
+    if reason := UNSERVABLE.get(model_config.architecture):
+        raise HsxConfigError("model", model_config.architecture, f"cannot be served: {reason}", "Choose another target.")

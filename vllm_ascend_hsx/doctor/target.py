@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.shape import read_config, read_shape
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES
+from vllm_ascend_hsx.targets.supported import ARCHITECTURES, SHOWN, UNSERVABLE
 
 TOPIC = "target"
 
@@ -25,13 +25,22 @@ def check_target(model: str) -> Iterator[Finding]:
     named = config.get("architectures")
     architectures = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
     # vLLM takes the first that it knows; a model that names several has the same model in each.
-    supported = next((each for each in architectures if each in ARCHITECTURES), None)
-    if supported is None:
+    known = next((each for each in architectures if each in ARCHITECTURES or each in UNSERVABLE), None)
+    remedy = f"Choose a target of one of these classes: {', '.join(ARCHITECTURES)}."
+    if known in UNSERVABLE:
+        yield Finding(TOPIC, "model", "problem", f"{name}: {known} cannot be served: {UNSERVABLE[known]}", remedy)
+        return
+    if known is None:
         what = ", ".join(architectures) or "no architecture in its config.json"
         problem = f"{name}: {what}: collects no hidden states in vLLM (no interface SupportsEagle3); a server refuses it"
-        yield Finding(TOPIC, "model", "problem", problem, f"Choose a target of one of these classes: {', '.join(ARCHITECTURES)}.")
+        yield Finding(TOPIC, "model", "problem", problem, remedy)
         return
-    yield Finding(TOPIC, "model", "ok", f"{name}: {supported} collects hidden states")
+    collects = f"{name}: {known} collects hidden states"
+    if known in SHOWN:
+        yield Finding(TOPIC, "model", "ok", collects)
+    else:
+        remedy = f"Compare its rows with transformers first: hsx demo --device npu --model {model} --no-expert-parallel"
+        yield Finding(TOPIC, "model", "note", f"{collects}; no test has served one of this class on vllm-ascend", remedy)
     try:
         shape = read_shape(model)
     except PlanError as error:

@@ -13,7 +13,7 @@ from vllm_ascend_hsx.config import ONE_ONLY, PLUGIN_NAME, HsxConfig, HsxConfigEr
 from vllm_ascend_hsx.serve.errors import ServeError
 from vllm_ascend_hsx.serve.model import Model, read_model
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES
+from vllm_ascend_hsx.targets.supported import ARCHITECTURES, UNSERVABLE
 
 PLUGINS = "VLLM_PLUGINS"
 # Options of vllm serve that say what `hsx serve` says.
@@ -61,6 +61,8 @@ def build(
     config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
     target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))
+    if reason := UNSERVABLE.get(target.architecture):
+        raise ServeError("MODEL", model, f"{target.architecture} cannot be served: {reason}", "choose another target")
     ids = layer_ids(layers, target.num_layers)
     settings = (
         *("--speculative-config", json.dumps(speculative_config(ids))),
