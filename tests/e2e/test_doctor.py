@@ -13,6 +13,17 @@ from vllm_ascend_hsx.compat.touches import TOUCHES
 HSX = str(Path(sys.executable).with_name("hsx"))
 
 
+def test_a_machine_without_an_npu_has_one_problem_and_one_remedy() -> None:
+    """What is right is not to be installed again, and what needs an NPU is not to be installed where there is none."""
+    done = subprocess.run([HSX, "doctor", "--json"], capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)["findings"]
+    assert done.returncode == 1
+    (problem,) = [each for each in found if each["verdict"] == "problem"]
+    assert problem["name"] == "NPUs" and "hsx emulate -- hsx doctor" in problem["what_to_do"]
+    assert not [each["what_to_do"] for each in found if "pip install" in each["what_to_do"]]
+    assert {each["name"]: each["verdict"] for each in found}["vllm"] == "ok"
+
+
 def test_every_touch_holds_on_the_real_wheels(tmp_path: Path) -> None:
     words = ["doctor", "--json", "--out", str(tmp_path / "rows"), "--model", "minimax-m2"]
     environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}

@@ -26,7 +26,7 @@ from vllm_ascend_hsx.doctor import software, storage, touches
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.software import check_software
 from vllm_ascend_hsx.doctor.storage import check_storage, filesystem_of
-from vllm_ascend_hsx.doctor.target import check_target
+from vllm_ascend_hsx.doctor.target import check_target, stored_format
 from vllm_ascend_hsx.doctor.touches import check_touches
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
@@ -162,7 +162,7 @@ def test_a_touch_that_is_gone_from_the_installed_packages_is_reported(tmp_path: 
     (problem,) = [each for each in found if each.verdict != "ok"]
     assert (problem.name, problem.verdict) == (gone, "problem")
     assert "is not there" in problem.found and "names the failure of its file" in problem.found
-    assert "vllm==0.23.0 vllm-ascend==0.23.0" in problem.what_to_do
+    assert "Its version is right" in problem.what_to_do
     assert len(found) == len(TOUCHES)
 
 
@@ -186,14 +186,37 @@ def test_packages_that_cannot_be_imported_are_one_finding_with_the_last_line(tmp
 
 def test_a_process_that_dies_is_a_finding_with_its_last_line() -> None:
     code = "import os, sys; sys.stderr.write('loading\\nlibhccl.so: undefined symbol\\n'); sys.stderr.flush(); os._exit(9)"
-    (found,) = check_touches([sys.executable, "-c", code])
+    (found,) = check_touches(command=[sys.executable, "-c", code])
     assert found.verdict == "problem" and found.found.endswith("libhccl.so: undefined symbol")
-    (silent,) = check_touches([sys.executable, "-c", "import os; os._exit(9)"])
+    (consequence,) = check_touches(False, [sys.executable, "-c", code])
+    assert (consequence.verdict, consequence.what_to_do) == ("note", "Mend what is wrong above, and look again.")
+    (silent,) = check_touches(command=[sys.executable, "-c", "import os; os._exit(9)"])
     assert silent.found.endswith("exit code 9")
 
 
+IMPORTS_FAIL = [["a.b", "called", "it works", ["ModuleNotFoundError: No module named 'torch_npu'", True]]]
+CHANGED = [["a.b", "called", "it works", ["a.b is not there", False]]]
+
+
+@pytest.mark.parametrize(
+    ("found", "software_is_right", "verdict", "remedy"),
+    [
+        (IMPORTS_FAIL, False, "note", "Mend what is wrong above, and look again."),
+        (IMPORTS_FAIL, True, "problem", "Find out why python -c 'import vllm_ascend.ops' fails."),
+        (CHANGED, False, "problem", "Mend what is wrong above, and look again."),
+        (CHANGED, True, "problem", "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS)"),
+    ],
+)
+def test_a_touch_that_fails_is_a_consequence_of_what_is_installed_or_has_a_remedy_of_its_own(
+    found: list[Any], software_is_right: bool, verdict: str, remedy: str
+) -> None:
+    code = f"print({table.MARK + json.dumps(found)!r})"
+    (finding,) = check_touches(software_is_right, [sys.executable, "-c", code])
+    assert (finding.verdict, finding.what_to_do[: len(remedy)]) == (verdict, remedy)
+
+
 def test_a_process_that_hangs_is_a_finding() -> None:
-    (found,) = check_touches([sys.executable, "-c", "import signal; signal.pause()"], timeout=0.5)
+    (found,) = check_touches(command=[sys.executable, "-c", "import signal; signal.pause()"], timeout=0.5)
     assert found.verdict == "problem" and "0.5 seconds" in found.found
 
 
@@ -217,7 +240,8 @@ VLLM_ASCEND = "Requires-Dist: torch==2.10.0\nRequires-Dist: torch-npu==2.10.0.po
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What an Ascend machine has, as metadata that comes before this machine's."""
+    """What an Ascend machine has, as metadata that comes before this machine's, and in place of the emulated torch_npu."""
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if Path(each).resolve() != software.SITE.resolve()])
     packages = tmp_path / "packages"
     packages.mkdir()
     for name, version, rest in (
@@ -280,9 +304,7 @@ def test_a_machine_that_has_everything_is_told_its_versions(installed: Path, mac
 def test_a_version_that_differs_is_a_problem_that_names_the_right_one(
     installed: Path, machine: Path, name: str, version: str, expected: str
 ) -> None:
-    (old,) = installed.glob(f"{name.replace('-', '_')}-[0-9]*.dist-info")
-    (old / "METADATA").unlink()
-    old.rmdir()
+    without(installed, name)
     install(installed, name, version, VLLM_ASCEND if name == "vllm-ascend" else "")
     found = by_name(check_software(environ_of(machine), machine))[name]
     assert found.verdict == "problem"
@@ -292,10 +314,35 @@ def test_a_version_that_differs_is_a_problem_that_names_the_right_one(
 def test_what_is_not_installed_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [])
     found = by_name(check_software({}, tmp_path))
-    assert {name for name, each in found.items() if each.verdict == "problem"} == set(found)
+    assert {name for name, each in found.items() if each.verdict == "problem"} == {"NPUs", "vllm", "vllm-ascend", "plugin"}
     assert found["vllm"].what_to_do == "Install it: pip install vllm==0.23.0."
-    assert "hsx emulate" in found["torch-npu"].what_to_do
     assert found["plugin"].found == "no entry point vllm.general_plugins: ascend_hsx"
+
+
+def without(packages: Path, name: str) -> None:
+    (metadata,) = packages.glob(f"{name.replace('-', '_')}-[0-9]*.dist-info")
+    (metadata / "METADATA").unlink()
+    metadata.rmdir()
+
+
+def test_a_machine_without_an_npu_has_one_problem_and_is_told_of_the_emulator(installed: Path, tmp_path: Path) -> None:
+    without(installed, "torch-npu")
+    without(installed, "torch")
+    install(installed, "torch", "2.13.0+cpu")
+    found = list(check_software({}, tmp_path))
+    (problem,) = [each for each in found if each.verdict == "problem"]
+    assert found[0] == problem and problem.name == "NPUs"
+    assert "hsx emulate -- hsx doctor" in problem.what_to_do
+    notes = [each for each in found if each.verdict == "note"]
+    assert {each.name for each in notes} == {"torch", "torch-npu"}
+    assert not [each for each in found if "nstall" in each.what_to_do]
+
+
+def test_an_npu_without_torch_npu_is_told_to_install_it(installed: Path, machine: Path) -> None:
+    without(installed, "torch-npu")
+    found = by_name(check_software(environ_of(machine), machine))
+    assert {name for name, each in found.items() if each.verdict == "problem"} == {"torch-npu"}
+    assert found["torch-npu"].what_to_do == "Install it: pip install torch-npu==2.10.0.post4."
 
 
 def test_another_cann_is_a_problem(installed: Path, machine: Path) -> None:
@@ -359,6 +406,21 @@ def test_a_directory_is_used_as_a_server_does_and_left_as_it_was(tmp_path: Path,
     assert found["directory"].verdict == found["write speed"].verdict == "ok"
     assert "16 MiB" in found["write speed"].found and "estimate" in found["write speed"].found
     assert [path.name for path in tmp_path.iterdir()] == ["other.safetensors"]
+
+
+def test_free_space_is_counted_in_rows_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_free", lambda directory: 3 << 30)
+    plain = by_name(check_storage(tmp_path, FileOptions(), num_bytes=16 << 20))["free space"]
+    assert plain.found == "3.22 GB: some 98,304 tokens of 4 layers x 8,192 bytes"
+    row_format = stored_format(config_json(tmp_path, hidden_size=1024))
+    found = by_name(check_storage(tmp_path, FileOptions(), row_format, 16 << 20))["free space"]
+    assert found.found == "3.22 GB: some 393,216 tokens of 4 layers x 2,048 bytes"
+    assert stored_format("minimax-m2").hidden_size == 3072
+
+
+def test_a_directory_that_is_not_there_is_said_to_be_new(tmp_path: Path) -> None:
+    assert "did not exist and was created" in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))["directory"].found
+    assert "did not exist" not in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))["directory"].found
 
 
 def test_a_directory_that_cannot_be_used_is_a_problem_with_the_sinks_remedy(tmp_path: Path) -> None:
@@ -448,8 +510,15 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """Findings of software and touches that the command is to show."""
     found = [Finding("software", "vllm", "ok", "0.23.0")]
     monkeypatch.setattr(command, "check_software", lambda: iter(found))
-    monkeypatch.setattr(touches, "check_touches", lambda: iter([Finding("touches", "a.b", "ok", "called")]))
+    monkeypatch.setattr(touches, "check_touches", lambda software_is_right: iter([Finding("touches", "a.b", "ok", "called")]))
     return found
+
+
+def test_what_takes_long_is_announced_on_stderr(healthy: list[Finding], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--json", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["ok"]
+    assert "importing vllm and vllm-ascend" in shown.err and f"writing 256 MiB to {tmp_path}" in shown.err
 
 
 def test_the_exit_code_says_whether_there_are_problems(healthy: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:

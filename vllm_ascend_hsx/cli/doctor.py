@@ -17,7 +17,7 @@ from rich.text import Text
 from vllm_ascend_hsx.doctor import storage, touches
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.software import check_software
-from vllm_ascend_hsx.doctor.target import check_target
+from vllm_ascend_hsx.doctor.target import check_target, stored_format
 from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.sinks.data_file import FileOptions
@@ -65,11 +65,18 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
     """Everything that the command line asks for. Raises PlanError: the model cannot be read."""
     if options.model is not None:
         yield from check_target(options.model)  # first: a mistyped name is told at once
-    yield from check_software()
-    yield from touches.check_touches()
+    software = list(check_software())
+    yield from software
+    _announce("importing vllm and vllm-ascend, which can take a minute")
+    yield from touches.check_touches(all(each.verdict != "problem" for each in software))
     if options.out is not None:
+        _announce(f"writing {storage.WRITTEN >> 20} MiB to {options.out}")
         files = FileOptions(use_lock=not options.no_lock, io=options.io, durability=options.durability)
-        yield from storage.check_storage(options.out.absolute(), files)
+        yield from storage.check_storage(options.out.absolute(), files, stored_format(options.model))
+
+
+def _announce(what: str) -> None:
+    print(f"hsx doctor: {what} ...", file=sys.stderr, flush=True)
 
 
 def show(console: Console, found: Sequence[Finding]) -> None:

@@ -32,17 +32,22 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
         environ: the environment variables.
         root: the directory in which the machine's files are looked for.
     """
-    for name, checked in CHECKED_VERSIONS.items():
-        yield _package(name, checked, f"Install it: pip install {name}=={checked}.")
     emulated = npu_is_emulated()
     wanted = _wanted_by_vllm_ascend()
+    another_machine = not emulated and _has_nothing_of_ascend(environ, root)
+    if another_machine:
+        remedy = "Use a machine with an Ascend NPU, or see how it works without one: hsx emulate -- hsx doctor."
+        problem = "this machine has none: no /dev/davinci0 or the like, no driver, no CANN, no torch-npu"
+        yield Finding(TOPIC, "NPUs", "problem", problem, remedy)
+    for name, checked in CHECKED_VERSIONS.items():
+        yield _package(name, checked, f"Install it: pip install {name}=={checked}.")
     for name in ("torch", "torch-npu"):
-        yield _torch(name, wanted.get(name), emulated)
+        yield _with_an_npu(name, wanted.get(name)) if another_machine else _torch(name, wanted.get(name), emulated)
     if emulated:
         number = environ.get("HSX_EMULATOR_NPUS", str(Settings.npus))
         problem = f"{number}, emulated on the CPU: CANN and driver are not used"
-        yield Finding(TOPIC, "NPUs", "note", problem, "For real work use a real NPU.")
-    else:
+        yield Finding(TOPIC, "NPUs", "note", problem, "For real work use a machine with an Ascend NPU.")
+    elif not another_machine:
         yield _cann(environ, root, wanted.get("CANN"))
         yield _driver(root)
         yield _npus(root)
@@ -118,26 +123,47 @@ def _torch(name: str, wanted: str | None, emulated: bool) -> Finding:
     version = installed_version(name)
     remedy = f"Install it: pip install {name}=={wanted}." if wanted else f"Install vllm-ascend, which brings its {name}."
     if version is None:
-        without = ", or see how it works without an NPU: hsx emulate -- COMMAND." if name == "torch-npu" else "."
-        return Finding(TOPIC, name, "problem", "not installed", remedy.rstrip(".") + without)
+        return Finding(TOPIC, name, "problem", "not installed", remedy)
     if emulated and name == "torch-npu":
-        return Finding(TOPIC, name, "note", f"{version}, emulated", "For real work install Huawei's torch-npu on a machine with an NPU.")
+        return Finding(TOPIC, name, "note", f"{version}, emulated")
     if wanted is None or version.partition("+")[0] == wanted:
         return Finding(TOPIC, name, "ok", version)
     if emulated:
-        return Finding(TOPIC, name, "note", f"{version}; the emulated NPU takes it, real ones want {wanted}", "On an NPU: " + remedy)
+        return Finding(TOPIC, name, "note", f"{version}; the emulated NPU takes it, real ones want {wanted}")
     return Finding(TOPIC, name, "problem", f"{version}; vllm-ascend wants {wanted}", remedy)
 
 
+def _has_nothing_of_ascend(environ: Mapping[str, str], root: Path) -> bool:
+    """Whether this is another kind of machine, rather than one whose set-up is not complete."""
+    there = (_num_npus(root), _version_in(root / _DRIVER), _find_cann(environ, root), installed_version("torch-npu"))
+    return not any(there)
+
+
+def _with_an_npu(name: str, wanted: str | None) -> Finding:
+    """What is to be known of torch on a machine without an NPU, where nobody needs to install another one."""
+    version = installed_version(name)
+    if version is not None and (wanted is None or version.partition("+")[0] == wanted):
+        return Finding(TOPIC, name, "ok", version)
+    wants = f"; with an NPU vllm-ascend wants {wanted}" if wanted else ""
+    return Finding(TOPIC, name, "note", f"{version or 'not installed'}{wants}")
+
+
+def _find_cann(environ: Mapping[str, str], root: Path) -> tuple[Path, str] | None:
+    homes = [*_named_homes(environ), *(root / home for home in _CANN_HOMES)]
+    return next(((home, version) for home in homes if (version := cann_version(home))), None)
+
+
+def _named_homes(environ: Mapping[str, str]) -> list[Path]:
+    return [Path(environ[name]) for name in _CANN_VARIABLES if environ.get(name)]
+
+
 def _cann(environ: Mapping[str, str], root: Path, wanted: str | None) -> Finding:
-    named = [Path(environ[name]) for name in _CANN_VARIABLES if environ.get(name)]
-    homes = [*named, *(root / home for home in _CANN_HOMES)]
-    found = next(((home, version) for home in homes if (version := cann_version(home))), None)
+    found = _find_cann(environ, root)
     install = "Install the CANN toolkit" + (f" {wanted}" if wanted else "") + " and its ops package, or use vllm-ascend's container image."
     if found is None:
         return Finding(TOPIC, "CANN", "problem", "not found", install)
     home, version = found
-    if home not in named:
+    if home not in _named_homes(environ):
         problem = f"{version} in {home}, but neither {' nor '.join(_CANN_VARIABLES)} leads there"
         return Finding(TOPIC, "CANN", "problem", problem, f"source {home}/set_env.sh (or the one in the directory above), and start again.")
     if wanted is not None and version.lower() != wanted.lower():
@@ -154,9 +180,13 @@ def _driver(root: Path) -> Finding:
     return Finding(TOPIC, "driver", "ok", version)
 
 
-def _npus(root: Path) -> Finding:
+def _num_npus(root: Path) -> int:
     """An NPU is /dev/davinci<number> (docs.vllm.ai/projects/ascend, installation)."""
-    number = sum(re.fullmatch(r"davinci\d+", path.name) is not None for path in (root / "dev").glob("davinci*"))
+    return sum(re.fullmatch(r"davinci\d+", path.name) is not None for path in (root / "dev").glob("davinci*"))
+
+
+def _npus(root: Path) -> Finding:
+    number = _num_npus(root)
     if number == 0:
         remedy = "Use a machine with an Ascend NPU, hand its /dev/davinci* to the container, or use `hsx emulate`."
         return Finding(TOPIC, "NPUs", "problem", "there is no /dev/davinci0 or the like", remedy)

@@ -27,27 +27,32 @@ _LEAST_FREE = 1 << 30  # bytes below which a run of any use is full within minut
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def check_storage(directory: Path, options: FileOptions, num_bytes: int = WRITTEN, root: Path = Path("/")) -> Iterator[Finding]:
+def check_storage(
+    directory: Path, options: FileOptions, row_format: RowFormat = _FORMAT, num_bytes: int = WRITTEN, root: Path = Path("/")
+) -> Iterator[Finding]:
     """Uses the directory as a server does; it is created if it does not exist. What is written is removed.
 
     Args:
         directory: where files are to appear.
         options: how they are to be written.
+        row_format: of the rows that free space is counted in.
         num_bytes: size of the file that is written, rounded down to whole writes, at least one.
         root: where /proc is.
     """
+    new = not directory.exists()
     try:
         sink = FileSink(directory, _FORMAT, options)
     except StorageDirectoryError as error:
         yield Finding(TOPIC, "directory", "problem", f"{directory} {error.problem}", error.remedy)
         return
     with sink:
+        was = " did not exist and was created" if new else ""
         way = ", ".join(("with locks" if options.use_lock else "without locks", options.io, f"durability {options.durability}"))
-        yield Finding(TOPIC, "directory", "ok", f"{directory}: files can be made there, {way}")
+        yield Finding(TOPIC, "directory", "ok", f"{directory}{was}: files can be made there, {way}")
         yield _filesystem(directory, root)
         try:
             free = _free(directory)
-            yield _space(directory, free)
+            yield _space(directory, free, row_format)
             if free < 2 * num_bytes:
                 remedy = "Free space, and look again."
                 yield Finding(TOPIC, "write speed", "note", f"not measured: that takes {_gb(2 * num_bytes)} of free space", remedy)
@@ -86,12 +91,13 @@ def _free(directory: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def _space(directory: Path, free: int) -> Finding:
+def _space(directory: Path, free: int, row_format: RowFormat) -> Finding:
     if free < _LEAST_FREE:
         remedy = "Free space, raise the quota, or name another directory."
         return Finding(TOPIC, "free space", "problem", f"{_gb(free)} in {directory}", remedy)
-    tokens = free // _FORMAT.row_bytes
-    return Finding(TOPIC, "free space", "ok", f"{_gb(free)}: some {tokens:,} tokens of {_FORMAT.num_layers} layers x {_FORMAT.hidden_size}")
+    tokens, layer_bytes = free // row_format.row_bytes, row_format.row_bytes // row_format.num_layers
+    found = f"{_gb(free)}: some {tokens:,} tokens of {row_format.num_layers} layers x {layer_bytes:,} bytes"
+    return Finding(TOPIC, "free space", "ok", found)
 
 
 def _speed(sink: FileSink, directory: Path, num_bytes: int) -> Finding:

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.shape import read_config, read_shape
+from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.targets.supported import ARCHITECTURES, SHOWN, UNSERVABLE
 
 TOPIC = "target"
+_DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_TYPICAL = 4096  # hidden size, where the model is not known
 
 
 def check_target(model: str) -> Iterator[Finding]:
@@ -26,7 +29,7 @@ def check_target(model: str) -> Iterator[Finding]:
     architectures = [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
     # vLLM takes the first that it knows; a model that names several has the same model in each.
     known = next((each for each in architectures if each in ARCHITECTURES or each in UNSERVABLE), None)
-    remedy = f"Choose a target of one of these classes: {', '.join(ARCHITECTURES)}."
+    remedy = f"Choose a target of another class, such as {', '.join(SHOWN)}; docs/compatibility.md says where all are."
     if known in UNSERVABLE:
         yield Finding(TOPIC, "model", "problem", f"{name}: {known} cannot be served: {UNSERVABLE[known]}", remedy)
         return
@@ -50,3 +53,21 @@ def check_target(model: str) -> Iterator[Finding]:
     layer_bytes = shape.hidden_size * shape.dtype_bytes
     found = f"{shape.num_layers} layers x {shape.hidden_size}, {shape.dtype}: {layer_bytes:,} bytes per token and layer"
     yield Finding(TOPIC, "plan", "ok", found, f"`hsx plan {model}` shows what extraction costs.")
+
+
+def stored_format(model: str | None) -> RowFormat:
+    """Rows of four layers, as many as most drafters are trained on, of a model; of a typical one if it says too little, or is None.
+
+    Raises:
+        PlanError: it is neither a preset, nor a directory with a config.json, nor such a file.
+    """
+    hidden_size, dtype = _TYPICAL, "bfloat16"
+    if model is not None:
+        _, config = read_config(model)
+        try:
+            shape = read_shape(model)
+            hidden_size, dtype = shape.hidden_size, shape.dtype
+        except PlanError:  # what is missing may be something else
+            named = {**config, **(config.get("text_config") or {})}.get("hidden_size")
+            hidden_size = named if isinstance(named, int) and named > 0 else _TYPICAL
+    return RowFormat((0, 1, 2, 3), hidden_size, _DTYPE_NAMES[dtype], model or "hsx doctor")

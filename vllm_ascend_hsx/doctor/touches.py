@@ -9,25 +9,30 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from vllm_ascend_hsx.compat.versions import CHECKED_VERSIONS
-from vllm_ascend_hsx.doctor.findings import Finding
+from vllm_ascend_hsx.doctor.findings import Finding, Verdict
 
 TOPIC = "touches"
 _MODULE = "vllm_ascend_hsx.compat.touches"
 _MARK = "hsx-touches: "  # compat.touches.MARK; importing it takes torch, which may be missing here
 _COMMAND = (sys.executable, "-m", _MODULE)
+_FIRST = "Mend what is wrong above, and look again."
+_CHANGED = (
+    "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS), or compare the installed files "
+    "with the release's."
+)
 _SECONDS = 300.0  # an import of vLLM takes half a minute from a cold disk
 
 
-def check_touches(command: Sequence[str] = _COMMAND, timeout: float = _SECONDS) -> Iterator[Finding]:
+def check_touches(
+    software_is_right: bool = True, command: Sequence[str] = _COMMAND, timeout: float = _SECONDS
+) -> Iterator[Finding]:
     """One finding for each touch that could be looked at, and one for each reason why some could not.
 
     Args:
+        software_is_right: whether check_software has found no problem; otherwise what fails here is its consequence.
         command: what prints them; see compat/touches.py.
         timeout: seconds that it may take.
     """
-    checked = " ".join(f"{name}=={version}" for name, version in CHECKED_VERSIONS.items())
-    remedy = f"Install the versions that vllm-ascend-hsx was checked against: pip install {checked}."
     # As for the command `vllm`: the current directory is no place to import from (Python 3.11 and later).
     environ = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
@@ -41,15 +46,21 @@ def check_touches(command: Sequence[str] = _COMMAND, timeout: float = _SECONDS) 
     line = next((each for each in reversed(done.stdout.splitlines()) if each.startswith(_MARK)), None)
     if line is None:
         last = ([each.strip() for each in done.stderr.splitlines() if each.strip()] or [f"exit code {done.returncode}"])[-1]
-        yield Finding(TOPIC, "imports", "problem", f"they could not be looked at: {last}", f"Make python -m {_MODULE} run. {remedy}")
+        yield _not_imported(f"they could not be looked at: {last}", software_is_right, f"Make python -m {_MODULE} run.")
         return
     found = json.loads(line.removeprefix(_MARK))
     causes = Counter(problem[0] for _, _, _, problem in found if problem is not None and problem[1])
     for cause, number in causes.items():
         problem = f"{number} of {len(found)} touches could not be looked at: {cause}"
-        yield Finding(TOPIC, "imports", "problem", problem, f"Install what is missing (see software). {remedy}")
+        yield _not_imported(problem, software_is_right, "Find out why python -c 'import vllm_ascend.ops' fails.")
     for name, use, why, problem in found:
         if problem is None:
             yield Finding(TOPIC, name, "ok", f"{use} so that: {why}")
         elif not problem[1]:
+            remedy = _CHANGED if software_is_right else _FIRST
             yield Finding(TOPIC, name, "problem", f"{problem[0]}; {use} so that: {why}", remedy)
+
+
+def _not_imported(problem: str, software_is_right: bool, remedy: str) -> Finding:
+    verdict: Verdict = "problem" if software_is_right else "note"
+    return Finding(TOPIC, "imports", verdict, problem, remedy if software_is_right else _FIRST)
