@@ -18,6 +18,11 @@ def internal_id(response_id: str, prompt: int | None = None, sample: int | None 
     return "".join(parts)
 
 
+def numbered_id(response_id: str, number: int) -> str:
+    """vLLM's id of a turn of /v1/responses, or of a conversation of a batch of chats."""
+    return f"{response_id}_{number}-0123abcd"
+
+
 def put(directory: Path, *ids: str, suffix: str = "") -> list[Path]:
     paths = [directory / (file_name(request_id) + suffix) for request_id in ids]
     for path in paths:
@@ -40,6 +45,18 @@ def test_a_file_is_found_whatever_became_of_it(
 ) -> None:
     (path,) = put(tmp_path, internal_id("id", prompt, sample, digits), suffix=suffix)
     assert find(str(tmp_path), "id") == path.with_name(path.name.removesuffix(suffix))
+
+
+@pytest.mark.parametrize("response_id", ["resp_5f3a", "chatcmpl-x", "re/../sp", "resp_1_2"])
+def test_each_turn_of_a_response_and_each_conversation_of_a_batch_is_found(tmp_path: Path, response_id: str) -> None:
+    turns = {number: put(tmp_path, numbered_id(response_id, number))[0] for number in range(12)}
+    put(tmp_path, numbered_id(response_id + "0", 1), numbered_id("x" + response_id, 1))
+    assert {number: find(tmp_path, response_id, prompt=number) for number in turns} == turns
+
+
+def test_a_request_whose_client_numbers_its_own_requests_is_not_taken_for_a_turn_of_another(tmp_path: Path) -> None:
+    first, second = put(tmp_path, "chatcmpl-row-0123abcd", "chatcmpl-row_0-0123abcd")
+    assert (find(tmp_path, "chatcmpl-row"), find(tmp_path, "chatcmpl-row_0")) == (first, second)
 
 
 @given(response_id=st.text(max_size=120), prompt=st.integers(0, 99), sample=st.none() | st.integers(0, 9))
