@@ -97,6 +97,26 @@ class HsxConfig(BaseModel):
         description="Size at which a shard is sealed and the next one begun; bytes, or a size such as '4GiB'. Of `sink` 'shard'.",
     )
     mooncake: MooncakeOptions | None = Field(default=None, description="The Mooncake store. Required if `sink` is 'mooncake'.")
+    extract: Literal["all", "requested"] = Field(
+        default="all",
+        description="Which requests are extracted: 'all' but those that opt out with `\"hidden_states\": false` in their "
+        "kv_transfer_params, or only those 'requested' with `\"hidden_states\": true` or another of our keys there. "
+        "All others use the prefix cache and cost nothing.",
+    )
+    max_files_per_request: int = Field(
+        default=4096,
+        ge=1,
+        le=1 << 20,
+        description="Files that one API request may make, with all its prompts and samples, on each data-parallel rank. "
+        "Those beyond are generated but not extracted, and told so: see docs/security.md.",
+    )
+    max_bytes_per_request: Size = Field(
+        default=128 << 30,
+        ge=1,
+        le=1 << 60,
+        description="Bytes of rows that one API request may store, counted as `max_files_per_request`; rows of generated tokens "
+        "count with the request's max_tokens. Bytes, or a size such as '128GiB'.",
+    )
     use_synchronization_lock: bool = Field(
         default=True,
         description="Hold an flock on `<file>.lock` until the file is complete, so that a reader can sleep until then.",

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from vllm_ascend_hsx.compat.beam_search import (
+    CHAT_MODULE,
+    COMPLETION_MODULE,
+    OFFLINE_MODULE,
+    ONLINE_MODULE,
+    extract_no_offline_beams,
+    extract_no_online_beams,
+    keep_params_of_chat,
+    keep_params_of_completion,
+)
 from vllm_ascend_hsx.compat.drafts import (
     CONFIG_MODULE,
     PROPOSER_MODULE,
@@ -22,6 +32,7 @@ from vllm_ascend_hsx.compat.engine import (
     MULTI_CONNECTOR_MODULE,
     SCHEDULER_MODULE,
     WORKER_MODULE,
+    answer_beside_others,
     compute_what_is_extracted,
     copy_before_sleep,
     hear_outcomes_before_answers,
@@ -67,11 +78,16 @@ def register() -> None:
     register_post_import_hook(apply_logits_processors, RUNNER_MODULE)
     register_post_import_hook(compute_what_is_extracted, MULTI_CONNECTOR_MODULE)
     register_post_import_hook(hear_outcomes_before_answers, SCHEDULER_MODULE)
+    register_post_import_hook(answer_beside_others, SCHEDULER_MODULE)
     register_post_import_hook(copy_before_sleep, WORKER_MODULE)
     register_post_import_hook(take_logits_parameters, SAMPLING_MODULE)
     register_post_import_hook(wait_for_engines, ENGINE_MANAGER_MODULE)
     register_post_import_hook(wait_for_workers, EXECUTOR_MODULE)
     register_post_import_hook(stop_in_order, ENGINE_CORE_MODULE)
+    register_post_import_hook(extract_no_offline_beams, OFFLINE_MODULE)
+    register_post_import_hook(extract_no_online_beams, ONLINE_MODULE)
+    register_post_import_hook(keep_params_of_completion, COMPLETION_MODULE)
+    register_post_import_hook(keep_params_of_chat, CHAT_MODULE)
 
 
 def _use_hsx_proposer(spec_decode: ModuleType) -> None:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from harness import START_SECONDS, compare_file, process_environment, tokens
 from safetensors.torch import load_file
 
+from vllm_ascend_hsx import load, remove
 from vllm_ascend_hsx.demo.server import Server, free_port
 
 LAYER_IDS = (4, 1, 3)
@@ -64,7 +66,7 @@ def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     storage, port = directory / "hidden_states", free_port()
     command = [
         *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(tiny_minimax_m2)),
-        *("--layers", ",".join(map(str, LAYER_IDS)), "--out", str(storage), "--option", "io=buffered", "--"),
+        *("--layers", ",".join(map(str, LAYER_IDS)), "--out", str(storage), "--option", "extract=requested", "--"),
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--gpu-memory-utilization", "0.4"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
     ]
@@ -72,6 +74,26 @@ def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with server:
         server.wait_ready(START_SECONDS)
         yield Serving(server, tiny_minimax_m2, storage, directory)
+
+
+def cached_tokens(server: Server) -> float:
+    """How many tokens of prompts the server's prefix cache has had."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
+
+
+def test_where_extraction_must_be_requested_other_requests_leave_nothing_and_use_the_prefix_cache(serving: Serving) -> None:
+    before = cached_tokens(serving.server)
+    for params in (None, None, {"hidden_states": True}, {"include_output_tokens": True}):
+        body = {"model": str(serving.model), "prompt": tokens(300), "max_tokens": 1, **({"kv_transfer_params": params} if params else {})}
+        response = httpx.post(f"{serving.server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+        if params is None:
+            assert response["kv_transfer_params"] is None
+            assert serving.left() == []
+        else:
+            assert load(response["kv_transfer_params"]["hidden_states_path"], timeout=60).token_ids.tolist() == tokens(300)
+            remove(response["kv_transfer_params"]["hidden_states_path"])
+    assert cached_tokens(serving.server) - before == 256  # of the second alone, in whole blocks
 
 
 def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,12 @@ from harness import SPAWN, START_SECONDS, names_in, process_environment, tokens
 from oracle import Oracle, Reference, Served
 
 import vllm_ascend_hsx
+from vllm_ascend_hsx.compat.beam_search import NOT_EXTRACTED
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.server import Server, free_port
 
 LAYER_IDS = (4, 1, 2)
+MAX_FILES = 6  # of one API request
 PROMPTS = [tokens(9), tokens(70), tokens(1)]
 OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
 COMPLETIONS, CHAT = "completions", "chat/completions"
@@ -138,7 +141,12 @@ def client(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         max_num_batched_tokens=64,
         extra=("--enforce-eager", "--gpu-memory-utilization", "0.4", "--dtype", "float32"),
     )
-    server = Server(options.command(), port=options.port, log=directory / "server.log", environment=process_environment(npus=1) | SPAWN)
+    command = options.command()
+    at = command.index("--kv-transfer-config") + 1
+    transfer = json.loads(command[at])
+    transfer["kv_connector_extra_config"]["max_files_per_request"] = MAX_FILES
+    command[at] = json.dumps(transfer)
+    server = Server(command, port=options.port, log=directory / "server.log", environment=process_environment(npus=1) | SPAWN)
     with server:
         server.wait_ready(START_SECONDS)
         yield Client(server, float32_qwen3, options.storage)
@@ -256,6 +264,108 @@ def test_params_that_vllm_cannot_pass_on_end_their_request_alone(
     assert response.status_code >= 400
     opted_out = client.send(Case(COMPLETIONS, {"prompt": PROMPTS[0], "kv_transfer_params": {"hidden_states": False}}, None))
     assert opted_out.texts == answers["one-prompt"].texts
+
+
+BEAMS = {"use_beam_search": True, "n": 3, "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("params", "told"),
+    [(None, True), ({"hidden_states": False}, False), ({"hidden_states_path": "beam.safetensors"}, True)],
+    ids=["silent", "opted out", "with a name"],
+)
+@pytest.mark.parametrize(
+    ("endpoint", "body"), [(COMPLETIONS, {"prompt": PROMPTS[1]}), (CHAT, {"messages": MESSAGES})], ids=["completion", "chat"]
+)
+def test_a_beam_search_leaves_no_file_and_says_so_to_whoever_wanted_one(
+    client: Client, answers: dict[str, Answer], endpoint: str, body: dict[str, Any], params: dict[str, Any] | None, told: bool
+) -> None:
+    before = names_in(client.storage)
+    answer = client.send(Case(endpoint, {**body, **BEAMS, **({"kv_transfer_params": params} if params else {})}, None))
+    assert len(answer.texts) == 3
+    assert names_in(client.storage) == before
+    assert answer.params == ({"hidden_states_error": NOT_EXTRACTED} if told else None)
+
+
+@pytest.mark.parametrize(
+    ("many", "told"),
+    [({"prompt": [[7]] * 9}, False), ({"prompt": [7], "n": 9, **SAMPLED}, True)],
+    ids=["prompts", "samples"],
+)
+def test_an_api_request_makes_so_many_files_and_no_more(client: Client, many: dict[str, Any], told: bool) -> None:
+    answer = client.send(Case(COMPLETIONS, many, None))
+    assert len(answer.texts) == 9
+    found = []
+    for index in range(9):
+        with suppress(FileNotFoundError):
+            found.append(client.find(answer, *((index, 0) if "n" not in many else (0, index))))
+    assert len(found) == MAX_FILES
+    assert answer.params is not None
+    if told:  # vLLM passes on what is said of the last sample
+        assert "max_files_per_request allows" in answer.params["hidden_states_error"]
+    else:
+        assert answer.params == {"hidden_states_path": str(found[0])}
+    lines = [line for line in client.server.log.read_text(errors="replace").splitlines() if "is not extracted: this API request" in line]
+    assert lines and all("kv_connector_extra_config.max_files_per_request" in line for line in lines)
+    for path in found:
+        assert vllm_ascend_hsx.load(path, timeout=60).token_ids.tolist() == [7]
+        vllm_ascend_hsx.remove(path)
+
+
+TURN = {"input": MESSAGES, "max_output_tokens": 4}
+MESSAGE = {"messages": MESSAGES, "max_tokens": 4}
+
+
+@pytest.mark.parametrize("extract", [True, False], ids=["extracted", "opted out"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    ("endpoint", "body", "request_id"),
+    [("responses", TURN, None), ("responses", TURN, "../turn 7"), ("messages", MESSAGE, None), ("messages", MESSAGE, "turn_8")],
+    ids=["responses", "responses-named-by-the-client", "messages", "messages-named-by-the-client"],
+)
+def test_responses_and_messages_have_their_files(
+    client: Client,
+    answers: dict[str, Answer],
+    oracle: Oracle,
+    endpoint: str,
+    body: dict[str, Any],
+    request_id: str | None,
+    stream: bool,
+    extract: bool,
+) -> None:
+    body = {"model": str(client.model), **body, "stream": stream, "kv_transfer_params": {"hidden_states": extract}}
+    body |= {"request_id": request_id} if request_id and endpoint == "responses" else {}
+    headers = {"X-Request-Id": request_id} if request_id and endpoint == "messages" else {}
+    response = httpx.post(f"{client.server.url}/v1/{endpoint}", json=body, headers=headers, timeout=120).raise_for_status()
+    if stream:
+        events = [json.loads(line.removeprefix("data: ")) for line in response.text.splitlines() if line.startswith("data: {")]
+        (response_id,) = {event[key]["id"] for event in events for key in ("response", "message") if key in event}
+    else:
+        response_id = response.json()["id"]
+    if not extract:
+        with pytest.raises(FileNotFoundError):
+            vllm_ascend_hsx.find(client.storage, response_id)
+        return
+    path = vllm_ascend_hsx.find(client.storage, response_id)
+    if not stream:
+        assert response.json()["kv_transfer_params"] == {"hidden_states_path": str(path)}
+    (prompt,) = answers["chat"].prompts
+    assert oracle.verdict(path, Served(str(path), tuple(prompt), 0, None), len(prompt), len(prompt)) == ""
+    vllm_ascend_hsx.remove(path)
+
+
+@pytest.mark.parametrize("extract", [True, False], ids=["extracted", "opted out"])
+def test_each_conversation_of_a_batch_has_its_file(client: Client, answers: dict[str, Answer], extract: bool) -> None:
+    body = {"model": str(client.model), "messages": [MESSAGES, MESSAGES], "max_tokens": 2, "kv_transfer_params": {"hidden_states": extract}}
+    response = httpx.post(f"{client.server.url}/v1/{CHAT}/batch", json=body, timeout=120).raise_for_status().json()
+    for number in range(2):
+        if extract:
+            path = vllm_ascend_hsx.find(client.storage, response["id"], prompt=number)
+            assert [vllm_ascend_hsx.load(path, timeout=60).token_ids.tolist()] == answers["chat"].prompts
+            vllm_ascend_hsx.remove(path)
+        else:
+            with pytest.raises(FileNotFoundError):
+                vllm_ascend_hsx.find(client.storage, response["id"], prompt=number)
 
 
 def test_nothing_but_complete_files_is_visible(client: Client, answers: dict[str, Answer]) -> None:

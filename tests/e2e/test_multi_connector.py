@@ -58,12 +58,13 @@ def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_
         assert oracle.verdict(path, own, len(request.prompt), len(request.prompt)) == ""
 
 
-def test_a_request_that_hands_its_kv_on_has_its_file_and_the_siblings_params(session: EngineSession) -> None:
+def test_the_answer_of_a_request_that_hands_its_kv_on_names_its_file_beside_the_siblings_params(session: EngineSession) -> None:
     handed_on = {"max_tokens": 1, "extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
     request = session.add(PROMPT, handed_on)
     session.drain()
-    assert request.kv_transfer_params == {"remote_engine_id": "sibling"}
-    assert load(find(session.storage, request.id)).token_ids.tolist() == PROMPT
+    path = find(session.storage, request.id)
+    assert request.kv_transfer_params == {"remote_engine_id": "sibling", "hidden_states_path": str(path)}
+    assert load(path).token_ids.tolist() == PROMPT
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
 
+from vllm_ascend_hsx.compat.beam_search import (
+    NOT_EXTRACTED,
+    extract_no_offline_beams,
+    extract_no_online_beams,
+    keep_params_of_chat,
+    keep_params_of_completion,
+)
 from vllm_ascend_hsx.compat.drafts import (
     apply_logits_processors,
     keep_mamba_states_without_drafts,
@@ -18,6 +27,7 @@ from vllm_ascend_hsx.compat.drafts import (
     take_logits_parameters,
 )
 from vllm_ascend_hsx.compat.engine import (
+    answer_beside_others,
     compute_what_is_extracted,
     copy_before_sleep,
     hear_outcomes_before_answers,
@@ -252,6 +262,121 @@ def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answ
 
 
 @pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ({"hidden_states_path": "/data/a"}, {"remote": 1}, {"hidden_states_path": "/data/a", "remote": 1}),
+        ({"metadata": "ours", "handle": "a"}, {"metadata": "theirs"}, {"metadata": "theirs", "handle": "a"}),
+        ({"hidden_states_path": "/data/a"}, None, {"hidden_states_path": "/data/a"}),
+        (None, {"remote": 1}, {"remote": 1}),
+        (None, None, None),
+    ],
+)
+def test_our_answer_is_added_to_that_of_a_connector_beside_ours(ours: Any, theirs: Any, said: Any) -> None:
+    class Ours:
+        answer = ours
+
+        def end_request(self, request: str) -> Any:
+            taken, self.answer = self.answer, None
+            return taken
+
+        request_finished = end_request
+
+    class Scheduler:
+        def __init__(self) -> None:
+            self.connector = SimpleNamespace(_connectors=[SimpleNamespace(request_finished=lambda request: theirs), Ours()])
+
+        def _connector_finished(self, request: str) -> tuple[bool, Any]:
+            answers = [answer for each in self.connector._connectors if (answer := each.request_finished(request)) is not None]
+            assert len(answers) < 2, "Only one connector can produce KV transfer params"
+            return True, next(iter(answers), None)
+
+    answer_beside_others(SimpleNamespace(Scheduler=Scheduler))
+    assert Scheduler()._connector_finished("r") == (True, said)
+
+
+BEAMS_OPT_OUT = {"kv_transfer_params": {"hidden_states": False}}
+
+
+def transfer(connector: str | None, **options: Any) -> Any:
+    extra = {"shared_storage_path": "/data", **options}
+    return None if connector is None else SimpleNamespace(kv_connector=connector, kv_role="kv_producer", kv_connector_extra_config=extra)
+
+
+@pytest.mark.parametrize(("connector", "mark"), [("AscendHiddenStatesConnector", BEAMS_OPT_OUT), ("MooncakeConnector", None), (None, None)])
+def test_requests_that_a_beam_search_makes_opt_out_where_our_connector_is(connector: str | None, mark: Any) -> None:
+    config = SimpleNamespace(kv_transfer_config=transfer(connector))
+    offline = SimpleNamespace(SamplingParams=SimpleNamespace)
+    online = SimpleNamespace(SamplingParams=SimpleNamespace)
+
+    class BeamSearchOfflineMixin:
+        llm_engine = SimpleNamespace(vllm_config=config)
+
+        def beam_search(self, prompts: list[str], params: Any) -> list[Any]:
+            return [offline.SamplingParams(max_tokens=1, prompt=each) for each in prompts]
+
+    class BeamSearchOnlineMixin:
+        engine_client = SimpleNamespace(vllm_config=config)
+
+        async def beam_search(self, prompt: str, request_id: str, params: Any, lora_request: Any = None) -> AsyncIterator[Any]:
+            yield SimpleNamespace(sampling=online.SamplingParams(max_tokens=1), kv_transfer_params=None)
+
+    offline.BeamSearchOfflineMixin, online.BeamSearchOnlineMixin = BeamSearchOfflineMixin, BeamSearchOnlineMixin
+    extract_no_offline_beams(offline)
+    extract_no_online_beams(online)
+
+    async def search() -> list[Any]:
+        return [each async for each in BeamSearchOnlineMixin().beam_search("prompt", "id", SimpleNamespace(), lora_request=None)]
+
+    (beam,) = BeamSearchOfflineMixin().beam_search(["prompt"], params=None)
+    assert getattr(beam, "extra_args", None) == mark
+    assert getattr(offline.SamplingParams(max_tokens=1), "extra_args", None) is None  # of another's making
+    (output,) = asyncio.run(search())
+    assert getattr(output.sampling, "extra_args", None) == mark
+    assert (output.kv_transfer_params is not None) is (mark is not None)
+
+
+@pytest.mark.parametrize(
+    ("extract", "params", "told"),
+    [
+        ("all", None, True),
+        ("all", {"hidden_states": False}, False),
+        ("all", {"hidden_states": 5}, True),
+        ("all", {"hidden_states_path": "a.safetensors"}, True),
+        ("requested", None, False),
+        ("requested", {"hidden_states": True}, True),
+    ],
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(chat: bool, extract: str, params: Any, told: bool) -> None:
+    class Request:
+        kv_transfer_params = params
+
+        def to_beam_search_params(self, max_tokens: int, default_sampling_params: dict[str, Any]) -> Any:
+            return SimpleNamespace(max_tokens=max_tokens)
+
+    class BeamSearchOnlineMixin:
+        vllm_config = SimpleNamespace(kv_transfer_config=transfer("AscendHiddenStatesConnector", extract=extract))
+        engine_client = SimpleNamespace(vllm_config=vllm_config)
+
+        async def beam_search(self, prompt: str, request_id: str, params: Any) -> AsyncIterator[Any]:
+            assert params.max_tokens == 7
+            yield SimpleNamespace(kv_transfer_params=None)
+
+    if chat:
+        keep_params_of_chat(SimpleNamespace(ChatCompletionRequest=Request))
+    else:
+        keep_params_of_completion(SimpleNamespace(CompletionRequest=Request))
+    extract_no_online_beams(SimpleNamespace(SamplingParams=SimpleNamespace, BeamSearchOnlineMixin=BeamSearchOnlineMixin))
+
+    async def search() -> list[Any]:
+        search_params = Request().to_beam_search_params(7, {})
+        return [each.kv_transfer_params async for each in BeamSearchOnlineMixin().beam_search("prompt", "id", search_params)]
+
+    (answer,) = asyncio.run(search())
+    assert answer == ({"hidden_states_error": NOT_EXTRACTED} if told else None)
+
+
+@pytest.mark.parametrize(
     ("touch", "what"),
     [
         (schedule_no_drafts, "VllmConfig"),
@@ -266,6 +391,11 @@ def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answ
         (wait_for_engines, "CoreEngineProcManager.__init__"),
         (wait_for_workers, "MultiprocExecutor._ensure_worker_termination"),
         (stop_in_order, "EngineCoreProc._handle_shutdown"),
+        (answer_beside_others, "Scheduler._connector_finished"),
+        (extract_no_offline_beams, "offline.SamplingParams"),
+        (extract_no_online_beams, "online.SamplingParams"),
+        (keep_params_of_completion, "CompletionRequest"),
+        (keep_params_of_chat, "ChatCompletionRequest"),
     ],
 )
 def test_a_version_that_sets_up_drafts_elsewhere_is_refused(touch: Any, what: str) -> None:

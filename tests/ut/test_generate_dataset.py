@@ -98,7 +98,8 @@ def test_a_conversation_becomes_a_chat_and_its_end_says_whether_an_answer_is_wan
     assert body["messages"] == [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
     assert (body["add_generation_prompt"], question.body("m", 1, False)["add_generation_prompt"]) == (False, True)
     assert body["return_token_ids"] is True
-    assert body["kv_transfer_params"] == {"include_output_tokens": False}
+    # A server that extracts only what is requested is asked, too.
+    assert body["kv_transfer_params"] == {"hidden_states": True, "include_output_tokens": False}
 
 
 def test_token_ids_are_sent_rather_than_the_conversation_that_they_were_made_from(tmp_path: Path) -> None:

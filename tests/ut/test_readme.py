@@ -10,7 +10,7 @@ import pytest
 
 from vllm_ascend_hsx.cli import demo, plan, serve
 from vllm_ascend_hsx.config import HsxConfig, validate_layer_ids
-from vllm_ascend_hsx.connector.params import OPT_OUT_KEY, OUTPUT_KEY
+from vllm_ascend_hsx.connector.params import EXTRACT_KEY, OUTPUT_KEY
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.plan.presets import PRESETS
@@ -96,7 +96,7 @@ def test_a_file_is_found_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "value"), [("hidden_states", False), ("include_output_tokens", True)])
 def test_what_a_request_can_say_is_understood(key: str, value: bool) -> None:
     assert f"| `{key}` | `{json.dumps(value)}`" in README
-    assert key in (OPT_OUT_KEY, OUTPUT_KEY)
+    assert key in (EXTRACT_KEY, OUTPUT_KEY)
 
 
 def test_the_demo_command_for_hardware_is_one_that_hsx_accepts() -> None:

@@ -19,7 +19,7 @@ from vllm_ascend_hsx.connector.params import ParamsError, ServerParams, read_par
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.sinks.names import MAX_DEPTH, file_name
 
-KEYS = ("hidden_states_path", "hidden_states", "include_output_tokens", "do_remote_decode")
+KEYS = ("hidden_states_path", "hidden_states", "include_output_tokens", "do_remote_decode", "do_remote_prefill")
 PARAMS = JSON | st.fixed_dictionaries({}, optional={key: JSON | st.booleans() | STRINGS for key in KEYS})
 
 
@@ -152,6 +152,31 @@ def test_any_other_path_is_refused_with_its_value_and_the_reason(chosen: Any, wo
     assert str(refused.value).startswith("kv_transfer_params.hidden_states_path is ")
     assert words in str(refused.value)
     assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("params", "extracted"),
+    [
+        (None, False),
+        ({}, False),
+        ({"do_remote_decode": True}, False),
+        ({"hidden_states": False}, False),
+        ({"hidden_states": False, "include_output_tokens": True, "hidden_states_path": "a.safetensors"}, False),
+        ({"hidden_states": True}, True),
+        ({"include_output_tokens": False}, True),
+        ({"hidden_states_path": "a.safetensors"}, True),
+    ],
+    ids=repr,
+)
+def test_where_it_must_be_requested_only_requests_with_a_key_of_ours_are_extracted(params: Any, extracted: bool) -> None:
+    assert read_params(params, ServerParams(Path("/data"), allow_path=True, extract_all=False)).extract is extracted
+
+
+@pytest.mark.parametrize("extract_all", [True, False])
+def test_the_file_that_a_prefilling_server_named_is_not_asked_for_here(extract_all: bool) -> None:
+    passed_on = {"do_remote_prefill": True, "hidden_states_path": "/elsewhere/a.safetensors"}
+    params = read_params(passed_on, ServerParams(Path("/data"), extract_all=extract_all))
+    assert (params.extract, params.path) == (extract_all, None)
 
 
 def test_a_refused_request_is_not_extracted_and_its_response_says_why() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from vllm_ascend_hsx.connector.destination import InDirectory, InStore
+from vllm_ascend_hsx.connector.limits import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.sinks.base import RowFormat
@@ -77,6 +78,31 @@ def test_what_is_not_extracted_keeps_its_prefix_cache_and_is_told_why(change: di
     assert schedule(scheduler, request) == HsxConnectorMetadata()
     params = scheduler.on_finished(request)
     assert params is None if answer is None else answer in params["hidden_states_error"]
+
+
+def test_where_extraction_must_be_requested_other_requests_cost_nothing() -> None:
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, max_backlog=1000, extract_all=False)
+    ordinary, asking = make_request("ordinary"), make_request("asking", kv_transfer_params={"hidden_states": True})
+    for request in (ordinary, asking):
+        scheduler.on_new_request(request)
+    scheduler.on_worker_report(WorkerReport({}, {0: 1001}))
+    assert (scheduler.must_wait("ordinary"), scheduler.must_wait("asking")) == (False, True)
+    assert (ordinary.skip_reading_prefix_cache, asking.skip_reading_prefix_cache) == (False, True)
+    assert [start.request_id for start in schedule(scheduler, ordinary, asking).started] == ["asking"]
+    assert scheduler.on_finished(ordinary) is None
+
+
+def test_what_exceeds_the_limits_of_an_api_request_is_generated_without_rows_and_told_why() -> None:
+    limits = RequestLimits(max_files=2, max_bytes=10_000, row_bytes=ROW_BYTES)
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, max_backlog=1000, limits=limits)
+    requests = [make_request(f"cmpl-1-{prompt}-0123abcd") for prompt in range(3)]
+    for request in requests:
+        scheduler.on_new_request(request)
+    assert [request.skip_reading_prefix_cache for request in requests] == [True, True, False]
+    assert [start.request_id for start in schedule(scheduler, *requests).started] == ["cmpl-1-0-0123abcd", "cmpl-1-1-0123abcd"]
+    assert "kv_connector_extra_config.max_files_per_request" in scheduler.on_finished(requests[2])["hidden_states_error"]
+    stats = scheduler.take_stats()
+    assert stats is not None and stats.failures == {"refused": 1}
 
 
 def test_a_request_that_was_never_scheduled_leaves_nothing() -> None:
@@ -168,13 +194,12 @@ def test_in_a_store_no_request_chooses_a_file() -> None:
     assert "'a.safetensors', but this server makes no files: it puts hidden states" in scheduler.on_finished(request)["hidden_states_error"]
 
 
-def test_a_request_whose_kv_goes_to_a_decoding_server_leaves_the_params_to_the_connector_that_sends_it() -> None:
+def test_a_request_that_has_been_answered_is_not_answered_again() -> None:
     scheduler, request = make_scheduler(), make_request("r", kv_transfer_params={"do_remote_decode": True})
     scheduler.on_new_request(request)
     (start,) = schedule(scheduler, request).started
-    assert start.request_id == "r"
-    assert scheduler.extracts("r")
-    assert scheduler.on_finished(request) is None
+    assert scheduler.on_finished(request) == {"hidden_states_path": start.path}
+    assert scheduler.on_finished(request) is None  # MultiConnector asks again
     assert [end.request_id for end in schedule(scheduler).ended] == ["r"]
     assert not scheduler.extracts("r")
 

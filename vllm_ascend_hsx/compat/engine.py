@@ -94,6 +94,33 @@ def hear_outcomes_before_answers(scheduler_module: Any) -> None:
     scheduler_class.update_from_output = update_from_output
 
 
+def answer_beside_others(scheduler_module: Any) -> None:
+    """Have a response name our file when another connector in MultiConnector answers too.
+
+    Reason: a connector that hands KV on to a decoding server answers with where it is, and MultiConnector, vllm-ascend's too, ends the
+    engine over a second answer (multi_connector.py:498; vllm-ascend's distributed/kv_transfer/ascend_multi_connector.py:94). So ours is
+    taken before MultiConnector asks, after which our connector has nothing more to say. Where both have a key, the other's value stays.
+
+    Args:
+        scheduler_module: the module `vllm.v1.core.sched.scheduler`.
+
+    Raises:
+        IncompatibleVersionError: no such method there.
+    """
+    scheduler_class, original = require(scheduler_module, SCHEDULER_MODULE, "Scheduler", "_connector_finished")
+
+    @functools.wraps(original)
+    def connector_finished(self: Any, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        ours: dict[str, Any] = {}
+        for each in getattr(self.connector, "_connectors", ()):  # MultiConnector's children
+            if end_request := getattr(each, "end_request", None):
+                ours |= end_request(request) or {}
+        delays_free, theirs = original(self, request)
+        return delays_free, {**ours, **(theirs or {})} if ours else theirs
+
+    scheduler_class._connector_finished = connector_finished
+
+
 def copy_before_sleep(worker_module: Any) -> None:
     """Have a worker that is put to sleep wait until our copies have been made.
 

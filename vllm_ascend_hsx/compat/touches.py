@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+from vllm_ascend_hsx.compat.beam_search import CHAT_MODULE, COMPLETION_MODULE, OFFLINE_MODULE, ONLINE_MODULE
 from vllm_ascend_hsx.compat.drafts import CONFIG_MODULE, PROPOSER_MODULE, RUNNER_MODULE, SAMPLING_MODULE
 from vllm_ascend_hsx.compat.engine import BALANCE_SCHEDULE_MODULE, MULTI_CONNECTOR_MODULE, SCHEDULER_MODULE, WORKER_MODULE
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE
@@ -79,6 +80,15 @@ TOUCHES = (
     _touch(FACTORY_MODULE, "KVConnectorFactory.register_connector", Use.CALLED, "name module_path class_name", "the connector is known"),
     _touch(FACTORY_MODULE, "KVConnectorFactory._registry", Use.NAMED, "", "the plugin registers once"),
     _touch("vllm.model_executor.models", "ModelRegistry.register_model", Use.CALLED, "model_arch model_cls", "the drafter is known"),
+    # beam_search.py
+    _touch(OFFLINE_MODULE, "SamplingParams", Use.NAMED, "", "beams are not extracted"),
+    _touch(OFFLINE_MODULE, "BeamSearchOfflineMixin.beam_search", Use.PASSED_ON, "self", "beams are not extracted"),
+    _touch(ONLINE_MODULE, "SamplingParams", Use.NAMED, "", "beams are not extracted"),
+    _touch(
+        ONLINE_MODULE, "BeamSearchOnlineMixin.beam_search", Use.PASSED_ON, "self prompt request_id params", "beams are not extracted"
+    ),
+    _touch(COMPLETION_MODULE, "CompletionRequest.to_beam_search_params", Use.PASSED_ON, "self", "a beam search says why it has no rows"),
+    _touch(CHAT_MODULE, "ChatCompletionRequest.to_beam_search_params", Use.PASSED_ON, "self", "a beam search says why it has no rows"),
     # drafts.py
     _touch(CONFIG_MODULE, "VllmConfig.__init__", Use.NAMED, "", "no draft tokens are scheduled"),
     _touch(CONFIG_MODULE, "VllmConfig.__post_init__", Use.REPLACED, "self", "no draft tokens are scheduled"),
@@ -110,6 +120,7 @@ TOUCHES = (
         "self scheduler_output model_runner_output",
         "a response names the failure of its file",
     ),
+    _touch(SCHEDULER_MODULE, "Scheduler._connector_finished", Use.REPLACED, "self request", "a file is named beside another connector"),
     _touch(WORKER_MODULE, "NPUWorker.sleep", Use.PASSED_ON, "self", "copies are made before a worker sleeps"),
     _touch("vllm.distributed.kv_transfer", "get_kv_transfer_group", Use.CALLED, "", "copies are made before a worker sleeps"),
     _touch("vllm.distributed.kv_transfer", "has_kv_transfer_group", Use.CALLED, "", "copies are made before a worker sleeps"),

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_ascend_hsx.compat.drafts import require_no_drafts
 from vllm_ascend_hsx.compat.runner import find_layers, tensor_parallel_rank
 from vllm_ascend_hsx.connector.destination import make_destination
+from vllm_ascend_hsx.connector.limits import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
@@ -46,13 +47,16 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: ExtractionScheduler | None = None
         self._worker: ExtractionWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
+            config = start_up.config
             self._scheduler = ExtractionScheduler(
                 make_destination(start_up),
                 start_up.row_format.row_bytes,
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-                max_backlog=start_up.config.pinned_ring_bytes,
-                include_output=start_up.config.include_output_tokens,
-                allow_path=start_up.config.allow_custom_save_path,
+                max_backlog=config.pinned_ring_bytes,
+                include_output=config.include_output_tokens,
+                allow_path=config.allow_custom_save_path,
+                extract_all=config.extract == "all",
+                limits=RequestLimits(config.max_files_per_request, config.max_bytes_per_request, start_up.row_format.stored_row_bytes),
             )
         else:
             self._worker = self._build_worker(start_up)
@@ -96,6 +100,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """There is never anything to load; None has the request wait while its rank is behind with writing."""
         assert self._scheduler is not None
         return (None, False) if self._scheduler.must_wait(request.request_id) else (0, False)
+
+    def end_request(self, request: Any) -> dict[str, Any] | None:
+        """What the response says of the request, asked before other connectors are; see compat.engine.answer_beside_others."""
+        assert self._scheduler is not None
+        return self._scheduler.on_finished(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         pass

@@ -10,7 +10,7 @@ from vllm_ascend_hsx.sinks.names import below, path_refusal
 
 PATH_KEY = "hidden_states_path"
 ERROR_KEY = "hidden_states_error"  # of a response only
-OPT_OUT_KEY = "hidden_states"
+EXTRACT_KEY = "hidden_states"
 OUTPUT_KEY = "include_output_tokens"
 PATH_OPTION = "allow_custom_save_path"
 
@@ -29,11 +29,13 @@ class ServerParams:
         directory: where files go; None if rows go to no files.
         include_output: rows of generated tokens are wanted of requests that do not say so themselves.
         allow_path: whether a request may say which file receives its rows.
+        extract_all: requests that say nothing of hidden states are extracted too.
     """
 
     directory: Path | None
     include_output: bool = False
     allow_path: bool = False
+    extract_all: bool = True
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,21 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
         ParamsError: they cannot be understood, or are not allowed.
     """
     if params is None:
-        return RequestParams(include_output=server.include_output)
+        return RequestParams(extract=server.extract_all, include_output=server.include_output)
     if not isinstance(params, dict):
         raise ParamsError(f"kv_transfer_params is {shown(params)}; use an object")
-    extract, include_output = params.get(OPT_OUT_KEY, True), params.get(OUTPUT_KEY, server.include_output)
+    if params.get("do_remote_prefill"):
+        # A proxy passes the prefilling server's answer on; the path in it is that server's file, and asks for nothing here.
+        params = {key: value for key, value in params.items() if key != PATH_KEY}
+    extract = params.get(EXTRACT_KEY, server.extract_all or PATH_KEY in params or OUTPUT_KEY in params)
+    include_output = params.get(OUTPUT_KEY, server.include_output)
     if extract is False:
         return RequestParams(extract=False)
     if extract is not True:
-        raise ParamsError(f"kv_transfer_params.{OPT_OUT_KEY} is {shown(extract)}; use true or false")
+        raise ParamsError(f"kv_transfer_params.{EXTRACT_KEY} is {shown(extract)}; use true or false")
     if not isinstance(include_output, bool):
         raise ParamsError(f"kv_transfer_params.{OUTPUT_KEY} is {shown(include_output)}; use true or false")
     return RequestParams(include_output=include_output, path=_read_path(params[PATH_KEY], server) if PATH_KEY in params else None)
-
-
-def is_sent_to_a_decoding_server(params: object) -> bool:
-    """Whether another connector hands the request's KV cache on."""
-    return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 
 
 def _read_path(value: object, server: ServerParams) -> Path:

@@ -8,16 +8,9 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_hsx.connector.destination import Destination
+from vllm_ascend_hsx.connector.limits import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
-from vllm_ascend_hsx.connector.params import (
-    ERROR_KEY,
-    PATH_KEY,
-    ParamsError,
-    ServerParams,
-    is_sent_to_a_decoding_server,
-    read_params,
-    shown,
-)
+from vllm_ascend_hsx.connector.params import ERROR_KEY, PATH_KEY, ParamsError, ServerParams, read_params, shown
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
 
 
@@ -42,6 +35,8 @@ class ExtractionScheduler:
         max_backlog: bytes computed but not yet written on a rank above which no new request is given to it.
         include_output: whether rows of generated tokens are wanted of requests that do not say so themselves.
         allow_path: whether a request may choose its file.
+        extract_all: whether requests that say nothing of hidden states are extracted.
+        limits: how much one API request may store; None for as much as it likes.
     """
 
     def __init__(
@@ -52,11 +47,14 @@ class ExtractionScheduler:
         max_backlog: int,
         include_output: bool = False,
         allow_path: bool = False,
+        extract_all: bool = True,
+        limits: RequestLimits | None = None,
     ) -> None:
         self._destination = destination
         self._row_bytes = row_bytes
         self._max_backlog = max_backlog
-        self._params = ServerParams(destination.directory, include_output, allow_path)
+        self._params = ServerParams(destination.directory, include_output, allow_path, extract_all)
+        self._limits = limits
         self._requests: dict[str, _Request] = {}
         self._refused: dict[str, str] = {}
         self._ended: list[RequestEnd] = []
@@ -84,6 +82,8 @@ class ExtractionScheduler:
         if not params.extract:
             return
         path = str(params.path or self._destination.of(request.request_id))
+        prompt_tokens = len(request.prompt_token_ids or ())
+        num_rows = prompt_tokens + (request.max_tokens if params.include_output else 0)
         if request.prompt_token_ids is None:
             self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
         elif request.resumable:
@@ -93,9 +93,9 @@ class ExtractionScheduler:
             self._refused[request.request_id] = (
                 f"kv_transfer_params.{PATH_KEY} is {shown(path)}, which another request is writing; choose another name"
             )
+        elif self._limits is not None and (reason := self._limits.refusal(request.request_id, num_rows)):
+            self._refused[request.request_id] = reason
         else:
-            prompt_tokens = len(request.prompt_token_ids)
-            num_rows = prompt_tokens + (request.max_tokens if params.include_output else 0)
             self._requests[request.request_id] = _Request(path, prompt_tokens, num_rows * self._row_bytes, params.include_output)
             self._writing[path] = request.request_id
             # A cached prefix is not computed, so its rows would be missing. Other requests go on using the prefix cache.
@@ -162,16 +162,11 @@ class ExtractionScheduler:
         """The request has ended, for whatever reason, scheduled or not.
 
         Returns:
-            What goes into the response as `kv_transfer_params`: where the rows are, and the error if it is known already. Nothing for a
-            request whose KV another connector hands to a decoding server: it has params of its own, and MultiConnector stops the
-            engine over two (multi_connector.py:498).
+            What goes into the response as `kv_transfer_params`: where the rows are, and the error if it is known already. None if there
+            is nothing to say, and for a request that has ended before.
         """
-        self._recorder.let_go(request.request_id)
-        answer = self._end(request)
-        return None if is_sent_to_a_decoding_server(request.kv_transfer_params) else answer
-
-    def _end(self, request: Any) -> dict[str, Any] | None:
         request_id = request.request_id
+        self._recorder.let_go(request_id)
         if reason := self._refused.pop(request_id, None):
             self._recorder.refused()
             return {ERROR_KEY: reason}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_hsx.connector.params import PATH_KEY
+from vllm_ascend_hsx.connector.params import EXTRACT_KEY, OUTPUT_KEY, PATH_KEY
 
 COMPLETIONS, CHAT = "completions", "chat/completions"
 # In this order: a preprocessed dataset has token ids beside the conversation that they were made from.
@@ -70,12 +70,15 @@ class Row:
             include_output: whether their rows are wanted.
             file: what the server is to call the row's file; None leaves that to it.
         """
+        params: dict[str, Any] = {EXTRACT_KEY: True, OUTPUT_KEY: include_output}
+        if file is not None:
+            params[PATH_KEY] = file
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": max_tokens,
             "temperature": 0,
             "return_token_ids": True,
-            "kv_transfer_params": {"include_output_tokens": include_output, **({} if file is None else {PATH_KEY: file})},
+            "kv_transfer_params": params,
         }
         if isinstance(self.content, list):
             # A conversation that ends with the assistant's words is complete; any other asks for them.
