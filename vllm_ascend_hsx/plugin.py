@@ -44,6 +44,7 @@ from vllm_ascend_hsx.compat.shutdown import (
     ENGINE_CORE_MODULE,
     ENGINE_MANAGER_MODULE,
     EXECUTOR_MODULE,
+    answer_with_errors,
     stop_in_order,
     wait_for_engines,
     wait_for_workers,
@@ -84,6 +85,7 @@ def register() -> None:
     register_post_import_hook(wait_for_engines, ENGINE_MANAGER_MODULE)
     register_post_import_hook(wait_for_workers, EXECUTOR_MODULE)
     register_post_import_hook(stop_in_order, ENGINE_CORE_MODULE)
+    register_post_import_hook(answer_with_errors, ENGINE_CORE_MODULE)
     register_post_import_hook(extract_no_offline_beams, OFFLINE_MODULE)
     register_post_import_hook(extract_no_online_beams, ONLINE_MODULE)
     register_post_import_hook(keep_params_of_completion, COMPLETION_MODULE)

@@ -29,7 +29,7 @@ from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 LAYER_IDS = (4, 1, 3)
 STOP_SECONDS = 150
 ROW_BYTES = len(LAYER_IDS) * 256 * 2
-HELD = (17, 40, 70)  # tokens of the prompts whose rows the storage takes late; the others are shorter
+HELD = (40, 50, 70)  # tokens of the prompts whose rows the storage takes late; the others are shorter
 EXECUTOR_SECONDS = 8  # after so many vLLM's executor kills its workers
 
 
@@ -74,10 +74,12 @@ class Stream:
 
     Attributes:
         id: of the response. tokens: of the prompt, then the generated ones. finish_reason: None if the stream broke off.
+        error: of the event that ended the stream, if it was one.
     """
 
     def __init__(self, server: Server, model: Path, prompt: Sequence[int], max_tokens: int) -> None:
         self.id, self.tokens, self.finish_reason = "", list(prompt), None
+        self.error: dict[str, Any] | None = None
         self._body = {"model": str(model), "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
         self._body |= {"stream": True, "return_token_ids": True, "kv_transfer_params": {"include_output_tokens": True}}
         self._url = f"{server.url}/v1/completions"
@@ -98,11 +100,50 @@ class Stream:
             self._begun.set()
 
     def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.error = chunk["error"]
+            return
         self.id = chunk["id"]
         for choice in chunk["choices"]:
             self.tokens += choice.get("token_ids") or []
             self.finish_reason = choice["finish_reason"]
         self._begun.set()
+
+    def join(self) -> None:
+        self._thread.join(STOP_SECONDS)
+        assert not self._thread.is_alive()
+
+
+class Answer:
+    """A request that is no stream, with rows of its output too. In flight when this returns.
+
+    Attributes:
+        path: of its file. status: of the HTTP response, and its body; None if the connection broke off.
+    """
+
+    def __init__(self, server: Server, model: Path, endpoint: str, storage: Path) -> None:
+        self.status: int | None = None
+        self.body: dict[str, Any] = {}
+        said = {"messages": [{"role": "user", "content": "Go on."}]} if "chat" in endpoint else {"prompt": tokens(13)}
+        self._request = {"model": str(model), "max_tokens": 3500, "temperature": 0, "ignore_eos": True, **said}
+        self._request["kv_transfer_params"] = {"include_output_tokens": True}
+        self._url = f"{server.url}/v1/{endpoint}"
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self.path = self._wait_for_file(storage, f"{'chatcmpl' if 'chat' in endpoint else 'cmpl'}-unanswered")
+
+    def _wait_for_file(self, storage: Path, response_id: str) -> Path:
+        deadline = time.monotonic() + 120
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with suppress(FileNotFoundError):
+                return vllm_ascend_hsx.find(storage, response_id)
+            self._thread.join(0.05)
+        raise AssertionError(f"{response_id} was not begun: {self.status} {self.body}")
+
+    def _run(self) -> None:
+        with suppress(httpx.RemoteProtocolError, httpx.ReadError):
+            response = httpx.post(self._url, json=self._request, headers={"X-Request-Id": "unanswered"}, timeout=STOP_SECONDS)
+            self.status, self.body = response.status_code, response.json()
 
     def join(self) -> None:
         self._thread.join(STOP_SECONDS)
@@ -147,17 +188,24 @@ def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_pat
         long = Stream(server, tiny_minimax_m2, tokens(9), 4000)
         held = held_prompts(server, tiny_minimax_m2)
         short = Stream(server, tiny_minimax_m2, tokens(11), 4)
+        storage = tmp_path / "hidden_states"
+        unanswered = [Answer(server, tiny_minimax_m2, each, storage) for each in ("completions", "chat/completions")]
         assert server.process is not None
         server.process.send_signal(signal.SIGTERM)
         wait_for_the_end(server)
-        short.join()
-        long.join()
-    storage, log = tmp_path / "hidden_states", server.log.read_text(errors="replace")
+        for each in (short, long, *unanswered):
+            each.join()
+    log = server.log.read_text(errors="replace")
     paths = {stream: vllm_ascend_hsx.find(storage, stream.id) for stream in (short, long)}
-    assert (short.finish_reason, long.finish_reason) == ("length", "abort")
+    assert (short.finish_reason, short.error) == ("length", None)
+    assert (long.finish_reason, (long.error or {}).get("code")) == (None, 500)
+    # The client is told, and not by an answer that could be one of a server that extracts nothing.
+    assert [(each.status, sorted(each.body)) for each in unanswered] == [(500, ["error"])] * 2
     assert_they_are_right({**held, paths[short]: short.tokens[:-1]}, tiny_minimax_m2)
-    assert_the_reason_is_there(paths[long], log)
-    assert_nothing_else_is_there(storage, [*held], [*paths.values()])
+    failed = [paths[long], *(each.path for each in unanswered)]
+    for path in failed:
+        assert_the_reason_is_there(path, log)
+    assert_nothing_else_is_there(storage, [*held], [paths[short]], failed)
 
 
 def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Path) -> None:
@@ -165,6 +213,8 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
         server.wait_ready(START_SECONDS)
         long = Stream(server, tiny_qwen3, tokens(9), 4000)
         held = held_prompts(server, tiny_qwen3)
+        storage = tmp_path / "hidden_states"
+        unanswered = Answer(server, tiny_qwen3, "completions", storage)
         assert server.process is not None
         os.killpg(server.process.pid, signal.SIGINT)
         deadline = time.monotonic() + STOP_SECONDS
@@ -176,11 +226,15 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
         os.killpg(server.process.pid, signal.SIGINT)
         wait_for_the_end(server)
         long.join()
-    storage, log = tmp_path / "hidden_states", server.log.read_text(errors="replace")
-    path = vllm_ascend_hsx.find(storage, long.id)
+        unanswered.join()
+    log = server.log.read_text(errors="replace")
+    failed = [vllm_ascend_hsx.find(storage, long.id), unanswered.path]
+    assert long.finish_reason is None
+    assert unanswered.status in (None, 500), unanswered.body
     assert_they_are_right(held, tiny_qwen3)
-    assert_the_reason_is_there(path, log)
-    assert_nothing_else_is_there(storage, [*held], [path])
+    for path in failed:
+        assert_the_reason_is_there(path, log)
+    assert_nothing_else_is_there(storage, [*held], failed)
 
 
 def test_a_process_that_ends_without_a_word_to_its_engine(tiny_qwen3: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import inspect
 import signal
 import time
 from collections.abc import Iterator
+from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from vllm.v1.engine import core as core_module
 from vllm.v1.engine import utils as utils_module
 from vllm.v1.executor import multiproc_executor
 
-from vllm_ascend_hsx.compat.shutdown import patience, stop_in_order, wait_for_engines, wait_for_workers
+from vllm_ascend_hsx.compat.shutdown import answer_with_errors, patience, stop_in_order, wait_for_engines, wait_for_workers
 from vllm_ascend_hsx.config import LAST_WORDS_S
 
 OPTIONS = {"shared_storage_path": "/data", "drain_timeout_s": 100, "storage_patience_s": 20}
@@ -240,3 +241,25 @@ def test_a_core_without_our_connector_stops_as_it_did(engine_core: Any) -> None:
     core.shutdown()
     assert events == [f"shut down, SIGTERM {signal.getsignal(signal.SIGTERM)!r}"]
     assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
+
+
+@pytest.mark.parametrize(
+    ("kv_transfer_config", "state", "reason"),
+    [(ALONE, STATE.RUNNING, "abort"), (ALONE, STATE.SHUTTING_DOWN, "error"), (OTHER, STATE.SHUTTING_DOWN, "abort")],
+    ids=["running", "stopping", "another connector"],
+)
+def test_what_a_stopping_core_leaves_unanswered_or_refuses_is_answered_by_an_error(
+    kv_transfer_config: Any, state: Any, reason: str
+) -> None:
+    real = fresh(core_module.EngineCoreProc, "_send_abort_outputs_to_client", "_send_error_outputs_to_client")
+
+    class EngineCoreProc(real):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.vllm_config, self.shutdown_state, self.output_queue = config(kv_transfer_config), state, Queue()
+
+    answer_with_errors(SimpleNamespace(EngineCoreProc=EngineCoreProc))
+    core = EngineCoreProc()
+    core._send_abort_outputs([("a", 0), ("b", 1)])
+    core._reject_add_in_shutdown(SimpleNamespace(request_id="late", client_index=0))
+    answers = [(client, each.request_id, str(each.finish_reason)) for client, out in list(core.output_queue.queue) for each in out.outputs]
+    assert answers == [(0, "a", reason), (1, "b", reason)] + [(0, "late", reason)] * (state is not STATE.RUNNING)

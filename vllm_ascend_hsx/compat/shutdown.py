@@ -147,3 +147,26 @@ def stop_in_order(core_module: Any) -> None:
         shutdown(self)
 
     core._handle_shutdown, core.shutdown = handle_shutdown, shut_down_undisturbed
+
+
+def answer_with_errors(core_module: Any) -> None:
+    """Have requests that end because the engine core stops be answered by errors: HTTP 500, or an error event in a stream.
+
+    Reason: they are told that they were aborted by their client (v1/engine/core.py:1313 and, for those that come later, 1379), which the
+    API server makes 200 with `finish_reason` "abort" and without kv_transfer_params: an answer as of a server that extracts nothing.
+
+    Args:
+        core_module: the module `vllm.v1.engine.core`.
+
+    Raises:
+        IncompatibleVersionError: no such methods there.
+    """
+    core, send_aborts = require(core_module, ENGINE_CORE_MODULE, "EngineCoreProc", "_send_abort_outputs_to_client")
+    _, send_errors = require(core_module, ENGINE_CORE_MODULE, "EngineCoreProc", "_send_error_outputs_to_client")
+
+    @functools.wraps(send_aborts)
+    def send(self: Any, req_ids: list[str], client_index: int) -> None:
+        stops = not self.is_running() and patience(self.vllm_config)
+        (send_errors if stops else send_aborts)(self, req_ids, client_index)
+
+    core._send_abort_outputs_to_client = send

@@ -193,6 +193,20 @@ TOUCHES = (
     ),
     _touch(ENGINE_CORE_MODULE, "EngineCoreProc._handle_shutdown", Use.REPLACED, "self", "a file says that the server was stopped"),
     _touch(ENGINE_CORE_MODULE, "EngineCoreProc.shutdown", Use.REPLACED, "self", "rows are written when a server stops"),
+    _touch(
+        ENGINE_CORE_MODULE,
+        "EngineCoreProc._send_abort_outputs_to_client",
+        Use.REPLACED,
+        "self req_ids client_index",
+        "a request that the server's end cuts off is answered by an error",
+    ),
+    _touch(
+        ENGINE_CORE_MODULE,
+        "EngineCoreProc._send_error_outputs_to_client",
+        Use.CALLED,
+        "self req_ids client_index",
+        "a request that the server's end cuts off is answered by an error",
+    ),
     _touch(ENGINE_CORE_MODULE, "EngineShutdownState.REQUESTED", Use.NAMED, "", "rows are written when a server stops"),
 )
 
