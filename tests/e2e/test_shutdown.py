@@ -11,14 +11,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from harness import START_SECONDS, EngineSession, compare_file, process_environment, tokens
+from harness import SPAWN, START_SECONDS, EngineSession, compare_file, process_environment, tokens
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx import HiddenStatesError
@@ -37,7 +37,7 @@ def slow(seconds: float, row_bytes: int = ROW_BYTES) -> dict[str, Any]:
     return {"storage_that_answers_late": {"seconds": seconds, "bytes": min(HELD) * row_bytes}}
 
 
-def serve(directory: Path, model: Path, seconds: float, *extra: str, **options: Any) -> Server:
+def serve(directory: Path, model: Path, seconds: float, *extra: str, environ: Mapping[str, str] | None = None, **options: Any) -> Server:
     options = {"expert_parallel": False, "max_num_batched_tokens": 64, "max_model_len": 4096, **options}
     serve_options = ServeOptions(
         model=str(model),
@@ -54,7 +54,7 @@ def serve(directory: Path, model: Path, seconds: float, *extra: str, **options: 
     transfer["kv_connector_extra_config"] |= {"num_writer_threads": 8, "drain_timeout_s": 60}
     command[at] = json.dumps(transfer)
     npus = serve_options.data_parallel_size * serve_options.tensor_parallel_size
-    environment = process_environment(npus=npus, instruments=slow(seconds)) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
+    environment = process_environment(npus=npus, instruments=slow(seconds)) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"} | dict(environ or {})
     return Server(command, port=serve_options.port, log=directory / "server.log", environment=environment)
 
 
@@ -209,7 +209,8 @@ def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_pat
 
 
 def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Path) -> None:
-    with serve(tmp_path, tiny_qwen3, 3, data_parallel_size=1, tensor_parallel_size=2) as server:
+    # As vllm serve starts processes by itself: forked workers of a process group that is interrupted do not log that they write.
+    with serve(tmp_path, tiny_qwen3, 3, environ=SPAWN, data_parallel_size=1, tensor_parallel_size=2) as server:
         server.wait_ready(START_SECONDS)
         long = Stream(server, tiny_qwen3, tokens(9), 4000)
         held = held_prompts(server, tiny_qwen3)
