@@ -184,11 +184,11 @@ def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(slot: str
         assert target is not None
         where.plant(target, kind)
         directory = kind in DIRECTORIES
-        # `hidden lock` is a name that is in use only while a lock is put in somebody else's place.
         expected = {
             "data": "EISDIR" if directory else None,
             "lock": "EISDIR|ENOTEMPTY|EEXIST" if directory else None,
             "error": "EISDIR|EPERM" if directory else None,
+            "hidden lock": "EISDIR" if directory else None,
             "partial": "EEXIST",
             "folder": None if directory else "ENOTDIR|ELOOP",
             "inner folder": None if directory else "ENOTDIR|ELOOP",
