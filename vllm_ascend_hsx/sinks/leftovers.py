@@ -33,6 +33,7 @@ from vllm_ascend_hsx.sinks.names import (
     token_of_partial,
 )
 from vllm_ascend_hsx.sinks.shard_recovery import recover_shard, unsealed_shards
+from vllm_ascend_hsx.sinks.storage import open_folder
 from vllm_ascend_hsx.sinks.system import describe
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 _ATTEMPTS = 8  # each is lost only to somebody who cleans up and saw the mark before it was held
 _DATA_LOCK = DATA_SUFFIX + LOCK_SUFFIX
 _DATA_ERROR = DATA_SUFFIX + ERROR_SUFFIX
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class ServerMark:
@@ -189,7 +189,7 @@ class _Cleaning:
         """Whether nothing is left in it."""
         problems = self.problems
         with self.noting(f"could not clean {folder!r}"):
-            dir_fd = _open_folder(self._dir_fd, folder)
+            dir_fd = open_folder(self._dir_fd, folder)
             if dir_fd >= 0:
                 try:
                     _, lonely = _look(dir_fd)
@@ -257,20 +257,6 @@ def _folders(dead: dict[str, HeldLock]) -> dict[str, set[str]]:
             if folder and path_refusal(f"{folder}/x{DATA_SUFFIX}") is None:
                 folders.setdefault(folder, set()).add(token)
     return folders
-
-
-def _open_folder(dir_fd: int, folder: str) -> int:
-    """A descriptor of a folder below the directory; -1 if it is not there. Raises OSError: something else is, or it cannot be opened."""
-    inside = os.dup(dir_fd)
-    for name in folder.split("/"):
-        above = inside
-        try:
-            inside = os.open(name, _FOLDER, dir_fd=above)
-        except FileNotFoundError:
-            return -1
-        finally:
-            os.close(above)
-    return inside
 
 
 def _exists(dir_fd: int, name: str) -> bool:
