@@ -58,8 +58,9 @@ class DirectorySink(Sink):
         self._parents = (os.fspath(directory), os.fspath(self._directory))
         self._memory = None if row_format.is_quantized else memory
         self._home = Home(self._directory, options, self._memory)
+        self._opening = threading.Lock()  # for one request, or the end, at a time; held while the storage does not answer
+        self._mutex = threading.Lock()  # guards everything below, and the numbers of requests
         self._former: list[Home] = []  # each with requests that have not ended
-        self._mutex = threading.Lock()
         self._files: dict[str, RequestFile] = {}
         self._closed = False
 
@@ -96,14 +97,17 @@ class DirectorySink(Sink):
         problem = path_refusal(relative)
         if problem is not None:
             raise SinkError(request_id, path, f"the name cannot be used: {problem}")
-        with self._mutex:
-            if self._closed:
-                raise SinkError(request_id, path, "the sink is closed")
-            earlier = self._files.get(relative)
+        with self._opening:
+            with self._mutex:
+                if self._closed:
+                    raise SinkError(request_id, path, "the sink is closed")
+                earlier = self._files.get(relative)
             # At once: to take its lock would be tried for some milliseconds.
             if earlier is not None and (earlier.is_open or not self.options.use_lock):
                 raise SinkError(request_id, path, "another request is writing this file")
-            file = self._files[relative] = self._announce(request_id, path, relative, expected_tokens, may_grow)
+            file = self._announce(request_id, path, relative, expected_tokens, may_grow)
+            with self._mutex:
+                self._files[relative] = file
             return file
 
     def follow(self, file: RequestFile) -> RequestFile | None:
@@ -117,11 +121,11 @@ class DirectorySink(Sink):
         """
         if file.home.is_at_its_path(file.relative.rpartition("/")[0], file.storage):
             return None
-        with self._mutex:
+        with self._opening:
             return self._announce(file.request_id, file.path, file.relative, 0, False, file)
 
     def close(self) -> None:
-        with self._mutex:
+        with self._opening, self._mutex:
             if self._closed:
                 return
             self._closed = True
@@ -176,7 +180,8 @@ class DirectorySink(Sink):
             reason = describe("it cannot be opened", error)
             RequestFile(self, home, request_id, path, storage, relative, 0, False, lock).refuse(reason)
             raise SinkError(request_id, path, reason) from error
-        home.requests += 1
+        with self._mutex:
+            home.requests += 1
         return file
 
     def _settle(self) -> Home:
@@ -192,9 +197,11 @@ class DirectorySink(Sink):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(self._directory))
             self._home = Home(self._directory, self.options, self._memory)
             logger.warning("%s is another directory than before; new files go there", self._directory)
-            if former.requests:
-                self._former.append(former)
-            else:
+            with self._mutex:
+                ended = not former.requests
+                if not ended:
+                    self._former.append(former)
+            if ended:
                 self._close(former)
         return self._home
 
