@@ -148,7 +148,7 @@ def open_stored(path: Path, timeout: float | None) -> Place:
             raise FileNotFoundError(
                 errno.ENOENT, "no hidden states, no lock and no error are there; was the request aborted, or did its server die?", str(path)
             )
-        if is_left_over(lock_path, partial(_is_decided, path)):
+        if is_left_over(lock_path, partial(is_decided, path)):
             raise HiddenStatesError(
                 path,
                 "the server died before the file was complete: it left the lock file, which nobody holds, and no data",
@@ -167,7 +167,8 @@ def _stored(path: Path) -> Place | None:
     return open_member(path)
 
 
-def _is_decided(path: Path) -> bool:
+def is_decided(path: Path) -> bool:
+    """True if a request has become a file or a member of a shard, or has failed. Raises OSError."""
     try:
         place = _stored(path)
     except HiddenStatesError:
