@@ -11,7 +11,8 @@ from pathlib import Path
 
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
-from vllm_ascend_hsx.sinks.leftovers import ServerMark, remove_leftovers
+from vllm_ascend_hsx.sinks.leftovers import remove_leftovers
+from vllm_ascend_hsx.sinks.mark import ServerMark
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import describe
 

@@ -12,12 +12,10 @@ another one that cleans up. Data, errors, and the locks beside them belong to th
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import secrets
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -38,51 +36,8 @@ from vllm_ascend_hsx.sinks.system import describe
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 8  # each is lost only to somebody who cleans up and saw the mark before it was held
 _DATA_LOCK = DATA_SUFFIX + LOCK_SUFFIX
 _DATA_ERROR = DATA_SUFFIX + ERROR_SUFFIX
-
-
-class ServerMark:
-    """Says that the server whose hidden files have `token` in their names lives. Ended by `remove` or `leave`, once.
-
-    Its file names the folders below the directory in which there may be such files, a line each.
-
-    Args:
-        dir_fd: the directory, open for as long as this object is used.
-        mode: of the mark's file.
-
-    Raises:
-        OSError: it cannot be created or held.
-    """
-
-    def __init__(self, dir_fd: int, mode: int) -> None:
-        self._folders: set[str] = set()
-        for _ in range(_ATTEMPTS):
-            self.token = secrets.token_hex(4)
-            try:
-                held = HeldLock.create(dir_fd, mark_name(self.token), mode)
-            except FileExistsError:  # another server's token
-                continue
-            if held is not None:
-                self._held = held
-                return
-        raise OSError(errno.EAGAIN, "every mark was locked or removed by somebody else at once")
-
-    def enter(self, folders: Sequence[str]) -> None:
-        """There may be hidden files in the folder that these names lead to, from now on. Raises OSError: that cannot be noted."""
-        folder = "/".join(folders)
-        if folder and folder not in self._folders:
-            self._held.append(os.fsencode(folder) + b"\n")
-            self._folders.add(folder)
-
-    def remove(self) -> None:
-        """There are no hidden files any more."""
-        self._held.remove()
-
-    def leave(self) -> None:
-        """There may be some, which the next server is to remove."""
-        self._held.release()
 
 
 def remove_leftovers(dir_fd: int, directory: str) -> None:

@@ -11,12 +11,12 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_ascend_hsx.sinks.lock_sleepers import sleep_on
 from vllm_ascend_hsx.sinks.names import partial_name
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -284,7 +284,7 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
                 if deadline is None:
                     fcntl.flock(fd, fcntl.LOCK_SH)
                 else:
-                    _sleep_on(path, fd, deadline)
+                    sleep_on(path, fd, deadline, _unlock_and_close)
             if _is_named(fd, path):
                 return True
             # The name has gone, or belongs to another request now: look again.
@@ -310,72 +310,3 @@ def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
         return _flock_now(fd, fcntl.LOCK_SH) and not is_decided() and _is_named(fd, path)
     finally:
         _unlock_and_close(fd)
-
-
-class _Sleeper(threading.Thread):
-    """A thread asleep in flock(), for callers that must be able to give up: the call itself has no timeout."""
-
-    def __init__(self, key: tuple[int, int], path: Path, fd: int) -> None:
-        super().__init__(name=f"hsx-lock-{path.name}", daemon=True)
-        self._key = key
-        self._fd = fd
-        self._woken = threading.Event()
-        self._error: OSError | None = None
-
-    def run(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-        except OSError as error:
-            self._error = error
-        finally:
-            # Before all else: somebody waits. Who finds this thread in the table is right to go on as long as the shared lock is held.
-            self._woken.set()
-            with _sleepers_mutex:
-                del _sleepers[self._key]
-                _unlock_and_close(self._fd)
-
-    def join_until(self, deadline: float) -> bool:
-        if not self._woken.wait(max(0.0, deadline - time.monotonic())):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-
-# One thread per lock file, however often a reader gives up and comes back: by (device, inode).
-_sleepers: dict[tuple[int, int], _Sleeper] = {}
-_sleepers_mutex = threading.Lock()
-
-
-def _sleep_on(path: Path, fd: int, deadline: float) -> None:
-    if time.monotonic() >= deadline or not _sleeper_of(path, fd).join_until(deadline):
-        raise TimeoutError(f"{path}: still locked by its writer when the time to wait was over")
-
-
-def _sleeper_of(path: Path, fd: int) -> _Sleeper:
-    status = os.fstat(fd)
-    key = (status.st_dev, status.st_ino)
-    with _sleepers_mutex:
-        sleeper = _sleepers.get(key)
-        if sleeper is None:
-            own = os.dup(fd)
-            try:
-                sleeper = _Sleeper(key, path, own)
-                sleeper.start()
-            except BaseException:
-                os.close(own)
-                raise
-            _sleepers[key] = sleeper
-        return sleeper
-
-
-def _forget_sleepers() -> None:
-    """In a forked child: the threads are not there, so their descriptors go, and whoever waits starts its own."""
-    global _sleepers_mutex
-    _sleepers_mutex = threading.Lock()
-    for sleeper in _sleepers.values():
-        os.close(sleeper._fd)
-    _sleepers.clear()
-
-
-os.register_at_fork(after_in_child=_forget_sleepers)
