@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_hsx.quantized import dequantized
-from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
+from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, is_decided, load
 from vllm_ascend_hsx.shards import shards_of
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX
+from vllm_ascend_hsx.sinks.lock import is_left_over
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 
 if TYPE_CHECKING:
     import torch
@@ -162,6 +165,26 @@ def _contradiction(states: HiddenStates, layer_ids: tuple[int, ...], prompt_toke
     if tokens and int(states.token_ids.min()) < 0:
         return "it has a negative token id"
     return None
+
+
+def orphaned_locks(directory: str | Path) -> list[Path]:
+    """The locks below a directory that nobody holds and beside which there is neither data nor an error, in the order of their paths.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    found: list[Path] = []
+    for folder, inside, names in os.walk(directory):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        there = set(names)
+        for name in names:
+            data = name.removesuffix(LOCK_SUFFIX)
+            is_lock = name.endswith(DATA_SUFFIX + LOCK_SUFFIX) and not name.startswith(".")
+            if is_lock and data not in there and data + ERROR_SUFFIX not in there:
+                path = Path(folder, data)
+                if is_left_over(Path(folder, name), partial(is_decided, path)):
+                    found.append(Path(folder, name))
+    return sorted(found)
 
 
 def files_in(directory: str | Path) -> list[Path]:

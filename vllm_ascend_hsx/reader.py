@@ -9,8 +9,10 @@ import errno
 import json
 import mmap as memory_map
 import os
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +20,7 @@ from vllm_ascend_hsx.quantized import dequantized, quantization_problem
 from vllm_ascend_hsx.shards import Place, open_member, remove_member, shards_of
 from vllm_ascend_hsx.sinks.checksum import ALGORITHM, checksum_of
 from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
-from vllm_ascend_hsx.sinks.lock import wait_until_released
+from vllm_ascend_hsx.sinks.lock import is_left_over, wait_until_released
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 
 if TYPE_CHECKING:
@@ -136,24 +138,44 @@ def load(
 def open_stored(path: Path, timeout: float | None) -> Place:
     """Wait until a request is complete, and open the file of it, or the shard that it is in. `load` says what it waits for and raises."""
     lock_path = _companion(path, LOCK_SUFFIX)
-    wait_until_released(lock_path, timeout)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while True:
+        wait_until_released(lock_path, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        place = _stored(path)
+        if place is not None:
+            return place
+        if not lock_path.exists():
+            raise FileNotFoundError(
+                errno.ENOENT, "no hidden states, no lock and no error are there; was the request aborted, or did its server die?", str(path)
+            )
+        if is_left_over(lock_path, partial(is_decided, path)):
+            raise HiddenStatesError(
+                path,
+                "the server died before the file was complete: it left the lock file, which nobody holds, and no data",
+            )
+        # A server has begun to write the file, or has completed it, between two of the looks.
+
+
+def _stored(path: Path) -> Place | None:
+    """Open what a request has become; None: nothing yet. Raises HiddenStatesError: it has failed."""
     reason = _failure(path)
     if reason is not None:
         raise HiddenStatesError(path, reason)
     with suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return Place(fd, 0, os.fstat(fd).st_size)
-    place = open_member(path)
+    return open_member(path)
+
+
+def is_decided(path: Path) -> bool:
+    """True if a request has become a file or a member of a shard, or has failed. Raises OSError."""
+    try:
+        place = _stored(path)
+    except HiddenStatesError:
+        return True
     if place is not None:
-        return place
-    if not lock_path.exists():
-        raise FileNotFoundError(
-            errno.ENOENT, "no hidden states, no lock and no error are there; was the request aborted, or did its server die?", str(path)
-        )
-    raise HiddenStatesError(
-        path,
-        "the server died before the file was complete: it left the lock file, which nobody holds, and no data",
-    )
+        os.close(place.fd)
+    return place is not None
 
 
 def open_dir(directory: str | Path, *, mmap: bool = False) -> Iterator[tuple[Path, HiddenStates]]:

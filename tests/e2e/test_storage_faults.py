@@ -125,3 +125,29 @@ def test_a_directory_removed_under_a_running_engine_fails_requests_and_is_used_a
     stage.settle_in()  # the directory that was removed stays open for files that might be under way in it
     assert "hidden_states_error" not in after.kv_transfer_params
     stage.check()
+
+
+@pytest.mark.parametrize("how", ["a new directory", "a link to another one"])
+def test_a_directory_that_is_renamed_and_replaced_under_a_running_engine_costs_no_rows(stage: Stage, how: str) -> None:
+    """As log rotation does, and whoever points a symbolic link elsewhere."""
+    stage.clear()
+    storage = stage.session.storage
+    under_way = stage.add(tokens(100), name="under-way", expect="output", max_tokens=60)
+    stage.until_mid_decode(under_way)
+    former = storage.rename(storage.with_name(f"former, {how}"))
+    alone = stage.add(tokens(30), name="alone", expect="nothing")
+    stage.until(lambda: alone.finished)
+    assert not under_way.finished
+    assert f"{storage} is not there any more" in alone.kv_transfer_params["hidden_states_error"]
+    if how == "a new directory":
+        storage.mkdir()
+    else:
+        storage.with_name("another").mkdir()
+        storage.symlink_to(storage.with_name("another"))
+    after = stage.add(tokens(100), name="after")
+    stage.settle_in()
+    stage.check()
+    for request in (under_way, after):
+        assert "hidden_states_error" not in request.kv_transfer_params
+    assert not [path.name for path in former.iterdir() if path.suffix != ".lock"], "nothing of a request that is under way, and no mark"
+    assert f"{storage} is another directory than before" in stage.session.log

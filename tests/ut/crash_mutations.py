@@ -82,14 +82,14 @@ def with_cleaning_that_ignores_marks() -> None:
     def take_all(self: Any, tokens: list[str]) -> dict[str, HeldLock]:
         return {token: HeldLock(self._dir_fd, "", os.open("/dev/null", os.O_RDONLY)) for token in tokens}
 
-    leftovers._Cleaning._hold_marks = take_all  # type: ignore[method-assign]
+    leftovers.Cleaning._hold_marks = take_all  # type: ignore[method-assign]
 
 
 def with_cleaning_that_ignores_locks() -> None:
-    def remove(self: Any, dir_fd: int, name: str) -> None:
+    def remove(self: Any, dir_fd: int, folder: str, name: str) -> None:
         os.unlink(name, dir_fd=dir_fd)
 
-    leftovers._Cleaning._remove_lock = remove  # type: ignore[method-assign]
+    leftovers.Cleaning._remove_lock = remove  # type: ignore[method-assign]
 
 
 def without_a_mark() -> None:

@@ -43,7 +43,7 @@ NEVER = "never"  # such a request runs until its server stops
 CONTEXTS = ("nothing", "start", "open", "write", "commit", "fail", "discard", "close")
 CALLS = (
     "", "open", "close", "flock", "fstat", "stat", "fchmod", "rename", "unlink", "pwrite", "pread", "ftruncate", "fdatasync", "fsync",
-    "reserve", "scandir", "makedirs", "lseek", "write", "dup", "copy_into", "other",
+    "reserve", "scandir", "makedirs", "lseek", "write", "dup", "copy_into", "link", "other",
 )  # fmt: skip
 MAX_THREADS = 4
 SHARD = 100_000  # bytes

@@ -27,7 +27,7 @@ SERVERS = (2, 4, 6)
 ENDS = [(0, "commit"), (0, "commit"), (1, "fail"), (1, "commit"), (2, "discard"), (0, "discard"), (3, "never"), (1, "never")]
 CALLS = {
     "start": {"open", "flock", "stat", "fstat", "fchmod", "pwrite", "rename", "unlink", "close", "scandir", "pread"},
-    "open": {"open", "flock", "stat", "fstat", "fchmod", "unlink", "rename"},
+    "open": {"open", "flock", "stat", "fstat", "fchmod", "link", "unlink", "rename"},
     "write": {"open", "fchmod", "pwrite"},
     "commit": {"pwrite", "close", "rename", "flock", "unlink"},
     "fail": {"unlink", "close", "open", "fchmod", "pwrite", "rename", "flock"},

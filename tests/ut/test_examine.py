@@ -182,6 +182,36 @@ def test_inspect_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert words in said
 
 
+@pytest.mark.parametrize("suffix", ["", ".error"])
+def test_inspect_of_a_request_that_failed_shows_its_reason(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with FileSink(tmp_path, FORMAT) as sink:
+        sink.open("a", tmp_path / "a.safetensors").fail("no luck")
+    assert main(["inspect", str(tmp_path / f"a.safetensors{suffix}")]) == 1
+    assert "no luck" in capsys.readouterr().out
+
+
+def test_inspect_of_a_lock_alone_says_what_it_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.safetensors.lock").touch()
+    assert main(["inspect", str(tmp_path / "a.safetensors")]) == 1
+    assert "the server died" in capsys.readouterr().out
+
+
+def test_verify_lists_locks_that_nobody_holds_beside_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are no reason for another exit code: a consumer may have taken the data."""
+    write(tmp_path, "a", rows_of(3))
+    write(tmp_path, "folder/taken", rows_of(3)).unlink()
+    with FileSink(tmp_path, FORMAT) as sink:
+        under_way = sink.open("b", tmp_path / "b.safetensors")
+        assert main(["verify", str(tmp_path), "--jobs", "1"]) == 0
+        under_way.discard()
+    output = capsys.readouterr().out
+    assert f"lock without data: {tmp_path}/folder/taken.safetensors.lock" in output
+    assert "b.safetensors.lock" not in output
+    assert f"hsx clean {tmp_path} removes them" in output
+    assert main(["verify", str(tmp_path), "--jobs", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["orphaned_locks"] == [f"{tmp_path}/folder/taken.safetensors.lock"]
+
+
 def test_inspect_shows_a_directory_and_what_is_bad_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = a_directory(tmp_path)
     assert inspect.main([str(directory)]) == 0

@@ -25,6 +25,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError
 from vllm_ascend_hsx.sinks.names import mark_name, partial_name, token_of_mark
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
 
 DATA = "cmpl-1.safetensors"
 
@@ -96,6 +97,24 @@ def test_what_a_server_leaves_that_is_killed_goes_with_the_next_start(tmp_path: 
     assert len(left) == {"open": 2, "rows": 3, "rows over an earlier file": 4, "reason": 3, "lock over a reader's": 3}[at], left
     FileSink(tmp_path, FORMAT).close()
     assert everything(tmp_path) == []
+
+
+def test_one_line_of_the_log_says_what_was_recovered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def serve() -> None:
+        sink = ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20)
+        for name in ("a", "b"):
+            file = sink.open(name, tmp_path / f"{name}.safetensors", 2, may_grow=False)
+            file.write(0, make_rows(0, 2))
+            file.commit(token_ids(2), 2)
+        sink.open("c", tmp_path / "c.safetensors").write(0, make_rows(0, 2))
+
+    killed(serve)
+    FileSink(tmp_path, FORMAT).close()
+    (line,) = [record for record in caplog.records if "sinks.leftovers" in record.name]
+    assert line.levelname == "WARNING", "what is below is not shown by vLLM's logging"
+    assert line.getMessage() == (
+        f"{tmp_path}: after a server that died: sealed 1 shard with 2 requests, removed 1 hidden file, 1 lock without data"
+    )
 
 
 def test_what_belongs_to_consumers_stays(tmp_path: Path) -> None:

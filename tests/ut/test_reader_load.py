@@ -24,7 +24,7 @@ from sink_harness import FORMAT, listing, make_rows, open_fds, token_ids, wait_f
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load, open_dir, remove
-from vllm_ascend_hsx.sinks import lock as lock_module
+from vllm_ascend_hsx.sinks import lock_sleepers
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -235,7 +235,7 @@ def test_giving_up_often_costs_one_thread_and_one_descriptor_until_the_file_ends
             load(file.path, 0.001)
     assert threading.active_count() == threads + 1
     assert len(open_fds()) == len(fds) + 1
-    (sleeper,) = lock_module._sleepers.values()
+    (sleeper,) = lock_sleepers._sleepers.values()
     file.commit(token_ids(5), 5)
     sleeper.join(30)
     assert threading.active_count() == threads
@@ -254,7 +254,7 @@ def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(si
 def test_a_forked_process_waits_with_a_thread_of_its_own(sink: FileSink, tmp_path: Path) -> None:
     """As the workers of torch's DataLoader do, after the parent has begun to wait."""
     file = written(sink, tmp_path)
-    while not lock_module._sleepers:  # a millisecond may be over before anybody was asked to sleep
+    while not lock_sleepers._sleepers:  # a millisecond may be over before anybody was asked to sleep
         with pytest.raises(TimeoutError):
             load(file.path, 0.001)
     context = multiprocessing.get_context("fork")

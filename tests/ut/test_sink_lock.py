@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -187,6 +188,84 @@ def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls
     )
 
 
+def test_a_reader_that_comes_while_a_file_is_opened_is_never_told_that_the_server_died(tmp_path: Path) -> None:
+    """It may know the name before the response does: `find`, or a client that chose it. At each of our system calls it looks once."""
+    seen = set()
+    with FileSink(tmp_path, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
+        path = tmp_path / "cmpl-1.safetensors"
+        looking = False
+
+        def checkpoint(call: str) -> None:
+            nonlocal looking
+            if looking:  # a call of the reader, which shares the module
+                return
+            looking = True
+            try:
+                load(path, 0)
+            except (FileNotFoundError, TimeoutError, HiddenStatesError) as error:
+                seen.add(str(error) if isinstance(error, HiddenStatesError) else type(error).__name__)
+            finally:
+                looking = False
+
+        trace(patch, checkpoint)
+        sink.open("cmpl-1", path)
+    assert seen == {"FileNotFoundError", "TimeoutError"}
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["new name", "a stale lock is there"])
+def test_a_request_that_begins_between_two_system_calls_of_a_reader_is_waited_for(tmp_path: Path, earlier: bool) -> None:
+    """No lock when the reader looks for one, and a lock without data when it looks again: a server has begun, none has died."""
+    outcomes = set()
+    for happens_at in range(40):
+        directory = tmp_path / str(happens_at)
+        with FileSink(directory, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
+            path = directory / "cmpl-1.safetensors"
+            calls, happening = 0, False
+            if earlier:
+                Path(f"{path}.lock").touch()
+
+            def checkpoint(call: str) -> None:
+                nonlocal calls, happening
+                if happening:
+                    return
+                if calls == happens_at:  # noqa: B023
+                    happening = True
+                    sink.open("cmpl-1", path)  # noqa: B023
+                    happening = False
+                calls += 1
+
+            trace(patch, checkpoint)
+            patch.setattr("vllm_ascend_hsx.reader.os", Traced(os, checkpoint))
+            patch.setattr(Path, "exists", lambda self: (checkpoint("exists"), os.path.exists(self))[1])
+            try:
+                load(path, 0)
+            except (TimeoutError, FileNotFoundError, HiddenStatesError) as error:
+                # What the reader only gives back comes after its verdict, which was true.
+                began = os.path.exists(f"{path}.lock") and is_held(Path(f"{path}.lock")) and happens_at < calls - 3
+                outcomes.add(f"{type(error).__name__}{', a server had begun' if began else ''}")
+        if calls <= happens_at:
+            break
+    waits = "TimeoutError, a server had begun"
+    assert outcomes - {"TimeoutError"} == ({waits, "HiddenStatesError"} if earlier else {waits, "FileNotFoundError"})
+
+
+def without_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*args: object, **options: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+
+
+def test_on_a_filesystem_without_hard_links_a_lock_is_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_hard_links(monkeypatch)
+    held = acquire(tmp_path)
+    assert is_held(tmp_path / "f.lock")
+    assert listing(tmp_path) == ["f.lock"]
+    with pytest.raises(LockHeldError):
+        acquire(tmp_path)
+    held.remove()
+
+
 # Taking over what stands there
 
 
@@ -238,6 +317,7 @@ def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(tmp_path:
 
 
 def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_hard_links(monkeypatch)
     real = lock_module._flock_now
     readers: list[int] = []
 

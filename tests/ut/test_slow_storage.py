@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from worker_harness import Engine, ended, started
 
 from vllm_ascend_hsx import staging
+from vllm_ascend_hsx.connector import worker as worker_module
 from vllm_ascend_hsx.connector.destination import InDirectory
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.sinks.lock import HeldLock
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -40,9 +42,19 @@ def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Answers while it is set; a write begins and an opened lock comes back only then."""
+    yield from waiting(monkeypatch, (RequestFile, "_begin_write"), (HeldLock, "acquire"))
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The same for an opened lock alone."""
+    yield from waiting(monkeypatch, (HeldLock, "acquire"))
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch, *calls: tuple[type, str]) -> Iterator[threading.Event]:
     answers = threading.Event()
     answers.set()
-    for owner, name in ((RequestFile, "_begin_write"), (HeldLock, "acquire")):
+    for owner, name in calls:
         original = getattr(owner, name)
 
         def wait(*args: Any, _original: Any = original) -> Any:
@@ -127,10 +139,88 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     assert engine.outcomes == {"before": None, "a": SILENT, "b": SILENT, "c": SILENT, "d": None}
     engine.assert_file_is_right("before", 2)
     engine.assert_file_is_right("d", 20)
-    assert (reason(engine.path("a")), reason(engine.path("b"))) == (SILENT, SILENT)
-    assert engine.visible() == {f"{name}.safetensors" for name in ("before", "d")} | {f"{name}.safetensors.error" for name in "ab"}
+    assert [reason(engine.path(name)) for name in "abc"] == [SILENT] * 3
+    assert engine.visible() == {f"{name}.safetensors" for name in ("before", "d")} | {f"{name}.safetensors.error" for name in "abc"}
     assert engine.ring.free_buffers == engine.ring.num_buffers
     assert engine.worker._backlog == 0
+
+
+def fill_ring(engine: Engine, storage: threading.Event) -> None:
+    """Silence the storage until the worker takes it for stuck."""
+    engine.step(started(engine.start("filler", 200)), [("filler", 0, 8)])
+    silence(engine, storage)
+    position = 8
+    while "filler" not in engine.outcomes:
+        engine.step(NOTHING, [("filler", position, 16)])
+        position += 16
+
+
+def test_a_request_that_was_never_opened_is_in_the_log_at_once_and_leaves_its_reason_when_the_storage_answers(
+    make_engine: Callable[..., Engine], storage: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its answer may have no room for the reason: with n > 1 vLLM drops kv_transfer_params."""
+    engine = make_engine()
+    fill_ring(engine, storage)
+    refused = [f"c{index}" for index in range(5)]
+    engine.step(started(*(engine.start(name, 3) for name in refused)), [])
+    for name in refused:
+        assert f"request '{name}', {engine.path(name)}: {SILENT}" in caplog.text
+    answer(engine, storage)
+    engine.close()
+    assert [reason(engine.path(name)) for name in refused] == [SILENT] * 5
+    assert not [path for path in engine.directory.iterdir() if path.name.startswith(".")]
+
+
+def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_still_logged(
+    make_engine: Callable[..., Engine], storage: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "_MAX_REASONS", 3)
+    engine = make_engine()
+    fill_ring(engine, storage)
+    refused = [f"c{index}" for index in range(9)]
+    for name in refused:
+        engine.step(started(engine.start(name, 3)), [])
+    assert engine.worker._reasons.waiting == 3
+    assert caplog.text.count(SILENT) >= 9
+    assert "c8.safetensors.error will not be there: 3 others wait" in caplog.text
+    answer(engine, storage)
+    engine.close()
+    left = [name for name in refused if Path(f"{engine.path(name)}.error").exists()]
+    assert 3 <= len(left) <= 4, "one is in the storage's hands, and as many as may wait do"
+
+
+def test_a_reason_does_not_take_the_place_of_what_a_client_has_chosen_or_already_has(
+    make_engine: Callable[..., Engine], storage: threading.Event
+) -> None:
+    """The name may be another request's by the time the storage answers."""
+    engine = make_engine()
+    fill_ring(engine, storage)
+    chosen = RequestStart("c-0", str(engine.path("mine")), 0, np.arange(3, dtype=np.int64))
+    engine.step(started(chosen, engine.start("first", 3), engine.start("again", 3)), [])
+    engine.path("again").write_text("rows of a later request")
+    answer(engine, storage)
+    engine.close()
+    assert engine.outcomes["c-0"] == engine.outcomes["again"] == SILENT
+    assert not Path(f"{engine.path('mine')}.error").exists()
+    assert engine.path("again").exists()
+
+
+def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
+    make_engine: Callable[..., Engine], locks: threading.Event
+) -> None:
+    """Both writers have come to rows of files that are not open yet. When these have failed the writers serve others."""
+    engine = make_engine(ring_rows=24)
+    engine.step(started(engine.start("long", 9)), [("long", 0, 3)])
+    silence(engine, locks)
+    engine.step(started(engine.start("a", 3), engine.start("b", 4), engine.start("c", 4)), [("a", 0, 3), ("b", 0, 4), ("c", 0, 4)])
+    assert engine.outcomes == {"a": SILENT, "b": SILENT, "c": SILENT}
+    engine.worker._patience = 30.0
+    engine.step(NOTHING, [("long", 3, 6)])
+    engine.wait_until_decided("long")
+    answer(engine, locks)
+    engine.close()
+    assert engine.outcomes["long"] is None
+    assert [reason(engine.path(name)) for name in "abc"] == [SILENT] * 3
 
 
 def test_the_ring_is_stuck_only_while_somebody_waits_and_nothing_becomes_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from vllm_ascend_hsx.examine import Examination, examine, files_in
 from vllm_ascend_hsx.shards import shard_of
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.path.is_dir():
         paths = [path for path in files_in(options.path) if not path.name.endswith(ERROR_SUFFIX)]
     else:
-        paths = [options.path] if options.path.exists() or shard_of(options.path) is not None else []
+        path = options.path.with_name(options.path.name.removesuffix(ERROR_SUFFIX))
+        companions = (path, path.with_name(path.name + ERROR_SUFFIX), path.with_name(path.name + LOCK_SUFFIX))
+        paths = [path] if any(each.exists() for each in companions) or shard_of(path) is not None else []
     if not paths:
         problem = f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files."
         console.print(problem, style="red", markup=False, highlight=False)

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vllm_ascend_hsx.examine import Examination, examine, files_in
+from vllm_ascend_hsx.examine import Examination, examine, files_in, orphaned_locks
 from vllm_ascend_hsx.shard_check import shard_problems
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX
 
@@ -29,6 +29,7 @@ class Tally:
 
     Attributes:
         good: files that are what they should be; without_checksum: how many of them name no checksum.
+        orphans: locks that nobody holds, without data or error beside them.
         bad: path and problem of the others, and of shards. failed: error files, path and reason.
         shapes: the kinds of files there are, (layer ids, layers, hidden size, dtype), with their number.
         tokens, num_bytes: of the good ones.
@@ -38,6 +39,7 @@ class Tally:
     without_checksum: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
+    orphans: list[str] = field(default_factory=list)
     shapes: dict[tuple[tuple[int, ...], int, int, str], int] = field(default_factory=dict)
     tokens: int = 0
     num_bytes: int = 0
@@ -89,17 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150, stderr=options.json)
     try:
         paths = files_in(options.directory)
+        tally = Tally(orphans=[str(path) for path in orphaned_locks(options.directory)])
     except OSError as error:
         console.print(f"hsx verify: {error}. Name the directory that holds the files.", style="red", markup=False, highlight=False)
         return 2
-    tally = Tally()
     data = [path for path in paths if not path.name.endswith(ERROR_SUFFIX)]
     for path in paths:
         if path.name.endswith(ERROR_SUFFIX):
             tally.add_failure(path)
     for path, problem in shard_problems(options.directory):
         tally.bad.append((str(path), problem))
-    if not paths and not tally.bad:
+    if not paths and not tally.bad and not tally.orphans:
         console.print(f"hsx verify: {options.directory} has no files of hidden states.", style="red", markup=False, highlight=False)
         return 2
     with _progress(console) as progress:
@@ -111,6 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(_as_json(tally)))
     else:
         _show(console, tally)
+        if tally.orphans:
+            why = f"{len(tally.orphans)} locks without data: consumers took it, or a server died"
+            console.print(f"{why}; hsx clean {options.directory} removes them", highlight=False, markup=False, soft_wrap=True)
     one_kind = len(tally.shapes) <= 1
     return 0 if not tally.bad and one_kind and (options.allow_errors or not tally.failed) else 1
 
@@ -143,6 +148,8 @@ def _show(console: Console, tally: Tally) -> None:
             console.print(f"{title}: {path}: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
         if len(problems) > _SHOWN:
             console.print(f"... and {len(problems) - _SHOWN} more {title}", style="red")
+    for path in tally.orphans[:_SHOWN]:
+        console.print(f"lock without data: {path}", highlight=False, markup=False, soft_wrap=True)
     for (layer_ids, layers, hidden, dtype), count in sorted(tally.shapes.items(), key=lambda each: -each[1]):
         console.print(f"{count} files of {layers} layers {list(layer_ids)} x {hidden} {dtype}", highlight=False, markup=False)
     if len(tally.shapes) > 1:
@@ -165,6 +172,7 @@ def _as_json(tally: Tally) -> dict[str, object]:
         "without_checksum": tally.without_checksum,
         "bad": [{"path": path, "problem": problem} for path, problem in tally.bad],
         "failed": [{"path": path, "reason": reason} for path, reason in tally.failed],
+        "orphaned_locks": tally.orphans,
         "kinds": kinds,
         "tokens": tally.tokens,
         "bytes": tally.num_bytes,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -54,10 +55,11 @@ class Extraction:
         self._stats = stats
         self._written = SpanSet()
         self._landed_at = time.perf_counter()
-        self._opening = threading.Event()
+        self._opened_or_failed = threading.Event()
+        self._mutex = threading.Lock()  # guards everything below, _written and _landed_at
         self._file: SinkFile | None = None
-        self._mutex = threading.Lock()  # guards _claimed, _written and _landed_at
         self._claimed = False
+        self._failure: str | None = None  # to be left in its place
 
     @property
     def is_ending(self) -> bool:
@@ -65,15 +67,20 @@ class Extraction:
         return self._claimed
 
     def open(self, sink: Sink) -> None:
-        """Open its file."""
+        """Open its file. If the request has failed meanwhile, leave the reason in its place."""
         try:
-            self._file = sink.open(self.request_id, self._path, len(self._prompt), may_grow=self._include_output)
+            file = sink.open(self.request_id, self._path, len(self._prompt), may_grow=self._include_output)
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
             if self._claim():
                 self._stats.failed(failure_kind(error))
                 self._decide(error.reason if isinstance(error, SinkError) else f"{type(error).__name__}: {error}")
+        else:
+            with self._mutex:
+                self._file, failure = file, self._failure
+            if failure is not None:
+                file.fail(failure)
         finally:
-            self._opening.set()
+            self._opened_or_failed.set()
 
     def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> None:
         """Write rows; the last ones of a prompt complete its file.
@@ -122,23 +129,21 @@ class Extraction:
     def fail(self, reason: str, kind: str) -> None:
         """Give the file up: the decision is known at once, and stands in the file's place as soon as a writer gets there."""
         if self._claim():
+            with self._mutex:
+                self._failure, file = reason, self._file
+            self._opened_or_failed.set()  # writers that wait for the file have others to serve
             self._stats.failed(kind)
             self._decide(reason)
-            self._writers.submit(lambda: self._leave_reason(reason))
+            if file is not None:
+                self._writers.submit(partial(_fail, file, reason))
 
     def give_up(self) -> None:
         """Write nothing more: its sink is about to be closed, and then has a reason in place of the file."""
         self._claim()
 
-    def _leave_reason(self, reason: str) -> tuple[()]:
-        self._opening.wait()
-        if self._file is not None:
-            self._file.fail(reason)
-        return ()
-
     def _wait_until_open(self) -> SinkFile | None:
         """Its file, or None if there is nothing more to do with it."""
-        self._opening.wait()
+        self._opened_or_failed.wait()
         return None if self._claimed else self._file
 
     @contextmanager
@@ -178,6 +183,21 @@ class Extraction:
         if error is not None:
             logger.error("request %r, %s: %s", self.request_id, self._path, error)
         self._on_decided(self, error)
+
+
+def _fail(file: SinkFile, reason: str) -> tuple[()]:
+    file.fail(reason)
+    return ()
+
+
+def leave_reason(sink: Sink, request_id: str, path: Path, reason: str) -> None:
+    """Have readers of a request whose file was never opened find the reason. Waits as long as the storage does not answer."""
+    try:
+        if path.exists():  # the rows of another request of this name, which had better luck
+            return
+        sink.open(request_id, path).fail(reason)
+    except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
+        logger.error("request %r, %s: the reason of its failure could not be left there: %s", request_id, path, error)
 
 
 def describe_not_finite(first: int, rows: torch.Tensor) -> str | None:

@@ -21,6 +21,11 @@ class JobThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """Jobs that have not begun."""
+        return self._jobs.qsize()
+
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
 

@@ -7,21 +7,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from vllm_ascend_hsx.config import LAST_WORDS_S
-from vllm_ascend_hsx.connector.extraction import Extraction
+from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.row_order import EVERY_POSITION
 from vllm_ascend_hsx.connector.stats import COPY_FAILED, REFUSED, SILENT_STORAGE, HsxStats, StatsRecorder
-from vllm_ascend_hsx.connector.threads import OpenerThread, WriterJob, WriterPool
+from vllm_ascend_hsx.connector.threads import JobThread, OpenerThread, WriterJob, WriterPool
 from vllm_ascend_hsx.sinks.base import Sink
+from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, file_name
+from vllm_ascend_hsx.sinks.packed import handle_of
 from vllm_ascend_hsx.spans import ALL_ROWS, Span
 from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache, StagingSlot
 
 logger = logging.getLogger(__name__)
 
+# Requests that were refused because the storage is silent, and whose reason waits to be left in their place.
+_MAX_REASONS = 10_000
 # Rows of a piece that one writer takes at a time: enough for its work to outweigh the hand-over.
 _JOB_BYTES = 1 << 20
 
@@ -76,6 +81,7 @@ class ExtractionWorker:
         self._reported = (0, False)
         self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._backlog)
         self._opener = OpenerThread("hsx-opener")
+        self._reasons = JobThread("hsx-reasons")
         self._writers = WriterPool(num_writers, "hsx-writer")
         staging.wait_for_slot = self._wait_for_slot
         self._copier = Copier(ring, device, self._deliver, self._on_copy_error)
@@ -113,8 +119,16 @@ class ExtractionWorker:
 
     def _refuse(self, start: RequestStart, reason: str, kind: str) -> None:
         self._stats.failed(kind)
+        logger.error("request %r, %s: %s", start.request_id, start.path, reason)
         with self._mutex:
             self._refused[start.request_id] = reason
+        path = Path(start.path)
+        # Only under its own name: one that its client has chosen may be another request's when the storage answers.
+        if kind == SILENT_STORAGE and path.name in (file_name(start.request_id), handle_of(start.request_id)):
+            if self._reasons.waiting < _MAX_REASONS:
+                self._reasons.submit(partial(leave_reason, self._sink, start.request_id, path, reason))
+            else:
+                logger.error("%s%s will not be there: %d others wait for the storage", path, ERROR_SUFFIX, _MAX_REASONS)
 
     def save(self) -> None:
         """Pass on the slot that this step filled, if it filled one."""
@@ -189,7 +203,7 @@ class ExtractionWorker:
 
         # Behind the last piece: the copier would wait for ever for memory that a writer which ended earlier does not give back.
         self._copier.then(self._writers.end)
-        return self._copier.close(left()) and self._writers.join(left())
+        return self._copier.close(left()) and self._writers.join(left()) and self._reasons.close(left())
 
     def _give_up(self, why: str, timeout: float | None) -> None:
         """Leave a reason in place of each file that is not complete, and end the opener."""
@@ -200,6 +214,7 @@ class ExtractionWorker:
         names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
         if unfinished:
             logger.error("stopping without the files of %d requests, %s: %s", len(unfinished), why, names)
+        self._reasons.close(0)
         self._opener.submit(self._sink.close)
         if not self._opener.close(timeout):
             logger.error("the storage does not answer: some of these files may have no reason in their place")

@@ -160,6 +160,7 @@ class DataFile(RequestData):
 
     def publish(self) -> None:
         self._storage.rename(self._hidden, self._name)
+        self._hidden = self._name  # what is withdrawn, if it turns out to be where no reader looks
         if self._options.durability == "fdatasync":
             try:
                 self._storage.sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -57,8 +58,9 @@ class DirectorySink(Sink):
         self._parents = (os.fspath(directory), os.fspath(self._directory))
         self._memory = None if row_format.is_quantized else memory
         self._home = Home(self._directory, options, self._memory)
-        self._former: list[Home] = []  # there may be files under way in them
-        self._mutex = threading.Lock()
+        self._opening = threading.Lock()  # for one request, or the end, at a time; held while the storage does not answer
+        self._mutex = threading.Lock()  # guards everything below, and the numbers of requests
+        self._former: list[Home] = []  # each with requests that have not ended
         self._files: dict[str, RequestFile] = {}
         self._closed = False
 
@@ -84,6 +86,10 @@ class DirectorySink(Sink):
             OSError: it could not be done.
         """
 
+    @abstractmethod
+    def move(self, file: RequestFile, successor: RequestFile) -> None:
+        """Have what `file` has published stand where its successor is, instead. Raises OSError: it cannot."""
+
     def open(self, request_id: str, path: Path, expected_tokens: int = 0, may_grow: bool = True) -> RequestFile:
         relative = self._relative(path)
         if relative is None:
@@ -91,47 +97,42 @@ class DirectorySink(Sink):
         problem = path_refusal(relative)
         if problem is not None:
             raise SinkError(request_id, path, f"the name cannot be used: {problem}")
-        *folders, name = relative.split("/")
-        with self._mutex:
-            if self._closed:
-                raise SinkError(request_id, path, "the sink is closed")
-            earlier = self._files.get(relative)
+        with self._opening:
+            with self._mutex:
+                if self._closed:
+                    raise SinkError(request_id, path, "the sink is closed")
+                earlier = self._files.get(relative)
             # At once: to take its lock would be tried for some milliseconds.
             if earlier is not None and (earlier.is_open or not self.options.use_lock):
                 raise SinkError(request_id, path, "another request is writing this file")
-            home = self._settle()
-            try:
-                storage = home.storage.enter(folders, durable=self.options.durability == "fdatasync")
-            except OSError as error:
-                raise SinkError(request_id, path, describe("a directory on the way to it cannot be entered", error)) from error
-            lock = None
-            try:
-                if self.options.use_lock:
-                    home.note(folders)
-                    lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, home.lock_mode, home.token)
-                file = RequestFile(self, home, request_id, path, storage, relative, expected_tokens, may_grow, lock)
-                storage.unlink(name + ERROR_SUFFIX)
-                file.superseded = self.set_aside(file)
-            except LockHeldError:
-                home.leave(storage)
-                raise SinkError(request_id, path, "another request or server is writing this file") from None
-            except OSError as error:
-                reason = describe("it cannot be opened", error)
-                RequestFile(self, home, request_id, path, storage, relative, 0, False, lock).refuse(reason)
-                raise SinkError(request_id, path, reason) from error
-            self._files[relative] = file
+            file = self._announce(request_id, path, relative, expected_tokens, may_grow)
+            with self._mutex:
+                self._files[relative] = file
             return file
 
+    def follow(self, file: RequestFile) -> RequestFile | None:
+        """Announce a request once more, if its path leads to another folder than it did: somebody has renamed or replaced that.
+
+        Returns:
+            What readers of the path see of it from now on, to be ended by the caller; None: the path leads where it did.
+
+        Raises:
+            SinkError: nothing can be published where it leads.
+        """
+        if file.home.is_at_its_path(file.relative.rpartition("/")[0], file.storage):
+            return None
+        with self._opening:
+            return self._announce(file.request_id, file.path, file.relative, 0, False, file)
+
     def close(self) -> None:
-        with self._mutex:
+        with self._opening, self._mutex:
             if self._closed:
                 return
             self._closed = True
             files = list(self._files.values())
         fail_all(files, SERVER_STOPPED)
         for home in (*self._former, self._home):
-            self.leave(home)
-            home.close()
+            self._close(home)
 
     def leave(self, home: Home) -> None:
         """Called when all requests in a directory have ended, before it is closed."""
@@ -141,19 +142,72 @@ class DirectorySink(Sink):
         with self._mutex:
             if self._files.get(file.relative) is file:
                 del self._files[file.relative]
+            home = file.home
+            home.requests -= 1
+            ended = home in self._former and not home.requests
+            if ended:
+                self._former.remove(home)
+        if ended:
+            self._close(home)
+
+    def _announce(
+        self, request_id: str, path: Path, relative: str, expected_tokens: int, may_grow: bool, predecessor: RequestFile | None = None
+    ) -> RequestFile:
+        """Have readers wait for a request. Raises SinkError."""
+        *folders, name = relative.split("/")
+        try:
+            home = self._settle()
+        except (StorageDirectoryError, FileNotFoundError) as error:
+            reason = describe(f"{self._directory} is not there any more", error) if isinstance(error, OSError) else str(error)
+            raise SinkError(request_id, path, reason) from error
+        try:
+            storage = home.storage.enter(folders, durable=self.options.durability == "fdatasync")
+        except OSError as error:
+            raise SinkError(request_id, path, describe("a directory on the way to it cannot be entered", error)) from error
+        lock = None
+        try:
+            if self.options.use_lock:
+                home.note(folders)
+                lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, home.lock_mode, home.token)
+            file = RequestFile(self, home, request_id, path, storage, relative, expected_tokens, may_grow, lock)
+            file.predecessor = predecessor
+            storage.unlink(name + ERROR_SUFFIX)
+            file.superseded = self.set_aside(file)
+        except LockHeldError:
+            home.leave(storage)
+            raise SinkError(request_id, path, "another request or server is writing this file") from None
+        except OSError as error:
+            reason = describe("it cannot be opened", error)
+            RequestFile(self, home, request_id, path, storage, relative, 0, False, lock).refuse(reason)
+            raise SinkError(request_id, path, reason) from error
+        with self._mutex:
+            home.requests += 1
+        return file
 
     def _settle(self) -> Home:
-        """The directory as it is now: one that was removed, or unmounted, may be back."""
-        if self._home.has_moved():
-            try:
-                new = Home(self._directory, self.options, self._memory)
-            except StorageDirectoryError as error:
-                logger.error("%s", error)  # the request fails, in the old one, with the system's reason
-            else:
-                logger.warning("%s is another directory than before; new files go there", self._directory)
-                self._former.append(self._home)
-                self._home = new
+        """The directory that its path leads to now: somebody may have removed, renamed, unmounted or replaced the one before.
+
+        Raises:
+            FileNotFoundError: nothing is there. It is not made again: it may be where something was mounted.
+            StorageDirectoryError: what is there cannot be used.
+        """
+        former = self._home
+        if not former.is_at_its_path():
+            if not os.path.exists(self._directory):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(self._directory))
+            self._home = Home(self._directory, self.options, self._memory)
+            logger.warning("%s is another directory than before; new files go there", self._directory)
+            with self._mutex:
+                ended = not former.requests
+                if not ended:
+                    self._former.append(former)
+            if ended:
+                self._close(former)
         return self._home
+
+    def _close(self, home: Home) -> None:
+        self.leave(home)
+        home.close()
 
     def _relative(self, path: Path) -> str | None:
         """What stands behind the directory in `path`, which is compared as text; None if it does not begin with it."""

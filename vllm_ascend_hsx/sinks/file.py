@@ -20,6 +20,15 @@ class FileSink(DirectorySink):
         hidden = partial_name(file.name, file.home.token)
         return DataFile(file.storage, file.name, hidden, layout, self.options, file.expected_tokens, file.home.filesystem)
 
+    def move(self, file: RequestFile, successor: RequestFile) -> None:
+        file.storage.move(file.name, successor.storage)
+        if self.options.durability == "fdatasync":
+            try:
+                successor.storage.sync()
+            except BaseException:
+                successor.storage.unlink(file.name)  # as DataFile does
+                raise
+
     def set_aside(self, file: RequestFile) -> Callable[[], None] | None:
         return set_file_aside(file)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -10,9 +11,12 @@ from pathlib import Path
 
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
-from vllm_ascend_hsx.sinks.leftovers import ServerMark, remove_leftovers
+from vllm_ascend_hsx.sinks.leftovers import remove_leftovers
+from vllm_ascend_hsx.sinks.mark import ServerMark
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import describe
+
+_LEADS_ELSEWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +32,7 @@ class Home:
     Attributes:
         filesystem: what the sink has to know of it.
         storage: the directory, open.
+        requests: how many have not ended; its sink counts them.
         token: part of the names of this sink's hidden files: two servers in one directory never meet in them.
         tidy: whether every hidden file that was to be removed could be.
 
@@ -42,6 +47,7 @@ class Home:
         self.lock_mode = options.mode | (options.mode & 0o444) >> 1
         self.storage = Storage.at(directory, options.mode)
         self.tidy = True
+        self.requests = 0
         self._mark: ServerMark | None = None
         if not options.use_lock:
             self.token = secrets.token_hex(4)
@@ -57,12 +63,17 @@ class Home:
                 raise StorageDirectoryError(directory, problem, "Try again.") from error
             raise
 
-    def has_moved(self) -> bool:
-        """Whether another directory stands at its path now: it was removed or unmounted, and is back."""
+    def is_at_its_path(self, folder: str = "", storage: Storage | None = None) -> bool:
+        """True if the directory's path leads to it, and from there `folder` to `storage`; somebody may have renamed or replaced them."""
         try:
-            return not os.path.samestat(os.stat(self._directory), os.fstat(self.storage.fd))
-        except OSError:
-            return False  # nothing stands there that could be used
+            if not os.path.samestat(os.stat(self._directory), os.fstat(self.storage.fd)):
+                return False
+            return storage is None or not folder or self.storage.leads_to(folder, storage)
+        except OSError as error:
+            if error.errno in _LEADS_ELSEWHERE:
+                return False
+            logger.error("%s", describe(f"could not find out whether {self._directory} is still where it was", error))
+            return True
 
     def note(self, folders: Sequence[str]) -> None:
         """There may be hidden files in the folder that these names lead to, from now on. Raises OSError: that cannot be noted."""

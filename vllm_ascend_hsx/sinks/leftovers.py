@@ -12,12 +12,10 @@ another one that cleans up. Data, errors, and the locks beside them belong to th
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import secrets
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -33,56 +31,13 @@ from vllm_ascend_hsx.sinks.names import (
     token_of_partial,
 )
 from vllm_ascend_hsx.sinks.shard_recovery import recover_shard, unsealed_shards
+from vllm_ascend_hsx.sinks.storage import open_folder
 from vllm_ascend_hsx.sinks.system import describe
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 8  # each is lost only to somebody who cleans up and saw the mark before it was held
 _DATA_LOCK = DATA_SUFFIX + LOCK_SUFFIX
 _DATA_ERROR = DATA_SUFFIX + ERROR_SUFFIX
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-class ServerMark:
-    """Says that the server whose hidden files have `token` in their names lives. Ended by `remove` or `leave`, once.
-
-    Its file names the folders below the directory in which there may be such files, a line each.
-
-    Args:
-        dir_fd: the directory, open for as long as this object is used.
-        mode: of the mark's file.
-
-    Raises:
-        OSError: it cannot be created or held.
-    """
-
-    def __init__(self, dir_fd: int, mode: int) -> None:
-        self._folders: set[str] = set()
-        for _ in range(_ATTEMPTS):
-            self.token = secrets.token_hex(4)
-            try:
-                held = HeldLock.create(dir_fd, mark_name(self.token), mode)
-            except FileExistsError:  # another server's token
-                continue
-            if held is not None:
-                self._held = held
-                return
-        raise OSError(errno.EAGAIN, "every mark was locked or removed by somebody else at once")
-
-    def enter(self, folders: Sequence[str]) -> None:
-        """There may be hidden files in the folder that these names lead to, from now on. Raises OSError: that cannot be noted."""
-        folder = "/".join(folders)
-        if folder and folder not in self._folders:
-            self._held.append(os.fsencode(folder) + b"\n")
-            self._folders.add(folder)
-
-    def remove(self) -> None:
-        """There are no hidden files any more."""
-        self._held.remove()
-
-    def leave(self) -> None:
-        """There may be some, which the next server is to remove."""
-        self._held.release()
 
 
 def remove_leftovers(dir_fd: int, directory: str) -> None:
@@ -94,32 +49,64 @@ def remove_leftovers(dir_fd: int, directory: str) -> None:
         dir_fd: the directory.
         directory: its path, for the log.
     """
-    cleaning = _Cleaning(dir_fd)
+    cleaning = Cleaning(dir_fd)
     with cleaning.noting("could not look for leftovers"):
         cleaning.run()
-    if cleaning.hidden or cleaning.locks:
-        logger.info("%s: removed what dead servers left: %d hidden files, %d locks", directory, cleaning.hidden, cleaning.locks)
-    if cleaning.shards:
-        logger.info("%s: sealed %d shards of dead servers", directory, cleaning.shards)
+    done = cleaning.words("sealed {}", "removed {}")
+    if cleaning.servers:
+        # vLLM's logging shows no line of ours below a warning.
+        which = "a server" if cleaning.servers == 1 else f"{cleaning.servers} servers"
+        logger.warning("%s: after %s that died: %s", directory, which, done or "nothing was left")
+    elif done:
+        logger.info("%s: %s", directory, done)
     if cleaning.problems:
         logger.warning("%s: %s (%d problems in all)", directory, cleaning.first_problem, cleaning.problems)
 
 
-class _Cleaning:
+def _count(number: int, what: str, rest: str = "") -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}{rest}"
+
+
+class Cleaning:
     """A pass over a directory's names, and a second one if there is anything to do.
 
+    Args:
+        dir_fd: the directory.
+        dry_run: change nothing, and count what would be changed.
+        tell: called with the path below the directory of each thing that is removed, or the stem of a shard that is sealed.
+
     Attributes:
-        hidden, locks: how many were removed. shards: how many were sealed.
+        servers: how many had died.
+        hidden, locks, errors: how many were removed. shards, requests: how many were sealed, and the requests in them.
         problems, first_problem: what went wrong.
     """
 
-    def __init__(self, dir_fd: int) -> None:
+    def __init__(self, dir_fd: int, *, dry_run: bool = False, tell: Callable[[str], None] = lambda path: None) -> None:
         self._dir_fd = dir_fd
+        self._dry_run = dry_run
+        self._tell = tell
+        self._cleaned: set[str] = set()
+        self.servers = 0
         self.hidden = 0
         self.locks = 0
+        self.errors = 0
         self.shards = 0
+        self.requests = 0
         self.problems = 0
         self.first_problem = ""
+
+    def words(self, sealed: str, removed: str) -> str:
+        """What was done, in words; empty: nothing.
+
+        Args:
+            sealed, removed: sentences with {} for what was.
+        """
+        gone = [_count(self.hidden, "hidden file")] if self.hidden else []
+        gone += [_count(self.locks, "lock", " without data")] if self.locks else []
+        gone += [_count(self.errors, "error")] if self.errors else []
+        requests = "" if self._dry_run else f" with {_count(self.requests, 'request')}"  # which sealing counts
+        parts = [sealed.format(_count(self.shards, "shard", requests))] if self.shards else []
+        return ", ".join(parts + ([removed.format(", ".join(gone))] if gone else []))
 
     @contextmanager
     def noting(self, what: str) -> Iterator[None]:
@@ -130,12 +117,14 @@ class _Cleaning:
             self.problems += 1
 
     def run(self) -> None:
+        """Remove what dead servers have left, and locks without data in the directory itself. Raises OSError: it cannot be read."""
         tokens, lonely = _look(self._dir_fd)
         dead = self._hold_marks(tokens)
+        self.servers = len(dead)
         stuck = set(dead)
         try:
             if dead or lonely:
-                stuck = self._clean(self._dir_fd, dead, lonely)
+                stuck = self._clean(self._dir_fd, "", dead, lonely)
             if dead:
                 stuck |= self._seal_shards(dead)
             for folder, owners in _folders(dead).items():
@@ -144,7 +133,7 @@ class _Cleaning:
         finally:
             for token, held in dead.items():
                 with self.noting(f"could not remove {mark_name(token)!r}"):
-                    (held.release if token in stuck else held.remove)()
+                    (held.release if token in stuck or self._dry_run else held.remove)()
 
     def _hold_marks(self, tokens: list[str]) -> dict[str, HeldLock]:
         """The marks that no living server holds, by token."""
@@ -156,7 +145,29 @@ class _Cleaning:
                     dead[token] = held
         return dead
 
-    def _clean(self, dir_fd: int, dead: Collection[str], lonely: set[int]) -> set[str]:
+    def remove_locks(self, folder: str) -> None:
+        """Remove the locks without data in a folder below the directory, unless that has been done."""
+        if folder not in self._cleaned:
+            self._clean_folder(folder, ())
+
+    def remove_errors(self, folder: str, before: float) -> None:
+        """Remove the errors that were written before a time, and their locks, unless somebody holds these.
+
+        Args:
+            folder: below the directory; "" for the directory itself.
+            before: seconds since the epoch.
+        """
+        with self.noting(f"could not clean {folder!r}"):
+            dir_fd = open_folder(self._dir_fd, folder) if folder else os.dup(self._dir_fd)
+            if dir_fd >= 0:
+                try:
+                    for name in _errors(dir_fd):
+                        with self.noting(f"could not remove {name!r}"):
+                            self._remove_error(dir_fd, folder, name, before)
+                finally:
+                    os.close(dir_fd)
+
+    def _clean(self, dir_fd: int, folder: str, dead: Collection[str], lonely: set[int]) -> set[str]:
         """Remove hidden files of dead tokens, and the lonely locks that are left over. Returns the tokens that still have files."""
         stuck = set()
         # Names are taken only now: a server may have made hidden files after the first pass, before it died.
@@ -164,13 +175,15 @@ class _Cleaning:
         for token, name in hidden:
             problems = self.problems
             with self.noting(f"could not remove {name!r}"), suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=dir_fd)
+                if not self._dry_run:
+                    os.unlink(name, dir_fd=dir_fd)
                 self.hidden += 1
+                self._tell(os.path.join(folder, name))
             if self.problems > problems:
                 stuck.add(token)
         for name in locks:
             with self.noting(f"could not remove {name!r}"):
-                self._remove_lock(dir_fd, name)
+                self._remove_lock(dir_fd, folder, name)
         return stuck
 
     def _seal_shards(self, dead: Collection[str]) -> set[str]:
@@ -179,26 +192,29 @@ class _Cleaning:
         for token, stem in unsealed_shards(self._dir_fd, dead):
             problems = self.problems
             with self.noting(f"could not seal {stem}"):
-                recover_shard(self._dir_fd, token, stem)
+                if not self._dry_run:
+                    self.requests += recover_shard(self._dir_fd, token, stem)
                 self.shards += 1
+                self._tell(stem)
             if self.problems > problems:
                 stuck.add(token)
         return stuck
 
     def _clean_folder(self, folder: str, dead: Collection[str]) -> bool:
-        """Whether nothing is left in it."""
+        """Remove the hidden files of dead tokens and the locks without data in it. False: not all of them could be."""
         problems = self.problems
+        self._cleaned.add(folder)
         with self.noting(f"could not clean {folder!r}"):
-            dir_fd = _open_folder(self._dir_fd, folder)
+            dir_fd = open_folder(self._dir_fd, folder)
             if dir_fd >= 0:
                 try:
                     _, lonely = _look(dir_fd)
-                    self._clean(dir_fd, dead, lonely)
+                    self._clean(dir_fd, folder, dead, lonely)
                 finally:
                     os.close(dir_fd)
         return self.problems == problems
 
-    def _remove_lock(self, dir_fd: int, name: str) -> None:
+    def _remove_lock(self, dir_fd: int, folder: str, name: str) -> None:
         held = HeldLock.adopt(dir_fd, name)
         if held is None:
             return
@@ -207,10 +223,34 @@ class _Cleaning:
             data = name.removesuffix(LOCK_SUFFIX)
             # Again, for now nobody can publish anything: it may have been there for a moment only when its name was read.
             if not _exists(dir_fd, data) and not _exists(dir_fd, data + ERROR_SUFFIX):
-                end = held.remove
+                if not self._dry_run:
+                    end = held.remove
                 self.locks += 1
+                self._tell(os.path.join(folder, name))
         finally:
             end()
+
+    def _remove_error(self, dir_fd: int, folder: str, name: str, before: float) -> None:
+        if os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mtime >= before:
+            return
+        data = name.removesuffix(ERROR_SUFFIX)
+        lock = data + LOCK_SUFFIX
+        held = HeldLock.adopt(dir_fd, lock)
+        if held is None and not _exists(dir_fd, lock) and not self._dry_run:  # a consumer has removed it
+            with suppress(FileExistsError):
+                held = HeldLock.create(dir_fd, lock, 0o600)
+        if held is None and (_exists(dir_fd, lock) or not self._dry_run):  # a reader's, or another request's of this name
+            return
+        try:
+            # Again, for now no request of this name can begin: one may have left another error meanwhile.
+            if os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mtime < before:
+                if not self._dry_run:
+                    os.unlink(name, dir_fd=dir_fd)
+                self.errors += 1
+                self._tell(os.path.join(folder, name))
+        finally:
+            if held is not None:
+                (held.release if self._dry_run or _exists(dir_fd, data) or _exists(dir_fd, name) else held.remove)()
 
 
 def _look(dir_fd: int) -> tuple[list[str], set[int]]:
@@ -259,18 +299,9 @@ def _folders(dead: dict[str, HeldLock]) -> dict[str, set[str]]:
     return folders
 
 
-def _open_folder(dir_fd: int, folder: str) -> int:
-    """A descriptor of a folder below the directory; -1 if it is not there. Raises OSError: something else is, or it cannot be opened."""
-    inside = os.dup(dir_fd)
-    for name in folder.split("/"):
-        above = inside
-        try:
-            inside = os.open(name, _FOLDER, dir_fd=above)
-        except FileNotFoundError:
-            return -1
-        finally:
-            os.close(above)
-    return inside
+def _errors(dir_fd: int) -> list[str]:
+    with os.scandir(dir_fd) as entries:
+        return [entry.name for entry in entries if entry.name.endswith(_DATA_ERROR) and not entry.name.startswith(".")]
 
 
 def _exists(dir_fd: int, name: str) -> bool:

@@ -11,11 +11,12 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_ascend_hsx.sinks.lock_sleepers import sleep_on
 from vllm_ascend_hsx.sinks.names import partial_name
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -24,6 +25,8 @@ _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
 # moment: a server that cleans up, and the reader of speculators, which locks exclusively to see whether it can.
 _PAUSES = (0.0, 0.0, 0.0, 0.001, 0.002, 0.004, 0.008, 0.016)
 _CONTENT_MAX = 16 << 20
+# Of link(2) on a filesystem without hard links. There the lock has its name some microseconds before it is held.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class LockHeldError(Exception):
@@ -57,17 +60,14 @@ class HeldLock:
         for pause in _PAUSES:
             if pause:
                 time.sleep(pause)
-            try:
-                held = cls.create(dir_fd, name, mode)
-            except FileExistsError:
-                held = _take_over(dir_fd, name, mode, token)
+            held = _make(dir_fd, name, mode, token) or _take_over(dir_fd, name, mode, token)
             if held is not None:
                 return held
         raise LockHeldError
 
     @classmethod
     def create(cls, dir_fd: int, name: str, mode: int) -> HeldLock | None:
-        """Create the lock file and hold it.
+        """Create the lock file under its name, then hold it: for a name that no reader waits for.
 
         Returns:
             None: somebody who saw it before it was held has locked or removed it.
@@ -147,6 +147,54 @@ def hold_new(dir_fd: int, name: str, fd: int) -> bool:
     return _flock_now(fd, fcntl.LOCK_EX) and _is_named(fd, name, dir_fd)
 
 
+def _make(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
+    """Create the lock file, held before it is called `name`: a free lock without data tells readers that its server died.
+
+    Returns:
+        None: something is called so.
+
+    Raises:
+        OSError: it cannot be created, or its filesystem has no flock.
+    """
+    hidden = _make_hidden(dir_fd, name, mode, token)
+    try:
+        os.link(hidden._name, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+    except FileExistsError:
+        hidden.remove()
+        return None
+    except OSError as error:
+        hidden.remove()
+        if error.errno not in _NO_LINKS:
+            raise
+        with suppress(FileExistsError):
+            return HeldLock.create(dir_fd, name, mode)
+        return None
+    try:
+        os.unlink(hidden._name, dir_fd=dir_fd)
+    except BaseException:
+        HeldLock(dir_fd, name, hidden._fd).remove()
+        raise
+    return HeldLock(dir_fd, name, hidden._fd)
+
+
+def _make_hidden(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
+    """A new lock file under a hidden name, to be called `name`. Raises OSError."""
+    hidden = partial_name(name, token)
+    try:
+        fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
+    except FileExistsError:  # planted, or ours, if it could not be removed before
+        os.unlink(hidden, dir_fd=dir_fd)
+        fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
+    held = HeldLock(dir_fd, hidden, fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.fchmod(fd, mode)
+    except BaseException:
+        held.remove()
+        raise
+    return held
+
+
 def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
     """Hold the lock file `name`, which exists: an earlier request's, or planted. None if somebody holds it, or it has gone meanwhile."""
     try:
@@ -175,16 +223,13 @@ def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None
 
 def _put_in_place(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
     """Replace whatever is called `name` by a lock file that is held before it can be seen."""
-    hidden = partial_name(name, token)
-    fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
+    hidden = _make_hidden(dir_fd, name, mode, token)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(fd, mode)
-        os.rename(hidden, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.rename(hidden._name, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
-        HeldLock(dir_fd, hidden, fd).remove()
+        hidden.remove()
         raise
-    return HeldLock(dir_fd, name, fd)
+    return HeldLock(dir_fd, name, hidden._fd)
 
 
 def _flock_now(fd: int, kind: int) -> bool:
@@ -239,7 +284,7 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
                 if deadline is None:
                     fcntl.flock(fd, fcntl.LOCK_SH)
                 else:
-                    _sleep_on(path, fd, deadline)
+                    sleep_on(path, fd, deadline, _unlock_and_close)
             if _is_named(fd, path):
                 return True
             # The name has gone, or belongs to another request now: look again.
@@ -247,70 +292,21 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
             _unlock_and_close(fd)
 
 
-class _Sleeper(threading.Thread):
-    """A thread asleep in flock(), for callers that must be able to give up: the call itself has no timeout."""
+def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
+    """True if nobody writes the file of the lock at `path` and its request was never decided: a server died, or a consumer left the lock.
 
-    def __init__(self, key: tuple[int, int], path: Path, fd: int) -> None:
-        super().__init__(name=f"hsx-lock-{path.name}", daemon=True)
-        self._key = key
-        self._fd = fd
-        self._woken = threading.Event()
-        self._error: OSError | None = None
+    Args:
+        path: the lock file.
+        is_decided: asked while writers cannot take the lock over: is there data or an error?
 
-    def run(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-        except OSError as error:
-            self._error = error
-        finally:
-            # Before all else: somebody waits. Who finds this thread in the table is right to go on as long as the shared lock is held.
-            self._woken.set()
-            with _sleepers_mutex:
-                del _sleepers[self._key]
-                _unlock_and_close(self._fd)
-
-    def join_until(self, deadline: float) -> bool:
-        if not self._woken.wait(max(0.0, deadline - time.monotonic())):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-
-# One thread per lock file, however often a reader gives up and comes back: by (device, inode).
-_sleepers: dict[tuple[int, int], _Sleeper] = {}
-_sleepers_mutex = threading.Lock()
-
-
-def _sleep_on(path: Path, fd: int, deadline: float) -> None:
-    if time.monotonic() >= deadline or not _sleeper_of(path, fd).join_until(deadline):
-        raise TimeoutError(f"{path}: still locked by its writer when the time to wait was over")
-
-
-def _sleeper_of(path: Path, fd: int) -> _Sleeper:
-    status = os.fstat(fd)
-    key = (status.st_dev, status.st_ino)
-    with _sleepers_mutex:
-        sleeper = _sleepers.get(key)
-        if sleeper is None:
-            own = os.dup(fd)
-            try:
-                sleeper = _Sleeper(key, path, own)
-                sleeper.start()
-            except BaseException:
-                os.close(own)
-                raise
-            _sleepers[key] = sleeper
-        return sleeper
-
-
-def _forget_sleepers() -> None:
-    """In a forked child: the threads are not there, so their descriptors go, and whoever waits starts its own."""
-    global _sleepers_mutex
-    _sleepers_mutex = threading.Lock()
-    for sleeper in _sleepers.values():
-        os.close(sleeper._fd)
-    _sleepers.clear()
-
-
-os.register_at_fork(after_in_child=_forget_sleepers)
+    Raises:
+        OSError: the lock file cannot be opened, or its filesystem has no flock.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return _flock_now(fd, fcntl.LOCK_SH) and not is_decided() and _is_named(fd, path)
+    finally:
+        _unlock_and_close(fd)

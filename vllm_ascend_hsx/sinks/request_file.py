@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.sinks.base import Rows, TokenIds
+from vllm_ascend_hsx.sinks.base import Rows, SinkError, TokenIds
 from vllm_ascend_hsx.sinks.data_file import RequestData, write_at
 from vllm_ascend_hsx.sinks.format import PRODUCER
 from vllm_ascend_hsx.sinks.lock import HeldLock
@@ -61,10 +61,12 @@ class RequestFile(OneEndFile):
         self.expected_tokens = expected_tokens
         self.may_grow = may_grow
         self.superseded: Callable[[], None] | None = None
+        self.predecessor: RequestFile | None = None  # this request in the folder that its path led to before
         self._sink = sink
         self._lock = lock
         self._data: RequestData | None = None  # both guarded by _condition
         self._write_error: str | None = None
+        self._successor: RequestFile | None = None  # this request in the folder that its path leads to now
 
     def write(self, first: int, rows: Rows) -> None:
         data, count = self._rows(first, rows)
@@ -82,7 +84,7 @@ class RequestFile(OneEndFile):
 
     def refuse(self, reason: str) -> None:
         """Instead of opening it: publish the reason. The response may leave before the scheduler has heard of the failure."""
-        self._publish_reason(reason)
+        self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
         if self._lock is not None:
             self._attempt("remove the lock", self._lock.remove)
         self._leave()
@@ -126,6 +128,14 @@ class RequestFile(OneEndFile):
             self._data = self._sink.make_data(self)
         self._data.complete(token_ids, num_prompt_tokens, self._encoder.scales(tokens))
         self._data.publish()
+        self._successor = self._sink.follow(self)
+        if self._successor is not None:
+            try:
+                self._sink.move(self, self._successor)
+            except OSError as error:
+                raise self._error(describe("the storage directory was replaced, and its rows cannot follow", error)) from error
+            if self._successor._claim_end():
+                self._successor._end(State.COMMITTED)
 
     def _why_not_published(self, error: OSError) -> str:
         return describe("the file could not be published", error)
@@ -139,6 +149,13 @@ class RequestFile(OneEndFile):
 
     def _publish_reason(self, reason: str) -> None:
         self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
+        try:
+            successor = self._successor or self._sink.follow(self)
+        except SinkError as error:
+            logger.error("%s", error)
+            return
+        if successor is not None:
+            successor.fail(reason)
 
     def _write_reason(self, reason: str) -> None:
         text = json.dumps(

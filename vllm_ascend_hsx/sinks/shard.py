@@ -63,9 +63,16 @@ class ShardSink(DirectorySink):
         data = DataFile(file.storage, file.name, hidden, layout, options, file.expected_tokens, file.home.filesystem)
         return RowsBeside(*common, data, file.storage, hidden)
 
+    def move(self, file: RequestFile, successor: RequestFile) -> None:
+        if successor.home is not file.home:  # else it is found by its name, whatever has become of a folder that this names
+            raise OSError(errno.EXDEV, "they are in a shard of the former one")
+
     def set_aside(self, file: RequestFile) -> Callable[[], None] | None:
         # No other request has such an id, so nothing need be said of the earlier ones: a line for each of millions.
-        if file.relative != file_name(file.request_id) or not _RANDOM_ID.fullmatch(file.request_id):
+        is_unique = file.relative == file_name(file.request_id) and _RANDOM_ID.fullmatch(file.request_id)
+        # The name's member may be this request's own already.
+        is_here = file.predecessor is not None and file.predecessor.home is file.home
+        if not is_unique and not is_here:
             self._shards_of(file.home).say_gone(file.relative)
         return set_file_aside(file)
 

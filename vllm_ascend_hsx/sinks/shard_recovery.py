@@ -35,12 +35,15 @@ def unsealed_shards(dir_fd: int, tokens: Collection[str]) -> list[tuple[str, str
     return sorted((token, stem) for stem, token in found.items() if stem not in sealed)
 
 
-def recover_shard(dir_fd: int, token: str, stem: str) -> None:
+def recover_shard(dir_fd: int, token: str, stem: str) -> int:
     """Seal a shard whose server is dead, durably. The caller holds that server's mark.
 
     Args:
         dir_fd: the directory.
         token, stem: of the shard.
+
+    Returns:
+        How many requests it holds.
 
     Raises:
         OSError: it could not be done, or its index says that there is more in the tar file than can be found in it.
@@ -50,14 +53,14 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> None:
         fd = storage.open(stem + TAR, os.O_RDWR)
     except FileNotFoundError:  # it died between two calls when it made or removed the shard
         _remove_if_empty(storage, stem)
-        return
+        return 0
     index_fd = -1
     try:
         with suppress(FileNotFoundError):
             index_fd = storage.open(stem + INDEX, os.O_RDWR)
         if index_fd < 0:
             storage.unlink(stem + TAR)
-            return
+            return 0
         storage.file_mode = os.fstat(fd).st_mode & 0o777
         content = read_all(index_fd)
         lines = whole_lines(content)
@@ -69,6 +72,7 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> None:
         if lost:
             raise OSError(errno.EUCLEAN, f"{lost[0].name!r} and {len(lost) - 1} others are in its index, and the tar file ends before them")
         seal(storage, token, stem, fd, index_fd, end, True, "recovery")
+        return len(members)
     finally:
         os.close(fd)
         if index_fd >= 0:

@@ -142,9 +142,38 @@ class Storage:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
         return True
 
+    def leads_to(self, folder: str, other: Storage) -> bool:
+        """True if the folder of that name below this directory is `other`. Raises OSError: something else is, or it cannot be opened."""
+        fd = open_folder(self.fd, folder)
+        if fd < 0:
+            return False
+        try:
+            return os.path.samestat(os.fstat(fd), os.fstat(other.fd))
+        finally:
+            os.close(fd)
+
+    def move(self, name: str, target: Storage) -> None:
+        """Have the file `name` in another directory instead, in place of what is called so there. Raises OSError."""
+        os.rename(name, name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
+
     def sync(self) -> None:
         """Have the names, as they are now, survive a loss of power."""
         os.fsync(self.fd)
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def open_folder(dir_fd: int, folder: str) -> int:
+    """A descriptor of a folder below the directory; -1 if it is not there. Raises OSError: something else is, or it cannot be opened."""
+    fd = os.dup(dir_fd)
+    try:
+        for name in folder.split("/"):
+            above, fd = fd, os.open(name, _DIRECTORY, dir_fd=fd)
+            os.close(above)
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, FileNotFoundError):
+            return -1
+        raise
+    return fd

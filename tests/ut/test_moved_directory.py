@@ -1,0 +1,263 @@
+"""The storage directory, or a folder in it, is replaced under a server: rows are found where readers look, or the reason is."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, trace, wait_for_sleepers
+
+from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
+
+Sink: TypeAlias = "FileSink | ShardSink"
+SINKS: dict[str, Callable[..., Sink]] = {
+    "files": FileSink,
+    "shards": lambda *args: ShardSink(*args, shard_bytes=1 << 20),
+}
+EVERY_SINK = pytest.mark.parametrize("make", SINKS.values(), ids=SINKS)
+NAME = "a-0123abcd"
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Path]:
+    """A directory on another filesystem than pytest's."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def begin(sink: Sink, directory: Path, name: str = NAME, tokens: int = 3) -> RequestFile:
+    file = sink.open(name.rpartition("/")[2], directory / f"{name}.safetensors", tokens, may_grow=False)
+    file.write(0, make_rows(0, tokens))
+    return file
+
+
+def assert_found(path: Path, tokens: int = 3) -> None:
+    assert np.array_equal(load(path, 0, verify=True).hidden_states.view(torch.uint16).numpy(), make_rows(0, tokens))
+
+
+def reason_at(path: Path) -> str:
+    with pytest.raises(HiddenStatesError) as raised:
+        load(path, 0)
+    return raised.value.reason
+
+
+def rotate(directory: Path) -> Path:
+    moved = directory.rename(directory.with_name("moved"))
+    directory.mkdir()
+    return moved
+
+
+@EVERY_SINK
+def test_without_a_directory_requests_fail_and_nothing_is_written_into_the_one_that_was_renamed(
+    tmp_path: Path, make: Callable[..., Sink]
+) -> None:
+    directory = tmp_path / "out"
+    with make(directory, FORMAT) as sink:
+        under_way = begin(sink, directory)
+        moved = directory.rename(tmp_path / "moved")
+        before = listing(moved)
+        with pytest.raises(SinkError, match=f"{directory} is not there any more.*ENOENT"):
+            sink.open("b", directory / "b.safetensors")
+        assert listing(moved) == before
+        with pytest.raises(SinkError, match=f"{directory} is not there any more.*ENOENT"):
+            under_way.commit(token_ids(3), 3)
+        assert not directory.exists(), "it may be where something was mounted"
+        assert "not there any more" in reason_at(moved / under_way.path.name)
+
+
+def test_a_file_in_the_directorys_place_fails_requests_with_the_reason(tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    with FileSink(directory, FORMAT) as sink:
+        directory.rename(tmp_path / "moved")
+        directory.touch()
+        with pytest.raises(SinkError, match="is not one"):
+            sink.open("b", directory / "b.safetensors")
+
+
+@pytest.mark.parametrize("durability", ["none", "fdatasync"])
+def test_a_file_under_way_is_found_in_the_directory_that_took_the_place(
+    tmp_path: Path, durability: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "out"
+    with FileSink(directory, FORMAT, FileOptions(durability=durability)) as sink:  # type: ignore[arg-type]
+        under_way = begin(sink, directory)
+        moved = rotate(directory)
+        new = begin(sink, directory, "b")
+        assert "another directory than before" in caplog.text
+        new.commit(token_ids(3), 3)
+        under_way.commit(token_ids(3), 3)
+        for file in (under_way, new):
+            assert_found(file.path)
+        assert listing(moved) == [f"{NAME}.safetensors.lock"], "which somebody may sleep on, and wakes"
+        assert not is_held(moved / f"{NAME}.safetensors.lock")
+    assert listing(directory) == [f"{name}.safetensors{suffix}" for name in (NAME, "b") for suffix in ("", ".lock")]
+
+
+def test_a_symbolic_link_may_be_pointed_elsewhere_at_any_time(tmp_path: Path) -> None:
+    days = [tmp_path / "day1", tmp_path / "day2"]
+    for day in days:
+        day.mkdir()
+    current = tmp_path / "current"
+    current.symlink_to(days[0])
+    with FileSink(current, FORMAT) as sink:
+        under_way = begin(sink, current)
+        (tmp_path / "next").symlink_to(days[1])
+        (tmp_path / "next").rename(current)
+        under_way.commit(token_ids(3), 3)
+        assert_found(under_way.path)
+        assert_found(days[1] / under_way.path.name)
+
+
+@EVERY_SINK
+def test_a_request_that_fails_leaves_its_reason_where_readers_look(tmp_path: Path, make: Callable[..., Sink]) -> None:
+    directory = tmp_path / "out"
+    with make(directory, FORMAT) as sink:
+        under_way = begin(sink, directory)
+        moved = rotate(directory)
+        under_way.fail("no luck")
+        assert reason_at(under_way.path) == reason_at(moved / under_way.path.name) == "no luck"
+
+
+@EVERY_SINK
+def test_a_request_that_is_discarded_leaves_nothing_anywhere(tmp_path: Path, make: Callable[..., Sink]) -> None:
+    directory = tmp_path / "out"
+    with make(directory, FORMAT) as sink:
+        under_way = begin(sink, directory)
+        moved = rotate(directory)
+        under_way.discard()
+    assert [name for name in listing(moved) if "safetensors" in name] == listing(directory) == []
+
+
+@EVERY_SINK
+def test_rows_that_cannot_follow_fail_their_request_where_readers_look(
+    tmp_path: Path, elsewhere: Path, make: Callable[..., Sink]
+) -> None:
+    """To another filesystem, or out of a shard."""
+    directory = tmp_path / "out"
+    (tmp_path / "first").mkdir()
+    directory.symlink_to(tmp_path / "first")
+    with make(directory, FORMAT) as sink:
+        under_way = begin(sink, directory)
+        directory.unlink()
+        directory.symlink_to(elsewhere)
+        with pytest.raises(SinkError, match="storage directory was replaced.*EXDEV"):
+            under_way.commit(token_ids(3), 3)
+        assert "storage directory was replaced" in reason_at(under_way.path)
+        new = begin(sink, directory, "b-0123abcd")
+        new.commit(token_ids(3), 3)
+        assert_found(new.path)
+    assert not (tmp_path / "first" / under_way.path.name).exists()
+
+
+@EVERY_SINK
+@pytest.mark.parametrize("there", [False, True], ids=["renamed", "replaced"])
+def test_a_chosen_folder_may_be_renamed_too(tmp_path: Path, make: Callable[..., Sink], there: bool) -> None:
+    with make(tmp_path, FORMAT) as sink:
+        under_way, victim = begin(sink, tmp_path, f"day/{NAME}"), begin(sink, tmp_path, "day/b")
+        moved = (tmp_path / "day").rename(tmp_path / "yesterday")
+        if there:
+            (tmp_path / "day").mkdir()
+        under_way.commit(token_ids(3), 3)
+        victim.fail("no luck")
+        assert_found(under_way.path)
+        assert reason_at(victim.path) == "no luck"
+        assert not (moved / under_way.path.name).exists()
+
+
+def test_a_name_that_is_taken_in_the_new_directory_is_not_touched(tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    with FileSink(directory, FORMAT) as sink:
+        under_way = begin(sink, directory)
+        rotate(directory)
+        with FileSink(directory, FORMAT) as other:
+            theirs = begin(other, directory, tokens=5)
+            with pytest.raises(SinkError, match="another request or server is writing"):
+                under_way.commit(token_ids(3), 3)
+            theirs.commit(token_ids(5), 5)
+        assert_found(theirs.path, 5)
+
+
+def test_what_an_earlier_request_left_in_the_new_directory_is_not_the_answer(tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    with FileSink(directory, FORMAT) as sink:
+        under_way, victim = begin(sink, directory), begin(sink, directory, "b")
+        rotate(directory)
+        with FileSink(directory, FORMAT) as other:
+            begin(other, directory).fail("earlier")
+            begin(other, directory, "b", 5).commit(token_ids(5), 5)
+        under_way.commit(token_ids(3), 3)
+        victim.fail("no luck")
+        assert_found(under_way.path)
+        assert reason_at(victim.path) == "no luck"
+        assert not victim.path.exists()
+
+
+def test_a_reader_asleep_on_the_lock_in_the_former_directory_gets_the_rows(tmp_path: Path) -> None:
+    directory = tmp_path / "out"
+    with FileSink(directory, FORMAT) as sink:
+        under_way = begin(sink, directory)
+        found: list[object] = []
+        reader = threading.Thread(target=lambda: found.append(load(under_way.path, 60)), daemon=True)
+        reader.start()
+        wait_for_sleepers(Path(f"{under_way.path}.lock"))
+        rotate(directory)
+        under_way.commit(token_ids(3), 3)
+        reader.join(60)
+        assert found
+
+
+def test_a_rename_before_any_system_call_of_a_commit_loses_no_rows(tmp_path: Path) -> None:
+    for happens_at in range(40):
+        directory = tmp_path / str(happens_at) / "out"
+        with FileSink(directory, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
+            under_way = begin(sink, directory)
+            calls: list[str] = []
+
+            def checkpoint(call: str) -> None:
+                calls.append(call)  # noqa: B023
+                if len(calls) == happens_at + 1:  # noqa: B023
+                    rotate(directory)  # noqa: B023
+
+            trace(patch, checkpoint)
+            under_way.commit(token_ids(3), 3)
+            patch.undo()
+            if happens_at >= len(calls):
+                return
+            looked_at = calls.index("stat")  # where the path leads, when the file has its name
+            assert_found(under_way.path if happens_at <= looked_at else directory.with_name("moved") / under_way.path.name)
+    pytest.fail("a commit makes more calls than that")
+
+
+@EVERY_SINK
+def test_a_former_directory_is_left_with_its_last_request(tmp_path: Path, make: Callable[..., Sink]) -> None:
+    """Its shard is sealed, and its mark gone, while the server goes on: whoever rotates directories reads the former one now."""
+    directory = tmp_path / "out"
+    with make(directory, FORMAT) as sink:
+        begin(sink, directory, "before-0123abcd").commit(token_ids(3), 3)
+        moved = rotate(directory)
+        begin(sink, directory, "now-0123abcd").discard()
+        assert not [name for name in os.listdir(moved) if name.startswith(".")]
+        assert_found(moved / "before-0123abcd.safetensors")
+        under_way = begin(sink, directory, "under-way-0123abcd")
+        fds = len(open_fds())
+        directory.rename(tmp_path / "again")
+        directory.mkdir()
+        begin(sink, directory, "now-0123abcd").discard()
+        assert [name for name in os.listdir(tmp_path / "again") if name.endswith(".server")]
+        under_way.fail("no luck")
+        assert not [name for name in os.listdir(tmp_path / "again") if name.startswith(".")]
+        assert len(open_fds()) <= fds
+        if make is not FileSink:
+            assert len(list(moved.glob("hsx-*.json"))) == 1, "sealed"
