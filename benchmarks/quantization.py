@@ -283,6 +283,9 @@ One scale serves all layers of a token: the largest magnitude of them becomes 44
 * An element loses at most 1/16 of itself, as long as it is larger than 1/28,672 of the token's largest. What readers make of it in
   bfloat16 is rounded twice more, by 1/256 together.
 * Below that the steps are all alike, 1/229,376 of the largest: what is smaller than half a step becomes 0.
+* No scale is below 1e-12, which is hs-connectors' own limit. A token whose elements are all below
+  4.5e-10, in every layer, keeps less, and one below 9.7e-16 nothing. `hsx verify` counts these tokens
+  in a warning; rows that were 0 before are among them.
 
 So a layer that is small beside the others, or ordinary channels beside huge ones, lose most. `hsx inspect` shows the norms of the layers; a
 layer that is thousands of times smaller than another is better extracted without quantization.

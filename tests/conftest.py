@@ -14,6 +14,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--traffic-runs", type=int, help="play so many runs of random traffic (tests/e2e/test_any_traffic.py)")
     parser.addoption("--kills", type=int, help="kill so many sinks (tests/ut/test_crash.py)")
     parser.addoption("--soak", type=int, help="send so many requests through a worker (tests/ut/test_soak.py)")
+    parser.addoption("--fuzz-inputs", type=int, help="give readers so many mutated inputs (tests/ut/test_fuzz_readers.py)")
     parser.addoption("--engine-soak", type=int, help="send so many requests to an engine (tests/e2e/test_engine_soak.py)")
     parser.addoption("--engine-kills", type=int, help="kill so many engines (tests/e2e/test_killed_engine.py)")
 

@@ -143,7 +143,7 @@ class HsxConfig(BaseModel):
     )
     checksum: Literal["crc32c", "none"] = Field(
         default="crc32c",
-        description="A checksum (CRC-32C) of each file's data, in its metadata; `vllm_ascend_hsx.load(path, verify=True)` compares it.",
+        description="A checksum (CRC-32C) of each file, in its metadata; `vllm_ascend_hsx.load(path, verify=True)` compares it.",
     )
     check_finite: bool = Field(default=False, description="Fail the file of a request whose rows hold a NaN or an infinity.")
     file_mode: str = Field(

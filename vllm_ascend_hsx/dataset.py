@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from vllm_ascend_hsx.quantized import dequantized
-from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
 from vllm_ascend_hsx.shards import shards_of
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX
 
@@ -70,16 +70,21 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         states = load(path, mmap=True, verify=self._verify, dequantize=False)
         rows, token_ids = states.hidden_states[: self._max_tokens], states.token_ids[: self._max_tokens]
         if self._layer_ids is not None:
-            rows = rows[:, self._columns(path, states.layer_ids, self._layer_ids)]
+            rows = rows[:, self._columns(path, states, self._layer_ids)]
         if states.scales is not None:
             rows = dequantized(rows, states.scales[: self._max_tokens], states.dtype)
         if self._dtype is not None:
             rows = rows.to(self._dtype)
-        prompt = int(states.metadata.get("num_prompt_tokens", len(states.token_ids)))
+        prompt = states.num_prompt_tokens if "num_prompt_tokens" in states.metadata else len(states.token_ids)
         return {"hidden_states": rows, "token_ids": token_ids, "is_output": torch.arange(len(token_ids)) >= prompt, "path": str(path)}
 
     @staticmethod
-    def _columns(path: Path, stored: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    def _columns(path: Path, states: HiddenStates, wanted: Sequence[int]) -> list[int]:
+        if "layer_ids" not in states.metadata:
+            raise HiddenStatesError(path, f"it does not say which layers it has, so {list(wanted)} cannot be chosen")
+        stored = states.layer_ids
+        if len(stored) != states.hidden_states.shape[1]:
+            raise HiddenStatesError(path, f"it names {len(stored)} layer ids and has {states.hidden_states.shape[1]} layers")
         missing = [layer_id for layer_id in wanted if layer_id not in stored]
         if missing:
             raise ValueError(f"{path} has layers {list(stored)} and not {missing}. Choose from those, or extract again.")

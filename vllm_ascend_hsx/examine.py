@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_ascend_hsx.quantized import dequantized
+from vllm_ascend_hsx.quantized import LEAST_SCALE, dequantized
 from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, is_decided, load
 from vllm_ascend_hsx.shards import shards_of
+from vllm_ascend_hsx.sinks.checksum import names_checksum
+from vllm_ascend_hsx.sinks.format import layer_ids_of, num_prompt_tokens_of
 from vllm_ascend_hsx.sinks.lock import is_left_over
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 
@@ -35,6 +37,7 @@ class Examination:
         num_bytes: of the hidden states, with the scales of quantised rows.
         norms: mean over the tokens of the Euclidean norm of a (dequantised) row, for each layer.
         token_norms: [layers][tokens] the norms themselves, if they were asked for.
+        tiny_tokens: quantised rows too small for their scale to be smaller: they lost accuracy, or all that they had.
         metadata: what the file says about itself.
     """
 
@@ -49,6 +52,7 @@ class Examination:
     num_bytes: int = 0
     norms: tuple[float, ...] = ()
     token_norms: tuple[tuple[float, ...], ...] = ()
+    tiny_tokens: int = 0
     metadata: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -56,7 +60,7 @@ class Examination:
         """One or two words for a table."""
         if self.problem is not None:
             return "bad"
-        return "verified" if "checksum" in self.metadata else "plausible"
+        return "verified" if names_checksum(self.metadata) else "plausible"
 
 
 def examine(
@@ -77,7 +81,7 @@ def examine(
     path = Path(path)
     try:
         states = load(path, timeout, mmap=True, dequantize=False)
-        if checksum and "checksum" in states.metadata:
+        if checksum and names_checksum(states.metadata):
             load(path, timeout, mmap=True, verify=True, dequantize=False)
     except HiddenStatesError as error:
         return Examination(path, error.reason)
@@ -90,10 +94,7 @@ def examine(
 
 def _describe(path: Path, states: HiddenStates, finite: bool, keep: bool) -> Examination:
     rows = states.hidden_states
-    shape = tuple(rows.shape)
-    if len(shape) != 3:
-        return Examination(path, f"hidden_states has shape {list(shape)}, not [tokens, layers, hidden]")
-    tokens, layers, hidden = shape
+    tokens, layers, hidden = rows.shape
     sums = [0.0] * layers
     all_norms: list[list[float]] = [[] for _ in range(layers)]
     problem = None
@@ -105,8 +106,8 @@ def _describe(path: Path, states: HiddenStates, finite: bool, keep: bool) -> Exa
             if keep:
                 all_norms[layer] += norms[:, layer].tolist()
     metadata = states.metadata
-    layer_ids = tuple(json.loads(metadata.get("layer_ids", "[]")))
-    prompt_tokens = int(metadata["num_prompt_tokens"]) if "num_prompt_tokens" in metadata else None
+    layer_ids = tuple(layer_ids_of(metadata) or ())
+    prompt_tokens = num_prompt_tokens_of(metadata)
     return Examination(
         path,
         problem or _contradiction(states, layer_ids, prompt_tokens),
@@ -119,6 +120,7 @@ def _describe(path: Path, states: HiddenStates, finite: bool, keep: bool) -> Exa
         rows.nbytes + (0 if states.scales is None else states.scales.nbytes),
         tuple(total / tokens if tokens else 0.0 for total in sums),
         tuple(map(tuple, all_norms)) if keep else (),
+        0 if states.scales is None else int((states.scales <= LEAST_SCALE).sum()),
         metadata,
     )
 
@@ -181,9 +183,10 @@ def orphaned_locks(directory: str | Path) -> list[Path]:
             data = name.removesuffix(LOCK_SUFFIX)
             is_lock = name.endswith(DATA_SUFFIX + LOCK_SUFFIX) and not name.startswith(".")
             if is_lock and data not in there and data + ERROR_SUFFIX not in there:
-                path = Path(folder, data)
-                if is_left_over(Path(folder, name), partial(is_decided, path)):
-                    found.append(Path(folder, name))
+                # What cannot be opened is not known to be a lock that nobody holds.
+                with suppress(OSError):
+                    if is_left_over(Path(folder, name), partial(is_decided, Path(folder, data))):
+                        found.append(Path(folder, name))
     return sorted(found)
 
 

@@ -5,7 +5,6 @@ Needs torch and Mooncake's package, and neither vLLM nor torch_npu. `vllm_ascend
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +12,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ascend_hsx.config import MooncakeOptions
-from vllm_ascend_hsx.quantized import dequantized
+from vllm_ascend_hsx.quantized import dequantized, quantization_problem
 from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Digest
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS
+from vllm_ascend_hsx.sinks.checksum import names_checksum, stated_checksum
+from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, TensorInfo
 from vllm_ascend_hsx.sinks.mooncake_client import MooncakeClient, MooncakeError
-from vllm_ascend_hsx.sinks.packed import ERROR_KEY_SUFFIX, HANDLE_KEY, MANIFEST_KEY_SUFFIX, keys_of
+from vllm_ascend_hsx.sinks.packed import ERROR_KEY_SUFFIX, HANDLE_KEY, MANIFEST_KEY_SUFFIX, keys_of, read_manifest
+from vllm_ascend_hsx.sinks.strict_json import parse
+from vllm_ascend_hsx.tensors import check_tensors, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -79,30 +80,33 @@ class MooncakeReader:
         import torch
 
         handle = _handle(params)
-        said = self._wait(handle, timeout)
+        text = self._wait(handle, timeout)
         try:
-            tensors, metadata = said["tensors"], said["metadata"]
-            size = max(tensor["offset"] + tensor["nbytes"] for tensor in tensors.values())
-        except (KeyError, TypeError, ValueError) as error:
-            raise HiddenStatesError(Path(handle), f"its manifest cannot be understood: {error!r}") from error
+            header = read_manifest(text)
+            check_tensors(header)
+            if problem := quantization_problem(header):
+                raise FormatError(problem)
+        except FormatError as error:
+            raise HiddenStatesError(Path(handle), str(error)) from error
+        tensors, metadata = header.tensors, header.metadata
+        size = max(tensor.end for tensor in tensors.values())
         stored = self._client.size(handle)
         if stored is None or stored < size:
             found = "is not there any more" if stored is None else f"has {stored} bytes, not {size}"
             raise HiddenStatesError(Path(handle), f"its data {found}: {_WHERE_IT_WENT}")
         data = torch.empty(stored, dtype=torch.uint8)
         self._read(handle, data)
-        expected = metadata.get("checksum")
-        if verify and expected is not None and metadata.get("checksum_algorithm") == ALGORITHM:
-            digest = Digest()
+        if verify and names_checksum(metadata):
+            stated = stated_checksum(text, metadata)
+            if stated is None:
+                raise HiddenStatesError(Path(handle), "it cannot be verified: its manifest names a checksum of no known kind")
+            expected, digest = stated
             digest.update(data.numpy().data)
             if digest.hexdigest() != expected:
                 problem = f"it is not as it was written: its checksum is {digest.hexdigest()}, not {expected}"
                 raise HiddenStatesError(Path(handle), problem)
-        try:
-            scales = _tensor(data, tensors[SCALES]) if SCALES in tensors else None
-            states = HiddenStates(_tensor(data, tensors[HIDDEN_STATES]), _tensor(data, tensors[TOKEN_IDS]), metadata, scales)
-        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-            raise HiddenStatesError(Path(handle), f"its manifest does not fit its data: {error!r}") from error
+        scales = _tensor(data, tensors[SCALES]) if SCALES in tensors else None
+        states = HiddenStates(_tensor(data, tensors[HIDDEN_STATES]), _tensor(data, tensors[TOKEN_IDS]), metadata, scales)
         if scales is not None and dequantize:
             states = states._replace(hidden_states=dequantized(states.hidden_states, scales, states.dtype))
         return states
@@ -130,7 +134,7 @@ class MooncakeReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _wait(self, handle: str, timeout: float | None) -> dict[str, Any]:
+    def _wait(self, handle: str, timeout: float | None) -> bytes:
         """The manifest, as soon as it is there."""
         deadline = None if timeout is None else time.monotonic() + timeout
         delay = _FIRST_POLL
@@ -140,7 +144,7 @@ class MooncakeReader:
             if has_failed and (text := self._client.get(failure)) is not None:
                 raise HiddenStatesError(Path(handle), _reason(text))
             if has_manifest and (text := self._client.get(complete)) is not None:
-                return _parse(handle, text)
+                return text
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 if has_manifest or has_failed:
@@ -177,27 +181,18 @@ def _handle(params: Handle) -> str:
     return handle
 
 
-def _parse(handle: str, text: bytes) -> dict[str, Any]:
-    try:
-        said = json.loads(text)
-        assert isinstance(said, dict)
-    except (ValueError, AssertionError) as error:
-        raise HiddenStatesError(Path(handle), f"its manifest cannot be understood: {error!r}") from error
-    return said
-
-
 def _reason(text: bytes) -> str:
     """The server's reason in an error marker."""
     try:
-        return str(json.loads(text)["error"])
+        return str(parse(text)["error"])
     except (ValueError, TypeError, KeyError):
         return f"the server reports a failure that cannot be understood: {text[:200]!r}"
 
 
-def _tensor(data: torch.Tensor, said: Mapping[str, Any]) -> torch.Tensor:
+def _tensor(data: torch.Tensor, info: TensorInfo) -> torch.Tensor:
     """A view of the part of the data that one tensor has."""
-    import torch
-
-    dtype = getattr(torch, str(said["dtype"]).removeprefix("torch."))
-    begin = int(said["offset"])
-    return data[begin : begin + int(said["nbytes"])].view(dtype).view(tuple(said["shape"]))
+    part = data[info.begin : info.end]
+    dtype = torch_dtype(info.dtype)
+    if info.begin % dtype.itemsize:  # torch has no views at such places; ours begin at multiples of 64
+        part = part.clone()
+    return part.view(dtype).view(info.shape)

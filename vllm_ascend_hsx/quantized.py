@@ -10,6 +10,9 @@ from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, QUANTIZATIONS, SCALES, H
 if TYPE_CHECKING:
     import torch
 
+# float32 of the scale that no row goes below: of rows whose largest magnitude is under 4.5e-10, most or all becomes 0.
+LEAST_SCALE = 9.999999960041972e-13
+
 
 def dequantized(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Rows in the model's dtype.

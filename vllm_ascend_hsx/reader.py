@@ -6,38 +6,35 @@ Needs torch, and neither vLLM nor torch_npu. Reads the files of other producers 
 from __future__ import annotations
 
 import errno
-import json
-import mmap as memory_map
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_hsx.quantized import dequantized, quantization_problem
-from vllm_ascend_hsx.shards import Place, open_member, remove_member, shards_of
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM, checksum_of
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
+from vllm_ascend_hsx.shards import Place, member_problem, open_member, remove_member, shards_of
+from vllm_ascend_hsx.sinks.checksum import ALGORITHM, stated_checksum
+from vllm_ascend_hsx.sinks.format import (
+    HIDDEN_STATES,
+    SCALES,
+    TOKEN_IDS,
+    FormatError,
+    Header,
+    layer_ids_of,
+    num_prompt_tokens_of,
+    read_header,
+)
 from vllm_ascend_hsx.sinks.lock import is_left_over, wait_until_released
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.sinks.opening import NotAFileError, open_regular, read_regular
+from vllm_ascend_hsx.sinks.strict_json import parse
+from vllm_ascend_hsx.tensors import check_tensors, read_tensor, torch_dtype
 
 if TYPE_CHECKING:
     import torch
-
-# torch's names of the dtypes that a file may hold, by safetensors name.
-_TORCH_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-}
-
 
 class HiddenStatesError(Exception):
     """There will be no hidden states at `path`.
@@ -74,21 +71,31 @@ class HiddenStates(NamedTuple):
 
     @property
     def layer_ids(self) -> list[int]:
-        """Which residual stream each layer is: id i is the stream after i layers. KeyError if the file does not say."""
-        ids: list[int] = json.loads(self.metadata["layer_ids"])
+        """Which residual stream each layer is: id i is the stream after i layers.
+
+        Raises:
+            KeyError: the file does not say.
+            ValueError: the metadata say something else; those that `load` returns do not.
+        """
+        ids = layer_ids_of(self.metadata)
+        if ids is None:
+            raise KeyError("layer_ids")
         return ids
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many of the tokens are the prompt's. KeyError if the file does not say."""
-        return int(self.metadata["num_prompt_tokens"])
+        """How many of the tokens are the prompt's. Raises as `layer_ids`."""
+        number = num_prompt_tokens_of(self.metadata)
+        if number is None:
+            raise KeyError("num_prompt_tokens")
+        return number
 
     @property
     def dtype(self) -> torch.dtype:
         """The model's: that of the hidden states, or what they are dequantised to (bfloat16 if the file does not say)."""
         if self.scales is None:
             return self.hidden_states.dtype
-        return _torch_dtype(self.metadata.get("dtype", "BF16"))
+        return torch_dtype(self.metadata.get("dtype", "BF16"))
 
 
 def load(
@@ -104,27 +111,32 @@ def load(
         timeout: seconds to wait for the server at most; None waits for ever.
         mmap: map the file instead of reading it. Changes to the tensors stay private, but the pages are read when they are used. Rows that
             are dequantised are read at once, into memory of their own.
-        verify: compare the file with the checksum in its metadata, which reads all of it.
+        verify: compare the file with the checksum in its metadata, which reads all of it. In files of format version 1 that is of the
+            tensors alone.
         dequantize: give quantised rows in the model's dtype; otherwise as they are stored, for `vllm_ascend_hsx.quantized.dequantized`.
 
     Raises:
         HiddenStatesError: the server says that the request failed, or it died before the file was complete, or the file does not hold
-            hidden states, or not those that were written, or there is no checksum to compare it with.
+            hidden states, or not those that were written, or there is no checksum to compare it with; or something that is no file
+            has its name, or that of its lock.
         TimeoutError: the server is still writing.
         FileNotFoundError: nothing is there: a wrong path, an aborted request, a file that somebody has taken away, or a server that died
             and whose leftovers another one has removed.
+        OSError: it cannot be read, or there is no memory for it.
     """
     path = Path(path)
     place = open_stored(path, timeout)
     fd = place.fd
     try:
         header = read_header(fd, place.offset, place.size)
-        _check(header)
-        if verify and (problem := _difference(place, header)):
+        check_tensors(header)
+        if problem := quantization_problem(header):
+            raise FormatError(problem)
+        if problem := member_problem(place, header) or (_difference(place, header) if verify else None):
             raise HiddenStatesError(path, problem)
-        hidden_states = _tensor(fd, header.tensors[HIDDEN_STATES], mmap)
-        token_ids = _tensor(fd, header.tensors[TOKEN_IDS], mmap)
-        scales = _tensor(fd, header.tensors[SCALES], mmap) if SCALES in header.tensors else None
+        hidden_states = read_tensor(fd, header.tensors[HIDDEN_STATES], mmap)
+        token_ids = read_tensor(fd, header.tensors[TOKEN_IDS], mmap).long()  # as they are, unless another producer wrote int32
+        scales = read_tensor(fd, header.tensors[SCALES], mmap) if SCALES in header.tensors else None
     except FormatError as error:
         raise HiddenStatesError(path, f"this is not a file of hidden states: {error}") from error
     finally:
@@ -139,31 +151,34 @@ def open_stored(path: Path, timeout: float | None) -> Place:
     """Wait until a request is complete, and open the file of it, or the shard that it is in. `load` says what it waits for and raises."""
     lock_path = _companion(path, LOCK_SUFFIX)
     deadline = None if timeout is None else time.monotonic() + timeout
-    while True:
-        wait_until_released(lock_path, None if deadline is None else max(0.0, deadline - time.monotonic()))
-        place = _stored(path)
-        if place is not None:
-            return place
-        if not lock_path.exists():
-            raise FileNotFoundError(
-                errno.ENOENT, "no hidden states, no lock and no error are there; was the request aborted, or did its server die?", str(path)
-            )
-        if is_left_over(lock_path, partial(is_decided, path)):
-            raise HiddenStatesError(
-                path,
-                "the server died before the file was complete: it left the lock file, which nobody holds, and no data",
-            )
-        # A server has begun to write the file, or has completed it, between two of the looks.
+    try:
+        while True:
+            wait_until_released(lock_path, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            place = _stored(path)
+            if place is not None:
+                return place
+            if not lock_path.exists():
+                raise FileNotFoundError(
+                    errno.ENOENT,
+                    "no hidden states, no lock and no error are there; was the request aborted, or did its server die?",
+                    str(path),
+                )
+            if is_left_over(lock_path, partial(is_decided, path)):
+                raise HiddenStatesError(
+                    path,
+                    "the server died before the file was complete: it left the lock file, which nobody holds, and no data",
+                )
+            # A server has begun to write the file, or has completed it, between two of the looks.
+    except NotAFileError as error:
+        raise HiddenStatesError(path, error.reason) from error
 
 
 def _stored(path: Path) -> Place | None:
-    """Open what a request has become; None: nothing yet. Raises HiddenStatesError: it has failed."""
-    reason = _failure(path)
-    if reason is not None:
-        raise HiddenStatesError(path, reason)
+    """Open what a request has become; None: nothing yet. Raises HiddenStatesError: it has failed; OSError: it cannot be opened."""
     with suppress(FileNotFoundError):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return Place(fd, 0, os.fstat(fd).st_size)
+        raise HiddenStatesError(path, failure_reason(_companion(path, ERROR_SUFFIX)))
+    with suppress(FileNotFoundError):
+        return whole_file(open_regular(path))
     return open_member(path)
 
 
@@ -178,7 +193,9 @@ def is_decided(path: Path) -> bool:
     return place is not None
 
 
-def open_dir(directory: str | Path, *, mmap: bool = False) -> Iterator[tuple[Path, HiddenStates]]:
+def open_dir(
+    directory: str | Path, *, mmap: bool = False, on_bad: Callable[[HiddenStatesError], None] | None = None
+) -> Iterator[tuple[Path, HiddenStates]]:
     """The complete files of a directory, and the members of its shards, in the order of their names, each loaded when it is asked for.
 
     Files that a server is still writing are passed over, and so are files that somebody takes away meanwhile.
@@ -186,10 +203,12 @@ def open_dir(directory: str | Path, *, mmap: bool = False) -> Iterator[tuple[Pat
     Args:
         directory: where the server stores them.
         mmap: as for `load`.
+        on_bad: called for each file that is none of hidden states, and for each whose request failed though there is one; such files are
+            then passed over. Without it the first one ends the iteration: nobody is to train on less than a dataset without being told.
 
     Raises:
-        HiddenStatesError: a file does not hold hidden states.
-        OSError: the directory cannot be read.
+        HiddenStatesError: there is such a file, and no `on_bad`.
+        OSError: the directory or a file cannot be read.
     """
     with os.scandir(directory) as entries:
         names = {e.name for e in entries if e.name.endswith(DATA_SUFFIX) and not e.name.startswith(".")}
@@ -198,6 +217,11 @@ def open_dir(directory: str | Path, *, mmap: bool = False) -> Iterator[tuple[Pat
         try:
             states = load(path, 0, mmap=mmap)
         except (FileNotFoundError, TimeoutError):  # taken away, still written
+            continue
+        except HiddenStatesError as error:
+            if on_bad is None:
+                raise
+            on_bad(error)
             continue
         yield path, states
 
@@ -230,77 +254,28 @@ def _companion(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _failure(path: Path) -> str | None:
-    """The server's reason why there is no file, or None if it has not left one."""
-    try:
-        text = _companion(path, ERROR_SUFFIX).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    try:
-        return str(json.loads(text)["reason"])
-    except (ValueError, TypeError, KeyError):
-        return f"the server reports a failure that cannot be understood: {text[:200]!r}"
+def whole_file(fd: int) -> Place:
+    """A file that is one of hidden states by itself."""
+    return Place(fd, 0, os.fstat(fd).st_size)
 
 
-def _check(header: Header) -> None:
-    missing = {HIDDEN_STATES, TOKEN_IDS} - header.tensors.keys()
-    if missing:
-        raise FormatError(f"it has no {' and no '.join(sorted(missing))}")
-    states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
-    if len(ids.shape) != 1 or states.shape[:1] != ids.shape:
-        raise FormatError(f"{TOKEN_IDS} {list(ids.shape)} does not fit {HIDDEN_STATES} {list(states.shape)}")
-    for tensor in (states, ids):
-        if tensor.dtype not in _TORCH_DTYPES:
-            raise FormatError(f"a tensor is {tensor.dtype}")
-    if problem := quantization_problem(header):
-        raise FormatError(problem)
+def failure_reason(path: Path) -> str:
+    """The server's reason in an error file. Raises OSError: it is not there, cannot be read, or is no file."""
+    content = read_regular(path)
+    with suppress(ValueError):
+        said = parse(content)
+        if isinstance(said, dict) and isinstance(said.get("reason"), str):
+            return str(said["reason"])
+    return f"the server reports a failure that cannot be understood: {content[:200]!r}"
 
 
 def _difference(place: Place, header: Header) -> str | None:
     """What speaks against the file being as it was written, or None if nothing does."""
-    expected = header.metadata.get("checksum")
-    algorithm = header.metadata.get("checksum_algorithm")
-    if expected is None or algorithm != ALGORITHM:
+    stated = stated_checksum(header.content, header.metadata)
+    if stated is None:
+        algorithm = header.metadata.get("checksum_algorithm")
         return f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm is {algorithm})"
-    found = checksum_of(place.fd, min(tensor.begin for tensor in header.tensors.values()), place.offset + place.size)
+    expected, digest = stated
+    digest.read(place.fd, place.offset + len(header.content), place.offset + place.size)
+    found = digest.hexdigest()
     return None if found == expected else f"it is not as it was written: its checksum is {found}, not {expected}"
-
-
-def _tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
-    try:
-        import torch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        problem = "hidden states are read into torch tensors, and torch is not installed here"
-        remedy = "install torch, any build of it (no NPU is needed), or vllm-ascend-hsx[reader]"
-        raise ModuleNotFoundError(f"{problem}; {remedy}", name="torch") from None
-    dtype = _torch_dtype(info.dtype)
-    if info.begin == info.end:
-        return torch.empty(info.shape, dtype=dtype)
-    if mapped and info.begin % dtype.itemsize == 0:  # other producers need not align their tensors
-        start = info.begin // memory_map.ALLOCATIONGRANULARITY * memory_map.ALLOCATIONGRANULARITY
-        protection = memory_map.PROT_READ | memory_map.PROT_WRITE
-        view = memory_map.mmap(fd, info.end - start, flags=memory_map.MAP_PRIVATE, prot=protection, offset=start)
-        count = (info.end - info.begin) // dtype.itemsize
-        return torch.frombuffer(view, dtype=dtype, count=count, offset=info.begin - start).reshape(info.shape)
-    buffer = torch.empty(info.end - info.begin, dtype=torch.uint8)
-    _read_at(fd, buffer.numpy().data, info.begin)
-    return buffer.view(dtype).reshape(info.shape)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    import torch
-
-    dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[name])
-    return dtype
-
-
-def _read_at(fd: int, into: memoryview, offset: int) -> None:
-    """Fill `into` from the file; the system may give less at a time than is asked for (never more than 2 GiB)."""
-    while into:
-        read = os.preadv(fd, [into], offset)
-        if read == 0:
-            raise FormatError(f"it ended at byte {offset} while it was read")
-        into = into[read:]
-        offset += read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import threading
 import time
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_ascend_hsx.sinks.format import TOKEN_IDS, Header, valid_unicode
 from vllm_ascend_hsx.sinks.names import MAX_DEPTH
+from vllm_ascend_hsx.sinks.opening import NotAFileError, open_regular
 from vllm_ascend_hsx.sinks.shard_index import (
     INDEX,
     MANIFEST,
@@ -25,12 +28,18 @@ from vllm_ascend_hsx.sinks.shard_index import (
     decode,
     encode,
     parse_name,
+    split_lines,
     whole_lines,
 )
+from vllm_ascend_hsx.sinks.tar import is_headed
+
+logger = logging.getLogger(__name__)
 
 _BLOCK = 16 << 20
 # Names that appear within one tick of a filesystem's clock may leave a directory's time of change as it was.
 _TICK_NS = 2_000_000_000
+_REMOVED = REMOVED.removesuffix(INDEX)
+_QUOTED = 100  # bytes of a line that makes no sense
 
 
 class Place(NamedTuple):
@@ -39,11 +48,30 @@ class Place(NamedTuple):
     Attributes:
         fd: what is open, for reading; the caller closes it.
         offset, size: the bytes that are the file.
+        line: of the index, if it is a member of a shard.
     """
 
     fd: int
     offset: int
     size: int
+    line: Member | None = None
+
+
+def member_problem(place: Place, header: Header) -> str | None:
+    """Why a line of an index is not of the member that it leads to, whose header this is; None: it is. Raises OSError."""
+    line = place.line
+    if line is None:
+        return None
+    for what, said, found in (
+        ("tokens", line.tokens, header.tensors[TOKEN_IDS].shape[0]),
+        ("request_id", valid_unicode(line.request_id), header.metadata.get("request_id", "")),
+        ("checksum", line.checksum, header.metadata.get("checksum", "")),
+    ):
+        if said != found:
+            return f"its index leads to another request: there {what} is {said!r}, and {found!r} in the shard"
+    if not is_headed(place.fd, place.offset, line.name, line.size):
+        return "its index leads to another request: in the shard that has another name or size"
+    return None
 
 
 @dataclass
@@ -53,6 +81,7 @@ class _Index:
     identity: tuple[int, int]
     position: int = 0
     sealed: bool = False
+    inside_line: bool = False  # one that is longer than any of ours
 
 
 class Shards:
@@ -68,6 +97,7 @@ class Shards:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._mutex = threading.Lock()
+        self._reported: dict[tuple[str, object], int] = {}  # up to which position bad lines of an index were
         self._forget()
 
     def find(self, name: str) -> Member | None:
@@ -81,7 +111,10 @@ class Shards:
         """All members by name, in the order of their names. Raises OSError: the directory or an index cannot be read."""
         with self._mutex:
             self._refresh()
-            return {name: line for name, (_, line) in sorted(self._newest.items()) if isinstance(line, Member)}
+            found = {name: line for name, (_, line) in sorted(self._newest.items()) if isinstance(line, Member)}
+        # No server writes through a link. Who follows such a name with `load` or `remove` would leave the directory.
+        linked = {folder for folder in {name.rpartition("/")[0] for name in found} if self._is_linked(folder)}
+        return {name: line for name, line in found.items() if name.rpartition("/")[0] not in linked} if linked else found
 
     def open(self, name: str) -> Place | None:
         """Open a member for reading; None: there is none of this name. Raises OSError: its shard cannot be opened."""
@@ -90,7 +123,7 @@ class Shards:
             stem, line = self._newest.get(name, ("", None))
         if not isinstance(line, Member):
             return None
-        return Place(os.open(self.directory / f"{stem}{TAR}", os.O_RDONLY | os.O_CLOEXEC), line.offset, line.size)
+        return Place(open_regular(self.directory / f"{stem}{TAR}"), line.offset, line.size, line)
 
     def remove(self, name: str) -> bool:
         """Have no reader see the member of this name any more; its bytes stay in the shard. Several processes may do so at a time.
@@ -104,11 +137,14 @@ class Shards:
         member = self.find(name)
         if member is None:
             return False
-        fd = os.open(self.directory / REMOVED, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        fd = open_regular(self.directory / REMOVED, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)  # not every filesystem appends in one go
             # Its own time: whatever clocks say, it goes, and a later one of this name is seen.
             line = encode(Gone(name, member.time_ns))
+            size = os.fstat(fd).st_size
+            if size and os.pread(fd, 1, size - 1) != b"\n":  # somebody died within a line, which is not to spoil this one
+                line = b"\n" + line
             if os.write(fd, line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), REMOVED)
         finally:
@@ -120,6 +156,11 @@ class Shards:
         with self._mutex:
             stem, line = self._newest.get(name, ("", None))
             return self.directory / f"{stem}{TAR}" if isinstance(line, Member) else None
+
+    def _is_linked(self, folder: str) -> bool:
+        """Whether a symbolic link is on the way to a folder below the directory."""
+        parts = folder.split("/") if folder else []
+        return any(os.path.islink(self.directory.joinpath(*parts[:count])) for count in range(1, len(parts) + 1))
 
     def _forget(self) -> None:
         self._indexes: dict[str, _Index] = {}
@@ -148,7 +189,7 @@ class Shards:
             for entry in entries:
                 parts = parse_name(entry.name)
                 if entry.name == REMOVED:
-                    found.add(REMOVED.removesuffix(INDEX))
+                    found.add(_REMOVED)
                 elif parts is not None and parts[2] == INDEX:
                     found.add(parts[0])
                 elif parts is not None and parts[2] == MANIFEST:
@@ -168,9 +209,12 @@ class Shards:
         if index.sealed:
             return True
         try:
-            fd = os.open(self.directory / f"{stem}{INDEX}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fd = open_regular(self.directory / f"{stem}{INDEX}")
         except FileNotFoundError:
             return False
+        except NotAFileError as error:
+            self._report(stem, error.strerror, 0, error.reason)
+            return True
         try:
             status = os.fstat(fd)
             identity = (status.st_dev, status.st_ino)
@@ -179,16 +223,39 @@ class Shards:
             if identity != index.identity or status.st_size < index.position:
                 return False
             while index.position < status.st_size:
-                lines = whole_lines(os.pread(fd, _BLOCK, index.position))
-                if not lines:  # the last one is being written
+                block = os.pread(fd, _BLOCK, index.position)
+                lines = whole_lines(block)
+                if lines:
+                    self._take_all(stem, index, lines)
+                elif len(block) < _BLOCK:  # the last one is being written
                     break
-                index.position += len(lines)
-                for line in map(decode, lines.splitlines()):
-                    if line is not None:
-                        self._take(stem, line)
+                else:
+                    index.inside_line = True
+                # Not before the lines were understood: what goes wrong with one must not hide those after it.
+                index.position += len(lines or block)
         finally:
             os.close(fd)
         return True
+
+    def _take_all(self, stem: str, index: _Index, lines: bytes) -> None:
+        bad = []
+        for text in split_lines(lines):
+            line = None if index.inside_line else decode(text)
+            index.inside_line = False
+            if line is None or (isinstance(line, Member) and stem == _REMOVED):
+                bad.append(text)
+            else:
+                self._take(stem, line)
+        if bad:
+            first = ascii(bad[0][:_QUOTED].decode("utf-8", "replace"))
+            problem = f"{stem}{INDEX}: {len(bad)} lines from byte {index.position} on cannot be used, first {first}"
+            self._report(stem, index.identity, index.position, problem)
+
+    def _report(self, stem: str, identity: object, position: int, problem: str) -> None:
+        """Say once what is wrong, however often it is read."""
+        if self._reported.get((stem, identity), -1) < position:
+            self._reported[stem, identity] = position
+            logger.warning("%s: %s", self.directory, problem)
 
     def _take(self, stem: str, line: Member | Gone) -> None:
         earlier = self._newest.get(line.name)

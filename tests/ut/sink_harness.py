@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import tarfile
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from awscrt.checksums import crc32c
 
 from vllm_ascend_hsx.shards import Shards
 from vllm_ascend_hsx.sinks import system
@@ -37,6 +39,22 @@ def make_rows(first: int, last: int, version: int = 0) -> npt.NDArray[np.uint16]
 
 def token_ids(tokens: int) -> npt.NDArray[np.int64]:
     return np.arange(tokens, dtype=np.int64) * 3 + 1_000_000_007
+
+
+def checksum_of(content: bytes) -> str:
+    """What the checksum of a file with this content must be, as docs/file-format.md says."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    stated = json.loads(content[8:end])["__metadata__"]["checksum"]
+    header = content[:end].replace(f'"checksum":"{stated}"'.encode(), b'"checksum":"00000000"')
+    return f"{crc32c(header + content[end:]):08x}"
+
+
+def as_version_1(content: bytes) -> bytes:
+    """The file as versions before 2 wrote it: the checksum is of what follows the header."""
+    end = 8 + int.from_bytes(content[:8], "little")
+    stated = json.loads(content[8:end])["__metadata__"]["checksum"]
+    header = content[:end].replace(b'"format_version":"2"', b'"format_version":"1"')
+    return header.replace(f'"checksum":"{stated}"'.encode(), b'"checksum":"%08x"' % crc32c(content[end:])) + content[end:]
 
 
 def listing(directory: Path) -> list[str]:
@@ -140,7 +158,9 @@ class Traced:
 
 def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
     """Let `checkpoint` see every system call of the sinks that need a directory, and of nothing else in the process."""
-    for module in ("data_file", "request_file", "storage", "checksum", "lock", "home", "shard", "shard_data", "shard_file", "shard_seal"):
+    for module in (
+        "data_file", "request_file", "storage", "checksum", "lock", "home", "opening", "shard", "shard_data", "shard_file", "shard_seal"
+    ):  # fmt: skip
         monkeypatch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.reserve", Traced(system, checkpoint).reserve)
     monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_data.copy_into", Traced(system, checkpoint).copy_into)

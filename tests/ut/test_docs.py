@@ -12,11 +12,12 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from documents import DOCS, Command, blocks, page, parse_serve
-from sink_harness import FORMAT, make_rows, token_ids
+from sink_harness import FORMAT, as_version_1, make_rows, token_ids
 
 from vllm_ascend_hsx.cli import generate, plan, serve
 from vllm_ascend_hsx.compat.versions import CHECKED_VERSIONS
@@ -236,10 +237,30 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
     plain, metadata = of_files
     assert keys("metadata") == list(metadata)
     assert [key for key in metadata if key != "quantization"] == list(plain)
-    assert "format version 1." in page("file-format.md") and metadata["format_version"] == "1"
+    assert "format version 2." in page("file-format.md") and metadata["format_version"] == "2"
     for key in ("format_version", "producer", "quantization", "checksum_algorithm"):
         assert f"| `{key}` | `{metadata[key]}`" in page("file-format.md")
     assert int.from_bytes(path.read_bytes()[:8], "little") % 4096 == 4096 - 8
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+def test_the_checksum_can_be_compared_as_the_page_says(tmp_path: Path, version: str) -> None:
+    path = tmp_path / "one.safetensors"
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = sink.open('","checksum":"', path)
+        file.write(0, make_rows(0, 5))
+        file.commit(token_ids(5), num_prompt_tokens=4)
+    good = path.read_bytes() if version == "2" else as_version_1(path.read_bytes())
+    path.write_bytes(good)
+    (code,) = blocks("file-format.md", "checksum")
+    names: dict[str, Any] = {"path": str(path)}
+    exec(code, names)
+    assert names["metadata"]["format_version"] == version
+    for changed in (good.index(b"[2, 0, 3]") + 1, len(good) - 1):
+        path.write_bytes(good[:changed] + bytes([good[changed] ^ 1]) + good[changed + 1 :])
+        if version == "2" or changed > 4096:
+            with pytest.raises(AssertionError, match="not as it was written"):
+                exec(code, {"path": str(path)})
 
 
 def test_an_error_file_is_as_the_page_says_and_is_raised_by_its_reader(tmp_path: Path) -> None:

@@ -517,6 +517,17 @@ def test_a_file_that_the_ledger_does_not_know_gets_a_line(bench: Bench) -> None:
     assert len(bench.server.seen) == 6
 
 
+def test_a_fifo_that_is_called_like_the_lock_of_an_earlier_run_ends_the_run_with_its_name(bench: Bench) -> None:
+    assert bench.run()[0] == 0
+    token = json.loads((bench.output / "ledger.jsonl").read_text().splitlines()[0])["token"]
+    os.mkfifo(bench.server.storage / f"cmpl-hsx-{token}-0123-2-1-0-01234567.safetensors.lock")
+    (bench.output / "hs_1.safetensors").unlink()
+    code, said = bench.run()
+    assert code == 1
+    assert "not a regular file" in said
+    assert "Traceback" not in said
+
+
 # What is seen
 
 

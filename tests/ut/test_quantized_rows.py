@@ -504,3 +504,20 @@ def test_a_file_has_half_the_bytes(sizes: dict[str, int]) -> None:
 def test_the_reader_s_named_tuple_has_its_scales_last() -> None:
     assert HiddenStates._fields == ("hidden_states", "token_ids", "metadata", "scales")
     assert HiddenStates._field_defaults == {"scales": None}
+
+
+def test_verify_counts_tokens_too_small_for_fp8_and_takes_them_for_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row_format = RowFormat((1, 2), 8, "F32", quantization="fp8")
+    sizes = [1.0, 4.4e-10, 9.7e-16, 4.6e-10, 0.0]
+    with FileSink(tmp_path, row_format) as sink:
+        for name in ("a", "b"):
+            file = sink.open(name, tmp_path / f"{name}.safetensors")
+            rows = np.stack([np.full((2, 8), size if name == "a" else 1.0, np.float32) for size in sizes])
+            file.write(0, rows)
+            file.commit(np.arange(len(sizes)), len(sizes))
+    stored = load(tmp_path / "a.safetensors").hidden_states
+    assert [bool(row.any()) for row in stored] == [True, True, False, True, False]
+    assert verify.main([str(tmp_path), "--jobs", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tiny_tokens"] == 3
+    assert verify.main([str(tmp_path), "--jobs", "1"]) == 0
+    assert "warning: 3 tokens in 1 files have rows below 4.5e-10" in capsys.readouterr().out.replace("\n", " ")

@@ -144,7 +144,7 @@ def test_a_file_of_another_producer_loads_aligned_or_not(tmp_path: Path, mmap: b
     [
         ({"token_ids": torch.arange(3)}, "it has no hidden_states"),
         ({"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(2)}, r"token_ids \[2\] does not fit hidden_states \[3, 1, 4\]"),
-        ({"hidden_states": torch.ones(3, 1, 4, dtype=torch.uint8), "token_ids": torch.arange(3)}, "a tensor is U8"),
+        ({"hidden_states": torch.ones(3, 1, 4, dtype=torch.uint8), "token_ids": torch.arange(3)}, "hidden_states is U8, not one of"),
         (None, "too few"),
     ],
 )

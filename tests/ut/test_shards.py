@@ -176,18 +176,20 @@ def test_lines_that_are_torn_or_no_lines_are_passed_over(tmp_path: Path) -> None
 
 
 def test_of_several_lines_the_last_one_counts_in_whatever_shard(tmp_path: Path) -> None:
+    name = "x.safetensors"
+
     def line(kind: type, at: int, offset: int = 0) -> bytes:
-        return encode(Gone("x", at) if kind is Gone else Member("x", offset, 1, 1, "", "", at))
+        return encode(Gone(name, at) if kind is Gone else Member(name, offset, 1, 1, "", "", at))
 
     (tmp_path / "hsx-00000001-000000.jsonl").write_bytes(line(Member, 10, 1) + line(Gone, 30))
     (tmp_path / "hsx-00000002-000000.jsonl").write_bytes(line(Member, 40, 2))
     (tmp_path / "hsx-00000000-000000.jsonl").write_bytes(line(Member, 20, 3))
-    found = Shards(tmp_path).find("x")
+    found = Shards(tmp_path).find(name)
     assert found is not None
     assert found.offset == 2
     (tmp_path / "hsx-00000001-000001.jsonl").write_bytes(line(Gone, 41))
-    assert Shards(tmp_path).find("x") is None
-    assert decode(line(Gone, 5)) == Gone("x", 5)
+    assert Shards(tmp_path).find(name) is None
+    assert decode(line(Gone, 5)) == Gone(name, 5)
 
 
 def test_shards_that_were_moved_or_taken_away_are_seen_so(storage: Path, tmp_path: Path) -> None:

@@ -32,11 +32,12 @@ from vllm_ascend_hsx.mooncake import MooncakeReader
 from vllm_ascend_hsx.reader import HiddenStatesError
 from vllm_ascend_hsx.sinks.arena import CHUNK, Arena, ArenaFullError, Gathering
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, SinkError
+from vllm_ascend_hsx.sinks.checksum import Digest
 from vllm_ascend_hsx.sinks.data_file import as_bytes
 from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
 from vllm_ascend_hsx.sinks.mooncake_client import MooncakeClient, MooncakeError, MooncakeUnavailableError, own_address
 from vllm_ascend_hsx.sinks.mooncake_file import MooncakeFile
-from vllm_ascend_hsx.sinks.packed import handle_of, keys_of, packed_layout, transfer_params
+from vllm_ascend_hsx.sinks.packed import MANIFEST_KEY_SUFFIX, handle_of, keys_of, packed_layout, transfer_params
 
 SEGMENT = 64 << 20
 ARENA = 4 << 20
@@ -485,6 +486,60 @@ def test_data_that_is_not_as_it_was_written_is_refused(sink: MooncakeSink, reade
     with pytest.raises(HiddenStatesError, match=f"its checksum is [0-9a-f]{{8}}, not {right.metadata['checksum']}"):
         reader.load(file.handle, 10)
     assert np.array_equal(bits(reader.load(file.handle, 10, verify=False).hidden_states), make_rows(0, 5, 9))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"[2, 0, 3]", b"[2, 1, 3]"),
+        (b'"num_prompt_tokens":"5"', b'"num_prompt_tokens":"4"'),
+        (b'"model":"tiny"', b'"model":"tinx"'),
+        (b'"checksum_algorithm"', b'"checksum_algorythm"'),
+    ],
+)
+def test_a_manifest_that_is_not_as_it_was_written_is_refused(sink: MooncakeSink, reader: MooncakeReader, old: bytes, new: bytes) -> None:
+    file = committed(sink, 5)
+    key = file.handle + MANIFEST_KEY_SUFFIX
+    text = sink.client.get(key)
+    assert text is not None
+    assert text.count(old) == 1
+    sink.client.remove([key])
+    sink.client.put(key, text.replace(old, new))
+    reader.load(file.handle, 10, verify=False)
+    with pytest.raises(HiddenStatesError, match="its checksum is|cannot be verified"):
+        reader.load(file.handle, 10)
+
+
+def test_data_of_version_1_is_verified_as_before(sink: MooncakeSink, reader: MooncakeReader) -> None:
+    file = committed(sink, 5)
+    key = file.handle + MANIFEST_KEY_SUFFIX
+    text, data = sink.client.get(key), sink.client.get(file.handle)
+    assert text is not None
+    assert data is not None
+    stated = reader.load(file.handle, 10).metadata["checksum"]
+    digest = Digest()
+    digest.update(data)
+    sink.client.remove([key])
+    old = text.replace(b'"format_version":"2"', b'"format_version":"1"').replace(stated.encode(), digest.hexdigest().encode())
+    sink.client.put(key, old)
+    assert np.array_equal(bits(reader.load(file.handle, 10).hidden_states), make_rows(0, 5))
+    swap(sink, file.handle, make_rows(0, 5, version=9))
+    with pytest.raises(HiddenStatesError, match="its checksum is"):
+        reader.load(file.handle, 10)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 100_000, b'{"tensors":{},"metadata":{}}', b'{"tensors":{"hidden_states":{"offset":1e400}}}', b"\xff"],
+    ids=range(4),
+)
+def test_a_manifest_that_makes_no_sense_is_one_error(sink: MooncakeSink, reader: MooncakeReader, text: bytes) -> None:
+    file = committed(sink, 5)
+    key = file.handle + MANIFEST_KEY_SUFFIX
+    sink.client.remove([key])
+    sink.client.put(key, text)
+    with pytest.raises(HiddenStatesError, match="its manifest cannot be understood|it has no hidden_states"):
+        reader.load(file.handle, 10)
 
 
 def test_without_a_checksum_none_is_compared(master: MooncakeMaster, reader: MooncakeReader) -> None:

@@ -26,14 +26,13 @@ import numpy as np
 import pytest
 import torch
 import torch_npu  # noqa: F401 - brings torch.npu
-from sink_harness import open_fds, trace
+from sink_harness import checksum_of, open_fds, trace
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.sinks.checksum import checksum_of
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, read_header
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -270,7 +269,7 @@ def _check(path: Path, job: Job) -> None:
         assert np.array_equal(rows[:, 1], expected)
         assert np.array_equal(rows[:, 0], expected + 0.5)
         assert os.pread(fd, ids.end - ids.begin, ids.begin) == np.arange(job.rows, dtype=np.int64).tobytes()
-        assert header.metadata["checksum"] == checksum_of(fd, states.begin, ids.end)
+        assert header.metadata["checksum"] == checksum_of(path.read_bytes())
 
 
 def resident() -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_ascend_hsx.examine import Examination, examine, files_in
 from vllm_ascend_hsx.shards import shard_of
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -69,15 +70,16 @@ def _table(found: Sequence[Examination]) -> Table:
         prompt = each.tokens if each.prompt_tokens is None else each.prompt_tokens
         tokens = str(prompt) if prompt == each.tokens else f"{prompt} + {each.tokens - prompt}"
         layers = f"{list(each.layer_ids or range(each.layers))} x {each.hidden_size}"
-        verdict = each.verdict if each.problem is None else f"[red]{each.verdict}: {each.problem}[/red]"
-        table.add_row(each.path.name, tokens, layers, each.dtype, " ".join(f"{norm:.3g}" for norm in each.norms), verdict)
+        verdict = Text(each.verdict) if each.problem is None else _plain(f"{each.verdict}: {each.problem}", "red")
+        norms = " ".join(f"{norm:.3g}" for norm in each.norms)
+        table.add_row(_plain(each.path.name), tokens, Text(layers), each.dtype, norms, verdict)
     return table
 
 
 def _show(console: Console, found: Examination) -> None:
     table = Table(show_header=False, box=None)
-    table.add_row("file", str(found.path))
-    table.add_row("verdict", found.verdict if found.problem is None else f"[red]{found.problem}[/red]")
+    table.add_row("file", _plain(str(found.path)))
+    table.add_row("verdict", found.verdict if found.problem is None else _plain(found.problem, "red"))
     if found.layers:
         prompt = "" if found.prompt_tokens is None else f" ({found.prompt_tokens} of the prompt)"
         table.add_row("tokens", f"{found.tokens}{prompt}")
@@ -86,8 +88,13 @@ def _show(console: Console, found: Examination) -> None:
             name = f"layer {found.layer_ids[layer]}" if found.layer_ids else f"layer #{layer}"
             table.add_row(name, f"mean norm {norm:.4g}")
     for key, value in found.metadata.items():
-        table.add_row(key, value)
+        table.add_row(_plain(key), _plain(value))
     console.print(table)
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """What a file says, or is called: shown as it is, and never taken for markup or an instruction of the terminal."""
+    return Text(printable(text), style)
 
 
 def draw(found: Examination, target: Path) -> None:

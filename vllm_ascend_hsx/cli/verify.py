@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_ascend_hsx.examine import Examination, examine, files_in, orphaned_locks
+from vllm_ascend_hsx.reader import failure_reason
 from vllm_ascend_hsx.shard_check import shard_problems
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX
+from vllm_ascend_hsx.sinks.checksum import names_checksum
+from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, printable
 
 _SHOWN = 20  # problems; the rest is counted
 
@@ -33,6 +35,7 @@ class Tally:
         bad: path and problem of the others, and of shards. failed: error files, path and reason.
         shapes: the kinds of files there are, (layer ids, layers, hidden size, dtype), with their number.
         tokens, num_bytes: of the good ones.
+        tiny_tokens, tiny_files: quantised rows that were too small for their scale, and how many files have some.
     """
 
     good: int = 0
@@ -43,6 +46,8 @@ class Tally:
     shapes: dict[tuple[tuple[int, ...], int, int, str], int] = field(default_factory=dict)
     tokens: int = 0
     num_bytes: int = 0
+    tiny_tokens: int = 0
+    tiny_files: int = 0
 
     def add(self, found: Examination) -> None:
         """Take note of a data file."""
@@ -50,7 +55,9 @@ class Tally:
             self.bad.append((str(found.path), found.problem))
             return
         self.good += 1
-        self.without_checksum += "checksum" not in found.metadata
+        self.without_checksum += not names_checksum(found.metadata)
+        self.tiny_tokens += found.tiny_tokens
+        self.tiny_files += found.tiny_tokens > 0
         self.tokens += found.tokens
         self.num_bytes += found.num_bytes
         shape = (found.layer_ids, found.layers, found.hidden_size, found.dtype)
@@ -59,9 +66,9 @@ class Tally:
     def add_failure(self, path: Path) -> None:
         """Take note of an error file."""
         try:
-            reason = str(json.loads(path.read_text(encoding="utf-8"))["reason"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            reason = f"it cannot be understood: {error}"
+            reason = failure_reason(path)
+        except OSError as error:
+            reason = f"it cannot be read: {error.strerror or error}"
         self.failed.append((str(path), reason))
 
 
@@ -145,13 +152,21 @@ def _progress(console: Console) -> Progress:
 def _show(console: Console, tally: Tally) -> None:
     for title, problems in (("bad", tally.bad), ("failed", tally.failed)):
         for path, problem in problems[:_SHOWN]:
-            console.print(f"{title}: {path}: {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
+            text = printable(f"{title}: {path}: {problem}")
+            console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
         if len(problems) > _SHOWN:
             console.print(f"... and {len(problems) - _SHOWN} more {title}", style="red")
     for path in tally.orphans[:_SHOWN]:
         console.print(f"lock without data: {path}", highlight=False, markup=False, soft_wrap=True)
     for (layer_ids, layers, hidden, dtype), count in sorted(tally.shapes.items(), key=lambda each: -each[1]):
         console.print(f"{count} files of {layers} layers {list(layer_ids)} x {hidden} {dtype}", highlight=False, markup=False)
+    if tally.tiny_tokens:
+        console.print(
+            f"warning: {tally.tiny_tokens:,} tokens in {tally.tiny_files:,} files have rows below 4.5e-10, of which fp8 "
+            "keeps little or nothing: docs/quantization.md",
+            style="yellow",
+            highlight=False,
+        )
     if len(tally.shapes) > 1:
         console.print("these are files of different kinds: one training run cannot use them together", style="red")
     unchecked = f" ({tally.without_checksum} of them name no checksum)" if tally.without_checksum else ""
@@ -176,4 +191,5 @@ def _as_json(tally: Tally) -> dict[str, object]:
         "kinds": kinds,
         "tokens": tally.tokens,
         "bytes": tally.num_bytes,
+        "tiny_tokens": tally.tiny_tokens,
     }

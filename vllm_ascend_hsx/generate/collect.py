@@ -11,8 +11,9 @@ from vllm_ascend_hsx.generate.errors import Fault, RequestError, RunError
 from vllm_ascend_hsx.generate.examine import CheckError, Examined, Expected, examine
 from vllm_ascend_hsx.generate.ledger import sync_directory
 from vllm_ascend_hsx.generate.names import hidden_file, row_file
-from vllm_ascend_hsx.reader import HiddenStatesError, open_stored, remove
+from vllm_ascend_hsx.reader import HiddenStatesError, open_stored, remove, whole_file
 from vllm_ascend_hsx.shards import Place
+from vllm_ascend_hsx.sinks.opening import open_regular
 from vllm_ascend_hsx.sinks.system import describe
 
 # Of the output directory, so that every further row would fail in the same way.
@@ -119,8 +120,7 @@ class Collector:
             os.close(place.fd)
 
     def _open_own(self, path: Path) -> Place:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return Place(fd, 0, os.fstat(fd).st_size)
+        return whole_file(open_regular(path))
 
     def _take(self, path: Path, target: Path, partial: Path, expected: Expected) -> Examined:
         place = open_stored(path, self._timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_hsx.quantized import quantization_problem
-from vllm_ascend_hsx.shards import Place
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Digest
+from vllm_ascend_hsx.shards import Place, member_problem
+from vllm_ascend_hsx.sinks.checksum import names_checksum, stated_checksum
 from vllm_ascend_hsx.sinks.data_file import write_at
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, Header, TensorInfo, read_header
+from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, Header, read_header
+from vllm_ascend_hsx.tensors import check_tensors
 
 _BLOCK = 256 << 10  # small enough for what is read to stay in the processor's cache while it is looked at
 _TOKEN_DTYPES = {"I64": "<i8", "I32": "<i4"}
@@ -100,11 +101,10 @@ def examine(place: Place, expected: Expected, *, validate: bool, copy_to: int | 
     """
     try:
         header = read_header(place.fd, place.offset, place.size)
+        check_tensors(header)
     except FormatError as error:
-        raise CheckError(f"it is no safetensors file: {error}") from error
-    if missing := {HIDDEN_STATES, TOKEN_IDS} - header.tensors.keys():
-        raise CheckError(f"it has no {' and no '.join(sorted(missing))}")
-    if problem := quantization_problem(header):
+        raise CheckError(f"this is not a file of hidden states: {error}") from error
+    if problem := quantization_problem(header) or member_problem(place, header):
         raise CheckError(problem)
     facts = ServerFacts.of(header)
     if expected.facts is not None and facts != expected.facts:
@@ -116,9 +116,7 @@ def examine(place: Place, expected: Expected, *, validate: bool, copy_to: int | 
 
 
 def _check_tokens(fd: int, header: Header, expected: Expected) -> int:
-    states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
-    if ids.dtype not in _TOKEN_DTYPES or len(ids.shape) != 1 or len(states.shape) != 3 or states.shape[0] != ids.shape[0]:
-        raise CheckError(f"{TOKEN_IDS} {ids.dtype} {list(ids.shape)} does not fit {HIDDEN_STATES} {list(states.shape)}")
+    ids = header.tensors[TOKEN_IDS]
     found = np.frombuffer(_read(fd, ids.begin, ids.end), dtype=_TOKEN_DTYPES[ids.dtype])
     if expected.prompt is not None:
         prompt = np.asarray(expected.prompt, dtype=np.int64)
@@ -137,36 +135,22 @@ def _compare(what: str, expected: npt.NDArray[np.int64], found: npt.NDArray[np.i
 
 
 def _read_all(place: Place, header: Header, validate: bool, copy_to: int | None) -> None:
-    fd = place.fd
-    data_begin = min(tensor.begin for tensor in header.tensors.values())
-    checksum = header.metadata.get("checksum") if validate and header.metadata.get("checksum_algorithm") == ALGORITHM else None
-    digest = Digest()
+    stated = stated_checksum(header.content, header.metadata) if validate else None
+    if validate and stated is None and names_checksum(header.metadata):
+        raise CheckError("it names a checksum of no known kind, so it cannot be verified")
     if copy_to is not None:
-        write_at(copy_to, _read(fd, place.offset, data_begin), 0)
-    for begin, end, tensor in _segments(header, data_begin, place.offset + place.size):
-        for offset in range(begin, end, _BLOCK):
-            block = _read(fd, offset, min(offset + _BLOCK, end))
-            if checksum is not None:
-                digest.update(block)
-            if validate and tensor is not None and not _is_finite(block, tensor.dtype):
-                name = next(name for name, each in header.tensors.items() if each is tensor)
+        write_at(copy_to, memoryview(header.content), 0)
+    for name, tensor in sorted(header.tensors.items(), key=lambda each: each[1].begin):
+        for offset in range(tensor.begin, tensor.end, _BLOCK):
+            block = _read(place.fd, offset, min(offset + _BLOCK, tensor.end))
+            if stated is not None:
+                stated[1].update(block)
+            if validate and not _is_finite(block, tensor.dtype):
                 raise CheckError(f"{name} has numbers that are not finite")
             if copy_to is not None:
                 write_at(copy_to, block, offset - place.offset)
-    if checksum is not None and digest.hexdigest() != checksum:
-        raise CheckError(f"it is not as it was written: its checksum is {digest.hexdigest()}, not {checksum}")
-
-
-def _segments(header: Header, begin: int, size: int) -> Iterator[tuple[int, int, TensorInfo | None]]:
-    """(begin, end, tensor) of all that stands in [begin, size); None for what is of no tensor."""
-    for tensor in sorted(header.tensors.values(), key=lambda each: each.begin):
-        if begin < tensor.begin:
-            yield begin, tensor.begin, None
-        if begin <= tensor.begin:  # tensors that share bytes are looked at once
-            yield tensor.begin, tensor.end, tensor
-            begin = tensor.end
-    if begin < size:
-        yield begin, size, None
+    if stated is not None and stated[1].hexdigest() != stated[0]:
+        raise CheckError(f"it is not as it was written: its checksum is {stated[1].hexdigest()}, not {stated[0]}")
 
 
 def _is_finite(block: memoryview, dtype: str) -> bool:

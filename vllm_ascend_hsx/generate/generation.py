@@ -104,8 +104,8 @@ class Generation:
                 waiting.cancel()
 
     async def _work(self) -> None:
-        await self._find_leftovers()
         try:
+            await self._find_leftovers()
             if self._unfinished:
                 await self._unless_stopped(self._servers.meet(self._backoff))
         except (InputError, RunError, OSError) as error:

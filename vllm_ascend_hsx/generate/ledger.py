@@ -22,6 +22,8 @@ from typing import Any, Literal, NamedTuple
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.names import is_token, new_token
 from vllm_ascend_hsx.generate.row_set import RowSet
+from vllm_ascend_hsx.sinks.opening import open_regular
+from vllm_ascend_hsx.sinks.strict_json import parse
 
 VERSION = 1
 REMEDY = "name another --output, or replace what is there with --overwrite"
@@ -92,11 +94,11 @@ class Content:
 
     def add(self, line: dict[str, Any]) -> None:
         """Take note of a line behind the first."""
-        row, server = line.get("row"), line.get("server")
-        if isinstance(server, dict):
+        row, server, directories = line.get("row"), line.get("server"), line.get("directories", [])
+        if _is_server(server) and isinstance(directories, list) and all(isinstance(each, str) for each in directories):
             self.server = server
-            self.directories += [each for each in line.get("directories", ()) if each not in self.directories]
-        elif isinstance(row, int):
+            self.directories += [each for each in directories if each not in self.directories]
+        elif type(row) is int:
             (self.rows.discard if line.get("status") == "failed" else self.rows.add)(row)
 
 
@@ -157,7 +159,7 @@ def open_ledger(output: Path, identity: Identity, world_size: int, rank: int) ->
         OSError: it cannot be read or written.
     """
     path = output / ledger_name(world_size, rank)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
     try:
         lock(path, fd)
         content, whole = _read(fd, identity.dataset["rows"])
@@ -187,7 +189,7 @@ def other_ledgers(output: Path, rows: int, world_size: int, rank: int, own: bool
     found = []
     for name in sorted(os.listdir(output)):
         if is_ledger(name) and (own or name != ledger_name(world_size, rank)):
-            fd = os.open(output / name, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(output / name)
             try:
                 content, _ = _read(fd, rows)
                 if content is not None:
@@ -250,10 +252,17 @@ def _read(fd: int, rows: int) -> tuple[Content | None, bool]:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = parse(line)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _is_server(value: object) -> bool:
+    """Whether it is what `note_server` was given."""
+    if not isinstance(value, dict) or not isinstance(value.get("row_shape"), list) or "layer_ids" not in value:
+        return False
+    return isinstance(value["layer_ids"], str | None) and isinstance(value.get("dtype"), str)
 
 
 def _write(fd: int, line: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from vllm_ascend_hsx.generate.ledger import (
 from vllm_ascend_hsx.generate.names import is_hidden_file, row_of_file
 from vllm_ascend_hsx.generate.row_set import RowSet
 from vllm_ascend_hsx.shards import shards_of
+from vllm_ascend_hsx.sinks.opening import open_regular
 
 
 @dataclass
@@ -112,7 +113,7 @@ def _remove_earlier(path: Path, num_rows: int, world_size: int, rank: int) -> li
     removed = []
     with ExitStack() as stack:
         with suppress(FileNotFoundError):
-            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+            fd = open_regular(name, os.O_RDWR | os.O_NOFOLLOW)
             stack.callback(os.close, fd)
             lock(name, fd)
         ledgers = other_ledgers(path, num_rows, world_size, rank, own=True)

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from vllm_ascend_hsx.sinks.base import Rows, TokenIds
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Checksums
+from vllm_ascend_hsx.sinks.checksum import Checksums
 from vllm_ascend_hsx.sinks.directory import Filesystem
 from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.format import FileLayout
@@ -33,7 +33,7 @@ class FileOptions:
         use_lock: hold `<path>.lock` until a file has ended. Without it readers must wait for the file to appear.
         durability: with "fdatasync" a file that can be seen survives a loss of power, its name included.
         io: with "direct" rows go to the disk without a stay in the page cache.
-        checksum: CRC-32C of all that stands behind the header, or none.
+        checksum: CRC-32C of the file, or none.
     """
 
     mode: int = 0o640
@@ -147,9 +147,11 @@ class DataFile(RequestData):
         tokens = len(token_ids)
         tail = memoryview(self._layout.tail(token_ids, scales))
         end = self._layout.row_offset(tokens)
-        checksum = None if self._checksum is None else (ALGORITHM, self._checksum.finish(self._fd, end, tail))
+        header = self._layout.header(tokens, num_prompt_tokens, self._checksum is not None)
+        if self._checksum is not None:
+            header, _ = self._checksum.finish(self._fd, end, tail).stamp(header)
         write_at(self._fd, tail, end)
-        write_at(self._fd, memoryview(self._layout.header(tokens, num_prompt_tokens, checksum)), 0)
+        write_at(self._fd, memoryview(header), 0)
         size = self._layout.file_size(tokens)
         if max(self._end, self._expected_size) > size:
             os.ftruncate(self._fd, size)

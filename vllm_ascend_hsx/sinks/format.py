@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,10 @@ import numpy.typing as npt
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.sinks.base import RowFormat, TokenIds
+from vllm_ascend_hsx.sinks.checksum import ALGORITHM, BLANK
+from vllm_ascend_hsx.sinks.strict_json import LARGEST, is_count, parse
 
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"  # since 2 the checksum covers the header
 PRODUCER = "vllm-ascend-hsx"
 HIDDEN_STATES = "hidden_states"
 TOKEN_IDS = "token_ids"
@@ -31,6 +36,8 @@ _SCALE_BYTES = 4
 _LATE_BYTES = 320
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _MAX_HEADER = 100_000_000  # safetensors' own limit (safetensors 0.8.0, MAX_HEADER_SIZE)
+_MAX_DIMENSIONS = 64  # numpy's limit
+_COUNT = re.compile("[0-9]{1,18}")
 
 # Bytes per element of every dtype that a file which we read may hold, by safetensors name.
 DTYPE_BYTES = {
@@ -54,10 +61,11 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of a safetensors file says."""
+    """What the header of a safetensors file says, and its bytes, from the first of the file to the last before the data."""
 
     metadata: dict[str, str]
     tensors: dict[str, TensorInfo]
+    content: bytes
 
 
 class FileLayout:
@@ -66,7 +74,7 @@ class FileLayout:
     def __init__(self, row_format: RowFormat, request_id: str) -> None:
         self._row_format = row_format
         self._request_id = request_id
-        needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(_valid_unicode(request_id))) + _LATE_BYTES
+        needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(valid_unicode(request_id))) + _LATE_BYTES
         self.data_start = -(-needed // PAGE) * PAGE
 
     def row_offset(self, position: int) -> int:
@@ -87,13 +95,13 @@ class FileLayout:
         ids = token_ids.astype("<i8", copy=False).tobytes()
         return ids if scales is None else ids + scales.astype("<f4", copy=False).tobytes()
 
-    def header(self, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None = None) -> bytes:
+    def header(self, tokens: int, num_prompt_tokens: int, checksum: bool = False) -> bytes:
         """The first `data_start` bytes of the file, padded with the spaces that safetensors allows.
 
         Args:
             tokens: rows of the file.
             num_prompt_tokens: how many of them are the prompt's.
-            checksum: algorithm and digest of all that stands behind the header.
+            checksum: leave room for one, which `Digest.stamp` fills.
         """
         text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum)
         size = self.data_start - _LENGTH.size
@@ -104,12 +112,10 @@ class FileLayout:
 @lru_cache(maxsize=8)
 def _fixed_bytes(row_format: RowFormat) -> int:
     """Bytes of a header without what is only known of a request; a server has one format, and many requests."""
-    return len(_header_json(row_format, "", 0, 0, None))
+    return len(_header_json(row_format, "", 0, 0, False))
 
 
-def _header_json(
-    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None
-) -> bytes:
+def _header_json(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool) -> bytes:
     rows_end = tokens * row_format.stored_row_bytes
     ids_end = rows_end + tokens * _TOKEN_ID_BYTES
     header: dict[str, Any] = {
@@ -134,9 +140,7 @@ def _header_json(
     return _ENCODER.encode(header).encode("ascii")
 
 
-def metadata_of(
-    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: tuple[str, str] | None
-) -> dict[str, str]:
+def metadata_of(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool) -> dict[str, str]:
     """What is said of a request's rows, wherever they are stored.
 
     Args:
@@ -144,21 +148,21 @@ def metadata_of(
         request_id: the request.
         tokens: rows that are stored.
         num_prompt_tokens: how many of them are the prompt's.
-        checksum: algorithm and digest of the data, if there is one.
+        checksum: leave room for one, which `Digest.stamp` fills.
     """
     return {
         "format_version": FORMAT_VERSION,
         "producer": PRODUCER,
         "producer_version": vllm_ascend_hsx.__version__,
-        "model": _valid_unicode(row_format.model),
+        "model": valid_unicode(row_format.model),
         "layer_ids": json.dumps(list(row_format.layer_ids)),
         "layer_id_meaning": LAYER_ID_MEANING,
         "dtype": row_format.dtype,
         **({"quantization": QUANTIZATIONS[row_format.quantization]} if row_format.is_quantized else {}),
         "num_prompt_tokens": str(num_prompt_tokens),
         "num_output_tokens": str(tokens - num_prompt_tokens),
-        "request_id": _valid_unicode(request_id),
-        **({} if checksum is None else {"checksum_algorithm": checksum[0], "checksum": checksum[1]}),
+        "request_id": valid_unicode(request_id),
+        **({"checksum_algorithm": ALGORITHM, "checksum": BLANK} if checksum else {}),
     }
 
 
@@ -174,7 +178,7 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
         Its metadata and tensors; their bytes are counted from the start of what is open at `fd`.
 
     Raises:
-        FormatError: not a safetensors file, or shorter than its header says.
+        FormatError: not a safetensors file, or not of the length that its header says, or its metadata make no sense.
         OSError: it cannot be read.
     """
     there = max(0, os.fstat(fd).st_size - offset)
@@ -189,29 +193,93 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
     data_start = _LENGTH.size + length
     if length > _MAX_HEADER or data_start > size:
         raise FormatError(f"it has {size} bytes, and its first 8 say that the header alone has {length}")
+    content = prefix + os.pread(fd, length, offset + _LENGTH.size)
     try:
-        entries = json.loads(os.pread(fd, length, offset + _LENGTH.size))
-        metadata = dict(entries.pop("__metadata__", {}))
+        entries = parse(content[_LENGTH.size :])
+        if not isinstance(entries, dict):
+            raise ValueError("it is no object")
+        metadata = check_metadata(entries.pop("__metadata__", {}))
         tensors = {name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise FormatError(f"its header cannot be understood: {error}") from error
-    for name, tensor in tensors.items():
+    _check_places(tensors, offset, data_start, size)
+    return Header(metadata, tensors, content)
+
+
+def layer_ids_of(metadata: Mapping[str, str]) -> list[int] | None:
+    """Which residual streams the layers are; None if the metadata do not say. Raises FormatError: they say something else."""
+    text = metadata.get("layer_ids")
+    if text is None:
+        return None
+    try:
+        ids = parse(text)
+    except ValueError:
+        ids = None
+    if not isinstance(ids, list) or not all(map(is_count, ids)):
+        raise FormatError(f"layer_ids={_short(text)} is no list of layers")
+    return ids
+
+
+def num_prompt_tokens_of(metadata: Mapping[str, str]) -> int | None:
+    """How many tokens are the prompt's; None if the metadata do not say. Raises FormatError: they say something else."""
+    text = metadata.get("num_prompt_tokens")
+    if text is not None and not _COUNT.fullmatch(text):
+        raise FormatError(f"num_prompt_tokens={_short(text)} is no number of tokens")
+    return None if text is None else int(text)
+
+
+def check_metadata(value: object) -> dict[str, str]:
+    """The metadata of a request, if that is what it is. Raises ValueError: it is not, or what we read of them makes no sense."""
+    if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
+        raise ValueError("its metadata are no texts")
+    "".join((*value, *value.values())).encode()  # half of a surrogate pair is no text either, and a ValueError
+    layer_ids_of(value)
+    num_prompt_tokens_of(value)
+    return value
+
+
+def _tensor_info(entry: object, data_start: int) -> TensorInfo:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"a tensor {_short(entry)}")
+    offsets = entry["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
+        raise ValueError(f"a tensor at {_short(offsets)}")
+    return tensor_info(entry["dtype"], entry["shape"], data_start + offsets[0], data_start + offsets[1])
+
+
+def tensor_info(dtype: object, shape: object, begin: int, end: int) -> TensorInfo:
+    """A tensor as somebody says that it is. Raises ValueError: it is none, or not at these bytes."""
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        raise ValueError(f"a tensor of dtype {_short(dtype)}")
+    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(is_count, shape)):
+        raise ValueError(f"a tensor of shape {_short(shape)}")
+    if prod(shape) * DTYPE_BYTES[dtype] != end - begin or prod(filter(None, shape)) * DTYPE_BYTES[dtype] > LARGEST:
+        raise ValueError(f"a tensor {dtype} {shape} of {end - begin} bytes")
+    return TensorInfo(dtype, tuple(shape), begin, end)
+
+
+def _check_places(tensors: Mapping[str, TensorInfo], offset: int, data_start: int, size: int) -> None:
+    """Raises FormatError unless the tensors stand one after the other, up to the last byte: as safetensors demands."""
+    end = offset + data_start
+    for name, tensor in sorted(tensors.items(), key=lambda each: (each[1].begin, each[1].end)):
         if tensor.end > offset + size:
-            raise FormatError(f"{name} ends at byte {tensor.end - offset}, and the file has {size}")
-    return Header(metadata, tensors)
+            raise FormatError(f"{_short(name)} ends at byte {tensor.end - offset}, and the file has {size}")
+        if tensor.begin != end:
+            raise FormatError(f"{_short(name)} begins at byte {tensor.begin - offset}, and what is before it ends at {end - offset}")
+        end = tensor.end
+    if end != offset + size:
+        raise FormatError(f"its tensors end at byte {end - offset}, and the file has {size}")
 
 
-def _tensor_info(entry: dict[str, Any], data_start: int) -> TensorInfo:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(extent) for extent in entry["shape"])
-    needed = DTYPE_BYTES[entry["dtype"]]
-    for extent in shape:
-        needed *= extent
-    if begin < 0 or min(shape, default=0) < 0 or end - begin != needed:
-        raise ValueError(f"a tensor {entry['dtype']} {list(shape)} at bytes [{begin}, {end})")
-    return TensorInfo(entry["dtype"], shape, data_start + begin, data_start + end)
+def _short(value: object) -> str:
+    """What is quoted of a value in an error: printable, whatever it is."""
+    try:
+        text = value if isinstance(value, str) and value.isidentifier() and value.isascii() else ascii(value)
+    except RecursionError:
+        return "that nests too deep"
+    return text if len(text) <= 100 else text[:100] + "..."
 
 
-def _valid_unicode(text: str) -> str:
+def valid_unicode(text: str) -> str:
     """Lone surrogates, which a JSON request can carry, spelt out: safetensors refuses a header that holds them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from vllm_ascend_hsx.sinks.lock_sleepers import sleep_on
 from vllm_ascend_hsx.sinks.names import partial_name
+from vllm_ascend_hsx.sinks.opening import open_regular
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
@@ -248,10 +249,10 @@ def _unlock_and_close(fd: int) -> None:
         os.close(fd)
 
 
-def _is_named(fd: int, name: str | Path, dir_fd: int | None = None) -> bool:
+def _is_named(fd: int, name: str | Path, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
     """Whether `name` is still a name of the file open at `fd`."""
     try:
-        named = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+        named = os.stat(name, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
     except FileNotFoundError:
         return False
     return os.path.samestat(named, os.fstat(fd))
@@ -269,13 +270,13 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
 
     Raises:
         TimeoutError: a writer still holds it.
-        OSError: it cannot be opened, or its filesystem has no flock.
+        OSError: it cannot be opened or is no regular file, or its filesystem has no flock.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     seen = False
     while True:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_regular(path)
         except FileNotFoundError:
             return seen
         seen = True
@@ -285,7 +286,7 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
                     fcntl.flock(fd, fcntl.LOCK_SH)
                 else:
                     sleep_on(path, fd, deadline, _unlock_and_close)
-            if _is_named(fd, path):
+            if _is_named(fd, path, follow_symlinks=True):
                 return True
             # The name has gone, or belongs to another request now: look again.
         finally:
@@ -300,13 +301,13 @@ def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
         is_decided: asked while writers cannot take the lock over: is there data or an error?
 
     Raises:
-        OSError: the lock file cannot be opened, or its filesystem has no flock.
+        OSError: the lock file cannot be opened or is no regular file, or its filesystem has no flock.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(path)
     except FileNotFoundError:
         return False
     try:
-        return _flock_now(fd, fcntl.LOCK_SH) and not is_decided() and _is_named(fd, path)
+        return _flock_now(fd, fcntl.LOCK_SH) and not is_decided() and _is_named(fd, path, follow_symlinks=True)
     finally:
         _unlock_and_close(fd)

@@ -12,7 +12,7 @@ import numpy as np
 
 from vllm_ascend_hsx.sinks.arena import ArenaFullError, Gathering
 from vllm_ascend_hsx.sinks.base import Rows, SinkError, TokenIds
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Digest
+from vllm_ascend_hsx.sinks.checksum import Digest
 from vllm_ascend_hsx.sinks.data_file import as_bytes
 from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS, metadata_of
@@ -116,12 +116,14 @@ class MooncakeFile(OneEndFile):
             raise self._error("there are no tokens, and Mooncake stores no object without bytes")
         layout = packed_layout(self._sink.row_format, tokens)
         self._complete(layout, token_ids, self._encoder.scales(tokens))
-        checksum = None if self._sink.checksum == "none" else (ALGORITHM, self._digest(layout.size))
-        metadata = metadata_of(self._sink.row_format, self.request_id, tokens, num_prompt_tokens, checksum)
+        has_checksum = self._sink.checksum != "none"
+        said = manifest(layout, metadata_of(self._sink.row_format, self.request_id, tokens, num_prompt_tokens, has_checksum))
+        if has_checksum:
+            said, _ = self._digest(layout.size).stamp(said)
         client = self._sink.client
         client.put_parts(self.handle, self._gathering.parts(layout.size))
         try:
-            client.put(self.handle + MANIFEST_KEY_SUFFIX, manifest(layout, metadata))
+            client.put(self.handle + MANIFEST_KEY_SUFFIX, said)
         except MooncakeError:
             self._attempt("remove data that has no manifest", lambda: client.remove([self.handle]))
             raise
@@ -135,11 +137,11 @@ class MooncakeFile(OneEndFile):
         if scales is not None:
             self._gathering.write(layout.offset(SCALES), as_bytes(np.ascontiguousarray(scales, dtype="<f4")))
 
-    def _digest(self, size: int) -> str:
+    def _digest(self, size: int) -> Digest:
         digest = Digest()
         for part in self._gathering.views(size):
             digest.update(part)
-        return digest.hexdigest()
+        return digest
 
     def _why_not_published(self, error: OSError) -> str:
         return f"it could not be put into the store: {error}"

@@ -92,6 +92,11 @@ def path_refusal(path: str) -> str | None:
     return refusal(name)
 
 
+def printable(text: str) -> str:
+    """The text with what a terminal would take for an instruction, or could not show, spelt out."""
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 def below(path: str, directory: str) -> str | None:
     """What stands behind `directory` in `path`, both as they are written: nothing is resolved. None: it does not begin with it."""
     prefix = directory.rstrip("/") + "/"

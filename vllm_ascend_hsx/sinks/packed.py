@@ -8,8 +8,21 @@ from math import prod
 from typing import Any
 
 from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.sinks.format import DTYPE_BYTES, FORMAT_VERSION, HIDDEN_STATES, PRODUCER, SCALES, TOKEN_IDS
+from vllm_ascend_hsx.sinks.format import (
+    DTYPE_BYTES,
+    FORMAT_VERSION,
+    HIDDEN_STATES,
+    PRODUCER,
+    SCALES,
+    TOKEN_IDS,
+    FormatError,
+    Header,
+    TensorInfo,
+    check_metadata,
+    tensor_info,
+)
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, file_name
+from vllm_ascend_hsx.sinks.strict_json import is_count, parse
 
 # Of hs_connectors' manifests (0.9.0, mooncake_store.py:26 and 28), which its MooncakeTransfer compares.
 TRANSFER_VERSION = 1
@@ -23,6 +36,7 @@ MANIFEST_KEY_SUFFIX = ":manifest"
 _TORCH_NAMES = {
     "BF16": "torch.bfloat16", "F16": "torch.float16", "F32": "torch.float32", "I64": "torch.int64", "F8_E4M3": "torch.float8_e4m3fn",
 }  # fmt: skip
+_DTYPES = {name: dtype for dtype, name in _TORCH_NAMES.items()}
 
 
 def handle_of(request_id: str) -> str:
@@ -90,10 +104,30 @@ def manifest(layout: PackedLayout, metadata: dict[str, str]) -> bytes:
 
     Args:
         layout: of the object under the handle.
-        metadata: as in a file.
+        metadata: as in a file; with the blank digits of a checksum, `Digest.stamp` fills them.
     """
     value = {"format_version": FORMAT_VERSION, "producer": PRODUCER, "tensors": layout.tensors, "metadata": metadata}
     return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def read_manifest(text: bytes) -> Header:
+    """What a manifest says, the tensors at their bytes in the object. Raises FormatError: it makes no sense."""
+    try:
+        said = parse(text)
+        if not isinstance(said, dict) or not isinstance(said.get("tensors"), dict):
+            raise ValueError("it names no tensors")
+        return Header(check_metadata(said.get("metadata")), {name: _tensor_info(each) for name, each in said["tensors"].items()}, text)
+    except ValueError as error:
+        raise FormatError(f"its manifest cannot be understood: {error}") from error
+
+
+def _tensor_info(said: object) -> TensorInfo:
+    if not isinstance(said, dict):
+        raise ValueError("a tensor is no object")
+    begin, size, dtype = said.get("offset"), said.get("nbytes"), said.get("dtype")
+    if not is_count(begin) or not is_count(size):
+        raise ValueError("a tensor is nowhere")
+    return tensor_info(_DTYPES.get(dtype) if isinstance(dtype, str) else None, said.get("shape"), begin, begin + size)
 
 
 def error_marker(reason: str) -> bytes:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from vllm_ascend_hsx.sinks.base import TokenIds
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM, Checksums
+from vllm_ascend_hsx.sinks.checksum import Checksums
 from vllm_ascend_hsx.sinks.data_file import WRITEBACK, DataFile, FileOptions, RequestData, is_aligned, write_at
 from vllm_ascend_hsx.sinks.directory import Filesystem
 from vllm_ascend_hsx.sinks.encoder import Scales
@@ -111,10 +111,12 @@ class RowsInPlace(MemberData):
         shard, taken = self._reserved()
         tail = memoryview(self._layout.tail(token_ids, scales))
         end = taken.offset + self._layout.row_offset(tokens)
-        checksum = None if self._checksum is None else (ALGORITHM, self._checksum.finish(shard.fd, end, tail))
+        header, checksum = self._layout.header(tokens, num_prompt_tokens, self._checksum is not None), ""
+        if self._checksum is not None:
+            header, checksum = self._checksum.finish(shard.fd, end, tail).stamp(header)
         write_at(shard.fd, tail, end)
-        write_at(shard.fd, memoryview(self._layout.header(tokens, num_prompt_tokens, checksum)), taken.offset)
-        self._complete(shard, taken, self._layout.file_size(tokens), tokens, "" if checksum is None else checksum[1])
+        write_at(shard.fd, memoryview(header), taken.offset)
+        self._complete(shard, taken, self._layout.file_size(tokens), tokens, checksum)
 
     def withdraw(self) -> None:
         """Nothing: readers know its place as a hole until it is completed, and writers may be in flight until it is closed."""

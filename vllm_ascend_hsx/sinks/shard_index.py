@@ -11,11 +11,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ascend_hsx.sinks.names import path_refusal
+from vllm_ascend_hsx.sinks.strict_json import is_count, parse
+
 # Says that there are shards in a directory: a reader that misses a file need not read all names to know that there are none.
 SHARDS_MARK = "hsx-shards"
 # An index of no shard, to which consumers add the names of members that are not to be seen any more.
 REMOVED = "hsx-removed.jsonl"
 TAR, INDEX, MANIFEST = ".tar", ".jsonl", ".json"
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")  # most names; the others are looked at for longer
 _SHARD = re.compile(r"(hsx-([0-9a-f]{8})-[0-9]{6,9})(\.tar|\.jsonl|\.json)")
 
 
@@ -28,7 +32,7 @@ class Member:
         offset, size: of the safetensors file that it is, in bytes of the shard.
         tokens: its rows.
         request_id: as in the file's metadata.
-        checksum: of all that stands behind the safetensors header, as in the file's metadata; empty if that has none.
+        checksum: as in the file's metadata; empty if that has none.
         time_ns: when it was published, since the epoch.
     """
 
@@ -69,20 +73,30 @@ def encode(line: Member | Gone) -> bytes:
 
 
 def decode(line: bytes) -> Member | Gone | None:
-    """What a line of an index says; None if it cannot be understood."""
+    """What a line of an index says; None if it makes no sense, or names what no file below the directory could be called."""
     try:
-        values = json.loads(line)
-        name, time_ns = values["name"], int(values["time_ns"])
-        if not isinstance(name, str):
-            return None
-        if values.get("gone"):
-            return Gone(name, time_ns)
-        offset, size, tokens = int(values["offset"]), int(values["size"]), int(values["tokens"])
-        if min(offset, size, tokens) < 0:
-            return None
-        return Member(name, offset, size, tokens, str(values.get("request_id", "")), str(values.get("checksum", "")), time_ns)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        values = parse(line)
+    except ValueError:
         return None
+    if not isinstance(values, dict) or values.get("gone", True) is not True:
+        return None
+    name, time_ns = values.get("name"), values.get("time_ns")
+    if not isinstance(name, str) or not is_count(time_ns) or not (_PLAIN_NAME.fullmatch(name) or path_refusal(name) is None):
+        return None
+    if "gone" in values:
+        return Gone(name, time_ns)
+    offset, size, tokens = (values.get(key) for key in ("offset", "size", "tokens"))
+    request_id, checksum = (values.get(key, "") for key in ("request_id", "checksum"))
+    if not is_count(offset) or not is_count(size) or not is_count(tokens):
+        return None
+    if not isinstance(request_id, str) or not isinstance(checksum, str):
+        return None
+    return Member(name, offset, size, tokens, request_id, checksum, time_ns)
+
+
+def split_lines(content: bytes) -> list[bytes]:
+    """The lines of an index, all of which are whole."""
+    return content.split(b"\n")[:-1]
 
 
 def whole_lines(content: bytes) -> bytes:
@@ -95,7 +109,7 @@ def members_by_offset(lines: bytes) -> tuple[dict[int, Member], set[str]]:
     such a name may have become a hole."""
     members: dict[int, Member] = {}
     gone = set()
-    for line in map(decode, lines.splitlines()):
+    for line in map(decode, split_lines(lines)):
         if isinstance(line, Member):
             members[line.offset] = line
         elif line is not None:

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import vllm_ascend_hsx
 from vllm_ascend_hsx.sinks.checksum import Digest
 from vllm_ascend_hsx.sinks.data_file import write_at
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, PRODUCER, FormatError, read_header
+from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, PRODUCER, FormatError, layer_ids_of, read_header
 from vllm_ascend_hsx.sinks.names import partial_name
-from vllm_ascend_hsx.sinks.shard_index import INDEX, MANIFEST, TAR, Member, decode
+from vllm_ascend_hsx.sinks.shard_index import INDEX, MANIFEST, TAR, Member, decode, split_lines
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.tar import END, HOLE, walk
 
@@ -78,7 +78,7 @@ def manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:
     Raises:
         OSError: it cannot be read.
     """
-    lines = index.splitlines()
+    lines = split_lines(index)
     members = [line for line in map(decode, lines) if isinstance(line, Member)]
     digest = Digest()
     digest.update(index)
@@ -103,10 +103,12 @@ def _in_common(fd: int, member: Member) -> dict[str, Any]:
         header = read_header(fd, member.offset, member.size)
     except FormatError as error:
         raise OSError(f"the member {member.name!r} is not what its line says: {error}") from error
-    states = header.tensors[HIDDEN_STATES]
+    states = header.tensors.get(HIDDEN_STATES)
+    if states is None:
+        raise OSError(f"the member {member.name!r} has no {HIDDEN_STATES}")
     common: dict[str, Any] = {key: value for key, value in header.metadata.items() if key not in _OF_ONE}
     if "layer_ids" in common:
-        common["layer_ids"] = json.loads(common["layer_ids"])
+        common["layer_ids"] = layer_ids_of(header.metadata)
     return {**common, "stored_dtype": states.dtype, "row_shape": list(states.shape[1:])}
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_ascend_hsx.sinks.directory import open_directory
+from vllm_ascend_hsx.sinks.opening import open_regular
 
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -100,14 +101,7 @@ class Storage:
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int:
         """A descriptor of a file that is there. Raises OSError: it cannot be opened, or is no regular file (EINVAL)."""
-        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "it is no regular file", name)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd
+        return open_regular(name, flags | os.O_NOFOLLOW, dir_fd=self.fd)
 
     def open_direct(self, name: str, fd: int) -> int:
         """A second descriptor of the file `name`, which is open at `fd`; it bypasses the page cache.

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from vllm_ascend_hsx.sinks.format import PAGE
+from vllm_ascend_hsx.sinks.strict_json import is_count
 
 BLOCK = 512
 # A member that is none: webdataset passes over names that begin and end so.
@@ -20,6 +21,7 @@ _PAX = "././@PaxHeader"
 # name, mode, uid, gid, size, mtime, checksum, type, linkname, magic and version, uname, gname, devmajor, devminor, prefix, padding
 _FIELDS = struct.Struct("100s8s8s8s12s12s8s1s100s8s32s32s8s8s155s12s")
 _CHECKSUM = slice(148, 156)
+_OF_MEMBER = (slice(0, 100), slice(124, 136), slice(345, 500))  # name, size, prefix
 _NAME_BYTES = 100
 _PREFIX_BYTES = 155
 _LONGEST_HEADERS = 16 * PAGE  # more than any that we write
@@ -80,20 +82,29 @@ def walk(fd: int) -> Iterator[Entry]:
         start = entry.end
 
 
+def is_headed(fd: int, offset: int, name: str, size: int) -> bool:
+    """Whether the data at `offset` are those of a member with this name and size, by the block before them. Raises OSError."""
+    if offset < BLOCK:
+        return False
+    there, expected = os.pread(fd, BLOCK, offset - BLOCK), _ustar(name, size, 0, 0)
+    return all(there[part] == expected[part] for part in _OF_MEMBER)
+
+
 def _read_entry(fd: int, start: int) -> Entry | None:
     records: dict[str, str] = {}
     position = start
     try:
         info = _read_info(fd, position)
         if info.type == tarfile.XHDTYPE:
-            if info.size > _LONGEST_HEADERS:
+            if not 0 <= info.size <= _LONGEST_HEADERS:
                 return None
             records = _parse(os.pread(fd, info.size, position + BLOCK))
             position += BLOCK + round_up(info.size, BLOCK)
             info = _read_info(fd, position)
-        if info.type != tarfile.REGTYPE:
+        size = int(records.get("size", info.size))
+        if info.type != tarfile.REGTYPE or not is_count(start + size):
             return None
-        return Entry(records.get("path", info.name), start, position + BLOCK, int(records.get("size", info.size)))
+        return Entry(records.get("path", info.name), start, position + BLOCK, size)
     except (tarfile.HeaderError, ValueError):  # its end, or nothing that was written whole
         return None
 

@@ -1,0 +1,376 @@
+"""Readers meet files that no server wrote: each is one clear error of its own, and costs nobody else anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from sink_harness import FORMAT, open_fds
+from test_shards import publish
+
+from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
+from vllm_ascend_hsx.cli import inspect, verify
+from vllm_ascend_hsx.examine import examine
+from vllm_ascend_hsx.generate.errors import InputError
+from vllm_ascend_hsx.generate.ledger import Identity
+from vllm_ascend_hsx.generate.output import open_output
+from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, remove
+from vllm_ascend_hsx.shard_check import shard_problems
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.shard import ShardSink
+
+MIB = 1 << 20
+T = TypeVar("T")
+
+
+def promptly(call: Callable[[], T], seconds: float = 60) -> T:
+    """The result of a call that must not hang."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.extend((True, call()))
+        except BaseException as error:  # noqa: BLE001
+            found.extend((False, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, f"it still waits after {seconds:g} s"
+    good, result = found
+    if not good:
+        raise result
+    return result  # type: ignore[no-any-return]
+
+
+# What is no file (a device cannot be made by everybody, so a link leads to one)
+
+
+def _socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket has at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "fifo": (os.mkfifo, "a FIFO"),
+    "socket": (_socket, "a socket"),
+    "directory": (Path.mkdir, "a directory"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+}
+
+
+def plant(path: Path, kind: str) -> str:
+    """Put it in the place of whatever has this name; what errors call it."""
+    path.unlink(missing_ok=True)
+    KINDS[kind][0](path)
+    return KINDS[kind][1]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """Files a and b, and the members c and d of a sealed shard."""
+    where = tmp_path / "storage"
+    with FileSink(where, FORMAT) as sink:
+        publish(sink, where, "a")
+        publish(sink, where, "b")
+    with ShardSink(where, FORMAT, shard_bytes=MIB) as shards:
+        publish(shards, where, "c")
+        publish(shards, where, "d")
+    return where
+
+
+def name(letter: str) -> str:
+    return f"{letter}-0123abcd.safetensors"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("what", ["data", "error", "lock", "tar"])
+def test_load_refuses_at_once_what_is_no_regular_file(storage: Path, kind: str, what: str) -> None:
+    path = storage / name("c" if what == "tar" else "a")
+    place = {"data": path, "tar": next(storage.glob("*.tar"))}.get(what, path.with_name(f"{path.name}.{what}"))
+    words = plant(place, kind)
+    before = open_fds()
+    for options in ({}, {"mmap": True}, {"verify": True}):
+        with pytest.raises(HiddenStatesError, match=f"{place.name}.* is {words}"):
+            promptly(lambda options=options: load(path, 1, **options))  # type: ignore[misc]
+    assert not open_fds() - before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inspect_and_verify_name_what_is_no_regular_file_and_look_at_all_else(
+    storage: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = plant(storage / name("a"), kind)
+    plant(storage / f"{name('e')}.error", kind)
+    if kind != "directory":
+        assert promptly(lambda: inspect.main([str(storage / name("a"))])) == 1
+        assert words in capsys.readouterr().out
+    assert promptly(lambda: inspect.main([str(storage)])) == 1
+    assert capsys.readouterr().out.count("verified") == 3
+    assert promptly(lambda: verify.main([str(storage), "--json", "--jobs", "1"])) == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["good"] == 3
+    assert [(Path(each["path"]).name, words in each["problem"]) for each in said["bad"]] == [(name("a"), True)]
+    assert [(Path(each["path"]).name, words in each["reason"]) for each in said["failed"]] == [(f"{name('e')}.error", True)]
+    assert promptly(lambda: find(storage, "b")) == storage / name("b")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("suffix", ["tar", "json", "jsonl"])
+def test_a_file_of_a_shard_that_is_no_regular_file_is_a_problem_of_that_shard_alone(
+    storage: Path, kind: str, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = next(storage.glob(f"*.{suffix}"))
+    words = plant(place, kind)
+    ((where, problem),) = promptly(lambda: list(shard_problems(storage)))
+    assert (where, words in problem) == (place.with_suffix(".tar"), True)
+    found = [path.name for path, _ in promptly(lambda: list(open_dir(storage, on_bad=lambda error: None)))]
+    assert found == [name(letter) for letter in {"tar": "ab", "jsonl": "ab", "json": "abcd"}[suffix]]
+    assert promptly(lambda: verify.main([str(storage), "--json", "--jobs", "1"])) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["good"] == len(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_consumers_removed_is_not_written_into_what_is_no_regular_file(storage: Path, kind: str) -> None:
+    plant(storage / "hsx-removed.jsonl", kind)
+    assert len(promptly(lambda: list(open_dir(storage)))) == 4
+    with pytest.raises(OSError, match="removed"):
+        promptly(lambda: remove(storage / name("c")))
+    assert len(list(open_dir(storage))) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", ["ledger.jsonl", "ledger-1-of-2.jsonl"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_generate_refuses_a_ledger_that_is_no_regular_file(tmp_path: Path, kind: str, which: str, overwrite: bool) -> None:
+    plant(tmp_path / which, kind)
+    with pytest.raises(InputError, match=f"--output .*{which}"):
+        promptly(lambda: open_output(tmp_path, Identity({"sha256": "x", "rows": 3}, {}), 1, 0, overwrite))
+
+
+def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"no line")
+    output = tmp_path / "rows"
+    output.mkdir()
+    (output / "ledger.jsonl").symlink_to(precious)
+    with pytest.raises(InputError, match="--output"):
+        open_output(output, Identity({"sha256": "x", "rows": 3}, {}), 1, 0, False)
+    assert precious.read_bytes() == b"no line"
+
+
+def test_links_are_followed_to_data_and_lock(storage: Path, tmp_path: Path) -> None:
+    target = shutil.move(storage / name("a"), tmp_path)
+    shutil.move(storage / f"{name('a')}.lock", tmp_path)
+    (storage / name("a")).symlink_to(target)
+    (storage / f"{name('a')}.lock").symlink_to(f"{target}.lock")
+    assert len(promptly(lambda: load(storage / name("a"), 1, verify=True)).token_ids) == 3
+
+
+def test_open_dir_raises_for_a_bad_file_or_tells_its_caller_and_goes_on(storage: Path) -> None:
+    (storage / name("b")).write_bytes(b"nothing")
+    with pytest.raises(HiddenStatesError, match=name("b")):
+        list(open_dir(storage))
+    told: list[HiddenStatesError] = []
+    assert [path.name[0] for path, _ in open_dir(storage, on_bad=told.append)] == ["a", "c", "d"]
+    assert [error.path for error in told] == [storage / name("b")]
+
+
+# Headers that are JSON and make no sense
+
+
+def file_of(header: bytes, data: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def tensor(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+STATES = tensor("F32", [2, 1, 3], 0, 24)
+IDS = tensor("I64", [2], 24, 40)
+PLAIN: dict[str, Any] = {"hidden_states": STATES, "token_ids": IDS}
+
+
+def with_states(**changes: Any) -> dict[str, Any]:
+    return {**PLAIN, "hidden_states": {**STATES, **changes}}
+
+
+def with_metadata(**metadata: Any) -> dict[str, Any]:
+    return {"__metadata__": metadata, **PLAIN}
+
+
+DEEP = '[' * 100_000 + ']' * 100_000
+ODD_HEADERS: dict[str, dict[str, Any] | str] = {
+    "deep nesting": '{"hidden_states":' + DEEP + "}",
+    "deep nesting without an end": '{"hidden_states":' + "[" * 100_000,
+    "infinity as a shape": '{"hidden_states":{"dtype":"F32","shape":[Infinity,1,3],"data_offsets":[0,24]}}',
+    "1e400 as a shape": json.dumps(with_states(shape="X")).replace('"X"', "[1e400,1,3]"),
+    "nan as an offset": json.dumps(with_states(data_offsets="X")).replace('"X"', "[NaN,24]"),
+    "1e400 as an offset": json.dumps(with_states(data_offsets="X")).replace('"X"', "[0,1e400]"),
+    "a fraction as a shape": with_states(shape=[2.0, 1, 3]),
+    "true as a shape": with_states(shape=[2, True, 3]),
+    "a number of many digits": json.dumps(with_states(shape="X")).replace('"X"', "[" + "9" * 5000 + ",1,3]"),
+    "a shape that no memory has": with_states(shape=[0, 2**62, 2**62], data_offsets=[0, 0]),
+    "a shape of many dimensions": with_states(shape=[2, 1, 3] + [1] * 5000),
+    "a shape of two dimensions": with_states(shape=[2, 3]),
+    "a shape that is a word": with_states(shape="213"),
+    "three offsets": with_states(data_offsets=[0, 24, 24]),
+    "offsets in the wrong order": with_states(data_offsets=[24, 0]),
+    "a dtype that is a list": with_states(dtype=["F32"]),
+    "rows of integers": with_states(dtype="I32"),
+    "ids of dtype F64": {**PLAIN, "token_ids": {**IDS, "dtype": "F64"}},
+    "an entry that is a number": {**PLAIN, "more": 1},
+    "tensors that overlap": {**PLAIN, "token_ids": {**IDS, "data_offsets": [20, 36]}, "more": tensor("U8", [4], 36, 40)},
+    "bytes of no tensor": {**PLAIN, "hidden_states": {**STATES, "shape": [2, 1, 2], "data_offsets": [0, 16]}},
+    "bytes after the last tensor": {"token_ids": tensor("I64", [2], 0, 16), "hidden_states": tensor("F32", [2, 1, 2], 16, 32)},
+    "a key that is there twice": json.dumps(PLAIN)[:-1] + ',"token_ids":' + json.dumps(IDS) + "}",
+    "a tensor outside": with_states(data_offsets=[2**62, 2**62 + 24]),
+    "metadata that is a list": {"__metadata__": [["a", "b"]], **PLAIN},
+    "metadata that is no text": with_metadata(layer_ids=[1]),
+    "metadata with half a surrogate pair": with_metadata(model="\ud800"),
+    "layer ids that are no JSON": with_metadata(layer_ids="[1,"),
+    "layer ids that are a number": with_metadata(layer_ids="3"),
+    "layer ids that are words": with_metadata(layer_ids='["a"]'),
+    "layer ids that are nested": with_metadata(layer_ids=DEEP),
+    "layer ids of null": with_metadata(layer_ids="null"),
+    "a number of tokens that is none": with_metadata(num_prompt_tokens="many"),
+    "a number of tokens of many digits": with_metadata(num_prompt_tokens="9" * 5000),
+    "a negative number of tokens": with_metadata(num_prompt_tokens="-1"),
+    "a number of tokens in other digits": with_metadata(num_prompt_tokens="２"),
+    "a list": "[1,2]",
+    "null": "null",
+    "bytes that are no text": "\udcff",
+}  # fmt: skip
+
+
+def write_odd(path: Path, label: str) -> None:
+    header = ODD_HEADERS[label]
+    text = header if isinstance(header, str) else json.dumps(header)
+    path.write_bytes(file_of(text.encode("utf-8", "surrogateescape"), bytes(40)))
+
+
+@pytest.mark.parametrize("label", ODD_HEADERS)
+def test_a_header_that_makes_no_sense_is_one_error(tmp_path: Path, label: str) -> None:
+    path = tmp_path / "odd.safetensors"
+    write_odd(path, label)
+    before = open_fds()
+    for options in ({}, {"mmap": True}, {"verify": True}, {"dequantize": False}):
+        with pytest.raises(HiddenStatesError, match="this is not a file of hidden states"):
+            load(path, 0, **options)
+    assert examine(path).problem is not None
+    assert not open_fds() - before
+    with pytest.raises(HiddenStatesError):
+        HiddenStatesDataset([path])[0]
+
+
+def test_a_plain_header_is_none_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "plain.safetensors"
+    path.write_bytes(file_of(json.dumps(PLAIN).encode(), bytes(40)))
+    assert load(path, 0).hidden_states.shape == (2, 1, 3)
+
+
+@pytest.mark.parametrize("value", [2**27, 2**63, 2**64 - 1])
+def test_a_header_longer_than_its_file_is_not_read(tmp_path: Path, value: int) -> None:
+    path = tmp_path / "odd.safetensors"
+    path.write_bytes(value.to_bytes(8, "little") + bytes(100))
+    with pytest.raises(HiddenStatesError, match="the header alone"):
+        load(path, 0)
+
+
+def test_inspect_and_verify_show_every_odd_file_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, label in enumerate(ODD_HEADERS):
+        write_odd(tmp_path / f"{number}.safetensors", label)
+    # Words that a terminal or rich would take for an instruction.
+    save_file(
+        {"hidden_states": torch.ones(2, 1, 3), "token_ids": torch.arange(2)},
+        tmp_path / "good.safetensors",
+        metadata={"model": "[/red]", "request_id": "\x1b[31m\0"},
+    )
+    os.rename(tmp_path / "good.safetensors", os.fsencode(tmp_path) + b"/[red][b]\x1b\xff.safetensors")
+    assert verify.main([str(tmp_path), "--json", "--jobs", "1"]) == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (said["good"], len(said["bad"])) == (1, len(ODD_HEADERS))
+    assert inspect.main([str(tmp_path)]) == 1
+    assert "\x1b" not in capsys.readouterr().out
+    assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
+    capsys.readouterr()
+    for path in tmp_path.iterdir():
+        assert inspect.main([str(path)]) == (1 if path.stem.isdigit() else 0)
+        assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def states() -> HiddenStates:
+    return HiddenStates(torch.ones(2, 1, 3), torch.arange(2), {})
+
+
+@pytest.mark.parametrize("text", ["[1,", "3", '{"a":1}', DEEP, "[1.5]", "[true]", "9" * 5000], ids=range(7))
+def test_metadata_that_was_changed_is_a_documented_error(states: HiddenStates, text: str) -> None:
+    with pytest.raises(KeyError):
+        _ = states.layer_ids
+    changed = states._replace(metadata={"layer_ids": text, "num_prompt_tokens": text + "x"})
+    with pytest.raises(ValueError, match="layer_ids"):
+        _ = changed.layer_ids
+    with pytest.raises(ValueError, match="num_prompt_tokens"):
+        _ = changed.num_prompt_tokens
+
+
+def test_token_ids_of_other_producers_become_int64(tmp_path: Path) -> None:
+    save_file({"hidden_states": torch.ones(2, 1, 3), "token_ids": torch.arange(2, dtype=torch.int32)}, tmp_path / "a.safetensors")
+    for mmap in (False, True):
+        assert load(tmp_path / "a.safetensors", mmap=mmap).token_ids.equal(torch.arange(2))
+
+
+@pytest.mark.parametrize("reason", ["[" * 100_000, '{"reason":' + DEEP + "}", "[1]", "null", "\udcff", '{"reason":1e400}'], ids=range(6))
+def test_an_error_file_that_makes_no_sense_is_a_failure_all_the_same(
+    tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.safetensors.error").write_bytes(reason.encode("utf-8", "surrogateescape"))
+    with pytest.raises(HiddenStatesError, match="cannot be understood") as raised:
+        load(tmp_path / "a.safetensors", 0)
+    assert len(raised.value.reason) < 1000
+    assert verify.main([str(tmp_path), "--json", "--jobs", "1"]) == 1
+    assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["failed"]) == 1
+
+
+ODD_LINES = [DEEP, "[" * 100_000, "[1]", "1e400", '{"row":1e400}', '{"row":true,"status":[]}', '{"row":' + "9" * 5000 + "}",
+             '{"server":{},"directories":3}', '{"server":{"layer_ids":[]},"directories":[3,{},null]}', '{"server":1}', "\0", "\\ud800",
+             '{"row":1,"row":2}', '{"row":NaN}']  # fmt: skip
+
+
+def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Path) -> None:
+    identity = Identity({"sha256": "x", "rows": 3}, {"a": 1})
+    first = open_output(tmp_path, identity, 1, 0, False).ledger
+    first.note_server({"model": "m", "layer_ids": "[1]", "dtype": "BF16", "row_shape": [1, 8]}, "/data")
+    first.close()
+    path = tmp_path / "ledger.jsonl"
+    whole = path.read_bytes()
+    with open(path, "ab") as file:
+        for line in ODD_LINES:
+            file.write(line.encode() + b"\n")
+        file.write(b'{"row":2,"status":"done"}\n')
+    for world_size, rank in ((1, 0), (2, 0)):
+        output = open_output(tmp_path, identity, world_size, rank, False)
+        assert output.ledger.content.server == {"model": "m", "layer_ids": "[1]", "dtype": "BF16", "row_shape": [1, 8]}
+        assert output.directories == ["/data"]
+        assert 2 in output.ledger.content.rows
+        output.ledger.close()
+    for line in ODD_LINES:
+        path.write_bytes(line.encode() + b"\n" + whole)
+        with pytest.raises(InputError, match="does not begin as a ledger"):
+            open_output(tmp_path, identity, 1, 0, False)

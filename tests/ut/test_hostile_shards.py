@@ -1,0 +1,347 @@
+"""Readers meet shards whose indexes somebody has changed: a line is of one member of this directory, or it is nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hostile import make_outside, snapshot
+from sink_harness import FORMAT, as_version_1, lines_of, token_ids
+from test_shards import make_rows, publish
+
+from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
+from vllm_ascend_hsx.cli import inspect, verify
+from vllm_ascend_hsx.examine import examine, files_in
+from vllm_ascend_hsx.generate.examine import CheckError, Expected
+from vllm_ascend_hsx.generate.examine import examine as examine_row
+from vllm_ascend_hsx.generate.output import _rows
+from vllm_ascend_hsx.reader import HiddenStatesError, open_stored, remove
+from vllm_ascend_hsx.shard_check import shard_problems
+from vllm_ascend_hsx.shards import Shards
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.shard import ShardSink
+from vllm_ascend_hsx.sinks.shard_index import Member, encode
+from vllm_ascend_hsx.sinks.tar import END, walk
+
+MIB = 1 << 20
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Path:
+    """Six members of a shard that is still written, of unlike lengths."""
+    where = tmp_path / "storage"
+    with ShardSink(where, FORMAT, shard_bytes=MIB) as sink:
+        for i in range(6):
+            publish(sink, where, f"r{i}", 3 + i, version=i)
+    next(where.glob("hsx-*.json")).unlink()
+    return where
+
+
+def index_of(storage: Path) -> Path:
+    return next(storage.glob("hsx-*-*.jsonl"))
+
+
+def line(name: str, **changes: Any) -> bytes:
+    values = {"name": name, "offset": 4096, "size": 4096, "tokens": 1, "request_id": "", "checksum": "", "time_ns": 2**61, **changes}
+    return json.dumps(values).encode() + b"\n"
+
+
+def name(number: int) -> str:
+    return f"r{number}-0123abcd.safetensors"
+
+
+# Names that lead somewhere else
+
+
+def escapes(outside: Path) -> list[str]:
+    return [
+        "../outside/a.safetensors",
+        "../outside/folder/a.safetensors",
+        str(outside / "a.safetensors"),
+        f"//{outside}/a.safetensors",
+        "./../outside/a.safetensors",
+        "x/../../outside/a.safetensors",
+        "link/a.safetensors",
+        "link/inner/../a.safetensors",
+        "deep/link/a.safetensors",
+        "..",
+        ".",
+        "",
+        "/",
+        "a\0b.safetensors",
+        "\ud800.safetensors",
+        ".hidden.safetensors",
+        "a.safetensors/../../../outside/a.safetensors",
+        "x" * 300 + ".safetensors",
+        "/".join(["d"] * 20) + "/a.safetensors",
+        "a\nb.safetensors",
+        "no-suffix",
+    ]
+
+
+def test_no_line_leads_out_of_the_directory(storage: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outside = make_outside(tmp_path / "outside")
+    with FileSink(tmp_path / "elsewhere", FORMAT) as sink:
+        good = publish(sink, tmp_path / "elsewhere", "precious").read_bytes()
+    for path in ("a.safetensors", "folder/a.safetensors"):
+        (outside / path).write_bytes(good)
+        for suffix in ("error", "lock"):
+            (outside / f"{path}.{suffix}").unlink(missing_ok=True)
+    (outside / "a.safetensors.lock").touch()
+    (storage / "link").symlink_to(outside)
+    (storage / "deep").mkdir()
+    (storage / "deep" / "link").symlink_to(outside)
+    with open(index_of(storage), "ab") as file:
+        file.write(b"".join(line(each) for each in escapes(outside)))
+    with open(storage / "hsx-removed.jsonl", "ab") as file:
+        file.write(b"".join(line(each, gone=True, time_ns=1) for each in escapes(outside)))
+    before = snapshot(outside)
+    members = [storage / name(i) for i in range(6)]
+    assert [path for path, _ in open_dir(storage)] == members
+    assert files_in(storage) == members
+    assert HiddenStatesDataset(storage).paths == members
+    assert _rows(storage) == []
+    assert find(storage, "r1") == members[1]
+    verify.main([str(storage), "--json", "--jobs", "1"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["good"] == 6
+    inspect.main([str(storage)])
+    for path, _ in list(open_dir(storage)):
+        remove(path)
+    assert list(open_dir(storage)) == []
+    assert snapshot(outside) == before
+
+
+def test_a_server_that_seals_such_a_shard_touches_nothing_outside(storage: Path, tmp_path: Path) -> None:
+    outside = make_outside(tmp_path / "outside")
+    before = snapshot(outside)
+    with open(index_of(storage), "ab") as file:
+        file.write(b"".join(line(each) for each in escapes(outside)))
+    FileSink(storage, FORMAT).close()
+    assert snapshot(outside) == before
+    assert len(list(open_dir(storage, on_bad=lambda error: None))) == 6
+
+
+# Lines that make no sense
+
+
+BAD_LINES = {
+    "an offset of 1e400": b'{"name":"x.safetensors","offset":1e400,"size":1,"tokens":1,"time_ns":1}',
+    "an offset of many digits": b'{"name":"x.safetensors","offset":%s,"size":1,"tokens":1,"time_ns":1}' % (b"9" * 4000),
+    "an offset that no file has": line("x.safetensors", offset=2**63 - 1)[:-1],
+    "a fraction": line("x.safetensors", offset=1.5)[:-1],
+    "a number as text": line("x.safetensors", size="4096")[:-1],
+    "true": line("x.safetensors", tokens=True)[:-1],
+    "a time of NaN": b'{"name":"x.safetensors","offset":1,"size":1,"tokens":1,"time_ns":NaN}',
+    "deep nesting": b'{"name":' + DEEP.encode() + b"}",
+    "deep nesting without an end": b"[" * 100_000,
+    "no text": b"\xff\xfe",
+    "half a surrogate pair": line("\ud800.safetensors")[:-1],
+    "NUL": line("a\0.safetensors")[:-1],
+    "a carriage return": b'{"name":\r"x"}',
+    "nothing": b"",
+    "a name twice": b'{"name":"x.safetensors","name":"y.safetensors","offset":1,"size":1,"tokens":1,"time_ns":1}',
+    "a member that is gone a little": line("x.safetensors", gone="yes")[:-1],
+    "a list": b"[1]",
+    "a line longer than what is read at once": b"x" * 5000,
+}
+
+
+@pytest.mark.parametrize("label", BAD_LINES)
+@pytest.mark.parametrize("where", ["index", "removed"])
+def test_a_bad_line_costs_itself_alone_and_is_reported_once(
+    storage: Path, label: str, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("vllm_ascend_hsx.shards._BLOCK", 2000 if "longer" in label else 16 << 20)
+    index = index_of(storage) if where == "index" else storage / "hsx-removed.jsonl"
+    good = index.read_bytes().splitlines(keepends=True) if index.exists() else []
+    index.write_bytes(b"".join([*good[:2], BAD_LINES[label] + b"\n", *good[2:]]))
+    shards = Shards(storage)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):  # a second look misses nothing that the first one has seen
+            assert list(shards.members()) == [name(i) for i in range(6)]
+        with open(index, "ab") as file:  # nor is what follows missed
+            file.write(line(name(0), gone=True) if where == "removed" else b"")
+        assert len(shards.members()) == (5 if where == "removed" else 6)
+        remove(storage / name(1))
+        assert name(1) not in shards.members()
+        assert name(1) not in Shards(storage).members()
+    ours = [record for record in caplog.records if record.name == "vllm_ascend_hsx.shards"]
+    assert [index.name in record.getMessage() for record in ours[:1]] == [True]
+    assert len(ours) <= 3, "once for each of the three objects that read it"
+    problems = list(shard_problems(storage))
+    assert [path.stem for path, _ in problems] == [index.stem]
+    assert "lines of its index cannot be used, first line" in problems[0][1]
+
+
+def test_of_thirty_members_between_bad_lines_none_is_missed_at_any_look(tmp_path: Path) -> None:
+    luck = random.Random(5)
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        for i in range(30):
+            publish(sink, tmp_path, f"m{i:02}")
+    index = index_of(tmp_path)
+    lines = index.read_bytes().splitlines(keepends=True)
+    for bad in BAD_LINES.values():
+        lines.insert(luck.randrange(len(lines)), bad + b"\n")
+    index.unlink()
+    next(tmp_path.glob("hsx-*.json")).unlink()
+    index.touch()
+    shards = Shards(tmp_path)
+    expected = 0
+    for each in lines:
+        with open(index, "ab") as file:
+            file.write(each)
+        expected += b'"m' in each
+        assert len(shards.members()) == expected
+    assert expected == 30
+    assert len(list(open_dir(tmp_path))) == 30
+
+
+def test_a_removal_after_a_torn_line_is_not_lost(storage: Path) -> None:
+    (storage / "hsx-removed.jsonl").write_bytes(b'{"name":"torn')
+    remove(storage / name(3))
+    assert name(3) not in Shards(storage).members()
+    assert len(list(open_dir(storage))) == 5
+
+
+def test_a_member_among_the_removals_hides_nothing(storage: Path) -> None:
+    (storage / "hsx-removed.jsonl").write_bytes(line(name(3)))
+    assert len(list(open_dir(storage))) == 6
+
+
+def test_the_headers_of_a_tar_file_cannot_lead_in_a_circle(storage: Path) -> None:
+    tar = next(storage.glob("*.tar"))
+    content = bytearray(tar.read_bytes())
+    entry = next(each for each in _walk(tar) if each.name == name(2))
+    block = content[entry.offset - 512 : entry.offset]
+    for size in (-4096 - 512 * 20, -1, 2**70, 2**63 - 1):
+        block[124:136] = (size % (1 << 88) | ((0xFF if size < 0 else 0x80) << 88)).to_bytes(12, "big")
+        block[148:156] = b" " * 8
+        block[148:156] = b"%06o\0 " % sum(block)
+        content[entry.offset - 512 : entry.offset] = block
+        tar.write_bytes(content)
+        assert len(_walk(tar)) == len([each for each in _walk(tar)]) < 100
+        assert list(shard_problems(storage))
+
+
+def _walk(tar: Path) -> list[Any]:
+    with open(tar, "rb") as file:
+        found = []
+        for entry in walk(file.fileno()):
+            found.append(entry)
+            assert len(found) < 1000
+        return found
+
+
+# Lines that lead to another request
+
+
+def exchanged(storage: Path, *keys: str) -> tuple[int, int]:
+    """Give each of two members of one length what the other has under some keys."""
+    with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
+        for i in (6, 7):
+            publish(sink, storage, f"r{i}", 4, version=i)
+    index = next(path for path in storage.glob("hsx-*-*.jsonl") if b"r7-" in path.read_bytes())
+    one, two = (json.loads(text) for text in index.read_bytes().splitlines() if b"gone" not in text)
+    for key in keys:
+        one[key], two[key] = two[key], one[key]
+    index.write_bytes(b"".join(json.dumps(each).encode() + b"\n" for each in (one, two)))
+    return 6, 7
+
+
+KEYS = {
+    "offset and size": ("offset", "size"),
+    "all but name and time": ("offset", "size", "tokens", "request_id", "checksum"),
+    "name": ("name",),
+    "request id": ("request_id",),
+    "checksum": ("checksum",),
+}
+
+
+@pytest.mark.parametrize("label", KEYS)
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"mmap": True}], ids=str)
+def test_rows_of_another_request_are_never_returned(storage: Path, label: str, options: dict[str, bool]) -> None:
+    for number in exchanged(storage, *KEYS[label]):
+        with pytest.raises(HiddenStatesError, match="its index leads to another request"):
+            load(storage / name(number), 0, **options)
+        assert "another request" in str(examine(storage / name(number)).problem)
+        place = open_stored(storage / name(number), 0)
+        try:
+            with pytest.raises(CheckError, match="another request"):
+                examine_row(place, Expected(None, None, None), validate=False)
+        finally:
+            os.close(place.fd)
+    for number in range(6):
+        assert np.array_equal(load(storage / name(number), 0).hidden_states.view(torch.uint16).numpy(), make_rows(0, 3 + number, number))
+
+
+@pytest.mark.parametrize("change", [dict(offset=100), dict(offset=0), dict(tokens=4), dict(size=10**6), dict(offset=2**61), dict(size=0)])
+def test_a_line_that_leads_to_no_member_is_one_error(storage: Path, change: dict[str, int]) -> None:
+    index = index_of(storage)
+    lines = [json.loads(text) for text in index.read_bytes().splitlines()]
+    index.write_bytes(b"".join(json.dumps({**each, **change}).encode() + b"\n" for each in lines[:1]))
+    for options in ({}, {"verify": True}, {"mmap": True}):
+        with pytest.raises(HiddenStatesError):
+            load(storage / name(0), 0, **options)
+
+
+@pytest.mark.parametrize(
+    ("request_id", "path"),
+    [("\ud800", "a.safetensors"), ('"雪\0', "b.safetensors"), ("x", f"{'d' * 200}/{'e' * 200}.safetensors"), ("y", "雪/雪.safetensors")],
+    ids=ascii,
+)
+def test_members_of_any_request_and_any_name_are_their_lines(tmp_path: Path, request_id: str, path: str) -> None:
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        file = sink.open(request_id, tmp_path / path, 3, may_grow=False)
+        file.write(0, make_rows(0, 3))
+        file.commit(token_ids(3), 2)
+    assert len(load(tmp_path / path, 0, verify=True).token_ids) == 3
+    assert list(shard_problems(tmp_path)) == []
+
+
+def test_members_of_version_1_are_read_and_verified(storage: Path) -> None:
+    index, tar = index_of(storage), next(storage.glob("*.tar"))
+    lines, content = lines_of(storage, index.stem), bytearray(tar.read_bytes())
+    changed = []
+    for each in lines:
+        assert isinstance(each, Member)
+        old = as_version_1(bytes(content[each.offset : each.offset + each.size]))
+        content[each.offset : each.offset + each.size] = old
+        stated = json.loads(old[8 : 8 + int.from_bytes(old[:8], "little")])["__metadata__"]["checksum"]
+        changed.append(encode(replace(each, checksum=stated)))
+    tar.write_bytes(content[: -len(END)])
+    index.write_bytes(b"".join(changed))
+    for i in range(6):
+        assert np.array_equal(load(storage / name(i), 0, verify=True).hidden_states.view(torch.uint16).numpy(), make_rows(0, 3 + i, i))
+
+
+Change = Callable[[Path], None]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.write_text("[" * 100_000), "cannot be understood"),
+        (lambda path: path.write_text('{"members":1e400}'), "cannot be understood"),
+        (lambda path: path.write_bytes(b"\xff"), "cannot be understood"),
+        (lambda path: path.write_text('"members"'), "cannot be understood"),
+        (lambda path: path.write_text('{"members":' + DEEP + "}"), "cannot be understood"),
+    ],
+    ids=range(5),
+)
+def test_a_manifest_that_makes_no_sense_is_one_problem(tmp_path: Path, change: Change, words: str) -> None:
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        publish(sink, tmp_path, "a")
+    change(next(tmp_path.glob("hsx-*.json")))
+    ((_, problem),) = shard_problems(tmp_path)
+    assert words in problem
+    assert len(list(open_dir(tmp_path))) == 1

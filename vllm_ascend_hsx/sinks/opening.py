@@ -1,0 +1,68 @@
+"""The one way to open a file that somebody else may have put there: regular files only, and never a wait."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+_MOST = 16 << 20  # bytes of a small file; our own have some hundred
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+class NotAFileError(OSError):
+    """Something that is no regular file has the name of one; `reason` says what it is, in one sentence."""
+
+    def __init__(self, path: str | os.PathLike[str], mode: int) -> None:
+        problem = f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file"
+        super().__init__(errno.EINVAL, f"it {problem}", os.fspath(path))
+        self.reason = f"{os.path.basename(path)} {problem}"
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+    """A descriptor of a regular file. To open anything else could wait for ever (a FIFO) or have an effect (a device).
+
+    Args:
+        path: of the file; symbolic links are followed unless `flags` has O_NOFOLLOW.
+        flags: as for os.open.
+        mode: permissions of a file that is created, with O_CREAT.
+        dir_fd: directory in which a relative path begins.
+
+    Raises:
+        NotAFileError: it is no regular file.
+        OSError: it cannot be opened.
+    """
+    try:
+        _require_regular(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=not flags & os.O_NOFOLLOW))
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
+    # Without a wait all the same: somebody may put something else there between the two calls.
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    try:
+        _require_regular(path, os.fstat(fd))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """The content of a small regular file, up to 16 MiB. Raises OSError: as open_regular, or it cannot be read."""
+    fd = open_regular(path)
+    try:
+        return os.pread(fd, _MOST, 0)
+    finally:
+        os.close(fd)
+
+
+def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise NotAFileError(path, status.st_mode)

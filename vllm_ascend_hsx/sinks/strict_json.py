@@ -1,0 +1,47 @@
+"""JSON that somebody else may have written: it is what the standard says, and nothing worse than a ValueError comes of it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, TypeGuard
+
+LARGEST = 2**62  # of a size, a position or a time: the sum of two has an int64
+
+
+def parse(text: bytes | str) -> Any:
+    """What a JSON text says.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, or nests too deep, names a key twice, or has a number that is not finite or too long.
+    """
+    try:
+        return _DECODER.decode(text if isinstance(text, str) else text.decode("utf-8"))
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether it is an integer that can be a size, a position or a number of things."""
+    return type(value) is int and 0 <= value <= LARGEST
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
+
+
+def _float(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError("a number is not finite")
+    return value
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
