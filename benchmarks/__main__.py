@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import ROOT
 from vllm_ascend_hsx.doctor.storage import filesystem_of
 
-PARTS = ("host", "latency", "engine", "step")
+PARTS = ("host", "latency", "engine", "step", "slow_storage")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -28,9 +28,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), metavar="DIR", help="on a tmpfs (default: %(default)s)")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="on a disk (default: the system's)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: docs/, with all parts)")
+    parser.add_argument("--merge", action="store_true", help="into what is there already: parts that are left out stay as they are")
     arguments = parser.parse_args(argv)
     arguments.memory, arguments.disk = arguments.memory.resolve(), arguments.disk.resolve()  # processes have other current directories
-    if arguments.output is None and not arguments.quick and set(arguments.parts) == set(PARTS):
+    if arguments.output is None and not arguments.quick and (arguments.merge or set(arguments.parts) == set(PARTS)):
         arguments.output = ROOT / "docs"
     return arguments
 
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch_npu  # noqa: F401 - brings torch.npu
     from rich.console import Console
 
-    from benchmarks import engine, host_path, latency, machine, per_step, report
+    from benchmarks import engine, host_path, latency, machine, per_step, report, slow_storage
     from benchmarks.goals import Results
     from benchmarks.ours import ring_bytes
     from benchmarks.rows import MINIMAX_M2, Source, npu
@@ -77,9 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
     engines = None
     if "engine" in arguments.parts:
         engines = engine.run(engine.QUICK if arguments.quick else engine.FULL, arguments.memory, show)
+    slow = None
+    if "slow_storage" in arguments.parts:
+        slow = slow_storage.run(slow_storage.QUICK if arguments.quick else slow_storage.FULL, arguments.memory, show)
     loads = (load, machine.load_average())
-    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps)
+    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps, slow)
     report.show(console, results)
+    if arguments.merge and arguments.output is not None:
+        results = report.merge(results, arguments.output, arguments.parts)
     if arguments.output is not None:
         for path in report.write(results, arguments.output):
             console.print(f"written: {path}")

@@ -66,15 +66,17 @@ class Result:
 
 
 class Engine:
-    """A process of engine_process.py; its output goes to `log`."""
+    """A process of a module that takes orders; its output goes to `log`."""
 
-    def __init__(self, arguments: Mapping[str, Any], environ: Mapping[str, str], log: Path) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], environ: Mapping[str, str], log: Path, module: str = "engine_process"
+    ) -> None:
         orders_read, orders_write = os.pipe()
         answers_read, answers_write = os.pipe()
         self._log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.engine_process", str(orders_read), str(answers_write)],
+                [sys.executable, "-m", f"benchmarks.{module}", str(orders_read), str(answers_write)],
                 pass_fds=(orders_read, answers_write),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

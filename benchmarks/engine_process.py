@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -40,7 +41,12 @@ def serve(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
     return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "steps": steps, "paths": paths}
 
 
-def main() -> None:
+def take_orders(work: Callable[[Any], Callable[[dict[str, Any]], dict[str, Any]]]) -> None:
+    """Build the engine that the first line describes, and answer each further line.
+
+    Args:
+        work: from the engine to what makes an answer of an order.
+    """
     # The scheduler in this process, so that a step is a call and its CPU time is this process's.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -53,11 +59,12 @@ def main() -> None:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        answer = work(engine)
         print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in orders:
-            print(json.dumps(serve(engine, json.loads(line))), file=answers, flush=True)
+            print(json.dumps(answer(json.loads(line))), file=answers, flush=True)
         engine.engine_core.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    take_orders(lambda engine: lambda batch: serve(engine, batch))

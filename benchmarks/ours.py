@@ -22,11 +22,12 @@ from vllm_ascend_hsx.config import ExtractionTarget, HsxConfig
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
+from vllm_ascend_hsx.ring import PinnedRing
 from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.storage import Storage
-from vllm_ascend_hsx.spans import cut
-from vllm_ascend_hsx.staging import Piece, PinnedRing, StagingCache, StagingSlot
+from vllm_ascend_hsx.spans import part_of
+from vllm_ascend_hsx.staging import Piece, StagingCache, StagingSlot
 from vllm_ascend_hsx.startup import StartUp
 
 # kv_connector_extra_config, as a user would give it.
@@ -65,6 +66,8 @@ def _build_worker(settled: StartUp, staging: StagingCache, device: torch.device)
         device=device,
         num_writers=settled.num_writers(1),
         patience=config.storage_patience_s,
+        slow_storage=config.slow_storage,
+        where=settled.where,
         check_finite=config.check_finite,
     )
 
@@ -198,14 +201,16 @@ class Pipeline:
     def _deliver_source(self, slot: SourceSlot) -> None:
         """Stands in for Copier._copy."""
         copier, row_bytes = self.worker._copier, self.ring.row_bytes
-        for start, count, spans in cut(slot.spans, self.ring.rows_per_buffer):
-            index, _, _ = self.ring.acquire()
+        while (left := slot.num_rows - copier._delivered) > 0:
+            run = self.ring.acquire(left)
+            begin, end = copier._delivered, copier._delivered + len(run.rows)
             copied = npu().Event()
             copied.record(copier._stream)
-            data = slot.data[start * row_bytes : (start + count) * row_bytes]
+            data = slot.data[begin * row_bytes : end * row_bytes]
             self._on_host()
-            copier._deliver(Piece(slot.host[start : start + count], data, spans, copied, self.ring, index))
-            copier._delivered += count
+            spans = part_of(slot.spans, begin, end)
+            copier._deliver(Piece(slot.host[begin:end], data, spans, copied, self.ring, run.first))
+            copier._delivered = end
         slot.copied.record(copier._stream)
 
 

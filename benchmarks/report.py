@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, latency, per_step, words
+from benchmarks import engine, latency, per_step, slow_storage, words
 from benchmarks.engine import OFF
 from benchmarks.goals import MIB, Results, judge
 from benchmarks.host_path import COPIED, DIRECT, DURABLY, OURS, PINNED, RAW, VLLM, Cell
@@ -34,6 +35,8 @@ def tables(results: Results) -> list[TABLE]:
         shown.append(engine_table(results.engine))
     if results.step is not None:
         shown.append(step_table(results.step))
+    if results.slow_storage is not None:
+        shown.append(slow_storage_table(results.slow_storage))
     return shown
 
 
@@ -106,6 +109,21 @@ def step_table(result: per_step.Result) -> TABLE:
     return "main thread, µs of CPU time per step", ["tokens", "in flight", "all begin", "all go on", "nothing is extracted"], rows
 
 
+def slow_storage_table(result: slow_storage.Result) -> TABLE:
+    rows = [
+        [
+            each.setting,
+            each.storage,
+            *(f"{seconds * 1e3:,.0f}" for seconds in (each.p50, each.p99, each.longest)),
+            f"{each.per_second:.1f}",
+            f"{each.failed:.0%}",
+        ]
+        for each in result.cells
+    ]
+    headings = ["slow_storage", "storage", "gap p50, ms", "gap p99, ms", "longest gap, ms", "prompts/s", "without rows"]
+    return "a stream that is not extracted, beside prompts that are", headings, rows
+
+
 def show(console: Console, results: Results) -> None:
     """Print all tables."""
     if not console.is_terminal:
@@ -117,6 +135,14 @@ def show(console: Console, results: Results) -> None:
         for row in rows:
             table.add_row(*row)
         console.print(table)
+
+
+def merge(results: Results, directory: Path, parts: Sequence[str]) -> Results:
+    """What was written there before, with these parts as they were measured now."""
+    written = json.loads((directory / f"{NAME}.json").read_text())
+    before = TypeAdapter(Results).validate_python(dict.fromkeys(Results.__dataclass_fields__) | written)
+    fields = {"host": ("host", "no_durable_view")}
+    return replace(before, **{name: getattr(results, name) for part in parts for name in fields.get(part, (part,))})
 
 
 def write(results: Results, directory: Path) -> list[Path]:
@@ -149,6 +175,9 @@ def markdown(results: Results) -> str:
         parts += ["## Engine", _engine_words(results.engine), found.pop(engine_table(results.engine)[0])]
     if results.step is not None:
         parts += ["## Main thread", _step_words(results.step), found.pop(step_table(results.step)[0])]
+    if results.slow_storage is not None:
+        table = found.pop(slow_storage_table(results.slow_storage)[0])
+        parts += ["## Slow storage", _slow_storage_words(results.slow_storage), table]
     assert not found, found.keys()
     return "\n\n".join(parts) + "\n"
 
@@ -173,6 +202,14 @@ def _latency_words(result: latency.Result) -> str:
 
 def _engine_words(result: engine.Result) -> str:
     return f"{result.model}. {words.ENGINE.format(off=OFF)}"
+
+
+def _slow_storage_words(result: slow_storage.Result) -> str:
+    needed = ", ".join(f"{rate / MIB:.1f} MiB/s with {setting}" for setting, rate in result.needed.items())
+    scale = result.scale
+    return words.SLOW_STORAGE.format(
+        in_flight=scale.in_flight, tokens=scale.tokens, seconds=scale.seconds, needed=needed, machine=result.machine
+    )
 
 
 def _step_words(result: per_step.Result) -> str:

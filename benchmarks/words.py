@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.host_path import COPIED, DURABLY, PINNED
 from benchmarks.peers import BLOCK_TOKENS, PIECE, VLLM_THREADS
 from benchmarks.rows import MINIMAX_M2, STEP_TOKENS
+from benchmarks.slow_storage import RING_BYTES
 
 HEAD = """# Performance
 
@@ -61,3 +62,9 @@ STEP = """CPU time of the thread that runs the model: worker and proposer with v
 narrow that moving them costs nothing (it is the device's work, and an emulated NPU does it in this thread). Launching copies
 and recording events is in it. A line through the cells: **{step:.0f} µs per step, {request:.1f} µs for each request in it,
 {begins:.1f} µs for each that begins**. A prompt that is 1,000 tokens longer adds {slope:+.1f} µs to a step."""
+
+SLOW_STORAGE = f"""One request that is not extracted streams its tokens, and beside it there are always {{in_flight}} extracted prompts of
+{{tokens}} tokens, on the emulated NPU, for {{seconds:g}} seconds each; {RING_BYTES >> 20} MiB of pinned memory hold about ten of them.
+Storage takes a share of what prompts make when it is fast ({{needed}}); os.pwrite waits in its turn. «No extraction»: the same prompts,
+each of which opts out. Prompts that are held back are answered later, so that the stream has the engine for itself: its
+gaps are then shorter than without extraction. Machine: {{machine}}."""

@@ -170,6 +170,12 @@ class HsxConfig(BaseModel):
         ge=1 << 12,
         description="Pinned host memory per worker that rows pass through on their way to the file; bytes, or a size such as '32MiB'.",
     )
+    slow_storage: Literal["wait", "fail"] = Field(
+        default="wait",
+        description="Who gives way to storage that is too slow. With both, new requests wait until what was admitted can be written in "
+        "time. If rows have no room in pinned_ring_bytes all the same, 'wait' has the step wait, and with it every request; 'fail' fails "
+        "the requests whose rows these are, and no step waits.",
+    )
     storage_patience_s: float = Field(
         default=30.0,
         gt=0,

@@ -60,16 +60,11 @@ def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
     return ranges
 
 
-def cut(spans: Sequence[Span], rows_per_piece: int) -> list[tuple[int, int, list[Span]]]:
-    """Cut staged rows into pieces: (first row of the slot, rows, spans with `row` counted from the piece's beginning)."""
-    total = sum(span.num_rows for span in spans)
-    pieces = []
-    for start in range(0, total, rows_per_piece):
-        end = min(start + rows_per_piece, total)
-        inside = []
-        for span in spans:
-            low, high = max(span.row, start), min(span.row + span.num_rows, end)
-            if low < high:
-                inside.append(Span(span.request_id, span.first + low - span.row, high - low, low - start))
-        pieces.append((start, end - start, inside))
-    return pieces
+def part_of(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """What staged rows [start, end) hold; `row` of the spans is counted from `start`."""
+    inside = []
+    for span in spans:
+        low, high = max(span.row, start), min(span.row + span.num_rows, end)
+        if low < high:
+            inside.append(Span(span.request_id, span.first + low - span.row, high - low, low - start))
+    return inside

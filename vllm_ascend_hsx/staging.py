@@ -5,7 +5,7 @@ The order that must hold, and what keeps it:
 * a slot is written again after its copy was issued    the host waits for `slot.issued` (the copier may be behind a full ring)
 * ... and after that copy has run                      compute stream waits for `slot.copied`, on the device
 * a writer reads pinned memory after the copy has run  the writer waits in `Piece.wait`
-* pinned memory is copied into after it was read       `Piece.release`, called by the last of its readers
+* pinned memory is copied into after it was read       `Piece.release`, called by each of its readers
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from vllm_ascend_hsx.spans import Span, cut, merge_rows
-
-_PAGE = 4096  # what direct I/O may want memory to be aligned to
+from vllm_ascend_hsx.ring import PinnedRing
+from vllm_ascend_hsx.spans import Span, merge_rows, part_of
 
 
 def _npu() -> Any:
@@ -35,6 +34,8 @@ class StagingSlot:
     Attributes:
         rows: [max_tokens, layers, hidden], model dtype.
         spans: what the slot holds; `Span.row` counts rows of the slot.
+        issued: set once the copy has been issued.
+        settled: set while only the storage decides how long `issued` takes, or it is set: the ring is full.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -44,6 +45,8 @@ class StagingSlot:
         self.copied = _npu().Event()
         self.issued = threading.Event()
         self.issued.set()
+        self.settled = threading.Event()
+        self.settled.set()
 
     @property
     def num_rows(self) -> int:
@@ -130,7 +133,7 @@ class Piece:
     """Rows of one slot on their way to the host.
 
     Attributes:
-        rows: pinned [rows, layers, hidden]; valid once `wait` has returned, until the last `release`.
+        rows: pinned [rows, layers, hidden]; a span's are valid once `wait` has returned, until their `release`.
         data: their bytes.
         spans: what it holds; `Span.row` counts rows of the piece.
         copied: recorded on the copy stream behind the copy.
@@ -142,7 +145,7 @@ class Piece:
     spans: list[Span]
     copied: Any
     _ring: PinnedRing
-    _buffer: int
+    _first: int
     issued_at: float = field(default_factory=time.perf_counter, init=False)
     _landed_at: float = field(default=0.0, init=False)
     _readers: int = field(init=False)
@@ -168,87 +171,13 @@ class Piece:
         row_bytes = self._ring.row_bytes
         return self.data[span.row * row_bytes : (span.row + span.num_rows) * row_bytes]
 
-    def release(self, spans: int = 1) -> bool:
-        """Say that so many of the spans have been read; after the last one, which is told, the memory is used again."""
+    def release(self, spans: Sequence[Span]) -> bool:
+        """These spans have been read: their memory is used again. Returns True for the last of all."""
+        for row, count in merge_rows(spans):
+            self._ring.free(self._first + row, count)
         with self._lock:
-            self._readers -= spans
-            last = self._readers == 0
-        if last:
-            self._ring.free(self._buffer)
-        return last
-
-
-class PinnedRing:
-    """A fixed amount of pinned host memory, cut into equal buffers of whole rows. Buffers begin at pages, as direct I/O wants it.
-
-    Args:
-        num_bytes: upper bound for all buffers together.
-        row_shape, dtype: of one row.
-
-    Attributes:
-        data: all of it, as bytes.
-
-    Raises:
-        ValueError: less than two rows fit.
-    """
-
-    MIN_BUFFERS = 8
-    MAX_BUFFER_BYTES = 4 << 20  # rows of a step are written while the rest of them are copied
-
-    def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
-        self.row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
-        self.num_buffers, self.rows_per_buffer = self.shape_for(num_bytes, self.row_bytes)
-        buffer_bytes = self.rows_per_buffer * self.row_bytes
-        self.num_bytes = self.num_buffers * buffer_bytes
-        whole = torch.empty(self.num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
-        begin = -whole.data_ptr() % _PAGE
-        self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_buffers, self.rows_per_buffer, *row_shape)
-        self.data = data = whole.numpy().data[begin : begin + self.num_bytes]
-        self._data = [data[index * buffer_bytes : (index + 1) * buffer_bytes] for index in range(self.num_buffers)]
-        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for index in range(self.num_buffers):
-            self._free.put(index)
-        self._least_free = self.num_buffers
-        self._waiting_since: float | None = None
-        self._freed_at = 0.0
-
-    @classmethod
-    def shape_for(cls, num_bytes: int, row_bytes: int) -> tuple[int, int]:
-        """How many buffers, of how many rows. Raises ValueError: less than two rows fit."""
-        rows = num_bytes // row_bytes
-        if rows < 2:
-            raise ValueError(f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes")
-        buffers = min(max(cls.MIN_BUFFERS, -(-num_bytes // cls.MAX_BUFFER_BYTES)), rows)
-        return buffers, rows // buffers
-
-    @property
-    def free_buffers(self) -> int:
-        return self._free.qsize()
-
-    def take_peak_fill(self) -> float:
-        """The largest part that was in use since the last call, from 0 to 1. One thread calls this."""
-        least, self._least_free = self._least_free, self.free_buffers
-        return 1 - least / self.num_buffers
-
-    def acquire(self) -> tuple[int, torch.Tensor, memoryview]:
-        """Wait for a free buffer: its index for `free`, its rows, and their bytes. One thread calls this."""
-        try:
-            index = self._free.get_nowait()
-        except queue.Empty:
-            self._waiting_since = time.monotonic()
-            index = self._free.get()
-            self._waiting_since = None
-        self._least_free = min(self._least_free, self.free_buffers)
-        return index, self._memory[index], self._data[index]
-
-    def free(self, index: int) -> None:
-        self._freed_at = time.monotonic()
-        self._free.put(index)
-
-    def stuck_for(self) -> float:
-        """Seconds that somebody has been waiting for a buffer since the last one became free; 0 if nobody waits."""
-        since = self._waiting_since
-        return 0.0 if since is None else time.monotonic() - max(since, self._freed_at)
+            self._readers -= len(spans)
+            return self._readers == 0
 
 
 class Copier:
@@ -284,6 +213,7 @@ class Copier:
     def submit(self, slot: StagingSlot) -> None:
         """Copy what the slot holds. The slot may be written again once `issued` is set and `copied` waited for."""
         slot.issued.clear()
+        slot.settled.clear()
         self._jobs.put(slot)
 
     def then(self, action: Callable[[], None]) -> None:
@@ -327,24 +257,28 @@ class Copier:
                 self._on_error(job.spans, job.num_rows - self._delivered, error)
             finally:
                 job.issued.set()
+                job.settled.set()
 
     def _copy(self, slot: StagingSlot) -> None:
+        total = slot.num_rows
         with _npu().stream(self._stream):
             self._stream.wait_event(slot.written)
             try:
-                for start, count, spans in cut(slot.spans, self._ring.rows_per_buffer):
-                    index, buffer, data = self._ring.acquire()
-                    rows = buffer[:count]
+                while (left := total - self._delivered) > 0:
+                    run = self._ring.acquire(left, slot.settled.set)
+                    slot.settled.clear()
+                    begin, count = self._delivered, len(run.rows)
                     try:
-                        rows.copy_(slot.rows[start : start + count], non_blocking=True)
+                        run.rows.copy_(slot.rows[begin : begin + count], non_blocking=True)
                         copied = _npu().Event()
                         copied.record(self._stream)
                     except Exception:
-                        # No piece will release it, and a ring without buffers stops every later request. The copy may have been issued.
+                        # No piece will release it, and a ring without memory stops every later request. The copy may have been issued.
                         self._stream.synchronize()
-                        self._ring.free(index)
+                        self._ring.free(run.first, count)
                         raise
-                    self._deliver(Piece(rows, data, spans, copied, self._ring, index))
+                    spans = part_of(slot.spans, begin, begin + count)
+                    self._deliver(Piece(run.rows, run.data, spans, copied, self._ring, run.first))
                     self._delivered += count
             finally:
                 # Also behind a failure: whatever was issued may still be reading the slot.

@@ -49,6 +49,13 @@ class StartUp:
         return Path(self.config.shared_storage_path)
 
     @property
+    def where(self) -> str:
+        """Where rows go, in words."""
+        if self.config.sink == "mooncake" and self.config.mooncake is not None:
+            return f"the Mooncake store at {self.config.mooncake.master_server_address}"
+        return str(self.directory)
+
+    @property
     def file_options(self) -> FileOptions:
         config = self.config
         return FileOptions(

@@ -193,6 +193,17 @@ class Driver:
     def release_writes(self) -> None:
         self._released.set()
 
+    def release_writes_when_a_step_waits(self) -> None:
+        """Do so as soon as the main thread waits for a staging slot."""
+        watch, released = self._halves()["worker"]._watch, self._released
+        wait = watch.wait
+
+        def release_and_wait(*args: Any) -> bool:
+            released.set()
+            return bool(wait(*args))
+
+        watch.wait = release_and_wait
+
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         return bool(self.engine.reset_prefix_cache(reset_running_requests=reset_running_requests))
 
@@ -253,7 +264,7 @@ class Driver:
 
         Returns:
             fds: what the open descriptors are, sorted. threads: names, sorted. device_bytes: allocated on the NPU. scheduler, worker: how
-            much each container of the connector's halves holds. busy: pinned buffers that are not free, staging slots whose copy is
+            much each container of the connector's halves holds. busy: pinned rows that are not free, staging slots whose copy is
             not issued, sink files that are open.
         """
         import torch
@@ -270,7 +281,7 @@ class Driver:
         worker = halves["worker"]
         ring = worker._copier._ring
         found["busy"] = {
-            "pinned_buffers": ring._memory.shape[0] - ring.free_buffers,
+            "pinned_rows": ring.num_rows - ring.free_rows,
             "staging_slots": sum(not slot.issued.is_set() for slot in worker._staging.slots),
             "sink_files": len(worker._sink._files),
         }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import process_environment
 
-from benchmarks import engine
+from benchmarks import engine, slow_storage
 
 
 def test_three_engines_serve_the_same_requests_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,6 +17,18 @@ def test_three_engines_serve_the_same_requests_in_turn(tmp_path: Path, monkeypat
     assert set(result.requests_per_s) == set(result.cpu_per_step) == {engine.OFF, engine.OURS, engine.VLLM}
     assert result.requests_per_s[engine.OFF] == result.cpu_per_step[engine.OFF] == 1.0
     assert len(set(result.steps.values())) == 1  # extraction adds none
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stream_is_measured_beside_extraction_to_slow_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in process_environment(npus=1, late=False).items():
+        monkeypatch.setenv(name, value)
+    result = slow_storage.run(slow_storage.Scale(seconds=0.5, in_flight=4, tokens=40), tmp_path, print)
+    storages = list(slow_storage.SHARES)
+    expected = [(setting, storage) for setting in (slow_storage.WAIT, slow_storage.FAIL) for storage in storages]
+    assert [(cell.setting, cell.storage) for cell in result.cells if cell.setting in result.needed] == expected
+    assert all(cell.longest >= cell.p99 >= cell.p50 > 0 for cell in result.cells)
+    assert [cell.failed for cell in result.cells if cell.storage == "as it is"] == [0.0] * 4
     assert list(tmp_path.iterdir()) == []
 
 

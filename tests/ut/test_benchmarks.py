@@ -15,7 +15,7 @@ import torch_npu  # noqa: F401 - brings torch.npu
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import engine, goals, host_path, latency, measure, peers, per_step, report, shards
+from benchmarks import engine, goals, host_path, latency, measure, peers, per_step, report, shards, slow_storage
 from benchmarks.host_path import COPIED, DURABLY, OURS, PINNED, RAW, VLLM, Cell, Figures
 from benchmarks.measure import Cost
 from benchmarks.ours import Ours
@@ -61,6 +61,13 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
         # tests/e2e/test_benchmark_engine.py runs them.
         engine=engine.Result(dict.fromkeys(ENGINES, 1.0), dict.fromkeys(ENGINES, 1.0), dict.fromkeys(ENGINES, 9), "none"),
         step=per_step.run(STEP, place, torch.device("npu:0"), quiet, step_tokens=STEP_TOKENS),
+        # tests/e2e/test_benchmark_engine.py runs it.
+        slow_storage=slow_storage.Result(
+            [slow_storage.Cell(slow_storage.WAIT, "1/2", 0.01, 0.02, 0.5, 7.0, 0.25)],
+            {slow_storage.WAIT: 3.0 * (1 << 20)},
+            slow_storage.FULL,
+            "a small one",
+        ),
     )
 
 
@@ -277,7 +284,7 @@ def cell_with(of_raw: float, tokens: int = 2048, view: str = PINNED) -> Cell:
 
 def judged(cells: list[Cell], goal: str) -> goals.Verdict:
     (verdict,) = [
-        each for each in goals.judge(goals.Results({}, (0, 0), 1 << 20, cells, {}, [], None, None)) if each.goal.startswith(goal)
+        each for each in goals.judge(goals.Results({}, (0, 0), 1 << 20, cells, {}, [], None, None, None)) if each.goal.startswith(goal)
     ]
     return verdict
 
@@ -311,7 +318,20 @@ def test_the_report_has_every_table_and_its_words(results: goals.Results, tmp_pa
     assert not re.search(r"/tmp|/work|/home|\{|nan", words)
 
 
+def test_a_part_that_was_measured_again_takes_the_place_of_the_old_one_alone(results: goals.Results, tmp_path: Path) -> None:
+    report.write(results, tmp_path)
+    assert results.slow_storage is not None
+    (cell,) = results.slow_storage.cells
+    again = replace(results.slow_storage, cells=[replace(cell, longest=1.5)])
+    alone = goals.Results({}, (1.0, 1.0), 0, [], {}, [], None, None, again)
+    merged = report.merge(alone, tmp_path, ["slow_storage"])
+    assert merged == replace(results, slow_storage=again)
+    report.write(merged, tmp_path)
+    assert "| wait | 1/2 | 10 | 20 | 1,500 | 7.0 | 25% |" in (tmp_path / "performance.md").read_text()
+
+
 def test_the_command_writes_to_docs_only_if_it_measured_everything() -> None:
+    assert command.parse_arguments(["--parts", "slow_storage", "--merge"]).output == command.ROOT / "docs"
     assert command.parse_arguments([]).output == command.ROOT / "docs"
     assert command.parse_arguments(["--quick"]).output is None
     assert command.parse_arguments(["--parts", "step"]).output is None

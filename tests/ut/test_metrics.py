@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -48,7 +48,7 @@ def take(recorder: StatsRecorder) -> HsxStats:
 
 def busy(rank: int) -> HsxStats:
     """Stats of a rank that did a bit of everything."""
-    recorder = StatsRecorder(rank, lambda: 0.25 * (rank + 1), lambda: 100 * (rank + 1))
+    recorder = StatsRecorder(rank, lambda: 0.25 * (rank + 1), lambda: 100 * (rank + 1), lambda: 1e6 * (rank + 1))
     recorder.copied(1000, 0.002)
     recorder.wrote(900, 0.004)
     recorder.published(1100, 0.0007)
@@ -98,6 +98,8 @@ EXPECTED = {
     "ring_fill_ratio tp_rank=1": 0.5,
     "backlog_bytes tp_rank=0": 100,
     "backlog_bytes tp_rank=1": 200,
+    "storage_bytes_per_second tp_rank=0": 1e6,
+    "storage_bytes_per_second tp_rank=1": 2e6,
     "copy_seconds_count": 2,
     "copy_seconds_sum": 0.004,
     "write_seconds_count": 2,
@@ -142,6 +144,7 @@ def test_the_readme_lists_the_series_with_their_labels() -> None:
 nanoseconds = st.one_of(st.integers(0, 20_000_000_000), st.sampled_from([round(bound * 1e9) for bound in BUCKETS]))
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(nanoseconds, max_size=20), max_size=4))
 def test_histograms_are_those_of_the_single_observations(steps: list[list[int]]) -> None:
     registry, reference = CollectorRegistry(), Histogram("reference", "", buckets=BUCKETS, registry=None)

@@ -18,7 +18,7 @@ from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.plan.server_config import EngineOptions, Layout, UnknownFieldError
 from vllm_ascend_hsx.plan.shape import read_shape
 from vllm_ascend_hsx.plan.weights import count_parameters
-from vllm_ascend_hsx.staging import PinnedRing
+from vllm_ascend_hsx.ring import PinnedRing
 
 # A token has 2 layers x keys and values x 2 heads x 16 elements x 2 bytes = 256 bytes of KV cache, a block of 128 tokens 32 KiB.
 DENSE = {
@@ -75,7 +75,7 @@ def test_a_dense_model_by_hand(tmp_path: Path) -> None:
     assert result.row_bytes == 3 * 64 * 2
     assert result.staging_bytes == 2 * 128 * 384 == 3 * 32768
     assert result.collected_bytes == 2 * 128 * 64 * 2 == 32768  # ids 0 and 1; the state after the last layer comes when all else is gone
-    assert result.ring_bytes == 8 * 21 * 384  # 170 rows fit, in eight equal buffers
+    assert result.ring_bytes == 170 * 384  # whole rows
     tokens = {layout: each.capacity and each.capacity.tokens for layout, each in result.layouts.items()}
     blocks = {layout: each.capacity and each.capacity.num_blocks for layout, each in result.layouts.items()}
     # 32 blocks in 1 MiB; a request of 256 tokens takes two. Staging takes three, what is collected one. Upstream's block is

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.connector.destination import InDirectory
-from vllm_ascend_hsx.connector.metadata import WorkerReport
+from vllm_ascend_hsx.connector.metadata import RankState, WorkerReport
 from vllm_ascend_hsx.connector.params import ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.sinks.names import MAX_DEPTH, file_name
@@ -31,6 +31,8 @@ def make_request(request_id: str, params: Any, output: int = 2) -> Any:
         kv_transfer_params=params,
         pooling_params=None,
         resumable=False,
+        priority=0,
+        arrival_time=0.0,
         status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
         sampling_params=SimpleNamespace(stop=[]),
         max_tokens=4,
@@ -40,7 +42,7 @@ def make_request(request_id: str, params: Any, output: int = 2) -> Any:
 
 
 def make_scheduler(allow_path: bool, directory: str = "/data") -> ExtractionScheduler:
-    return ExtractionScheduler(InDirectory(Path(directory)), 64, num_ranks=2, max_backlog=1000, allow_path=allow_path)
+    return ExtractionScheduler(InDirectory(Path(directory)), 64, num_ranks=2, ring_bytes=1000, allow_path=allow_path)
 
 
 def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
@@ -70,7 +72,7 @@ def play(request_id: str, params: Any, allow_path: bool) -> None:
     scheduler = make_scheduler(allow_path)
     request = make_request(request_id, params)
     scheduler.on_new_request(request)
-    assert not scheduler.must_wait(request_id)
+    assert not scheduler.must_wait(request)
     started = schedule(scheduler, request)
     for path in started:
         assert path.startswith("/data/")
@@ -84,7 +86,7 @@ def play(request_id: str, params: Any, allow_path: bool) -> None:
         assert len(answer["hidden_states_error"]) < 500
         assert answer["hidden_states_error"].isprintable()
         assert answer["hidden_states_error"].startswith("kv_transfer_params")
-    scheduler.on_worker_report(WorkerReport({request_id: None}, {0: 0}))
+    scheduler.on_worker_report(WorkerReport({request_id: None}, {0: RankState(backlog=0)}))
     schedule(scheduler)
     held = {name: value for name, value in vars(scheduler).items() if isinstance(value, dict | set | list) and name != "_backlog"}
     assert not any(map(any, held.values())), f"something of the request has stayed: {held}"
@@ -205,7 +207,7 @@ def test_a_name_is_refused_while_another_request_is_writing_it_and_free_afterwar
     if progress == "waiting":
         scheduler.on_finished(first)
     else:
-        scheduler.on_worker_report(WorkerReport({"first": None}, {0: 0}))
+        scheduler.on_worker_report(WorkerReport({"first": None}, {0: RankState(backlog=0)}))
     scheduler.on_new_request(third)
     assert schedule(scheduler, third) == ["/data/a.safetensors"]
 

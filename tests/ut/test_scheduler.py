@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from vllm_ascend_hsx.connector.destination import InDirectory, InStore
 from vllm_ascend_hsx.connector.limits import RequestLimits
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, WorkerReport
+from vllm_ascend_hsx.connector.reminder import Reminder
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.sinks.base import RowFormat
 
@@ -21,7 +22,7 @@ ROW_BYTES = 64
 
 
 def make_scheduler(num_ranks: int = 2) -> ExtractionScheduler:
-    return ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=num_ranks, max_backlog=1000)
+    return ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=num_ranks, ring_bytes=1000)
 
 
 def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
@@ -32,6 +33,8 @@ def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
         kv_transfer_params=None,
         pooling_params=None,
         resumable=False,
+        priority=0,
+        arrival_time=0.0,
         skip_reading_prefix_cache=False,
         status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
         sampling_params=SimpleNamespace(stop=[]),
@@ -81,7 +84,7 @@ def test_what_is_not_extracted_keeps_its_prefix_cache_and_is_told_why(change: di
 
 
 def test_where_extraction_must_be_requested_other_requests_cost_nothing() -> None:
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, max_backlog=1000, extract_all=False)
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, extract_all=False)
     ordinary, asking = make_request("ordinary"), make_request("asking", kv_transfer_params={"hidden_states": True})
     for request in (ordinary, asking):
         scheduler.on_new_request(request)
@@ -94,7 +97,7 @@ def test_where_extraction_must_be_requested_other_requests_cost_nothing() -> Non
 
 def test_what_exceeds_the_limits_of_an_api_request_is_generated_without_rows_and_told_why() -> None:
     limits = RequestLimits(max_files=2, max_bytes=10_000, row_bytes=ROW_BYTES)
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, max_backlog=1000, limits=limits)
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, limits=limits)
     requests = [make_request(f"cmpl-1-{prompt}-0123abcd") for prompt in range(3)]
     for request in requests:
         scheduler.on_new_request(request)
@@ -135,7 +138,7 @@ def test_workers_learn_of_the_end_in_the_next_step_once(status: str, aborted: bo
 def test_rows_of_generated_tokens_but_the_last_are_taken_if_the_server_or_the_request_says_so(
     default: bool, params: dict[str, bool] | None, included: bool
 ) -> None:
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, max_backlog=1000, include_output=default)
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, include_output=default)
     request = make_request("r", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3)
     scheduler.on_new_request(request)
     (start,) = schedule(scheduler, request).started
@@ -165,12 +168,12 @@ def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(stop: list[s
 @pytest.mark.parametrize(("include_output", "tokens", "mode"), [(False, 5, "prompt_only"), (True, 7, "all")])
 def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(include_output: bool, tokens: int, mode: str) -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
-    scheduler = ExtractionScheduler(InStore(row_format), row_format.row_bytes, num_ranks=1, max_backlog=1000)
+    scheduler = ExtractionScheduler(InStore(row_format), row_format.row_bytes, num_ranks=1, ring_bytes=1000)
     params = {"include_output_tokens": include_output}
     request = make_request("a/b", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3)
     scheduler.on_new_request(request)
     (start,) = schedule(scheduler, request).started
-    scheduler.on_worker_report(WorkerReport({"a/b": "no room"}, {0: 0}))
+    scheduler.on_worker_report(WorkerReport({"a/b": "no room"}, {0: RankState(backlog=0)}))
     answer = scheduler.on_finished(request)
     assert answer == {
         "handle": start.path,
@@ -187,7 +190,7 @@ def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(include_o
 
 def test_in_a_store_no_request_chooses_a_file() -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
-    scheduler = ExtractionScheduler(InStore(row_format), row_format.row_bytes, num_ranks=1, max_backlog=1000, allow_path=True)
+    scheduler = ExtractionScheduler(InStore(row_format), row_format.row_bytes, num_ranks=1, ring_bytes=1000, allow_path=True)
     request = make_request("r", kv_transfer_params={"hidden_states_path": "a.safetensors"})
     scheduler.on_new_request(request)
     assert not scheduler.extracts("r")
@@ -208,7 +211,7 @@ def test_an_error_that_is_known_in_time_is_in_the_response() -> None:
     scheduler, request = make_scheduler(), make_request("r")
     scheduler.on_new_request(request)
     schedule(scheduler, request)
-    scheduler.on_worker_report(WorkerReport({"r": "No space left on device"}, {0: 0}))
+    scheduler.on_worker_report(WorkerReport({"r": "No space left on device"}, {0: RankState(backlog=0)}))
     assert scheduler.on_finished(request)["hidden_states_error"] == "No space left on device"
 
 
@@ -225,18 +228,122 @@ def test_owners_are_the_ranks_with_least_outstanding_bytes() -> None:
     assert schedule(scheduler, late).started[0].owner == 0
 
 
-def test_new_requests_wait_while_every_rank_is_behind_and_started_ones_do_not() -> None:
+def report(scheduler: ExtractionScheduler, rank: int = 0, **state: Any) -> None:
+    scheduler.on_worker_report(WorkerReport({}, {rank: RankState(**state)}))
+
+
+def test_new_requests_wait_while_rows_of_others_fill_the_memory_and_started_ones_do_not() -> None:
     scheduler, running, waiting = make_scheduler(num_ranks=1), make_request("running"), make_request("waiting")
     other = make_request("other", kv_transfer_params={"hidden_states": False})
     for request in (running, waiting, other):
         scheduler.on_new_request(request)
     schedule(scheduler, running)
-    scheduler.on_worker_report(WorkerReport({}, {0: 1001}))
-    assert scheduler.must_wait("waiting")
-    assert not scheduler.must_wait("running")
-    assert not scheduler.must_wait("other")
-    scheduler.on_worker_report(WorkerReport({}, {0: 1000}))
-    assert not scheduler.must_wait("waiting")
+    report(scheduler, started=1, backlog=681)
+    assert scheduler.must_wait(waiting)
+    assert not scheduler.must_wait(running)
+    assert not scheduler.must_wait(other)
+    report(scheduler, started=1, backlog=680)  # and 320 of its own
+    assert not scheduler.must_wait(waiting)
+
+
+def test_what_was_let_through_counts_before_a_worker_has_told_of_it() -> None:
+    scheduler = make_scheduler(num_ranks=1)
+    requests = [make_request(f"r{index}", 5, arrival_time=index) for index in range(5)]
+    for request in requests:
+        scheduler.on_new_request(request)
+    assert [scheduler.must_wait(request) for request in requests] == [False, False, False, True, True]
+    schedule(scheduler, *requests[:2])  # there was no room in the KV cache for the third
+    assert [scheduler.must_wait(request) for request in requests[2:]] == [False, True, True]  # it has been overtaken by nobody
+
+
+@pytest.mark.parametrize(
+    ("rates", "waits"),
+    [
+        pytest.param({}, True, id="nothing is known"),
+        pytest.param({"write_rate": 50.0, "prompt_rate": 100.0}, False, id="half is written while it comes"),
+        pytest.param({"write_rate": 10.0, "prompt_rate": 100.0}, True, id="a tenth is written while it comes"),
+        pytest.param({"write_rate": 100.0, "prompt_rate": 100.0, "backlog": 1000}, False, id="storage is as fast as prompts"),
+        pytest.param({"write_rate": 100.0}, True, id="how fast prompts come is not known"),
+    ],
+)
+def test_what_storage_writes_while_rows_come_needs_no_memory(rates: dict[str, float], waits: bool) -> None:
+    scheduler = make_scheduler(num_ranks=1)
+    running, asking = make_request("running", 10), make_request("asking", 10)
+    for request in (running, asking):
+        scheduler.on_new_request(request)
+    schedule(scheduler, running)
+    report(scheduler, **{"started": 1, "prompt_owed": 640 + rates.get("backlog", 0)} | rates)
+    assert scheduler.must_wait(asking) == waits
+
+
+def test_generated_rows_count_at_the_speed_at_which_they_come() -> None:
+    """A hundred steps a second make 100 rows of 64 bytes, for each request."""
+    rates = {"prompt_rate": 1e6, "step_rate": 100.0}
+    for write_rate, waits in ((12_800.0, False), (12_000.0, True)):
+        scheduler = make_scheduler(num_ranks=1)
+        running, asking = (make_request(name, 1, kv_transfer_params={"include_output_tokens": True}, max_tokens=501) for name in "ab")
+        for request in (running, asking):
+            scheduler.on_new_request(request)
+        (start,) = schedule(scheduler, running).started
+        assert start.max_output_rows == 500
+        report(scheduler, started=1, output_owed=500 * ROW_BYTES, generating=1, write_rate=write_rate, **rates)
+        assert scheduler.must_wait(asking) == waits
+
+
+def test_a_request_larger_than_the_memory_runs_when_nothing_else_needs_it_and_is_not_overtaken() -> None:
+    scheduler = make_scheduler(num_ranks=1)
+    first, large, small = make_request("first", 5), make_request("large", 50, arrival_time=1.0), make_request("small", 1, arrival_time=2.0)
+    for request in (first, large, small):
+        scheduler.on_new_request(request)
+    schedule(scheduler, first)
+    report(scheduler, started=1, prompt_owed=320)
+    assert [scheduler.must_wait(request) for request in (small, large)] == [False, True]
+    schedule(scheduler)
+    assert [scheduler.must_wait(request) for request in (small, large)] == [True, True]
+    schedule(scheduler)
+    report(scheduler, started=1, prompt_owed=320, backlog=320)
+    assert [scheduler.must_wait(request) for request in (small, large, small)] == [True, False, True]
+
+
+def test_an_urgent_request_is_let_through_first() -> None:
+    scheduler = make_scheduler(num_ranks=1)
+    patient, urgent = make_request("patient", priority=1), make_request("urgent", arrival_time=9.0)
+    for request in (patient, urgent):
+        scheduler.on_new_request(request)
+    report(scheduler, backlog=1001)
+    assert scheduler.must_wait(patient)
+    assert scheduler.must_wait(urgent)
+    report(scheduler, backlog=680 - 320)
+    assert scheduler.must_wait(patient)
+    assert not scheduler.must_wait(urgent)
+    assert not scheduler.must_wait(patient)
+
+
+def test_nothing_new_begins_while_storage_does_not_answer_until_it_is_refused() -> None:
+    scheduler, request = make_scheduler(num_ranks=1), make_request("r")
+    scheduler.on_new_request(request)
+    report(scheduler, backlog=1, quiet=True)
+    assert scheduler.must_wait(request)
+    report(scheduler, backlog=1, quiet=True, stuck=True)
+    assert not scheduler.must_wait(request)
+
+
+def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    scheduler, request = make_scheduler(num_ranks=1), make_request("r")
+    scheduler._reminder = Reminder(5.0, lambda: now)
+    scheduler.on_new_request(request)
+    report(scheduler, backlog=1001, write_rate=2.0 * (1 << 20))
+    lines = []
+    for second in range(31):
+        now = 100.0 + second
+        scheduler.must_wait(request)
+        schedule(scheduler)
+        lines += [(second, record.getMessage()) for record in caplog.records]
+        caplog.clear()
+    assert [second for second, _ in lines] == [5, 15, 25]
+    assert "held back for 5 s, 1 now" in lines[0][1]
+    assert "/data" in lines[0][1] and "2.0 MiB/s" in lines[0][1] and "pinned_ring_bytes" in lines[0][1]
 
 
 @pytest.mark.parametrize("end", ["admitted", "aborted"])
@@ -244,19 +351,19 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
     scheduler, running, waiting = make_scheduler(num_ranks=1), make_request("running"), make_request("waiting")
     for request in (running, waiting):
         scheduler.on_new_request(request)
-    assert not scheduler.must_wait("running")
+    assert not scheduler.must_wait(running)
     schedule(scheduler, running)
     assert scheduler.take_stats() is None
-    scheduler.on_worker_report(WorkerReport({}, {0: 1001}))
+    scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=1001)}))
     assert not schedule(scheduler).stats_wanted
-    assert scheduler.must_wait("waiting")
+    assert scheduler.must_wait(waiting)
     assert schedule(scheduler).stats_wanted
     stats = scheduler.take_stats()
     assert stats is not None
     assert stats.gauge("requests_held") == {"scheduler": 1}
     if end == "admitted":
-        scheduler.on_worker_report(WorkerReport({}, {0: 0}))
-        assert not scheduler.must_wait("waiting")
+        report(scheduler, started=1)
+        assert not scheduler.must_wait(waiting)
     else:
         scheduler.on_finished(waiting)
     assert schedule(scheduler).stats_wanted
@@ -269,8 +376,9 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
 
 
 def test_reports_of_two_ranks_add_up() -> None:
-    both = WorkerReport({"a": None}, {0: 5}).aggregate(WorkerReport({"b": "broken"}, {1: 7}))
-    assert both == WorkerReport({"a": None, "b": "broken"}, {0: 5, 1: 7})
+    five, seven = RankState(backlog=5), RankState(backlog=7)
+    both = WorkerReport({"a": None}, {0: five}).aggregate(WorkerReport({"b": "broken"}, {1: seven}))
+    assert both == WorkerReport({"a": None, "b": "broken"}, {0: five, 1: seven})
 
 
 class SchedulerLife(RuleBasedStateMachine):
@@ -304,7 +412,7 @@ class SchedulerLife(RuleBasedStateMachine):
     def decide(self, error: str | None, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.undecided)))
         del self.undecided[request_id]
-        self.scheduler.on_worker_report(WorkerReport({request_id: error}, {0: 0}))
+        self.scheduler.on_worker_report(WorkerReport({request_id: error}, {0: RankState(backlog=0)}))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())

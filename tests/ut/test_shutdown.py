@@ -121,7 +121,7 @@ def test_storage_that_does_not_answer_holds_a_worker_no_longer_than_its_time_and
     # What was told stays true.
     assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
     assert engine.visible() == {"complete.safetensors.error", "half.safetensors.error"}
-    assert engine.ring.free_buffers == engine.ring.num_buffers
+    assert engine.ring.free_rows == engine.ring.num_rows
     assert set(os.listdir("/proc/self/fd")) - before <= {"0"}
     assert len([record for record in caplog.records if record.levelno == logging.ERROR]) == 1
 

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from worker_harness import Engine, ended, started
 
-from vllm_ascend_hsx import staging
+from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector import worker as worker_module
 from vllm_ascend_hsx.connector.destination import InDirectory
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.connector.stats import StatsRecorder
+from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.sinks.lock import HeldLock
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
@@ -69,11 +74,11 @@ def waiting(monkeypatch: pytest.MonkeyPatch, *calls: tuple[type, str]) -> Iterat
 def silence(engine: Engine, storage: threading.Event) -> None:
     """Patience is short only while the storage is silent: what it does otherwise may take long on a slow disk."""
     storage.clear()
-    engine.worker._patience = PATIENCE
+    engine.worker._watch.patience = PATIENCE
 
 
 def answer(engine: Engine, storage: threading.Event) -> None:
-    engine.worker._patience = 30.0
+    engine.worker._watch.patience = 30.0
     storage.set()
 
 
@@ -127,13 +132,13 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     # The storage is still silent. New requests are refused at once, and others are not concerned.
     engine.step(started(engine.start("c", 3)), [("c", 0, 3)])
     assert engine.outcomes["c"] == SILENT
-    assert engine.last_report.stuck == {0}
+    assert engine.last_report.ranks[0].stuck
     engine.step(ended("c"), [("not extracted", 0, 16)])
     answer(engine, storage)
     engine.worker.drain_copies()
     engine.step(NOTHING, [])
     engine.step(started(engine.start("d", 20)), [("d", 0, 16)])
-    assert engine.last_report.stuck == set()
+    assert not engine.last_report.ranks[0].stuck
     engine.step(NOTHING, [("d", 16, 4)])
     engine.close()
     assert engine.outcomes == {"before": None, "a": SILENT, "b": SILENT, "c": SILENT, "d": None}
@@ -141,7 +146,7 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     engine.assert_file_is_right("d", 20)
     assert [reason(engine.path(name)) for name in "abc"] == [SILENT] * 3
     assert engine.visible() == {f"{name}.safetensors" for name in ("before", "d")} | {f"{name}.safetensors.error" for name in "abc"}
-    assert engine.ring.free_buffers == engine.ring.num_buffers
+    assert engine.ring.free_rows == engine.ring.num_rows
     assert engine.worker._backlog == 0
 
 
@@ -214,7 +219,7 @@ def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
     silence(engine, locks)
     engine.step(started(engine.start("a", 3), engine.start("b", 4), engine.start("c", 4)), [("a", 0, 3), ("b", 0, 4), ("c", 0, 4)])
     assert engine.outcomes == {"a": SILENT, "b": SILENT, "c": SILENT}
-    engine.worker._patience = 30.0
+    engine.worker._watch.patience = 30.0
     engine.step(NOTHING, [("long", 3, 6)])
     engine.wait_until_decided("long")
     answer(engine, locks)
@@ -223,43 +228,135 @@ def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
     assert [reason(engine.path(name)) for name in "abc"] == [SILENT] * 3
 
 
-def test_the_ring_is_stuck_only_while_somebody_waits_and_nothing_becomes_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    ring = staging.PinnedRing(2 * 16, (2, 4), torch.bfloat16)
-    now = 100.0
-    monkeypatch.setattr(staging.time, "monotonic", lambda: now)
-    buffers = [ring.acquire()[0] for _ in range(2)]
-    now = 200.0
-    assert ring.stuck_for() == 0.0, "nobody waits"
-    waiting, got = threading.Event(), []
-    original = ring._free.get
+def test_small_steps_fill_the_whole_ring_before_one_has_to_wait(
+    make_engine: Callable[..., Engine], storage: threading.Event
+) -> None:
+    engine = make_engine(ring_rows=24)
+    engine.step(started(engine.start("a", 26)), [])
+    silence(engine, storage)
+    for position in range(26):  # 24 rows in the ring and one in each staging slot
+        engine.step(NOTHING, [("a", position, 1)])
+    assert engine.outcomes == {}
+    answer(engine, storage)
+    stats = engine.worker.take_stats()
+    assert stats is not None
+    assert stats.counter("stall_ns") == 0
+    engine.close()
+    assert engine.outcomes == {"a": None}
+    engine.assert_file_is_right("a", 26)
 
-    class Free:
-        put, get_nowait, qsize = ring._free.put, ring._free.get_nowait, ring._free.qsize
 
-        def get(self) -> int:
-            waiting.set()
-            return original()
+TOO_SLOW = (
+    "its rows would have had to wait for slow storage, and slow_storage is 'fail': use faster storage, raise pinned_ring_bytes, "
+    "or set it to 'wait'"
+)
 
-    ring._free = Free()
-    taker = threading.Thread(target=lambda: got.append(ring.acquire()))
-    taker.start()
-    assert waiting.wait(10)
-    now = 230.0
-    assert ring.stuck_for() == 30.0
-    ring.free(buffers[0])
-    taker.join(10)
-    assert got
-    assert ring.stuck_for() == 0.0
-    waiting.clear()
-    taker = threading.Thread(target=lambda: got.append(ring.acquire()))
-    now = 300.0
-    taker.start()
-    assert waiting.wait(10)
-    ring._freed_at = 340.0  # another one was freed and taken meanwhile
-    now = 345.0
-    assert ring.stuck_for() == 5.0
-    ring.free(buffers[1])
-    taker.join(10)
+
+def test_where_nobody_waits_rows_that_have_no_room_fail_and_no_step_is_held_up(
+    make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_watch, "_HUNG_S", 30.0)  # it is slow here, not silent
+    monkeypatch.setattr(worker_module, "_OPENS_S", 30.0)  # this is not about opening
+    engine = make_engine(ring_rows=24, slow_storage="fail")
+    engine.step(started(engine.start("a", 40), engine.start("b", 60)), [])
+    storage.clear()
+    for position in range(26):  # 24 rows in the ring and one in each staging slot
+        engine.step(NOTHING, [("a", position, 1)])
+    assert engine.outcomes == {}
+    engine.step(NOTHING, [("a", 26, 1), ("not extracted", 0, 5)])
+    assert engine.outcomes == {"a": TOO_SLOW}
+    engine.step(NOTHING, [("a", 27, 1), ("b", 0, 3)])
+    assert engine.outcomes == {"a": TOO_SLOW, "b": TOO_SLOW}
+    assert engine.staging.wanted == {}
+    engine.step(NOTHING, [("not extracted", 5, 16)])
+    storage.set()
+    engine.worker.drain_copies()
+    stats = engine.worker.take_stats()
+    assert stats is not None
+    assert dict(stats.failures) == {"slow_storage": 2}
+    assert stats.counter("stall_ns") == 0
+    engine.step(started(engine.start("c", 9)), [("c", 0, 9)])
+    engine.close()
+    assert engine.outcomes == {"a": TOO_SLOW, "b": TOO_SLOW, "c": None}
+    engine.assert_file_is_right("c", 9)
+    assert (reason(engine.path("a")), reason(engine.path("b"))) == (TOO_SLOW, TOO_SLOW)
+    assert engine.ring.free_rows == engine.ring.num_rows
+    assert engine.worker._backlog == 0
+
+
+def test_where_nobody_waits_a_file_that_does_not_open_in_time_fails_alone(
+    make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(slow_storage="fail")
+    with monkeypatch.context() as patient:
+        patient.setattr(worker_module, "_OPENS_S", 30.0)
+        engine.step(started(engine.start("open", 20)), [])
+    storage.clear()
+    engine.step(started(engine.start("late", 3)), [("late", 0, 3)])
+    assert engine.outcomes == {"late": TOO_SLOW}, "the response that leaves now says so"
+    storage.set()
+    engine.step(ended("late"), [("open", 0, 10)])
+    engine.worker.drain_copies()
+    engine.step(NOTHING, [("open", 10, 10)])
+    engine.close()
+    assert engine.outcomes == {"late": TOO_SLOW, "open": None}
+    assert reason(engine.path("late")) == TOO_SLOW
+
+
+def test_the_log_says_while_a_step_waits_where_rows_go_and_what_to_do(
+    make_engine: Callable[..., Engine], storage: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine(ring_rows=2)
+    engine.step(started(engine.start("a", 40)), [])
+    storage.clear()
+
+    class Answer(logging.Handler):
+        """The storage answers because there is a line; without one the test would never end."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if "slow storage" in record.getMessage():
+                storage.set()
+
+    handler = Answer()
+    logging.getLogger("vllm_ascend_hsx.connector.storage_watch").addHandler(handler)
+    try:
+        for position in range(0, 40, 8):
+            engine.step(NOTHING, [("a", position, 8)])
+    finally:
+        logging.getLogger("vllm_ascend_hsx.connector.storage_watch").removeHandler(handler)
+    engine.close()
+    (line,) = [record.getMessage() for record in caplog.records if "slow storage" in record.getMessage()]
+    assert re.search(r"have waited 0\.[5-9] s|have waited [1-9]", line), line
+    assert all(word in line for word in (str(engine.directory), "MiB are computed", "slow_storage", "pinned_ring_bytes"))
+    assert engine.outcomes == {"a": None}
+    stats = engine.worker.take_stats()
+    assert stats is not None
+    assert stats.counter("stall_ns") >= 5e8
+
+
+def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, backlog = 100.0, 0
+    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
+    steps, stats = StepRate(), StatsRecorder(0, lambda: 0.0, lambda: backlog)
+    waits, fails = (
+        StorageWatch(30.0, option, "/data", lambda: backlog, stats, WriteRate(1), steps) for option in ("wait", "fail")
+    )
+    for watch in (waits, fails):
+        watch.answered()
+    now = 500.0
+    assert waits.silent_for() == 0.0, "nobody has asked it for anything"
+    backlog, now = 10, 100.75
+    assert [watch.is_quiet for watch in (waits, fails)] == [False, False]
+    now = 101.0
+    assert [(watch.is_quiet, watch.is_stuck) for watch in (waits, fails)] == [(True, False), (True, False)]
+    now = 102.0
+    assert [watch.is_stuck for watch in (waits, fails)] == [False, True]
+    assert fails.failure == ("the storage did not answer for 2 s", "silent_storage")
+    waits.answered()
+    now = 131.75
+    assert not waits.is_stuck
+    now = 132.0
+    assert waits.is_stuck
 
 
 def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_step(
@@ -283,15 +380,18 @@ def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_
 def test_a_rank_whose_storage_is_silent_refuses_instead_of_holding_requests_back() -> None:
     class Request:
         request_id, kv_transfer_params, pooling_params, prompt_token_ids, resumable = "a", None, None, [1, 2], False
+        priority, arrival_time = 0, 0.0
 
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), row_bytes=8, num_ranks=1, max_backlog=100)
-    scheduler.on_new_request(Request())
-    scheduler.on_worker_report(WorkerReport({}, {0: 200}))
-    assert scheduler.must_wait("a")
-    scheduler.on_worker_report(WorkerReport({}, {0: 200}, {0}))
-    assert not scheduler.must_wait("a")
-    scheduler.on_worker_report(WorkerReport({}, {0: 200}))
-    assert scheduler.must_wait("a")
+    request = Request()
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), row_bytes=8, num_ranks=1, ring_bytes=100)
+    scheduler.on_new_request(request)
+    scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=200)}))
+    assert scheduler.must_wait(request)
+    scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=200, stuck=True)}))
+    assert not scheduler.must_wait(request)
+    scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=[]))
+    scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=200)}))
+    assert scheduler.must_wait(request)
 
 
 def test_a_request_that_has_failed_has_no_more_rows_staged(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,12 +32,13 @@ import vllm_ascend_hsx
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
+from vllm_ascend_hsx.ring import PinnedRing
 from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, read_header
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.spans import Span
-from vllm_ascend_hsx.staging import PinnedRing, StagingCache
+from vllm_ascend_hsx.staging import StagingCache
 
 REQUESTS = 100_000
 RUNNING = 64  # requests of a batch
@@ -241,7 +242,7 @@ class Soak:
             "locks": sum(f" {os.getpid()} " in line for line in Path("/proc/locks").read_text().splitlines()),
             "sizes": {**sizes, "files": len(self._sink._files), "wanted": len(self._staging.wanted)},
             "backlog": self._worker._backlog,
-            "free_buffers": self._ring.free_buffers,
+            "free_rows": self._ring.free_rows,
             "names": sorted(os.listdir(self._directory)),
         }
 

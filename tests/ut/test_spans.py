@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.compat.runner import BatchRow
-from vllm_ascend_hsx.spans import Span, cut, merge_rows, select_spans
+from vllm_ascend_hsx.spans import Span, merge_rows, part_of, select_spans
 
 
 @pytest.mark.parametrize(
@@ -62,17 +64,19 @@ def test_merged_ranges_visit_the_rows_of_the_spans_in_order(batch: tuple[list[Ba
     assert all(sum(a) < b[0] for a, b in zip(merge_rows(spans), merge_rows(spans)[1:], strict=False))
 
 
-@given(batches(), st.integers(1, 15))
-def test_pieces_hold_every_staged_row_once(batch: tuple[list[BatchRow], dict[str, int]], rows_per_piece: int) -> None:
+@given(batches(), st.lists(st.integers(1, 15), min_size=1))
+def test_pieces_hold_every_staged_row_once(batch: tuple[list[BatchRow], dict[str, int]], sizes: list[int]) -> None:
     at, staged = 0, []
     for span in select_spans(*batch):
         staged.append(span._replace(row=at))
         at += span.num_rows
     expected = [(s.request_id, s.first + k, s.row + k) for s in staged for k in range(s.num_rows)]
-    found, end = [], 0
-    for start, num_rows, spans in cut(staged, rows_per_piece):
-        assert start == end
-        assert 0 < num_rows <= rows_per_piece
-        end = start + num_rows
+    found, start = [], 0
+    for size in itertools.cycle(sizes):
+        if start >= at:
+            break
+        spans = part_of(staged, start, min(start + size, at))
+        assert sum(span.num_rows for span in spans) == min(size, at - start)
         found += [(s.request_id, s.first + k, start + s.row + k) for s in spans for k in range(s.num_rows)]
+        start += size
     assert found == expected

@@ -7,6 +7,7 @@ import queue
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vllm_ascend_hsx.ring import PinnedRing, Run
 from vllm_ascend_hsx.spans import Span
-from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache, StagingSlot
+from vllm_ascend_hsx.staging import Copier, Piece, StagingCache, StagingSlot
 
 LAYERS, HIDDEN, MAX_TOKENS = 3, 8, 24
 COLLECTED = (2, 0, 1)
@@ -60,7 +62,7 @@ class Pipeline:
                 except Exception as error:  # noqa: BLE001 - the test looks at it
                     self.errors.append(error)
                 finally:
-                    piece.release()
+                    piece.release([span])
 
     def step(self, rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
         """What proposer and connector do in a step; the target's output is overwritten afterwards, as a graph's replay does."""
@@ -142,7 +144,7 @@ def test_every_row_arrives_as_it_was_computed(batches: list[list[Span]], slots: 
     assert pipeline.read.keys() == expected.keys()
     for key, row in expected.items():
         assert torch.equal(pipeline.read[key], row), key
-    assert pipeline.ring.free_buffers == pipeline.ring.num_buffers
+    assert pipeline.ring._free.intervals == [(0, pipeline.ring.num_rows)]
 
 
 def test_defect_2_upstreams_padding_slots_overwrite_a_row_of_the_last_block() -> None:
@@ -179,7 +181,8 @@ def _no_wait_for_the_copy_before_the_slot_is_reused(pipeline: Pipeline) -> None:
 
 def _no_wait_for_the_copy_to_be_issued(pipeline: Pipeline) -> None:
     for slot in pipeline.staging.slots:
-        slot.issued.wait = lambda timeout=None: True
+        slot.issued.wait = slot.settled.wait = lambda timeout=None: True
+        slot.issued.is_set = lambda: True
 
 
 def _no_wait_for_the_copy_before_it_is_read(pipeline: Pipeline) -> None:
@@ -197,7 +200,8 @@ def _ring_is_free_too_early(pipeline: Pipeline) -> None:
 
     def deliver(piece: Piece) -> None:
         original(piece)
-        pipeline.ring.free(piece._buffer)
+        pipeline.ring.free(piece._first, len(piece.rows))
+        piece._ring = SimpleNamespace(row_bytes=pipeline.ring.row_bytes, free=lambda first, count: None)
 
     pipeline.copier._deliver = deliver
 
@@ -221,10 +225,10 @@ def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
     sabotaged.gate.clear()
 
     def wait(slot: StagingSlot, spans: Sequence[Span]) -> bool:
-        while not slot.issued.wait(0.001):
-            if sabotaged.ring.stuck_for():
-                sabotaged.gate.set()
-        return True
+        slot.settled.wait()
+        if not slot.issued.is_set():
+            sabotaged.gate.set()
+        return slot.issued.wait()
 
     sabotaged.staging.wait_for_slot = wait
     try:
@@ -281,6 +285,22 @@ def test_closing_waits_until_no_copy_reads_a_slot() -> None:
     assert not [str(warning.message) for warning in caught if "race" in str(warning.message)]
 
 
+def test_memory_of_rows_that_were_read_is_free_before_the_rest_of_their_piece_is_read() -> None:
+    pipeline = Pipeline(ring_rows=80)  # pieces of ten rows
+    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+    pipeline.copier._deliver = pieces.put
+    pipeline.step(target_output(10, 1), [Span("a", 0, 3, 0), Span("b", 0, 2, 3), Span("c", 0, 5, 5)])
+    piece = pieces.get(timeout=30)
+    piece.wait()
+    first, second, third = piece.spans
+    assert not piece.release([second])
+    assert pipeline.ring._free.intervals == [(3, 5), (10, 80)]
+    assert not piece.release([first])
+    assert piece.release([third])
+    assert pipeline.ring._free.intervals == [(0, 80)]
+    pipeline.close()
+
+
 def test_a_target_that_returns_something_else_is_refused() -> None:
     pipeline = Pipeline()
     try:
@@ -296,11 +316,11 @@ def test_a_copy_that_cannot_be_issued_is_told_and_the_next_one_works() -> None:
     pipeline = Pipeline()
     original, failed = pipeline.ring.acquire, []
 
-    def acquire() -> Any:
+    def acquire(*args: Any) -> Any:
         if not failed:
             failed.append(True)
             raise RuntimeError("device lost")
-        return original()
+        return original(*args)
 
     pipeline.ring.acquire = acquire
     expected = {}
@@ -315,53 +335,34 @@ def test_a_copy_that_cannot_be_issued_is_told_and_the_next_one_works() -> None:
 
 
 class Refusing:
-    """A buffer into which no copy can be issued."""
+    """Rows into which no copy can be issued."""
 
-    def __getitem__(self, _rows: slice) -> Refusing:
-        return self
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._count = len(rows)
+
+    def __len__(self) -> int:
+        return self._count
 
     def copy_(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("the copy was refused")
 
 
-def test_copies_that_fail_give_their_buffers_back() -> None:
-    """A ring that lost its buffers would stop every later request without a word."""
+def test_copies_that_fail_give_their_memory_back() -> None:
+    """A ring that lost its memory would stop every later request without a word."""
     pipeline = Pipeline()
     original = pipeline.ring.acquire
-    pipeline.ring.acquire = lambda: (original()[0], Refusing(), memoryview(b""))
-    for seed in range(pipeline.ring.num_buffers + 1):
+
+    def acquire(*args: Any) -> Run:
+        run = original(*args)
+        return run._replace(rows=Refusing(run.rows))
+
+    pipeline.ring.acquire = acquire
+    for seed in range(pipeline.ring.num_rows + 1):
         pipeline.step(target_output(MAX_TOKENS, seed), FULL[0])
     with pytest.raises(RuntimeError, match="the copy was refused"):
         pipeline.close()
-    assert len(pipeline.errors) == pipeline.ring.num_buffers + 1
-    assert pipeline.ring.free_buffers == pipeline.ring.num_buffers
-
-
-@pytest.mark.parametrize(("ring_rows", "buffers", "rows_per_buffer"), [(2, 2, 1), (10, 8, 1), (40, 8, 5)])
-def test_a_ring_is_pinned_and_never_larger_than_asked(ring_rows: int, buffers: int, rows_per_buffer: int) -> None:
-    row_bytes = LAYERS * HIDDEN * DTYPE.itemsize
-    ring = PinnedRing(ring_rows * row_bytes, (LAYERS, HIDDEN), DTYPE)
-    assert ring.num_bytes == buffers * rows_per_buffer * row_bytes <= ring_rows * row_bytes
-    assert (ring.free_buffers, ring.rows_per_buffer) == (buffers, rows_per_buffer)
-    assert ring.acquire()[1].is_pinned()
-
-
-def test_a_ring_knows_the_largest_part_in_use_since_it_was_asked() -> None:
-    ring = PinnedRing(8 * LAYERS * HIDDEN * DTYPE.itemsize, (LAYERS, HIDDEN), DTYPE)
-    assert ring.take_peak_fill() == 0.0
-    first, second, third = (ring.acquire()[0] for _ in range(3))
-    ring.free(first)
-    ring.free(second)
-    assert ring.take_peak_fill() == 3 / 8
-    assert ring.take_peak_fill() == 1 / 8  # the third, still in use
-    ring.free(third)
-    assert ring.take_peak_fill() == 1 / 8
-    assert ring.take_peak_fill() == 0.0
-
-
-def test_a_ring_that_holds_less_than_two_rows_is_refused() -> None:
-    with pytest.raises(ValueError, match="give at least 96 bytes"):
-        PinnedRing(95, (LAYERS, HIDDEN), DTYPE)
+    assert len(pipeline.errors) == pipeline.ring.num_rows + 1
+    assert pipeline.ring.free_rows == pipeline.ring.num_rows
 
 
 @pytest.mark.parametrize("drained", [True, False])

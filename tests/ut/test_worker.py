@@ -149,19 +149,19 @@ def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: E
     assert engine.outcomes == {"a": "No space left on device", "b": None}
     assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
     engine.assert_file_is_right("b", 7)
-    assert engine.ring.free_buffers == 6
+    assert engine.ring.free_rows == 6
     assert engine.worker._backlog == 0
 
 
 def test_a_copy_that_fails_fails_the_requests_of_its_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     original, calls = engine.ring.acquire, []
 
-    def acquire() -> object:
+    def acquire(*args: object) -> object:
         # The second piece of the slot: the first is under way already.
         calls.append(1)
         if len(calls) == 2:
             raise RuntimeError("device lost")
-        return original()
+        return original(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.ring, "acquire", acquire)
@@ -233,5 +233,5 @@ def test_every_request_is_decided_once_and_every_file_is_right(
     assert engine.visible() == {f"{request_id}.safetensors" for request_id in complete}
     for request_id, num_tokens in complete.items():
         engine.assert_file_is_right(request_id, num_tokens)
-    assert engine.ring.free_buffers == 6
+    assert engine.ring.free_rows == 6
     assert engine.worker._backlog == 0

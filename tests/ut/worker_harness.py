@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,10 +14,11 @@ from safetensors.torch import load_file
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
+from vllm_ascend_hsx.ring import PinnedRing
 from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.spans import Span
-from vllm_ascend_hsx.staging import PinnedRing, StagingCache
+from vllm_ascend_hsx.staging import StagingCache
 
 LAYERS, HIDDEN, MAX_TOKENS = 2, 4, 16
 FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=HIDDEN, dtype="F32", model="tiny")
@@ -34,6 +36,7 @@ class Engine:
         check_finite: bool = False,
         ring_rows: int = 6,
         side_by_side: bool = False,
+        slow_storage: Literal["wait", "fail"] = "wait",
     ) -> None:
         self.directory = directory
         self.threads_before = frozenset(threading.enumerate())
@@ -58,6 +61,8 @@ class Engine:
             device=DEVICE,
             num_writers=2,
             patience=patience,
+            slow_storage=slow_storage,
+            where=str(directory),
             check_finite=check_finite,
         )
         self.values: dict[tuple[str, int], float] = {}  # of rows that are to hold something else

@@ -24,7 +24,7 @@ from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.sinks import make_sink
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
-from vllm_ascend_hsx.staging import PinnedRing
+from vllm_ascend_hsx.ring import PinnedRing
 from vllm_ascend_hsx.startup import StartUp, read_start_up
 
 
@@ -52,7 +52,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 make_destination(start_up),
                 start_up.row_format.row_bytes,
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-                max_backlog=config.pinned_ring_bytes,
+                ring_bytes=config.pinned_ring_bytes,
                 include_output=config.include_output_tokens,
                 allow_path=config.allow_custom_save_path,
                 extract_all=config.extract == "all",
@@ -82,6 +82,8 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             device=layer.staging.rows.device,
             num_writers=start_up.num_writers(parallel.tensor_parallel_size * parallel.data_parallel_size_local),
             patience=config.storage_patience_s,
+            slow_storage=config.slow_storage,
+            where=start_up.where,
             check_finite=config.check_finite,
         )
 
@@ -97,9 +99,9 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.extracts(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """There is never anything to load; None has the request wait while its rank is behind with writing."""
+        """There is never anything to load; None has the request wait until storage can take its rows."""
         assert self._scheduler is not None
-        return (None, False) if self._scheduler.must_wait(request.request_id) else (0, False)
+        return (None, False) if self._scheduler.must_wait(request) else (0, False)
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
         """What the response says of the request, asked before other connectors are; see compat.engine.answer_beside_others."""

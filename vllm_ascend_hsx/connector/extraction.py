@@ -66,6 +66,11 @@ class Extraction:
         """Whether it has been decided, or is being."""
         return self._claimed
 
+    @property
+    def has_opened(self) -> bool:
+        """Whether its file is open, or it has failed."""
+        return self._opened_or_failed.is_set()
+
     def open(self, sink: Sink) -> None:
         """Open its file. If the request has failed meanwhile, leave the reason in its place."""
         try:
@@ -82,7 +87,7 @@ class Extraction:
         finally:
             self._opened_or_failed.set()
 
-    def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> None:
+    def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> int:
         """Write rows; the last ones of a prompt complete its file.
 
         Args:
@@ -90,10 +95,13 @@ class Extraction:
             rows: their bytes.
             landed_at: when they were in host memory, by time.perf_counter.
             check: the same rows [rows, layers, hidden] if they must be finite.
+
+        Returns:
+            How many rows were written: none if there is no file any more, or it has failed.
         """
-        file = self._wait_until_open()
+        file, count = self._wait_until_open(), 0
         if file is None:
-            return
+            return 0
         with self._failing_alone(file):
             if check is not None and (problem := describe_not_finite(first, check)):
                 raise SinkError(self.request_id, self._path, problem, NOT_FINITE)
@@ -107,6 +115,7 @@ class Extraction:
                 complete = not self._include_output and not self._written.missing(len(self._prompt))
             if complete:
                 self._commit(file, self._prompt)
+        return count
 
     def end(self, end: RequestEnd) -> None:
         """No more rows will come. A file that is not complete now never will be."""

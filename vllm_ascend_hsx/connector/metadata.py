@@ -18,6 +18,7 @@ class RequestStart:
         owner: tensor-parallel rank that copies and writes them.
         token_ids: int64 [rows], the prompt: one row for each.
         include_output: rows of generated tokens are wanted too.
+        max_output_rows: of these, at most.
     """
 
     request_id: str
@@ -25,6 +26,7 @@ class RequestStart:
     owner: int
     token_ids: np.ndarray
     include_output: bool = False
+    max_output_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,34 @@ class HsxConnectorMetadata(KVConnectorMetadata):
     stats_wanted: bool = False
 
 
+@dataclass(frozen=True)
+class RankState:
+    """How far a rank is with writing; in bytes, bytes per second and steps per second. A rate is None until it is known.
+
+    Attributes:
+        backlog: rows that were computed but are not yet in their files.
+        prompt_owed, output_owed: rows of prompts and of generated tokens that requests under way have not written, computed or not.
+        generating: requests that owe rows of generated tokens.
+        started: how many requests the rank was given since it began. The numbers include these, and no others.
+        write_rate: what its storage takes.
+        prompt_rate: what an engine makes when it computes prompts.
+        step_rate: steps.
+        quiet: the storage has not answered for so long that nothing new should begin.
+        stuck: ... for so long that the rank refuses new requests.
+    """
+
+    backlog: int = 0
+    prompt_owed: int = 0
+    output_owed: int = 0
+    generating: int = 0
+    started: int = 0
+    write_rate: float | None = field(default=None, compare=False)
+    prompt_rate: float | None = field(default=None, compare=False)
+    step_rate: float | None = field(default=None, compare=False)
+    quiet: bool = False
+    stuck: bool = False
+
+
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
     """Workers to scheduler.
@@ -64,14 +94,12 @@ class WorkerReport(KVConnectorWorkerMetadata):
     Attributes:
         outcomes: requests whose file was decided since the last report: None for a complete file or one discarded after an abort, else
             why it failed.
-        backlog: bytes of rows that were computed but are not yet in their files, by rank.
-        stuck: ranks whose storage has not answered for so long that they refuse new requests.
+        ranks: how far the ranks are.
     """
 
     outcomes: dict[str, str | None] = field(default_factory=dict)
-    backlog: dict[int, int] = field(default_factory=dict)
-    stuck: set[int] = field(default_factory=set)
+    ranks: dict[int, RankState] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.outcomes | other.outcomes, self.backlog | other.backlog, self.stuck | other.stuck)
+        return WorkerReport(self.outcomes | other.outcomes, self.ranks | other.ranks)

@@ -28,15 +28,18 @@ BYTES = (
     _Series("published_bytes", "published_bytes", "Bytes of hidden states in files that were published."),
 )
 SECONDS = (
-    _Series("backpressure_seconds", "backpressure_ns", "Time in which at least one new request was held back until files are written."),
-    _Series("stall_seconds", "stall_ns", "Time that the main threads of all workers waited for a staging slot."),
+    _Series("backpressure_seconds", "backpressure_ns", "Time in which at least one new request was held back for storage."),
+    _Series("stall_seconds", "stall_ns", "Time that steps waited for storage, of all workers."),
 )
 FILES = _Series("files", "", "Files of hidden states that were decided, by outcome.")
 FAILURES = _Series("failures", "failures", "Files of hidden states that failed, by the name of the errno or another word for the reason.")
-REQUESTS_HELD = _Series("requests_held", "requests_held", "New requests that are held back until files are written.")
+REQUESTS_HELD = _Series("requests_held", "requests_held", "New requests that are held back for storage.")
 BY_RANK = (
     _Series("ring_fill_ratio", "ring_fill", "Largest share of the pinned ring in use between two steps, by tensor-parallel rank."),
     _Series("backlog_bytes", "backlog_bytes", "Bytes of hidden states computed but not yet written, by tensor-parallel rank."),
+    _Series(
+        "storage_bytes_per_second", "write_rate", "Bytes that storage takes per second while all writers are busy, by tensor-parallel rank."
+    ),
 )
 LATENCIES = (
     _Series("copy_seconds", "copy", "From the issue of a copy from the device to its completion."),

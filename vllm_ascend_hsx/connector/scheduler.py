@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from vllm_ascend_hsx.connector.admission import Cost, RankLoad
 from vllm_ascend_hsx.connector.destination import Destination
 from vllm_ascend_hsx.connector.limits import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.params import ERROR_KEY, PATH_KEY, ParamsError, ServerParams, read_params, shown
+from vllm_ascend_hsx.connector.reminder import Reminder
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_HELD_LONG_S = 5.0  # after which the log says that requests are held back
+# A request's place among those that are held back: what vLLM calls its priority, its arrival, and its id.
+_Place = tuple[int, float, str]
 
 
 @dataclass
 class _Request:
     path: str
     prompt_tokens: int
-    num_bytes: int
+    cost: Cost
+    max_output_rows: int
     include_output: bool
     owner: int | None = None
     error: str | None = None
     decided: bool = False
+    place: _Place | None = None  # while it is held back
 
 
 class ExtractionScheduler:
@@ -32,7 +45,7 @@ class ExtractionScheduler:
         destination: where rows go.
         row_bytes: bytes of one token's rows, all layers.
         num_ranks: tensor-parallel ranks; each can own requests.
-        max_backlog: bytes computed but not yet written on a rank above which no new request is given to it.
+        ring_bytes: memory of a rank in which rows wait until they are written.
         include_output: whether rows of generated tokens are wanted of requests that do not say so themselves.
         allow_path: whether a request may choose its file.
         extract_all: whether requests that say nothing of hidden states are extracted.
@@ -44,7 +57,7 @@ class ExtractionScheduler:
         destination: Destination,
         row_bytes: int,
         num_ranks: int,
-        max_backlog: int,
+        ring_bytes: int,
         include_output: bool = False,
         allow_path: bool = False,
         extract_all: bool = True,
@@ -52,7 +65,6 @@ class ExtractionScheduler:
     ) -> None:
         self._destination = destination
         self._row_bytes = row_bytes
-        self._max_backlog = max_backlog
         self._params = ServerParams(destination.directory, include_output, allow_path, extract_all)
         self._limits = limits
         self._requests: dict[str, _Request] = {}
@@ -61,8 +73,10 @@ class ExtractionScheduler:
         self._undecided: dict[str, _Request] = {}  # that have ended
         self._writing: dict[str, str] = {}  # the request by the path of its file, until that is decided
         self._outstanding = [0] * num_ranks
-        self._backlog = [0] * num_ranks
-        self._stuck: set[int] = set()
+        self._loads = tuple(RankLoad(ring_bytes, row_bytes) for _ in range(num_ranks))
+        self._promised: dict[str, int] = {}  # the rank of those that were let through since the last step
+        self._held: list[_Place] = []  # in order
+        self._reminder = Reminder(_HELD_LONG_S)
         self._recorder = SchedulerRecorder()
         self._stopping = False
 
@@ -96,7 +110,14 @@ class ExtractionScheduler:
         elif self._limits is not None and (reason := self._limits.refusal(request.request_id, num_rows)):
             self._refused[request.request_id] = reason
         else:
-            self._requests[request.request_id] = _Request(path, prompt_tokens, num_rows * self._row_bytes, params.include_output)
+            output_rows = max(0, request.max_tokens - 1) if params.include_output else 0
+            self._requests[request.request_id] = _Request(
+                path,
+                prompt_tokens,
+                Cost(prompt_tokens * self._row_bytes, output_rows * self._row_bytes),
+                output_rows,
+                params.include_output,
+            )
             self._writing[path] = request.request_id
             # A cached prefix is not computed, so its rows would be missing. Other requests go on using the prefix cache.
             request.skip_reading_prefix_cache = True
@@ -105,17 +126,33 @@ class ExtractionScheduler:
         """Whether the request is to be extracted."""
         return request_id in self._requests
 
-    def must_wait(self, request_id: str) -> bool:
-        """Whether the request is to be extracted and its owner-to-be is too far behind with writing."""
-        request = self._requests.get(request_id)
-        if request is not None and request.owner is None:
-            rank = self._least_loaded()
-            # A rank whose storage does not answer refuses the request at once: that is better than to wait for nobody knows how long.
-            if self._backlog[rank] > self._max_backlog and rank not in self._stuck:
-                self._recorder.held(request_id)
-                return True
-        self._recorder.let_go(request_id)
-        return False
+    def must_wait(self, request: Any) -> bool:
+        """Whether the request is to be extracted and storage could not take its rows in time, or those of one that waits already.
+
+        Args:
+            request: vllm.v1.request.Request, which is in the waiting queue.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or state.owner is not None or request.request_id in self._promised:
+            return False
+        place = (request.priority, request.arrival_time, request.request_id)
+        rank = self._least_loaded()
+        load = self._loads[rank]
+        # Nobody overtakes: where large requests wait, there would always be room for a small one. vLLM asks for new ones first.
+        first = not self._held or place <= self._held[0]
+        # A rank whose storage does not answer refuses the request at once: that is better than to wait for nobody knows how long.
+        if load.state.stuck or (first and load.admits(state.cost)):
+            self._stop_holding(state)
+            load.promise(state.cost)
+            self._promised[request.request_id] = rank
+            self._outstanding[rank] += sum(state.cost)
+            return False
+        if state.place is None:
+            state.place = place
+            insort(self._held, place)
+            self._reminder.begin()
+            self._recorder.held(request.request_id)
+        return True
 
     def build_metadata(self, scheduler_output: Any) -> HsxConnectorMetadata:
         """What the workers have to know of this step.
@@ -123,22 +160,35 @@ class ExtractionScheduler:
         Args:
             scheduler_output: vllm.v1.core.sched.output.SchedulerOutput; not modified.
         """
+        if self._held and self._reminder.due_in() == 0:
+            self._warn_of_held()
         metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._recorder.has_news)
         self._ended = []
+        promised, self._promised = self._promised, {}
+        started: list[list[Cost]] = [[] for _ in self._loads]
         for new in scheduler_output.scheduled_new_reqs:
             request = self._requests.get(new.req_id)
             if request is not None and request.owner is None:
-                request.owner = self._least_loaded()
-                self._outstanding[request.owner] += request.num_bytes
+                rank = promised.pop(new.req_id, None)
+                if rank is None:
+                    rank = self._least_loaded()
+                    self._outstanding[rank] += sum(request.cost)
+                request.owner = rank
+                started[rank].append(request.cost)
                 token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
-                metadata.started.append(RequestStart(new.req_id, request.path, request.owner, token_ids, request.include_output))
+                metadata.started.append(
+                    RequestStart(new.req_id, request.path, rank, token_ids, request.include_output, request.max_output_rows)
+                )
+        for request_id, rank in promised.items():  # for which there was no room in the KV cache
+            self._outstanding[rank] -= sum(self._requests[request_id].cost)
+        for load, costs in zip(self._loads, started, strict=True):
+            load.start(costs)
         return metadata
 
     def on_worker_report(self, report: WorkerReport) -> None:
         """Take note of files that were decided and of how far behind the ranks are."""
-        for rank, num_bytes in report.backlog.items():
-            self._backlog[rank] = num_bytes
-            (self._stuck.add if rank in report.stuck else self._stuck.discard)(rank)
+        for rank, state in report.ranks.items():
+            self._loads[rank].report(state)
         for request_id, error in report.outcomes.items():
             request = self._requests.get(request_id)
             if request is None or request.decided:
@@ -146,7 +196,7 @@ class ExtractionScheduler:
             if request is not None:
                 assert request.owner is not None
                 request.decided, request.error = True, error
-                self._outstanding[request.owner] -= request.num_bytes
+                self._outstanding[request.owner] -= sum(request.cost)
                 self._let_go_of(request.path, request_id)
 
     def take_stats(self) -> HsxStats | None:
@@ -166,7 +216,6 @@ class ExtractionScheduler:
             is nothing to say, and for a request that has ended before.
         """
         request_id = request.request_id
-        self._recorder.let_go(request_id)
         if reason := self._refused.pop(request_id, None):
             self._recorder.refused()
             return {ERROR_KEY: reason}
@@ -174,6 +223,7 @@ class ExtractionScheduler:
         if state is None:
             return None
         if state.owner is None:
+            self._stop_holding(state)
             self._let_go_of(state.path, request_id)
             return None
         aborted = request.status.name == "FINISHED_ABORTED"
@@ -189,6 +239,30 @@ class ExtractionScheduler:
         if state.error is not None:
             answer[ERROR_KEY] = state.error
         return answer
+
+    def _stop_holding(self, request: _Request) -> None:
+        if request.place is not None:
+            del self._held[bisect_left(self._held, request.place)]
+            self._recorder.let_go(request.place[-1])
+            request.place = None
+            if not self._held:
+                self._reminder.end()
+
+    def _warn_of_held(self) -> None:
+        rank = self._least_loaded()
+        load = self._loads[rank]
+        logger.warning(
+            "slow storage: new requests have been held back for %.0f s, %d now, until what was admitted can be written to %s: "
+            "at least %.1f MiB, of which %.1f MiB are computed, and it takes %.1f MiB/s. Faster storage, more pinned_ring_bytes or "
+            "fewer layers let them through sooner.",
+            self._reminder.seconds,
+            len(self._held),
+            self._destination.directory or "the Mooncake store",
+            load.owed / _MIB,
+            load.state.backlog / _MIB,
+            (load.state.write_rate or 0) / _MIB,
+        )
+        self._reminder.told()
 
     def _let_go_of(self, path: str, request_id: str) -> None:
         if self._writing.get(path) == request_id:

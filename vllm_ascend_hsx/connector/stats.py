@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStat
 from vllm_ascend_hsx.connector.latency import NUM_BUCKETS, bucket_of, quantile
 from vllm_ascend_hsx.sinks.base import SinkError
 
-# Failures that no errno explains.
 # Kinds of failures that no errno names.
 SILENT_STORAGE = "silent_storage"  # it did not answer for storage_patience_s
+SLOW_STORAGE = "slow_storage"  # a step would have had to wait for it, with slow_storage="fail"
 COPY_FAILED = "copy"  # from the device
 NOT_FINITE = "not_finite"  # a NaN or an infinity, with check_finite
 MISSING_ROWS = "missing_rows"  # the request ended without some of its rows
@@ -46,7 +46,8 @@ class HsxStats(KVConnectorStats):
         return self._part("failures")
 
     def gauge(self, name: str) -> Mapping[str, float]:
-        """Of "ring_fill" (0 to 1), "backlog_bytes" and "requests_held": the value by rank, for those that reported one."""
+        """Of "ring_fill" (0 to 1), "backlog_bytes", "write_rate" (bytes per second) and "requests_held": the value by rank, for those that
+        reported one."""
         return self._part("gauges").get(name, {})
 
     def histogram(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
@@ -114,8 +115,15 @@ class StatsRecorder:
         backlog: bytes of rows that were computed but are not yet in their files.
     """
 
-    def __init__(self, rank: int, ring_fill: Callable[[], float], backlog: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        ring_fill: Callable[[], float],
+        backlog: Callable[[], int],
+        write_rate: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._rank = str(rank)
+        self._write_rate = write_rate
         self._ring_fill = ring_fill
         self._backlog = backlog
         self._lock = threading.Lock()
@@ -167,12 +175,17 @@ class StatsRecorder:
             self._taken_gauges = gauges
             counters, failures, histograms = self._counters, self._failures, self._histograms
             self._restart()
+        shown: dict[str, float | int | None] = {
+            "ring_fill": gauges[0],
+            "backlog_bytes": gauges[1],
+            "write_rate": self._write_rate(),
+        }
         return HsxStats(
             data={
                 # int: a count in another type, such as numpy's, does not go through msgpack.
                 "counters": {name: int(value) for name, value in counters.items()},
                 "failures": failures,
-                "gauges": {"ring_fill": {self._rank: gauges[0]}, "backlog_bytes": {self._rank: gauges[1]}},
+                "gauges": {name: {self._rank: value} for name, value in shown.items() if value is not None},
                 "histograms": histograms,
             }
         )

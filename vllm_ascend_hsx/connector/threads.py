@@ -120,9 +120,12 @@ class OpenerThread(JobThread):
 
         super().submit(run)
 
-    def wait(self, patience: float) -> bool:
-        """Wait until all that was submitted is done. False: the storage has not answered one call for `patience` seconds."""
+    def wait(self, timeout: float) -> bool:
+        """Wait until all that was submitted is done. False: not within `timeout` seconds."""
         with self._condition:
-            while self._done < self._submitted and (left := self._last_done + patience - time.monotonic()) > 0:
-                self._condition.wait(left)
-            return self._done == self._submitted
+            return self._condition.wait_for(lambda: self._done == self._submitted, timeout)
+
+    def silent_for(self) -> float:
+        """Seconds that the storage has not answered one call; 0 if it is asked for nothing."""
+        with self._condition:
+            return 0.0 if self._done == self._submitted else time.monotonic() - self._last_done

@@ -8,20 +8,25 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from vllm_ascend_hsx.config import LAST_WORDS_S
+from vllm_ascend_hsx.connector.admission import OwedRows
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
 from vllm_ascend_hsx.connector.row_order import EVERY_POSITION
 from vllm_ascend_hsx.connector.stats import COPY_FAILED, REFUSED, SILENT_STORAGE, HsxStats, StatsRecorder
+from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.connector.threads import JobThread, OpenerThread, WriterJob, WriterPool
+from vllm_ascend_hsx.ring import PinnedRing
 from vllm_ascend_hsx.sinks.base import Sink
 from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, file_name
 from vllm_ascend_hsx.sinks.packed import handle_of
 from vllm_ascend_hsx.spans import ALL_ROWS, Span
-from vllm_ascend_hsx.staging import Copier, Piece, PinnedRing, StagingCache, StagingSlot
+from vllm_ascend_hsx.staging import Copier, Piece, StagingCache, StagingSlot
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +34,7 @@ logger = logging.getLogger(__name__)
 _MAX_REASONS = 10_000
 # Rows of a piece that one writer takes at a time: enough for its work to outweigh the hand-over.
 _JOB_BYTES = 1 << 20
+_OPENS_S = 0.05  # that files may take to open, once their step is over, before that counts as waiting for storage
 
 
 class ExtractionWorker:
@@ -45,6 +51,8 @@ class ExtractionWorker:
         device: the worker's NPU.
         num_writers: writer threads.
         patience: seconds that a step waits for storage that does nothing at all; then the requests whose rows it holds fail.
+        slow_storage: "fail": a step does not wait for storage; the requests whose rows would have to wait fail.
+        where: the storage, in words.
         check_finite: whether a file with a NaN or an infinity fails.
         stored_row_bytes: of one token in the sink; those of a row of the ring if None.
     """
@@ -59,6 +67,8 @@ class ExtractionWorker:
         device: torch.device,
         num_writers: int,
         patience: float = 30.0,
+        slow_storage: Literal["wait", "fail"] = "wait",
+        where: str = "the storage",
         check_finite: bool = False,
         stored_row_bytes: int | None = None,
     ) -> None:
@@ -66,20 +76,26 @@ class ExtractionWorker:
         self._staging = staging
         self._ring = ring
         self._sink = sink
-        self._patience = patience
         self._check_finite = check_finite
         self._row_bytes = ring.row_bytes
         self._stored_row_bytes = stored_row_bytes or ring.row_bytes
         self._owned: dict[str, Extraction] = {}  # the main thread's
         self._opening: list[Extraction] = []  # the main thread's
         self._extractions: dict[str, Extraction] = {}  # the copier thread's
-        self._mutex = threading.Lock()  # guards the next four
-        self._under_way: set[Extraction] = set()
+        self._mutex = threading.Lock()  # guards the next five
+        self._under_way: OwedRows[Extraction] = OwedRows()
         self._decided: list[tuple[Extraction, str | None]] = []
         self._refused: dict[str, str] = {}
         self._backlog = 0
-        self._reported = (0, False)
-        self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._backlog)
+        self._num_started = 0
+        self._staged_bytes = 0  # by the step that runs
+        self._reported = RankState()
+        self._write_rate = WriteRate(num_writers)
+        self._step_rate = StepRate()
+        self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._backlog, self._write_rate.value)
+        self._watch = StorageWatch(
+            patience, slow_storage, where, lambda: self._backlog, self._stats, self._write_rate, self._step_rate
+        )
         self._opener = OpenerThread("hsx-opener")
         self._reasons = JobThread("hsx-reasons")
         self._writers = WriterPool(num_writers, "hsx-writer")
@@ -98,20 +114,21 @@ class ExtractionWorker:
                 self._copier.then(partial(self._end, ended))
         for start in metadata.started:
             if start.owner == self._rank:
+                self._num_started += 1
                 self._start(start)
 
     def _start(self, start: RequestStart) -> None:
         if start.request_id in self._owned:
             self._refuse(start, "another request of this id is under way", REFUSED)
             return
-        if self._storage_is_stuck():
-            self._refuse(start, self._stuck_reason(), SILENT_STORAGE)
+        if self._watch.is_stuck:
+            self._refuse(start, self._watch.silence, SILENT_STORAGE)
             return
         row_bytes = self._row_bytes, self._stored_row_bytes
         extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, self._on_decided, self._stats)
         self._owned[start.request_id] = extraction
         with self._mutex:
-            self._under_way.add(extraction)
+            self._under_way.begin(extraction, len(start.token_ids), start.max_output_rows)
         self._opening.append(extraction)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         self._copier.then(partial(self._extractions.__setitem__, start.request_id, extraction))
@@ -139,6 +156,7 @@ class ExtractionWorker:
             # The last row that is wanted: a request that only decodes from here on costs nothing any more.
             if span.first + span.num_rows == self._staging.wanted[span.request_id]:
                 del self._staging.wanted[span.request_id]
+        self._staged_bytes = slot.num_rows * self._row_bytes
         self._add_backlog(slot.num_rows)
         self._copier.submit(slot)
 
@@ -152,23 +170,36 @@ class ExtractionWorker:
         The files of this step's new requests are open when this returns: their locks must be held before a response can leave.
         """
         if self._opening:
-            if not self._opener.wait(self._patience):
-                for extraction in self._opening:
-                    extraction.fail(self._stuck_reason(), SILENT_STORAGE)
-            self._opening = []
-        stuck = self._storage_is_stuck()
+            self._wait_until_open()
+        staged, self._staged_bytes = self._staged_bytes, 0
+        self._step_rate.stepped(staged)
         with self._mutex:
-            if not self._decided and not self._refused and (self._backlog, stuck) == self._reported:
+            state = self._state()
+            if not self._decided and not self._refused and state == self._reported:
                 return None
             decided, self._decided = self._decided, []
             refused, self._refused = self._refused, {}
-            self._reported = (self._backlog, stuck)
-            report = WorkerReport({**refused}, {self._rank: self._backlog}, {self._rank} if stuck else set())
+            self._reported = state
+            report = WorkerReport({**refused}, {self._rank: state})
         for extraction, error in decided:
             report.outcomes[extraction.request_id] = error
             if error is not None and self._owned.get(extraction.request_id) is extraction:
                 self._staging.wanted.pop(extraction.request_id, None)  # nobody needs the rest of its rows
         return report
+
+    def _state(self) -> RankState:
+        return RankState(
+            backlog=self._backlog,
+            prompt_owed=self._under_way.prompt * self._row_bytes,
+            output_owed=self._under_way.output * self._row_bytes,
+            generating=self._under_way.generating,
+            started=self._num_started,
+            write_rate=self._write_rate.value(),
+            prompt_rate=self._step_rate.bytes_per_s,
+            step_rate=self._step_rate.steps_per_s,
+            quiet=self._watch.is_quiet,
+            stuck=self._watch.is_stuck,
+        )
 
     def take_stats(self) -> HsxStats | None:
         """What was counted since the last call."""
@@ -208,7 +239,7 @@ class ExtractionWorker:
     def _give_up(self, why: str, timeout: float | None) -> None:
         """Leave a reason in place of each file that is not complete, and end the opener."""
         with self._mutex:
-            unfinished, self._under_way = self._under_way, set()
+            unfinished, self._under_way = list(self._under_way), OwedRows()
         for extraction in unfinished:
             extraction.give_up()
         names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
@@ -220,25 +251,28 @@ class ExtractionWorker:
             logger.error("the storage does not answer: some of these files may have no reason in their place")
 
     def _wait_for_slot(self, slot: StagingSlot, spans: Sequence[Span]) -> bool:
-        """Wait while the ring is full and the storage gets on; False: it does not, and these requests have failed."""
+        """Wait until the slot may be written. False: that is not to be waited for, and these requests have failed."""
+        slot.settled.wait()
         if slot.issued.is_set():
             return True
-        began = time.perf_counter()
-        issued = slot.issued.wait(self._patience - self._ring.stuck_for())
-        while not issued and not self._storage_is_stuck():
-            issued = slot.issued.wait(self._patience - self._ring.stuck_for())
-        self._stats.stalled(time.perf_counter() - began)
-        if not issued:
-            for span in spans:
-                self._staging.wanted.pop(span.request_id, None)
-                self._owned[span.request_id].fail(self._stuck_reason(), SILENT_STORAGE)
-        return issued
+        if self._watch.steps_wait and self._watch.wait(slot.issued.wait, self._watch.silent_for):
+            slot.settled.wait()  # comes right behind it
+            return True
+        for span in spans:
+            self._staging.wanted.pop(span.request_id, None)
+            self._owned[span.request_id].fail(*self._watch.failure)
+        return False
 
-    def _storage_is_stuck(self) -> bool:
-        return self._ring.stuck_for() >= self._patience
-
-    def _stuck_reason(self) -> str:
-        return f"the storage did not answer for {self._patience:g} s"
+    def _wait_until_open(self) -> None:
+        """Wait for the files of this step's new requests; those that do not open in time fail."""
+        if self._watch.steps_wait:
+            done = self._opener.wait(_OPENS_S) or self._watch.wait(self._opener.wait, self._opener.silent_for)
+        else:
+            done = self._opener.wait(max(_OPENS_S, self._step_rate.longest))
+        for extraction in self._opening:
+            if not done and not extraction.has_opened:
+                extraction.fail(*self._watch.failure)
+        self._opening = []
 
     # Copier thread
 
@@ -271,32 +305,46 @@ class ExtractionWorker:
     # Writer threads
 
     def _write(self, piece: Piece, parts: list[tuple[Extraction, Span]]) -> list[WriterJob]:
+        written = 0
         try:
             landed_at = piece.wait()
-            for extraction, span in parts:
-                check = piece.rows[span.row : span.row + span.num_rows] if self._check_finite else None
-                extraction.write(span.first, piece.read(span), landed_at, check)
+            self._write_rate.begin(sum(span.num_rows for _, span in parts) * self._row_bytes)
+            try:
+                for extraction, span in parts:
+                    check = piece.rows[span.row : span.row + span.num_rows] if self._check_finite else None
+                    written += extraction.write(span.first, piece.read(span), landed_at, check) * self._row_bytes
+            finally:
+                self._write_rate.end(written)
         except Exception as error:  # noqa: BLE001 - waiting for the copy failed; this thread serves other files too
             for extraction, _ in parts:
                 extraction.fail(f"copy from the device failed: {error}", COPY_FAILED)
         finally:
-            if piece.release(len(parts)):
+            if piece.release([span for _, span in parts]):
                 self._stats.copied(len(piece.rows) * self._row_bytes, piece.landed_after)
-            self._add_backlog(-sum(span.num_rows for _, span in parts))
+            self._leave_memory(parts)
         return [job for extraction, span in parts for job in extraction.order.done(span.positions)]
 
-    @staticmethod
-    def _end_file(extraction: Extraction, end: RequestEnd) -> tuple[()]:
+    def _end_file(self, extraction: Extraction, end: RequestEnd) -> tuple[()]:
+        self._write_rate.begin(0)
         extraction.end(end)
+        self._write_rate.end(0)
         return ()
 
     # Any thread
 
     def _add_backlog(self, rows: int) -> None:
         with self._mutex:
+            if rows < 0 or not self._backlog:
+                self._watch.answered()
             self._backlog += rows * self._row_bytes
+
+    def _leave_memory(self, parts: Sequence[tuple[Extraction, Span]]) -> None:
+        self._add_backlog(-sum(span.num_rows for _, span in parts))
+        with self._mutex:
+            for extraction, span in parts:
+                self._under_way.wrote(extraction, *span.positions)
 
     def _on_decided(self, extraction: Extraction, error: str | None) -> None:
         with self._mutex:
-            self._under_way.discard(extraction)
+            self._under_way.end(extraction)
             self._decided.append((extraction, error))

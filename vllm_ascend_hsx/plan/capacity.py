@@ -11,9 +11,9 @@ from vllm_ascend_hsx.plan.server_config import EngineOptions, Layout, step_token
 from vllm_ascend_hsx.plan.shape import ModelShape
 from vllm_ascend_hsx.plan.vllm_planner import Capacity, LayoutError, plan_layout
 from vllm_ascend_hsx.plan.weights import count_parameters
+from vllm_ascend_hsx.ring import PinnedRing
 from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.sinks.format import FileLayout
-from vllm_ascend_hsx.staging import PinnedRing
 
 PROMPTS = 1000
 _SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -134,7 +134,7 @@ def make_plan(request: Request) -> Plan:
         raise PlanError("--layers", _ids(request.layer_ids), str(error).rstrip("."), "choose others") from None
     file = FileLayout(row_format, _REQUEST_ID)
     try:
-        buffers, rows_per_buffer = PinnedRing.shape_for(request.ring_bytes, row_bytes)
+        ring_rows, _ = PinnedRing.shape_for(request.ring_bytes, row_bytes)
     except ValueError:
         problem = f"a row has {row_bytes} bytes and two must fit"
         raise PlanError("--ring", _size(request.ring_bytes), problem, f"give at least {2 * row_bytes}") from None
@@ -143,7 +143,7 @@ def make_plan(request: Request) -> Plan:
         request=request,
         row_bytes=row_bytes,
         staging_bytes=staging,
-        ring_bytes=buffers * rows_per_buffer * row_bytes,
+        ring_bytes=ring_rows * row_bytes,
         collected_bytes=collected * step_tokens(engine, Layout.HSX),
         layouts=_layouts(request, staging, collected),
         prompts_bytes=PROMPTS * file.file_size(request.prompt_tokens),

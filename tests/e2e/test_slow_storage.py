@@ -1,0 +1,102 @@
+"""Storage stands still on a running engine: requests that are not extracted go on, those that are wait or fail, as slow_storage says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import EngineSession, tokens
+from oracle import Reference
+from stage import Stage
+
+LAYER_IDS = (1, 2, 4)
+ROW_BYTES = 3 * 256 * 4
+RING_ROWS = 32
+CHUNK = 64
+OPTS_OUT = {"hidden_states": False}
+
+
+@pytest.fixture(scope="module", params=["wait", "fail"])
+def stage(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with EngineSession(
+        tmp_path_factory.mktemp("slow"),
+        float32_qwen3,
+        max_num_batched_tokens=CHUNK,
+        layer_ids=LAYER_IDS,
+        dtype="float32",
+        connector_options={"slow_storage": request.param, "pinned_ring_bytes": RING_ROWS * ROW_BYTES},
+    ) as session:
+        stage = Stage(session, Reference(float32_qwen3, 4, torch.float32))
+        stage.param = request.param
+        yield stage
+
+
+def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) -> None:
+    plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=450)
+    stage.until_mid_decode(plain)
+    stage.session.call("hold_writes")
+    admitted = stage.add(tokens(40), name="admitted")  # more than the ring holds
+    held = stage.add(tokens(20, seed=1), name="held", expect="prompt" if stage.param == "wait" else "failed")
+    beside = stage.add(tokens(20, seed=2), name="beside", params=OPTS_OUT, expect="nothing", max_tokens=5)
+    before = len(plain.tokens)
+    stage.step(40)
+    assert len(plain.tokens) >= before + 38
+    assert admitted.finished
+    assert beside.finished
+    if stage.param == "fail":
+        # Two seconds without an answer, and it is refused instead of being held.
+        deadline = time.monotonic() + 60
+        while not held.finished and time.monotonic() < deadline:
+            if plain.finished:
+                plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=450)
+            stage.step()
+        assert held.kv_transfer_params["hidden_states_error"] == "the storage did not answer for 2 s"
+    else:
+        assert not held.finished
+    stage.session.call("release_writes")
+    stage.drain()
+    assert held.finished
+    if stage.param == "fail":
+        stage._expected[held.id] = "nothing"  # it was refused: the answer alone says why
+    stage.check()
+
+
+def test_a_prompt_that_does_not_fit_has_steps_wait_or_fails_and_is_told_why(stage: Stage) -> None:
+    stage.settle_in()
+    plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=450)
+    stage.until_mid_decode(plain)
+    stage.session.call("hold_writes")
+    large = stage.add(tokens(5 * CHUNK), name="large", expect="prompt" if stage.param == "wait" else "failed")
+    if stage.param == "wait":
+        stage.session.call("release_writes_when_a_step_waits")
+    before = len(plain.tokens)
+    stage.step(20)
+    assert len(plain.tokens) >= before + 18
+    if stage.param == "fail":
+        stage.until(lambda: large.finished)
+        reason = large.kv_transfer_params["hidden_states_error"]
+        assert "slow_storage is 'fail'" in reason or "did not answer for 2 s" in reason
+        stage.session.call("release_writes")
+    stage.drain()
+    stage.check()
+    again = stage.add(tokens(5 * CHUNK, seed=3), name="again")
+    stage.drain()
+    stage.check()
+    assert again.finished
+
+
+def test_a_held_request_is_let_through_although_nothing_else_runs(stage: Stage) -> None:
+    stage.session.call("hold_writes")
+    first = stage.add(tokens(40), name="first")
+    plain = stage.add(tokens(5), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=6)
+    stage.until(lambda: plain.finished)  # a step's rows are told with the next one
+    assert first.finished
+    held = stage.add(tokens(20, seed=1), name="held")
+    stage.step(3)
+    assert not held.finished
+    stage.session.call("release_writes")
+    stage.until(lambda: held.finished)
+    stage.check()

@@ -1,0 +1,226 @@
+"""What is admitted fits: what is owed is counted right, and a model of storage and engine never overflows the memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from vllm_ascend_hsx.connector.admission import Cost, OwedRows, RankLoad
+from vllm_ascend_hsx.connector.metadata import RankState
+from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
+from vllm_ascend_hsx.connector.reminder import Reminder
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class OwedLife(RuleBasedStateMachine):
+    """Requests begin, write rows in any order, some twice, and end; the rows that are missing are the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.owed: OwedRows[str] = OwedRows()
+        self.missing: dict[str, tuple[int, set[int]]] = {}
+
+    @rule(name=st.sampled_from("abc"), prompt=st.integers(1, 8), output=st.integers(0, 8))
+    def begin(self, name: str, prompt: int, output: int) -> None:
+        if name not in self.missing:
+            self.owed.begin(name, prompt, output)
+            self.missing[name] = prompt, set(range(prompt + output))
+
+    @rule(name=st.sampled_from("abc"), data=st.data())
+    def write(self, name: str, data: st.DataObject) -> None:
+        if name in self.missing and (rows := self.missing[name][1]):
+            first = min(rows)
+            end = data.draw(st.integers(first + 1, max(rows) + 1))
+            self.owed.wrote(name, first, end)
+            rows -= set(range(first, end))
+
+    @rule(name=st.sampled_from("abc"))
+    def write_again(self, name: str) -> None:
+        if name in self.missing and not self.missing[name][1]:
+            self.owed.wrote(name, 0, self.missing[name][0])
+
+    @rule(name=st.sampled_from("abc"))
+    def end(self, name: str) -> None:
+        self.owed.end(name)
+        self.missing.pop(name, None)
+        self.owed.wrote(name, 0, 3)
+
+    @invariant()
+    def what_is_owed_is_what_is_missing(self) -> None:
+        prompts = [sum(row < prompt for row in rows) for prompt, rows in self.missing.values()]
+        outputs = [sum(row >= prompt for row in rows) for prompt, rows in self.missing.values()]
+        assert (self.owed.prompt, self.owed.output) == (sum(prompts), sum(outputs))
+        assert self.owed.generating == sum(map(bool, outputs))
+        assert set(self.owed) == set(self.missing)
+
+
+OwedLife.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+TestOwedLife = OwedLife.TestCase
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    ring=st.integers(50, 400),
+    prompts=st.lists(st.integers(1, 300), min_size=1, max_size=12),
+    made=st.integers(10, 60),
+    share=st.floats(0.2, 1.5),
+    known=st.booleans(),
+)
+def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
+    ring: int, prompts: list[int], made: int, share: float, known: bool
+) -> None:
+    """Steps make `made` bytes, of one prompt after the other; storage writes its share of that meanwhile. A worker's
+    report comes a step late. Only a prompt that never fits may fill the memory."""
+    load = RankLoad(ring, row_bytes=1)
+    rates = {"write_rate": made * share, "prompt_rate": float(made)} if known else {}
+    waiting, running, begun = list(prompts), [], 0
+    backlog, late = 0.0, RankState()
+    for _ in range(3_000):
+        while waiting and load.admits(Cost(waiting[0], 0)):
+            load.promise(Cost(waiting[0], 0))
+            running.append(waiting.pop(0))
+            begun += 1
+        load.start([Cost(size, 0) for size in prompts[begun - len(load._promised) : begun]])
+        comes = min(made, sum(running))
+        too_large = [size for size in prompts if size * (1 - share if known else 1) > ring]
+        backlog = max(0.0, backlog + comes - made * share)
+        # What comes within a step comes at once, and what is written is known in whole bytes.
+        assert backlog <= ring + made + 1 or too_large
+        left = comes
+        while left:
+            part = min(left, running[0])
+            running[0] -= part
+            left -= part
+            if not running[0]:
+                running.pop(0)
+        load.report(late)
+        whole = int(backlog)
+        late = RankState(backlog=whole, prompt_owed=whole + sum(running), started=begun, **rates)
+        if not waiting and not running:
+            return
+    pytest.fail(f"{len(waiting)} prompts were never admitted")
+
+
+# Rates
+
+
+def test_a_write_rate_is_that_of_all_threads_and_light_load_does_not_lower_it() -> None:
+    clock = Clock()
+    rate = WriteRate(2, clock)
+    assert rate.value() is None
+    for _ in range(50):
+        rate.begin(100)
+        clock.now += 0.5
+        rate.end(100)
+        clock.now += 60.0
+    assert rate.value() == pytest.approx(400.0)
+
+
+def test_a_write_that_takes_long_lowers_the_rate_before_it_has_ended() -> None:
+    clock = Clock()
+    rate = WriteRate(1, clock)
+    for _ in range(100):
+        rate.begin(100)
+        clock.now += 0.1
+        rate.end(100)
+    assert rate.value() == pytest.approx(1000.0)
+    rate.begin(100)
+    clock.now += 0.2
+    assert rate.value() == pytest.approx(500.0)
+    clock.now += 9.8
+    assert rate.value() == pytest.approx(10.0)
+    rate.end(100)
+    assert rate.value() == pytest.approx(10.0, rel=0.1)
+
+
+def test_what_is_written_after_a_change_counts_soon_and_what_was_before_is_forgotten() -> None:
+    clock = Clock()
+    rate = WriteRate(2, clock)
+    for size in (10_000, 100):
+        for _ in range(200):
+            rate.begin(size)
+            clock.now += 0.1
+            rate.end(size)
+    assert rate.value() == pytest.approx(2000.0, rel=0.1)
+
+
+def test_step_rates_are_peaks_without_the_time_that_steps_waited() -> None:
+    clock = Clock()
+    steps = StepRate(clock)
+    for waited in (0.0, 0.0, 50.0, 0.0, 0.0, 3.0):
+        clock.now += 0.5 + waited
+        steps.waited(waited)
+        steps.stepped(100)
+    assert steps.bytes_per_s == pytest.approx(200.0)
+    assert steps.steps_per_s == pytest.approx(2.0)
+    for _ in range(20):
+        clock.now += 5.0
+        steps.stepped(100)
+    assert steps.bytes_per_s == pytest.approx(200.0, rel=0.05)
+
+
+def test_steps_that_stage_nothing_are_no_steps_of_a_request_that_generates() -> None:
+    clock = Clock()
+    steps = StepRate(clock)
+    for index in range(40):
+        clock.now += 0.001
+        steps.stepped(100 if index % 4 == 0 else 0)
+    assert steps.bytes_per_s == pytest.approx(100 / 0.004)
+    assert steps.steps_per_s is None
+
+
+def test_an_engine_that_had_nothing_to_do_makes_no_long_step() -> None:
+    clock = Clock()
+    steps = StepRate(clock)
+    assert steps.longest == 1.0
+    for seconds in (0.02, 0.03, 0.02, 100.0, 0.02):
+        clock.now += seconds
+        steps.stepped(0)
+    assert steps.longest == pytest.approx(0.03)
+
+
+# Lines in the log
+
+
+def test_a_line_is_due_soon_and_then_every_ten_seconds_while_trouble_lasts() -> None:
+    clock = Clock()
+    reminder = Reminder(0.5, clock)
+    told = []
+    reminder.begin()
+    for tenth in range(350):
+        clock.now = 1000.0 + tenth / 8
+        if reminder.due_in() == 0:
+            told.append(tenth / 8)
+            reminder.told()
+    assert told == [0.5, 10.5, 20.5, 30.5, 40.5]
+    assert reminder.end() == pytest.approx(349 / 8)
+    assert reminder.end() == 0.0
+
+
+def test_trouble_that_comes_back_adds_up_and_is_forgotten_after_ten_seconds() -> None:
+    clock = Clock()
+    reminder = Reminder(0.5, clock)
+    for _ in range(3):
+        reminder.begin()
+        assert reminder.due_in() > 0
+        clock.now += 0.125
+        reminder.end()
+        clock.now += 1.0
+    reminder.begin()
+    assert reminder.due_in() == 0.125
+    clock.now += 0.125
+    assert reminder.due_in() == 0
+    assert reminder.seconds == 0.5
+    reminder.end()
+    clock.now += 10.0
+    reminder.begin()
+    assert reminder.due_in() == 0.5

@@ -1,0 +1,152 @@
+"""The pinned ring: it gives out every row it has, none twice, in runs of any length, and takes them back in any order."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch_npu  # noqa: F401 - brings torch.npu
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from vllm_ascend_hsx.ring import FreeRows, PinnedRing
+
+ROW_SHAPE, DTYPE = (3, 8), torch.bfloat16
+ROW_BYTES = 48
+
+
+def make_ring(rows: int) -> PinnedRing:
+    return PinnedRing(rows * ROW_BYTES, ROW_SHAPE, DTYPE)
+
+
+class AllocatorLife(RuleBasedStateMachine):
+    """Runs are taken and given back, whole or in parts, in any order; a set of rows is the model."""
+
+    @initialize(num_rows=st.integers(1, 60))
+    def start(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.rows = FreeRows(num_rows)
+        self.free = set(range(num_rows))
+        self.taken: list[tuple[int, int]] = []
+
+    def longest(self) -> int:
+        return max((end - first for first, end in self.rows.intervals), default=0)
+
+    @rule(wish=st.integers(1, 70), least=st.integers(1, 10))
+    def take(self, wish: int, least: int) -> None:
+        longest = self.longest()
+        run = self.rows.take(wish, least)
+        if run is None:
+            assert longest < min(wish, least)
+            return
+        first, count = run
+        assert count == min(wish, longest)
+        rows = set(range(first, first + count))
+        assert rows <= self.free
+        self.free -= rows
+        self.taken.append(run)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        first, count = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
+        part = data.draw(st.integers(1, count))
+        self.rows.give_back(first, part)
+        if part < count:
+            self.taken.append((first + part, count - part))
+        self.free |= set(range(first, first + part))
+
+    @precondition(lambda self: self.free)
+    @rule(data=st.data())
+    def rows_that_are_free_are_not_taken_back(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.free)))
+        with pytest.raises(ValueError, match="are free"):
+            self.rows.give_back(row, 1)
+
+    @invariant()
+    def intervals_are_the_free_rows_and_no_two_touch(self) -> None:
+        intervals = self.rows.intervals
+        assert {row for first, end in intervals for row in range(first, end)} == self.free
+        assert all(first < end for first, end in intervals)
+        assert all(one[1] < other[0] for one, other in zip(intervals, intervals[1:], strict=False))
+        assert self.rows.count == len(self.free)
+
+    def teardown(self) -> None:
+        for first, count in getattr(self, "taken", []):
+            self.rows.give_back(first, count)
+        if hasattr(self, "rows"):
+            assert self.rows.intervals == [(0, self.num_rows)]
+
+
+AllocatorLife.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAllocatorLife = AllocatorLife.TestCase
+
+
+@pytest.mark.parametrize(("rows", "rows_per_piece"), [(2, 1), (10, 1), (40, 5), (800_000, (4 << 20) // ROW_BYTES)])
+def test_a_ring_holds_all_the_rows_it_has_bytes_for(rows: int, rows_per_piece: int) -> None:
+    assert PinnedRing.shape_for(rows * ROW_BYTES + ROW_BYTES - 1, ROW_BYTES) == (rows, rows_per_piece)
+
+
+def test_a_ring_is_pinned_begins_at_a_page_and_its_runs_lie_side_by_side() -> None:
+    ring = make_ring(10)
+    assert ring.num_bytes == 10 * ROW_BYTES
+    runs = [ring.acquire(3) for _ in range(10)]
+    assert all(run.rows.is_pinned() for run in runs)
+    assert runs[0].rows.data_ptr() % 4096 == 0
+    for index, run in enumerate(runs):
+        run.rows.fill_(index)
+        assert torch.equal(torch.frombuffer(run.data, dtype=DTYPE), run.rows.flatten())
+    assert bytes(ring.data) == b"".join(bytes(run.data) for run in runs)
+    assert ring.free_rows == 0
+
+
+def test_a_ring_that_holds_less_than_two_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="give at least 96 bytes"):
+        PinnedRing(95, ROW_SHAPE, DTYPE)
+
+
+def test_a_ring_knows_the_largest_part_in_use_since_it_was_asked() -> None:
+    ring = make_ring(8)
+    assert ring.take_peak_fill() == 0.0
+    first, second, third = (ring.acquire(1).first for _ in range(3))
+    ring.free(first, 1)
+    ring.free(second, 1)
+    assert ring.take_peak_fill() == 3 / 8
+    assert ring.take_peak_fill() == 1 / 8  # the third, still in use
+    ring.free(third, 1)
+    assert ring.take_peak_fill() == 1 / 8
+    assert ring.take_peak_fill() == 0.0
+
+
+def test_whoever_waits_for_a_full_ring_is_told_first_and_gets_what_becomes_free() -> None:
+    ring = make_ring(2)
+    runs = [ring.acquire(1) for _ in range(2)]
+    told, got = threading.Event(), []
+    taker = threading.Thread(target=lambda: got.append(ring.acquire(1, told.set)))
+    taker.start()
+    assert told.wait(30)
+    assert not got
+    ring.free(runs[1].first, 1)
+    taker.join(30)
+    assert [run.first for run in got] == [1]
+    told.clear()
+    ring.free(got[0].first, 1)
+    ring.acquire(1, told.set)
+    assert not told.is_set()
+
+
+def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
+    ring = make_ring(64 * 8)  # pieces of 64 rows; a run of less than 4 is not begun when more is wanted
+    while ring.free_rows:
+        ring.acquire(64)
+    for row in range(3):
+        ring.free(row, 1)
+    told, got = threading.Event(), []
+    taker = threading.Thread(target=lambda: got.append(ring.acquire(64, told.set)))
+    taker.start()
+    assert told.wait(30)
+    ring.free(3, 1)
+    taker.join(30)
+    assert [(run.first, len(run.rows)) for run in got] == [(0, 4)]

@@ -1,0 +1,173 @@
+"""The pinned ring: host memory that rows pass through, given out in runs of rows of any length."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+_PAGE = 4096  # what direct I/O may want memory to be aligned to
+
+
+class FreeRows:
+    """Which of a number of rows are free: intervals in ascending order, no two of which touch.
+
+    Args:
+        num_rows: all of them, free at first.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._firsts = [0]
+        self._ends = [num_rows]
+        self.count = num_rows
+
+    @property
+    def intervals(self) -> list[tuple[int, int]]:
+        """[first, end) of each interval."""
+        return list(zip(self._firsts, self._ends, strict=True))
+
+    def take(self, wish: int, least: int = 1) -> tuple[int, int] | None:
+        """Take one run: the first that is long enough, or else the longest there is.
+
+        Args:
+            wish: most rows to take.
+            least: fewest rows to take, unless fewer are wished for.
+
+        Returns:
+            (first row, rows), or None if every run is too short.
+        """
+        found, longest = -1, 0
+        for index, (first, end) in enumerate(zip(self._firsts, self._ends, strict=True)):
+            if end - first > longest:
+                found, longest = index, end - first
+                if longest >= wish:
+                    break
+        if longest < min(wish, least):
+            return None
+        first, count = self._firsts[found], min(wish, longest)
+        if count == longest:
+            del self._firsts[found], self._ends[found]
+        else:
+            self._firsts[found] += count
+        self.count -= count
+        return first, count
+
+    def give_back(self, first: int, count: int) -> None:
+        """Join a run that was taken with the free rows beside it.
+
+        Raises:
+            ValueError: some of these rows are free.
+        """
+        end, index = first + count, bisect_left(self._firsts, first)
+        after = self._firsts[index] if index < len(self._firsts) else end
+        before = self._ends[index - 1] if index else first
+        if before > first or end > after:
+            raise ValueError(f"some of the rows {first} to {end} are free")
+        joins_before = index > 0 and before == first
+        joins_after = index < len(self._firsts) and after == end
+        if joins_before and joins_after:
+            self._ends[index - 1] = self._ends[index]
+            del self._firsts[index], self._ends[index]
+        elif joins_before:
+            self._ends[index - 1] = end
+        elif joins_after:
+            self._firsts[index] = first
+        else:
+            self._firsts.insert(index, first)
+            self._ends.insert(index, end)
+        self.count += count
+
+
+class Run(NamedTuple):
+    """Consecutive rows of the ring.
+
+    Attributes:
+        first: index of the first one.
+        rows: pinned [rows, layers, hidden].
+        data: their bytes.
+    """
+
+    first: int
+    rows: torch.Tensor
+    data: memoryview
+
+
+class PinnedRing:
+    """A fixed amount of pinned host memory, given out in runs of rows. It begins at a page, as direct I/O wants it.
+
+    Args:
+        num_bytes: upper bound.
+        row_shape, dtype: of one row.
+
+    Attributes:
+        num_rows: rows that it holds. rows_per_piece: the longest run that is given out.
+        data: all of it, as bytes.
+
+    Raises:
+        ValueError: fewer than two rows fit.
+    """
+
+    MIN_PIECES = 8  # rows of a step are written while the rest of them are copied
+    MAX_PIECE_BYTES = 4 << 20
+
+    def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
+        self.num_rows, self.rows_per_piece = self.shape_for(num_bytes, self.row_bytes)
+        # Shorter runs are left until their neighbours are free: else a full ring would be given out in ever
+        # smaller parts, and written in ever smaller writes.
+        self._least = max(1, self.rows_per_piece // 16)
+        self.num_bytes = self.num_rows * self.row_bytes
+        whole = torch.empty(self.num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
+        begin = -whole.data_ptr() % _PAGE
+        self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)
+        self.data = whole.numpy().data[begin : begin + self.num_bytes]
+        self._changed = threading.Condition()  # guards the next two
+        self._free = FreeRows(self.num_rows)
+        self._least_free = self.num_rows
+
+    @classmethod
+    def shape_for(cls, num_bytes: int, row_bytes: int) -> tuple[int, int]:
+        """How many rows, and how many of them a piece has at most. Raises ValueError: fewer than two rows fit."""
+        rows = num_bytes // row_bytes
+        if rows < 2:
+            raise ValueError(f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes")
+        return rows, max(1, min(rows // cls.MIN_PIECES, cls.MAX_PIECE_BYTES // row_bytes))
+
+    @property
+    def free_rows(self) -> int:
+        return self._free.count
+
+    def take_peak_fill(self) -> float:
+        """The largest part that was in use since the last call, from 0 to 1. One thread calls this."""
+        with self._changed:
+            least, self._least_free = self._least_free, self._free.count
+        return 1 - least / self.num_rows
+
+    def acquire(self, wish: int, before_waiting: Callable[[], None] = lambda: None) -> Run:
+        """Take up to `wish` rows, at most `rows_per_piece`; wait for some. One thread calls this.
+
+        Args:
+            wish: rows that are wanted.
+            before_waiting: called if there is not enough free memory now.
+        """
+        wish = min(wish, self.rows_per_piece)
+        with self._changed:
+            taken = self._free.take(wish, self._least)
+            if taken is None:
+                before_waiting()
+            while taken is None:
+                self._changed.wait()
+                taken = self._free.take(wish, self._least)
+            self._least_free = min(self._least_free, self._free.count)
+        first, count = taken
+        data = self.data[first * self.row_bytes : (first + count) * self.row_bytes]
+        return Run(first, self._memory[first : first + count], data)
+
+    def free(self, first: int, count: int) -> None:
+        """Let a run, or a part of one, be used again. Any thread."""
+        with self._changed:
+            self._free.give_back(first, count)
+            self._changed.notify()
