@@ -50,7 +50,7 @@ def _type(schema: dict[str, object]) -> str:
         return " or ".join(f"`{json.dumps(value)}`" for value in schema["enum"])  # type: ignore[attr-defined]
     choices = [each for each in schema.get("anyOf", [schema]) if each.get("type") != "null"]  # type: ignore[attr-defined]
     (schema,) = choices
-    limits = {"minimum": "≥ ", "maximum": "≤ ", "exclusiveMinimum": "> "}
+    limits = {"minimum": "≥ ", "exclusiveMinimum": "> ", "maximum": "≤ "}
     said = [f"{sign}{schema[key]}" for key, sign in limits.items() if key in schema]
     return " ".join([str(schema.get("type", "object")), ", ".join(said)]).strip()
 

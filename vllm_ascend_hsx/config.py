@@ -18,7 +18,9 @@ LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 LAST_WORDS_S = 5.0  # seconds that a worker takes at most, behind drain_timeout_s, to leave a reason in place of files that are not complete
 
-_SIZE = re.compile(r"^\s*(\d+)\s*(B|KiB|MiB|GiB)?\s*$")
+LONGEST_S = 24 * 3600  # upper bound of every timeout: poll() and threads take no number of seconds that is much larger
+_LARGEST = 1 << 40  # upper bound of every size in bytes
+_SIZE = re.compile(r"^\s*(\d{1,30})\s*(B|KiB|MiB|GiB)?\s*$")
 _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
@@ -29,7 +31,14 @@ class HsxConfigError(ValueError):
         self.option = option
         self.problem = problem
         self.remedy = remedy
-        super().__init__(f"{CONNECTOR_NAME}: {option}={value!r} {problem}. {remedy}")
+        super().__init__(f"{CONNECTOR_NAME}: {option}={_echo(value)} {problem}. {remedy}")
+
+
+def _echo(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes down no number of more than 4,300 digits
+        return "<a number of thousands of digits>"
 
 
 def _size(value: object) -> object:
@@ -59,11 +68,15 @@ class MooncakeOptions(BaseModel):
     protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="Mooncake's transport.")
     device_name: str = Field(default="", description="Devices of the transport, such as 'mlx5_0'; empty lets Mooncake choose.")
     global_segment_size: Size = Field(
-        default=4 << 30, ge=0, description="Bytes of this worker's memory that hold objects of the store; bytes, or a size such as '4GiB'."
+        default=4 << 30,
+        ge=0,
+        le=_LARGEST,
+        description="Bytes of this worker's memory that hold objects of the store; bytes, or a size such as '4GiB'.",
     )
     local_buffer_size: Size = Field(
         default=2 << 30,
         ge=1 << 20,
+        le=_LARGEST,
         description="Bytes of this worker's memory in which requests are put together before they are sent; bytes, or a size.",
     )
 
@@ -94,6 +107,7 @@ class HsxConfig(BaseModel):
     shard_bytes: Size = Field(
         default=4 << 30,
         ge=1 << 20,
+        le=_LARGEST,
         description="Size at which a shard is sealed and the next one begun; bytes, or a size such as '4GiB'. Of `sink` 'shard'.",
     )
     mooncake: MooncakeOptions | None = Field(default=None, description="The Mooncake store. Required if `sink` is 'mooncake'.")
@@ -168,6 +182,7 @@ class HsxConfig(BaseModel):
     pinned_ring_bytes: Size = Field(
         default=32 << 20,
         ge=1 << 12,
+        le=_LARGEST,
         description="Pinned host memory per worker that rows pass through on their way to the file; bytes, or a size such as '32MiB'.",
     )
     slow_storage: Literal["wait", "fail"] = Field(
@@ -179,12 +194,14 @@ class HsxConfig(BaseModel):
     storage_patience_s: float = Field(
         default=30.0,
         gt=0,
+        le=LONGEST_S,
         description="Seconds that an engine step waits for storage that does nothing at all. Then the requests whose rows wait fail, "
         "new ones are refused, and all others go on, until the storage answers again.",
     )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
+        le=LONGEST_S,
         description="Seconds that a server which is stopped takes at most to write the rows that were computed.",
     )
 
@@ -199,11 +216,6 @@ class HsxConfig(BaseModel):
         if not re.fullmatch("0?[0-7]{3}", value) or int(value, 8) & 0o600 != 0o600:
             raise ValueError("is not a mode that lets the server read and write its own files; use octal digits, such as '0640'")
         return value
-
-    @field_validator("storage_patience_s", "drain_timeout_s", mode="before")
-    @classmethod
-    def _take_whole_seconds(cls, value: object) -> object:
-        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
     @field_validator("shared_storage_path")
     @classmethod

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfigError
+
 _PAGE = 4096  # what direct I/O may want memory to be aligned to
 
 
@@ -108,6 +110,7 @@ class PinnedRing:
 
     Raises:
         ValueError: fewer than two rows fit.
+        HsxConfigError: the host has no such memory.
     """
 
     MIN_PIECES = 8  # rows of a step are written while the rest of them are copied
@@ -120,7 +123,12 @@ class PinnedRing:
         # smaller parts, and written in ever smaller writes.
         self._least = max(1, self.rows_per_piece // 16)
         self.num_bytes = self.num_rows * self.row_bytes
-        whole = torch.empty(self.num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
+        try:
+            whole = torch.empty(self.num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            problem = f"cannot be allocated as pinned memory: {str(error).partition(chr(10))[0].rstrip('.')}"
+            remedy = "Give less, or leave it out for the default of 32MiB."
+            raise HsxConfigError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy) from None
         begin = -whole.data_ptr() % _PAGE
         self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)
         self.data = whole.numpy().data[begin : begin + self.num_bytes]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import signal
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ from vllm.v1.engine import utils as utils_module
 from vllm.v1.executor import multiproc_executor
 
 from vllm_ascend_hsx.compat.shutdown import answer_with_errors, patience, stop_in_order, wait_for_engines, wait_for_workers
-from vllm_ascend_hsx.config import LAST_WORDS_S
+from vllm_ascend_hsx.config import LAST_WORDS_S, LONGEST_S
 
 OPTIONS = {"shared_storage_path": "/data", "drain_timeout_s": 100, "storage_patience_s": 20}
 OURS = {"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": OPTIONS}
@@ -83,6 +85,21 @@ def test_engine_cores_have_time_to_stop_behind_that_of_their_requests(manager: A
     ours, others = manager.ended
     assert ours >= (timeout or 0) + PATIENCE + 4 + 4 + 5
     assert others == timeout
+
+
+@pytest.mark.parametrize("timeout", [0, 2**31, 10**400])
+def test_no_process_is_waited_for_longer_than_the_system_can_wait(manager: Any, timeout: int) -> None:
+    longest = {**OPTIONS, "drain_timeout_s": LONGEST_S, "storage_patience_s": LONGEST_S}
+    start(manager, config(transfer("AscendHiddenStatesConnector", longest))).shutdown(timeout=timeout)
+    (given,) = manager.ended
+    assert given >= 2 * LONGEST_S
+    readable, writable = os.pipe()
+    try:
+        os.write(writable, b"x")
+        assert wait([readable], given) == [readable], "Process.join waits in the same way"
+    finally:
+        os.close(readable)
+        os.close(writable)
 
 
 def test_a_manager_that_nobody_has_shut_down_gives_the_time_too_and_only_once(manager: Any) -> None:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.ring import FreeRows, PinnedRing
 
 ROW_SHAPE, DTYPE = (3, 8), torch.bfloat16
@@ -150,3 +151,11 @@ def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
     ring.free(3, 1)
     taker.join(30)
     assert [(run.first, len(run.rows)) for run in got] == [(0, 4)]
+
+
+def test_a_ring_for_which_there_is_no_memory_is_an_error_of_its_option_in_one_line() -> None:
+    with pytest.raises(HsxConfigError) as refusal:
+        PinnedRing(1 << 50, ROW_SHAPE, DTYPE)
+    assert "kv_connector_extra_config.pinned_ring_bytes=1125899906842624 cannot be allocated" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert refusal.value.__suppress_context__, "the allocator's own has a backtrace of C++"

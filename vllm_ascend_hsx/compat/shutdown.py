@@ -17,13 +17,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_ascend_hsx.compat.versions import require
-from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.config import LONGEST_S, HsxConfigError
 from vllm_ascend_hsx.startup import read_options
 
 ENGINE_MANAGER_MODULE = "vllm.v1.engine.utils"
 EXECUTOR_MODULE = "vllm.v1.executor.multiproc_executor"
 ENGINE_CORE_MODULE = "vllm.v1.engine.core"
 
+# Process.join ends in poll(), which takes milliseconds in 31 bits; this leaves room for what is added to it.
+_LONGEST_SHUTDOWN_S = 20 * LONGEST_S
 _VLLM_GRACE = 13.0  # seconds: the executor's 4 + 4 for its workers, and the 5 of v1/utils.py:581 for an engine core
 
 
@@ -71,7 +73,9 @@ def wait_for_engines(utils_module: Any) -> None:
 
     @functools.wraps(shutdown)
     def wait_and_shut_down(self: Any, timeout: float | None = None) -> None:
-        shutdown(self, timeout=(timeout or 0.0) + self._hsx_seconds if self._hsx_seconds else timeout)
+        if self._hsx_seconds:
+            timeout = min(timeout or 0.0, _LONGEST_SHUTDOWN_S) + self._hsx_seconds
+        shutdown(self, timeout=timeout)
 
     manager.__init__, manager.shutdown = initialise, wait_and_shut_down
 
