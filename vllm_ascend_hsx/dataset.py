@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from vllm_ascend_hsx.arguments import require_whole
 from vllm_ascend_hsx.quantized import dequantized
 from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
 from vllm_ascend_hsx.shards import shards_of
@@ -22,7 +23,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         source: a directory, whose complete files and members of shards are taken in the order of their names, or the files themselves.
         layer_ids: which residual streams an item has, in this order; all that the files have if None.
         dtype: convert rows to it; the model's if None.
-        max_tokens: cut longer sequences off behind so many tokens.
+        max_tokens: cut longer sequences off after this many tokens, at least 1; None takes them whole.
         verify: compare each file with its checksum when it is loaded.
 
     An item is a dict:
@@ -32,7 +33,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         path: the file.
 
     Raises:
-        ValueError: no files, or (with an item) a file that lacks a layer; the message names it.
+        ValueError: no files, a max_tokens that is no whole number, or (with an item) a file that lacks a layer; the message names it.
         HiddenStatesError: (with an item) a file that is not what it should be.
     """
 
@@ -45,6 +46,8 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         max_tokens: int | None = None,
         verify: bool = False,
     ) -> None:
+        if max_tokens is not None:
+            require_whole("max_tokens", max_tokens, 1, "give a whole number of at least 1, or None")
         if isinstance(source, str | Path):
             directory = Path(source)
             files = {path.name for path in directory.glob(f"*{DATA_SUFFIX}") if not path.name.startswith(".")}

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from vllm_ascend_hsx.arguments import require_whole
 from vllm_ascend_hsx.shards import shards_of
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
 
@@ -44,8 +45,11 @@ def find(directory: str | Path, response_id: str, *, prompt: int = 0, sample: in
     Raises:
         FileNotFoundError: neither a file nor a lock nor an error is there: not begun, aborted, opted out, or taken away.
         LookupError: several are there, because several requests had this id. Ids longer than about 170 characters are not found.
+        ValueError: `prompt` or `sample` is no index.
         OSError: the directory cannot be read.
     """
+    for name, value in (("prompt", prompt), ("sample", sample)):
+        require_whole(name, value, 0, "give a whole number, counted from 0")
     # The forms of the id, first those that leave no doubt: another client's own `NAME_0` looks like the first turn of NAME.
     plain = [response_id, f"{response_id}-{prompt}"] if prompt == 0 else [f"{response_id}-{prompt}"]
     forms = [_with_sample(bases, sample) for bases in (plain, [f"{response_id}_{prompt}"])]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm_ascend_hsx.arguments import deadline_after
 from vllm_ascend_hsx.config import MooncakeOptions
 from vllm_ascend_hsx.quantized import dequantized, quantization_problem
 from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError
@@ -67,7 +68,7 @@ class MooncakeReader:
 
         Args:
             params: the response's `kv_transfer_params`, or the handle in them.
-            timeout: seconds to wait for the server at most; None waits for ever.
+            timeout: seconds to wait for the server at most, 0 or more; None or infinity waits for ever.
             verify: compare the data with its checksum, if the server made one.
             dequantize: give quantised rows in the model's dtype; otherwise as they are stored, with their scales.
 
@@ -75,7 +76,7 @@ class MooncakeReader:
             HiddenStatesError: the server says that the request failed; or its data is not what was written, or has gone.
             TimeoutError: nothing is there yet: the server is still at it, or has died, or the handle is wrong.
             MooncakeError: the store does not answer.
-            ValueError: there is no handle in `params`.
+            ValueError: there is no handle in `params`, or the timeout is not a number of seconds.
         """
         import torch
 
@@ -136,7 +137,7 @@ class MooncakeReader:
 
     def _wait(self, handle: str, timeout: float | None) -> bytes:
         """The manifest, as soon as it is there."""
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = deadline_after(timeout)
         delay = _FIRST_POLL
         failure, complete = handle + ERROR_KEY_SUFFIX, handle + MANIFEST_KEY_SUFFIX
         while True:

@@ -108,7 +108,7 @@ def load(
 
     Args:
         path: the path that the response named (`kv_transfer_params["hidden_states_path"]`).
-        timeout: seconds to wait for the server at most; None waits for ever.
+        timeout: seconds to wait for the server at most, 0 or more; None or infinity waits for ever.
         mmap: map the file instead of reading it. Changes to the tensors stay private, but the pages are read when they are used. Rows that
             are dequantised are read at once, into memory of their own.
         verify: compare the file with the checksum in its metadata, which reads all of it. In files of format version 1 that is of the
@@ -119,6 +119,7 @@ def load(
         HiddenStatesError: the server says that the request failed, or it died before the file was complete, or the file does not hold
             hidden states, or not those that were written, or there is no checksum to compare it with; or something that is no file
             has its name, or that of its lock.
+        ValueError: the timeout is not a number of seconds.
         TimeoutError: the server is still writing.
         FileNotFoundError: nothing is there: a wrong path, an aborted request, a file that somebody has taken away, or a server that died
             and whose leftovers another one has removed.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
+from vllm_ascend_hsx.arguments import deadline_after
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.reader import load, remove
 from vllm_ascend_hsx.serve.options import kv_transfer_config
@@ -26,10 +27,14 @@ class HsxTransfer(HiddenStatesTransfer):
 
     Args:
         directory: of the samples that were generated beforehand, `hs_<index>.safetensors`.
-        timeout: seconds to wait for a file that the server is still writing.
+        timeout: seconds to wait for a file that the server is still writing; infinity waits for ever.
+
+    Raises:
+        ValueError: the timeout is not a number of seconds.
     """
 
     def __init__(self, directory: Path, timeout: float = TIMEOUT_S) -> None:
+        deadline_after(timeout)  # refused here, not with the first sample
         self.directory = directory
         self.timeout = timeout
 

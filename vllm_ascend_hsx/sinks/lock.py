@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_ascend_hsx.arguments import deadline_after
 from vllm_ascend_hsx.sinks.lock_sleepers import sleep_on
 from vllm_ascend_hsx.sinks.names import partial_name
 from vllm_ascend_hsx.sinks.opening import open_regular
@@ -263,16 +264,17 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
 
     Args:
         path: the lock file.
-        timeout: seconds to wait at most; None waits for ever.
+        timeout: seconds to wait at most; None or infinity waits for ever.
 
     Returns:
         Whether there was a lock file.
 
     Raises:
+        ValueError: the timeout is not a number of seconds.
         TimeoutError: a writer still holds it.
         OSError: it cannot be opened or is no regular file, or its filesystem has no flock.
     """
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = deadline_after(timeout)
     seen = False
     while True:
         try:

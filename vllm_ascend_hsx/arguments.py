@@ -1,0 +1,39 @@
+"""Numbers that callers of the Python API give: refused by name and value where they are given, not when they are first used."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+
+def deadline_after(timeout: float | None) -> float | None:
+    """When a wait is over, by time.monotonic(), or None if it never is.
+
+    Args:
+        timeout: seconds; None and infinity wait for ever, and so does what no system can count.
+
+    Raises:
+        ValueError: not a number of seconds.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not timeout >= 0:  # nan is neither less nor more
+        raise ValueError(f"timeout={timeout!r}: give seconds, 0 or more; None or math.inf waits for ever")
+    return None if timeout >= threading.TIMEOUT_MAX else time.monotonic() + timeout
+
+
+def require_whole(name: str, value: Any, least: int, remedy: str) -> None:
+    """Refuse what is not a whole number of at least `least`.
+
+    Args:
+        name: of the argument.
+        value: whatever was given.
+        least: the smallest number that is taken.
+        remedy: what to give instead.
+
+    Raises:
+        ValueError: the message names argument, value and remedy.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
+        raise ValueError(f"{name}={value!r}: {remedy}")
