@@ -265,6 +265,12 @@ def test_a_request_that_fails_leaves_its_reason_and_nothing_else(sink: MooncakeS
     assert is_free(sink)
 
 
+@pytest.mark.parametrize("timeout", [float("nan"), -1, True])
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(reader: MooncakeReader, timeout: float) -> None:
+    with pytest.raises(ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits for ever$"):
+        reader.load(handle_of("cmpl-none"), timeout)
+
+
 def test_a_request_that_is_discarded_leaves_no_trace(sink: MooncakeSink, reader: MooncakeReader) -> None:
     file = open_file(sink, tokens=3)
     file.write(0, make_rows(0, 3))
