@@ -14,6 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
+from vllm_ascend_hsx.cli.output import make_console
+
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # of one emulated NPU
 NO_METRICS = "--disable-log-stats"
@@ -57,7 +59,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo and returns its exit code: 0 all match, 1 a difference or a failure, 130 interrupted."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = make_console()
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         return run(options, console)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.doctor import storage, touches
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.software import check_software
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps({"ok": healthy, "findings": [asdict(each) for each in found]}, indent=2))
     else:
-        show(Console(width=None if sys.stdout.isatty() else 150), found)
+        show(make_console(), found)
     return 0 if healthy else 1
 
 

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
+from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.options import Options, base_url, path_map
 
@@ -138,7 +137,7 @@ def parse_arguments(argv: Sequence[str]) -> Options:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs and returns the exit code: 0 all rows are there, 1 some are not, 2 bad input, 130 interrupted."""
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = make_console()
     try:
         options = parse_arguments(sys.argv[1:] if argv is None else argv)
         # Only now, so that `--help` needs no httpx.

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.examine import Examination, examine, files_in
 from vllm_ascend_hsx.shards import shard_of
 from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
@@ -40,7 +41,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `hsx inspect` and returns its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = make_console()
     if options.path.is_dir():
         paths = [path for path in files_in(options.path) if not path.name.endswith(ERROR_SUFFIX)]
     else:

@@ -6,12 +6,21 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import NamedTuple, cast
 
+from vllm_ascend_hsx.cli import output
+
 
 class Command(NamedTuple):
-    """One subcommand: the function `module:function` takes the arguments after the command's name, returns an exit code."""
+    """One subcommand.
+
+    Attributes:
+        summary: for `hsx --help`.
+        target: `module:function`, which takes the arguments after the command's name and returns an exit code.
+        at_work: what it does while it prints nothing, told after a second; None if it becomes another program at once.
+    """
 
     summary: str
     target: str
+    at_work: str | None = None
 
     def run(self, argv: Sequence[str]) -> int:
         module, _, function = self.target.partition(":")
@@ -28,10 +37,12 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states",
         "vllm_ascend_hsx.cli.demo:main",
+        "reading the model",
     ),
     "doctor": Command(
         "say whether extraction will work on this machine, and what to do if not",
         "vllm_ascend_hsx.cli.doctor:main",
+        "looking at vllm, vllm-ascend and this machine",
     ),
     "emulate": Command(
         "run a command with emulated Ascend NPUs on the CPU",
@@ -40,26 +51,32 @@ COMMANDS: dict[str, Command] = {
     "generate": Command(
         "send a dataset to servers that extract, and make a file of hidden states of each row",
         "vllm_ascend_hsx.cli.generate:main",
+        "reading the dataset and asking the servers",
     ),
     "inspect": Command(
         "show what a file of hidden states, or each file of a directory, holds",
         "vllm_ascend_hsx.cli.inspect:main",
+        "reading files",
     ),
     "plan": Command(
         "show what extraction costs: memory, KV cache, disk and bandwidth",
         "vllm_ascend_hsx.cli.plan:main",
+        "asking vLLM's planner",
     ),
     "serve": Command(
         "start vllm serve so that it extracts",
         "vllm_ascend_hsx.cli.serve:main",
+        "reading the model's configuration",
     ),
     "speculators": Command(
         "run a command of speculators that knows the backend hsx",
         "vllm_ascend_hsx.cli.speculators:main",
+        "starting speculators",
     ),
     "verify": Command(
         "check every file of hidden states below a directory",
         "vllm_ascend_hsx.cli.verify:main",
+        "reading files",
     ),
 }
 
@@ -74,8 +91,22 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code (2 for a command line that is wrong)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """Runs one command line and returns its exit code: 2 for a command line that is wrong, 141 if nobody reads what it prints."""
+    try:
+        try:
+            code = _run(list(sys.argv[1:] if argv is None else argv))
+        except SystemExit:  # argparse, after a help or an error
+            output.flush()
+            raise
+        output.flush()
+        return code
+    except BrokenPipeError:
+        if not output.drop_unread():
+            raise
+        return output.UNREAD
+
+
+def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())
         return 0 if arguments else 2
@@ -87,7 +118,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return command.run(arguments[1:])
+        if command.at_work is None:
+            return command.run(arguments[1:])
+        with output.sign_of_life(f"hsx {arguments[0]}: {command.at_work} ..."):
+            return command.run(arguments[1:])
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.plan.errors import PlanError, PlannerMissingError
 from vllm_ascend_hsx.plan.presets import PRESETS
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps(as_json(result), indent=2))
     else:
-        show(Console(width=None if sys.stdout.isatty() else 120), result)
+        show(make_console(120), result)
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,4 +84,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if program is None:
         print("hsx serve: vllm is not installed here; install vllm and vllm-ascend", file=sys.stderr)
         return 1
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what this becomes would inherit that
     os.execve(program, command.arguments, {**os.environ, **command.environ})

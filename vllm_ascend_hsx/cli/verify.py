@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.examine import Examination, examine, files_in, orphaned_locks
 from vllm_ascend_hsx.reader import failure_reason
 from vllm_ascend_hsx.shard_check import shard_problems
@@ -95,7 +96,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `hsx verify` and returns its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    console = Console(width=None if sys.stdout.isatty() else 150, stderr=options.json)
+    console = make_console(stderr=options.json)
     try:
         paths = files_in(options.directory)
         tally = Tally(orphans=[str(path) for path in orphaned_locks(options.directory)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,4 +79,5 @@ def emulate(argv: Sequence[str]) -> int:
         print(f"hsx emulate: there is no program {command[0]!r} on PATH", file=sys.stderr)
         return 127
     sys.stdout.flush()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what this becomes would inherit that
     os.execve(program, command, {**os.environ, **added})

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 
 from rich.console import Console
@@ -154,8 +155,9 @@ class Lines(Progress):
         self._finished += finished
 
     def _tell(self) -> None:
-        while not self._over.wait(LINE_SECONDS):
-            self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
+        with suppress(BrokenPipeError):  # nobody reads them; rows are made all the same
+            while not self._over.wait(LINE_SECONDS):
+                self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 
 
 def progress_on(console: Console, total: int, before: int) -> Progress:
