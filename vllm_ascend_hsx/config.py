@@ -19,7 +19,7 @@ LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 LAST_WORDS_S = 5.0  # seconds that a worker takes at most, behind drain_timeout_s, to leave a reason in place of files that are not complete
 
 LONGEST_S = 24 * 3600  # upper bound of every timeout: poll() and threads take no number of seconds that is much larger
-_LARGEST = 1 << 40  # upper bound of every size in bytes
+LARGEST = 1 << 40  # upper bound of every size in bytes
 _SIZE = re.compile(r"^\s*(\d{1,30})\s*(B|KiB|MiB|GiB)?\s*$")
 _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -70,13 +70,13 @@ class MooncakeOptions(BaseModel):
     global_segment_size: Size = Field(
         default=4 << 30,
         ge=0,
-        le=_LARGEST,
+        le=LARGEST,
         description="Bytes of this worker's memory that hold objects of the store; bytes, or a size such as '4GiB'.",
     )
     local_buffer_size: Size = Field(
         default=2 << 30,
         ge=1 << 20,
-        le=_LARGEST,
+        le=LARGEST,
         description="Bytes of this worker's memory in which requests are put together before they are sent; bytes, or a size.",
     )
 
@@ -107,7 +107,7 @@ class HsxConfig(BaseModel):
     shard_bytes: Size = Field(
         default=4 << 30,
         ge=1 << 20,
-        le=_LARGEST,
+        le=LARGEST,
         description="Size at which a shard is sealed and the next one begun; bytes, or a size such as '4GiB'. Of `sink` 'shard'.",
     )
     mooncake: MooncakeOptions | None = Field(default=None, description="The Mooncake store. Required if `sink` is 'mooncake'.")
@@ -182,7 +182,7 @@ class HsxConfig(BaseModel):
     pinned_ring_bytes: Size = Field(
         default=32 << 20,
         ge=1 << 12,
-        le=_LARGEST,
+        le=LARGEST,
         description="Pinned host memory per worker that rows pass through on their way to the file; bytes, or a size such as '32MiB'.",
     )
     slow_storage: Literal["wait", "fail"] = Field(

@@ -82,7 +82,7 @@ def test_without_a_reference_the_rest_is_still_checked(
     ("arguments", "message"),
     [
         (["--device", "npu"], "--device npu needs --model PATH"),
-        (["--tensor-parallel-size", "0"], "--tensor-parallel-size 0: give a number of at least 1"),
+        (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size: '0' is not a whole number from 1 to 4096"),
         (["--late", "--device", "npu", "--model", "m"], "leave it out"),
         (["--device", "gpu"], "invalid choice: 'gpu'"),
     ],

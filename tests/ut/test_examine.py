@@ -234,7 +234,7 @@ def test_inspect_draws_a_file(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["{directory}", "--plot", "x.png"], "is a directory: name a file in it"),
-        (["{directory}", "--limit", "0"], "--limit 0: give a number of at least 1"),
+        (["{directory}", "--limit", "0"], "argument --limit: '0' is not a whole number from 1 to 1000000000"),
     ],
 )
 def test_wrong_options_of_inspect_are_named(

@@ -298,11 +298,11 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["minimax-m2", "--tp", "0"], "argument --tp: '0' is not a number; give one of at least 1"),
+        (["minimax-m2", "--tp", "0"], "argument --tp: '0' is not a whole number from 1 to 4096"),
         (["minimax-m2", "--kv-memory", "many"], "argument --kv-memory: 'many' is not a size"),
         (["minimax-m2", "--layers", "a"], "argument --layers: 'a' is not a list of ids"),
-        (["minimax-m2", "--prefill-speed", "-1"], "is not a positive number"),
-        (["minimax-m2", "--gpu-memory-utilization", "92"], "'92' is more than 1"),
+        (["minimax-m2", "--prefill-speed", "-1"], "'-1' is not a number above 0 and at most 1000000000000"),
+        (["minimax-m2", "--gpu-memory-utilization", "92"], "'92' is not a number above 0 and at most 1"),
         (["minimax-m2", "--memory", "64GiB", "--kv-memory", "30GiB"], "--kv-memory and --memory say the same thing twice"),
         (["minimax-m2", "--weights", "1GiB"], "--weights is for reckoning with --memory"),
     ],

@@ -14,7 +14,9 @@ from typing import Any
 
 from rich.console import Console
 
+from vllm_ascend_hsx.cli.numbers import seconds, whole
 from vllm_ascend_hsx.cli.output import make_console
+from vllm_ascend_hsx.emulator.settings import MAX_NPUS
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # of one emulated NPU
@@ -35,22 +37,22 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("emulated", "npu"), default="emulated", help="emulated NPUs on the CPU, or real ones")
     parser.add_argument("--model", help="directory of the model (default: a tiny MiniMax-M2 built here; needed with --device npu)")
     parser.add_argument("--layers", help="comma-separated ids of the residual streams to extract, such as 1,2,4 (default: by depth)")
-    parser.add_argument("--data-parallel-size", type=int, default=2, metavar="N", help="default: 2")
-    parser.add_argument("--tensor-parallel-size", type=int, default=2, metavar="N", help="default: 2")
+    parser.add_argument("--data-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
+    parser.add_argument("--tensor-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
     parser.add_argument("--no-expert-parallel", action="store_true", help="for a model without experts")
     parser.add_argument("--no-sequence-parallel", action="store_true", help="do not set VLLM_ASCEND_ENABLE_FLASHCOMM1=1")
     parser.add_argument("--no-reference", action="store_true", help="check shapes, token ids and finiteness only; for large models")
     parser.add_argument("--late", action="store_true", help="emulated NPUs run work on other streams as late as allowed")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where log and hidden states go (default: a new temporary directory)")
-    parser.add_argument("--start-timeout", type=float, metavar="S", help="seconds for the server's start (default: 600, npu: 1800)")
-    parser.add_argument("--request-timeout", type=float, default=120.0, metavar="S", help="seconds for one request (default: 120)")
+    parser.add_argument("--start-timeout", type=seconds, metavar="S", help="seconds for the server's start (default: 600, npu: 1800)")
+    parser.add_argument("--request-timeout", type=seconds, default=120.0, metavar="S", help="seconds for one request (default: 120)")
     parser.add_argument("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for `vllm serve`, after --")
     options = parser.parse_args(argv)
     if options.device == "npu" and options.model is None:
         parser.error("--device npu needs --model PATH: the tiny model is for emulated NPUs only")
-    for name in ("data_parallel_size", "tensor_parallel_size"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: give a number of at least 1")
+    if options.device == "emulated" and options.data_parallel_size * options.tensor_parallel_size > MAX_NPUS:
+        sizes = f"--data-parallel-size {options.data_parallel_size} x --tensor-parallel-size {options.tensor_parallel_size}"
+        parser.error(f"{sizes}: an emulated machine has at most {MAX_NPUS} NPUs")
     if options.late and options.device == "npu":
         parser.error("--late is a mode of the emulated NPU; leave it out with --device npu")
     return options

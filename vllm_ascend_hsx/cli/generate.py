@@ -8,11 +8,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_ascend_hsx.cli.numbers import seconds, whole
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.options import Options, base_url, path_map
+from vllm_ascend_hsx.generate.options import BOUNDS, Options, base_url, path_map
 
 DEFAULTS = Options(Path(), Path())
+WHOLE = {name: whole(*bounds) for name, bounds in BOUNDS.items()}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -39,15 +41,23 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what to send (default: the first there is of token_ids, input_ids, messages, conversations, prompt)",
     )
-    data.add_argument("--limit", "--max-samples", type=int, metavar="N", help="only the first N rows of the dataset")
+    data.add_argument("--limit", "--max-samples", type=WHOLE["limit"], metavar="N", help="only the first N rows of the dataset")
     data.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="divide the rows between N runs, as on N machines (default: 1)"
+        "--world-size",
+        type=WHOLE["world_size"],
+        default=1,
+        metavar="N",
+        help="divide the rows between N runs, as on N machines (default: 1)",
     )
     data.add_argument(
-        "--rank", type=int, default=0, metavar="R", help="this run does the rows whose number modulo world size is R (default: 0)"
+        "--rank",
+        type=WHOLE["rank"],
+        default=0,
+        metavar="R",
+        help="this run does the rows whose number modulo world size is R (default: 0)",
     )
     data.add_argument("--include-output-tokens", action="store_true", help="rows of generated tokens too, all but the last (greedy)")
-    data.add_argument("--max-tokens", type=int, metavar="N", help="tokens to generate; with --include-output-tokens only")
+    data.add_argument("--max-tokens", type=WHOLE["max_tokens"], metavar="N", help="tokens to generate; with --include-output-tokens only")
     servers = parser.add_argument_group("servers")
     servers.add_argument(
         "--endpoint",
@@ -59,31 +69,35 @@ def parser() -> argparse.ArgumentParser:
     servers.add_argument("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
     servers.add_argument(
         "--concurrency",
-        type=int,
+        type=WHOLE["concurrency"],
         default=DEFAULTS.concurrency,
         metavar="N",
         help="requests under way, over all servers (default: %(default)s)",
     )
     servers.add_argument(
-        "--request-timeout", type=float, default=DEFAULTS.request_timeout, metavar="S", help="seconds for an answer (default: %(default)g)"
+        "--request-timeout",
+        type=seconds,
+        default=DEFAULTS.request_timeout,
+        metavar="S",
+        help="seconds for an answer (default: %(default)g)",
     )
     servers.add_argument(
         "--max-retries",
-        type=int,
+        type=WHOLE["max_retries"],
         default=DEFAULTS.max_retries,
         metavar="N",
         help="how often a row is asked for again (default: %(default)s)",
     )
     servers.add_argument(
         "--retry-delay",
-        type=float,
+        type=seconds,
         default=DEFAULTS.retry_delay,
         metavar="S",
         help="seconds before the first retry, doubled each time (default: %(default)g)",
     )
     servers.add_argument(
         "--max-consecutive-errors",
-        type=int,
+        type=WHOLE["max_consecutive_errors"],
         metavar="N",
         help="stop after so many with no row finished in between (default: --concurrency)",
     )

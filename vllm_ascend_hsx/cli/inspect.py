@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ascend_hsx.cli.numbers import whole
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.examine import Examination, examine, files_in
 from vllm_ascend_hsx.shards import shard_of
@@ -26,11 +27,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "Exit code 0: all are good; 1: one is not; 2: nothing could be looked at.",
     )
     parser.add_argument("path", type=Path, metavar="FILE|DIR")
-    parser.add_argument("--limit", type=int, default=50, metavar="N", help="files of a directory to show (default: 50)")
+    parser.add_argument("--limit", type=whole(1, 10**9), default=50, metavar="N", help="files of a directory to show (default: 50)")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the norms of a file's rows, by layer and by token; needs matplotlib")
     options = parser.parse_args(argv)
-    if options.limit < 1:
-        parser.error(f"--limit {options.limit}: give a number of at least 1")
     if options.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     if options.plot is not None and options.path.is_dir():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from vllm_ascend_hsx.cli.numbers import positive, size, whole
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.plan.errors import PlanError, PlannerMissingError
@@ -23,44 +23,10 @@ from vllm_ascend_hsx.plan.shape import read_shape
 if TYPE_CHECKING:
     from vllm_ascend_hsx.plan.capacity import NpuMemory, Plan
 
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*(B|[KMGT]i?B?)?$", re.IGNORECASE)
-_UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+speed = positive(1e12)
+count = whole(1, 10**9)
 KV_MEMORY = 30 << 30
 DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "pinned_ring_bytes", "quantization")}
-
-
-def size(text: str) -> int:
-    """Bytes from a size such as 64GiB, 1.5G or 1073741824 (units are powers of 1024)."""
-    match = _SIZE.match(text.strip())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; give bytes, or a number with KiB, MiB, GiB or TiB, such as 64GiB")
-    return int(float(match[1]) * _UNITS[(match[2] or "B")[0].upper()])
-
-
-def count(text: str) -> int:
-    """A number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number; give one of at least 1")
-    return int(text)
-
-
-def speed(text: str) -> float:
-    """A positive number."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number; give tokens per second, such as 10000")
-    return value
-
-
-def share(text: str) -> float:
-    """A number above 0 and at most 1."""
-    value = speed(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is more than 1; give a share of the memory, such as 0.92")
-    return value
 
 
 def layer_ids(text: str) -> tuple[int, ...]:
@@ -80,8 +46,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}")
     parser.add_argument("--layers", type=layer_ids, metavar="IDS", help="comma-separated ids to extract (default: 2, L/2, L-3, L)")
-    parser.add_argument("--tp", type=count, default=4, metavar="N", help="tensor-parallel size (default: 4)")
-    parser.add_argument("--dp", type=count, default=1, metavar="N", help="data-parallel size (default: 1)")
+    parser.add_argument("--tp", type=whole(1, 4096), default=4, metavar="N", help="tensor-parallel size (default: 4)")
+    parser.add_argument("--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)")
     parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="as for vllm serve")
     parser.add_argument("--max-model-len", type=count, default=8192, metavar="N", help="default: 8192; capacity is for requests that long")
     parser.add_argument("--max-num-batched-tokens", type=count, default=2048, metavar="N", help="default: 2048, as vllm serve's")
@@ -92,11 +58,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "--kv-memory", type=size, metavar="SIZE", help="for the KV cache; a server logs it as 'Available KV cache memory' (default: 30GiB)"
     )
     memory.add_argument("--memory", type=size, metavar="SIZE", help="of the NPU, such as 64GiB")
-    memory.add_argument("--gpu-memory-utilization", type=share, default=0.92, metavar="SHARE", help="default: 0.92, as vLLM's")
+    memory.add_argument("--gpu-memory-utilization", type=positive(1.0), default=0.92, metavar="SHARE", help="default: 0.92, as vLLM's")
     memory.add_argument("--weights", type=size, metavar="SIZE", help="on one NPU (default: reckoned from config.json, not quantized)")
     memory.add_argument("--reserve", type=size, default=4 << 30, metavar="SIZE", help="activations, buffers, graphs (default: 4GiB)")
     ours = parser.add_argument_group("the connector's options")
-    ours.add_argument("--staging-slots", type=count, default=DEFAULTS["staging_slots"], metavar="N", help="default: %(default)s")
+    ours.add_argument("--staging-slots", type=whole(1, 8), default=DEFAULTS["staging_slots"], metavar="N", help="default: %(default)s")
     ours.add_argument("--quantization", choices=("none", "fp8"), default=DEFAULTS["quantization"], help="default: %(default)s")
     ours.add_argument("--ring", type=size, default=DEFAULTS["pinned_ring_bytes"], metavar="SIZE", help="pinned_ring_bytes (default: 32MiB)")
     files = parser.add_argument_group("files")

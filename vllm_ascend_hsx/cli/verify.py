@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vllm_ascend_hsx.cli.numbers import whole
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.examine import Examination, examine, files_in, orphaned_locks
 from vllm_ascend_hsx.reader import failure_reason
@@ -83,14 +84,11 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("directory", type=Path)
     processors = len(os.sched_getaffinity(0))
-    parser.add_argument("--jobs", type=int, default=processors, metavar="N", help="processes (default: one per processor)")
+    parser.add_argument("--jobs", type=whole(1, 1024), default=processors, metavar="N", help="processes (default: one per processor)")
     parser.add_argument("--no-checksum", action="store_true", help="do not compare checksums")
     parser.add_argument("--allow-errors", action="store_true", help="error files of requests that failed are no reason for exit code 1")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
-    options = parser.parse_args(argv)
-    if options.jobs < 1:
-        parser.error(f"--jobs {options.jobs}: give a number of at least 1")
-    return options
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

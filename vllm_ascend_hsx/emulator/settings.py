@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 MAX_NPUS = 64  # csrc/config.h: kMaxDevices
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
+_SIZE = re.compile(r"^\s*(\d{1,30}(?:\.\d{1,30})?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -15,7 +15,8 @@ class SettingError(ValueError):
     """An option that cannot be used; the message names the option, its value and the remedy."""
 
     def __init__(self, option: str, value: object, remedy: str) -> None:
-        super().__init__(f"emulated NPU: {option}={value!r} cannot be used: {remedy}")
+        shown = repr(value[:40] + "..." if isinstance(value, str) and len(value) > 40 else value)
+        super().__init__(f"emulated NPU: {option}={shown} cannot be used: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Settings:
 
 def parse_npus(option: str, text: str) -> int:
     """A number of NPUs, 1 to 64. Raises SettingError."""
-    if not text.strip().isdecimal() or not 1 <= int(text) <= MAX_NPUS:
+    if not text.strip().isdecimal() or len(text) > 30 or not 1 <= int(text) <= MAX_NPUS:
         raise SettingError(option, text, f"give a number from 1 to {MAX_NPUS}")
     return int(text)
 
@@ -51,8 +52,8 @@ def parse_size(option: str, text: str) -> int:
         raise SettingError(option, text, "give a size such as 512MiB or 2GiB")
     unit = (match[2] or "").upper()[:1]
     size = int(float(match[1]) * _UNITS[unit])
-    if size < 32 << 20:
-        raise SettingError(option, text, "an emulated NPU needs at least 32MiB")
+    if not 32 << 20 <= size <= 1 << 40:
+        raise SettingError(option, text, "give at least 32MiB and at most 1TiB for an emulated NPU")
     return size
 
 

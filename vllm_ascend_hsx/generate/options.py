@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from vllm_ascend_hsx.config import LONGEST_S
 from vllm_ascend_hsx.generate.errors import InputError
+
+# The smallest and the largest value of each option that is a whole number.
+BOUNDS = {
+    "concurrency": (1, 4096),
+    "max_retries": (0, 1000),
+    "max_consecutive_errors": (1, 10**9),
+    "limit": (1, 10**12),
+    "max_tokens": (1, 2**31 - 1),
+    "world_size": (1, 10**6),
+    "rank": (0, 10**6 - 1),
+}
 
 
 @dataclass(frozen=True)
@@ -78,14 +89,13 @@ class Options:
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        least = {"concurrency": 1, "max_retries": 0, "world_size": 1, "limit": 1, "max_consecutive_errors": 1, "max_tokens": 1}
-        for name, minimum in least.items():
+        for name, (least, most) in BOUNDS.items():
             value = getattr(self, name)
-            if value is not None and value < minimum:
-                raise InputError(f"{_flag(name)} {value}: give a number of at least {minimum}")
+            if value is not None and (type(value) is not int or not least <= value <= most):
+                raise InputError(f"{_flag(name)} {value}: give a whole number from {least} to {most}")
         for name in ("request_timeout", "retry_delay"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{_flag(name)} {getattr(self, name)}: give a positive number of seconds")
+            if isinstance(getattr(self, name), bool) or not 0 < getattr(self, name) <= LONGEST_S:
+                raise InputError(f"{_flag(name)} {getattr(self, name)}: give a number of seconds above 0 and at most {LONGEST_S}")
         if not 0 <= self.rank < self.world_size:
             raise InputError(f"--rank {self.rank}: give a number from 0 to {self.world_size - 1}, for --world-size is {self.world_size}")
         if not self.endpoints:

@@ -1,0 +1,58 @@
+"""Numbers on a command line, for argparse: each has bounds, and what lies outside is refused with the text that was typed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+
+from vllm_ascend_hsx.config import LARGEST, LONGEST_S
+
+_SHOWN = 40  # characters of a text that is refused
+_SIZE = re.compile(r"^(\d{1,30}(?:\.\d{1,30})?)\s*(B|[KMGT]i?B?)?$", re.ASCII | re.IGNORECASE)
+_UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def whole(least: int, most: int) -> Callable[[str], int]:
+    """A whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?\d{1,30}", text, re.ASCII) or not least <= int(text) <= most:
+            raise _refusal(text, f"a whole number from {least} to {most}")
+        return int(text)
+
+    return parse
+
+
+def positive(most: float) -> Callable[[str], float]:
+    """A number above 0, and at most `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = 0.0
+        if not 0 < value <= most:  # nan is neither
+            raise _refusal(text, f"a number above 0 and at most {most:.15g}")
+        return value
+
+    return parse
+
+
+seconds = positive(LONGEST_S)
+
+
+def size(text: str) -> int:
+    """Bytes from a size such as 64GiB, 1.5G or 1073741824 (units are powers of 1024)."""
+    match = _SIZE.match(text.strip())
+    if match is None:
+        raise _refusal(text, "a size; give bytes, or a number with KiB, MiB, GiB or TiB, such as 64GiB")
+    number = float(match[1]) * _UNITS[(match[2] or "B")[0].upper()]
+    if number > LARGEST:
+        raise _refusal(text, f"a size of at most {LARGEST >> 30}GiB")
+    return int(number)
+
+
+def _refusal(text: str, wanted: str) -> argparse.ArgumentTypeError:
+    shown = text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    return argparse.ArgumentTypeError(f"{shown!r} is not {wanted}")
