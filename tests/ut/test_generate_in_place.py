@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import tempfile
@@ -130,22 +131,22 @@ def test_a_server_that_names_its_files_itself_is_told_at_once(bench: Bench) -> N
         await bench.server.answer(exchange, None, kv_transfer_params={"hidden_states_error": refusal})
 
     bench.server.do_ok = refuse  # type: ignore[method-assign]
-    code, printed = bench.run(IN_PLACE, "--concurrency", 1)
-    assert code == 1
+    code, printed = bench.run(IN_PLACE)
+    assert code == 2
     assert "--in-place: the server does not let requests name their files" in " ".join(printed.split())
     assert "allow_custom_save_path=true" in printed
-    assert sum(bench.server.asked.values()) <= 2, "no more than were under way"
+    assert sum(bench.server.asked.values()) == 1
 
 
 def test_another_directory_than_the_servers_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer(tmp_path / "store") as server:
         bench = Bench(tmp_path, server, capsys)
-        code, printed = bench.run(IN_PLACE, "--concurrency", 1)
+        code, printed = bench.run(IN_PLACE)
         said = " ".join(printed.split())
-        assert code == 1
+        assert code == 2
         assert f"the server stores a row as {tmp_path}/store/hs_0.safetensors, and it has to be {tmp_path}/out/hs_0.safetensors" in said
         assert "--map-path SERVER=HERE" in said
-        assert sum(server.asked.values()) <= 2, "no more than were under way"
+        assert sum(server.asked.values()) == 1
 
 
 def test_a_directory_that_is_called_otherwise_on_the_server_s_machine(bench: Bench, tmp_path: Path) -> None:
@@ -153,6 +154,28 @@ def test_a_directory_that_is_called_otherwise_on_the_server_s_machine(bench: Ben
     arguments = ["--output", tmp_path / "mounted", "--map-path", f"{bench.output}={tmp_path / 'mounted'}"]
     assert bench.run(IN_PLACE, *arguments)[0] == 0
     check(bench, list(range(6)))
+
+
+@pytest.mark.parametrize("output", ["out", "other/../out", "link", "."])
+def test_the_servers_directory_is_known_by_what_it_is_and_not_by_how_it_is_called(
+    bench: Bench, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link").symlink_to("out")
+    bench.output.mkdir(exist_ok=True)
+    monkeypatch.chdir(bench.output if output == "." else tmp_path)
+    code, printed = bench.run(IN_PLACE, "--output", output)
+    assert code == 0, printed
+    check(bench, list(range(6)))
+    noted = {name for line in map(json.loads, (bench.output / "ledger.jsonl").open()) for name in line.get("directories", ())}
+    assert noted and all(os.path.isabs(name) and os.path.samefile(name, bench.output) for name in noted), "the next run may start elsewhere"
+
+
+def test_a_first_row_that_fails_does_not_hold_up_the_others(bench: Bench) -> None:
+    bench.server.behave = lambda seen: 400 if seen.row == 0 else "ok"  # type: ignore[assignment]
+    assert bench.run(IN_PLACE)[0] == 1
+    check(bench, [1, 2, 3, 4, 5])
+    assert bench.server.asked == Counter(range(6))
 
 
 @pytest.mark.parametrize("option", ["--copy", "--overwrite"])

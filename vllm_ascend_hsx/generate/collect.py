@@ -106,6 +106,9 @@ class Collector:
             self._drop(path)
             raise
 
+    def check_place(self, path: Path, row: int) -> None:
+        """Whether a server may call a row's file so; here it may."""
+
     def examine(self, row: int, expected: Expected) -> Examined:
         """Check a row's own file, wholly.
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_ascend_hsx.generate.collect import Collector
-from vllm_ascend_hsx.generate.errors import RunError
+from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.examine import Examined, Expected, examine
 from vllm_ascend_hsx.generate.names import row_file, row_of_file
 from vllm_ascend_hsx.reader import open_stored, remove
@@ -20,12 +20,16 @@ from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX
 class InPlaceCollector(Collector):
     """Looks at files, and leaves them where they are. How durable they are is the servers' part."""
 
-    def _take(self, path: Path, target: Path, partial: Path, expected: Expected) -> Examined:
-        if os.path.normpath(path) != os.path.normpath(target):
-            raise RunError(
-                f"--in-place: the server stores a row as {path}, and it has to be {target}; name the servers' shared_storage_path with "
-                "--output, and if it is called otherwise on their machines, say so with --map-path SERVER=HERE"
+    def check_place(self, path: Path, row: int) -> None:
+        """Raises InputError: the file of a row, which the server names, is not where it has to stay."""
+        target = self._output / row_file(row)
+        if path.name != target.name or not _is_same_directory(path.parent, self._output):
+            raise InputError(
+                f"--in-place: the server stores a row as {path}, and it has to be {target.absolute()}; name the servers' "
+                "shared_storage_path with --output, and if it is called otherwise on their machines, say so with --map-path SERVER=HERE"
             )
+
+    def _take(self, path: Path, target: Path, partial: Path, expected: Expected) -> Examined:
         place = self._open_own(target)
         try:
             return examine(place, expected, validate=self._validate)
@@ -37,6 +41,14 @@ class InPlaceCollector(Collector):
 
     def _tidy(self, path: Path) -> None:
         remove(path, keep_data=True)
+
+
+def _is_same_directory(one: Path, other: Path) -> bool:
+    """Whether two names lead to one directory, through whatever links and mounts."""
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
 
 
 def remove_companions(directory: Path, is_ours: Callable[[int], bool], timeout: float) -> list[Path]:

@@ -114,16 +114,22 @@ class Servers:
             fault: Fault | None = None
             retry_after = None
             problem = ""
+            sent = False
             try:
-                if not endpoint.known:
+                if endpoint.url not in self._models:
                     await self._meet(endpoint)
-                name = self._names.row(row.index, attempt)
+                name, sent = self._names.row(row.index, attempt), True
                 answer = await self._client.ask(endpoint.url, self._models[endpoint.url], row, name, self._asking)
+                path = self._options.local_path(answer.path)
+                await asyncio.get_running_loop().run_in_executor(self._executor, self._collector.check_place, path, row.index)
+                endpoint.known = True
                 fault = Fault.NONE
-                return Answered(answer, self._options.local_path(answer.path), endpoint.url)
+                return Answered(answer, path, endpoint.url)
+            except RunError as error:
+                raise error if endpoint.known else InputError(str(error)) from error
             except RequestError as error:
                 fault, retry_after, problem = error.fault, error.retry_after, error.reason
-                if endpoint.known and (fault is not Fault.DOWN or error.lost):
+                if sent and (fault is not Fault.DOWN or error.lost):
                     raise
             finally:
                 if self._balancer.release(lease, fault, retry_after):
@@ -156,9 +162,8 @@ class Servers:
                 raise RunError(
                     f"{endpoint.url} serves {', '.join(models) or 'nothing'}, and not {model or 'a model'}; name one with --model"
                 )
-            if self._options.in_place:  # a trial's file would stay among the rows
+            if self._options.in_place:  # a trial's file would stay among the rows: the first row is the trial
                 self._models[endpoint.url] = model
-                endpoint.known = True
                 return
             self._trials += 1
             answer = await self._client.ask(endpoint.url, model, _TRIAL, self._names.probe(self._trials), Asking())
@@ -180,7 +185,7 @@ class Servers:
             OSError: the ledger cannot be written.
         """
         if self._options.in_place and url not in self._noted:
-            self._note(url, self._models[url], facts, self._options.output)
+            self._note(url, self._models[url], facts, self._options.output.absolute())
             self._noted.add(url)
 
     def _note(self, url: str, model: str, facts: ServerFacts, directory: Path) -> None:
