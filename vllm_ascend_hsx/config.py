@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,6 +217,11 @@ class HsxConfig(BaseModel):
         if not re.fullmatch("0?[0-7]{3}", value) or int(value, 8) & 0o600 != 0o600:
             raise ValueError("is not a mode that lets the server read and write its own files; use octal digits, such as '0640'")
         return value
+
+    @field_validator("shared_storage_path", mode="before")
+    @classmethod
+    def _take_path(cls, value: object) -> object:
+        return os.fspath(value) if isinstance(value, os.PathLike) else value
 
     @field_validator("shared_storage_path")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
 
     def __init__(
         self,
-        source: str | Path | Sequence[str | Path],
+        source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         layer_ids: Sequence[int] | None = None,
         dtype: torch.dtype | None = None,
@@ -48,7 +49,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     ) -> None:
         if max_tokens is not None:
             require_whole("max_tokens", max_tokens, 1, "give a whole number of at least 1, or None")
-        if isinstance(source, str | Path):
+        if isinstance(source, str | os.PathLike):
             directory = Path(source)
             files = {path.name for path in directory.glob(f"*{DATA_SUFFIX}") if not path.name.startswith(".")}
             members = shards_of(directory).members() if directory.is_dir() else {}

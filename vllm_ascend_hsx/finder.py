@@ -27,7 +27,7 @@ _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
 _SUFFIXES = (DATA_SUFFIX + LOCK_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX, DATA_SUFFIX)
 
 
-def find(directory: str | Path, response_id: str, *, prompt: int = 0, sample: int = 0) -> Path:
+def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0, sample: int = 0) -> Path:
     """The path for `load` of one prompt and sample of a response, complete or not.
 
     It is there as soon as the server has begun with the prompt, hence always when text has come back. All names in the directory are
@@ -79,7 +79,7 @@ def _with_sample(bases: list[str], sample: int) -> list[str]:
     return [*bases, *numbered] if sample == 0 else numbered
 
 
-def _names(directory: str | Path) -> Iterator[str]:
+def _names(directory: str | os.PathLike[str]) -> Iterator[str]:
     with os.scandir(directory) as entries:
         yield from (entry.name for entry in entries)
     yield from shards_of(directory).members()

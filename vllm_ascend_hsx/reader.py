@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_ascend_hsx.arguments import deadline_after
 from vllm_ascend_hsx.quantized import dequantized, quantization_problem
 from vllm_ascend_hsx.shards import Place, member_problem, open_member, remove_member, shards_of
 from vllm_ascend_hsx.sinks.checksum import ALGORITHM, stated_checksum
@@ -99,7 +100,7 @@ class HiddenStates(NamedTuple):
 
 
 def load(
-    path: str | Path, timeout: float | None = 60.0, *, mmap: bool = False, verify: bool = False, dequantize: bool = True
+    path: str | os.PathLike[str], timeout: float | None = 60.0, *, mmap: bool = False, verify: bool = False, dequantize: bool = True
 ) -> HiddenStates:
     """Wait until the file of a request is complete, and load it.
 
@@ -151,7 +152,7 @@ def load(
 def open_stored(path: Path, timeout: float | None) -> Place:
     """Wait until a request is complete, and open the file of it, or the shard that it is in. `load` says what it waits for and raises."""
     lock_path = _companion(path, LOCK_SUFFIX)
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = deadline_after(timeout)
     try:
         while True:
             wait_until_released(lock_path, None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -195,7 +196,7 @@ def is_decided(path: Path) -> bool:
 
 
 def open_dir(
-    directory: str | Path, *, mmap: bool = False, on_bad: Callable[[HiddenStatesError], None] | None = None
+    directory: str | os.PathLike[str], *, mmap: bool = False, on_bad: Callable[[HiddenStatesError], None] | None = None
 ) -> Iterator[tuple[Path, HiddenStates]]:
     """The complete files of a directory, and the members of its shards, in the order of their names, each loaded when it is asked for.
 
@@ -227,7 +228,7 @@ def open_dir(
         yield path, states
 
 
-def remove(path: str | Path, *, keep_data: bool = False) -> None:
+def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     """Remove a request's file and its companions once they are no longer needed; what is not there is no error.
 
     A member of a shard is only not seen any more: a line in the directory says so, and its bytes stay among those of others.

@@ -272,7 +272,7 @@ _known: dict[str, Shards] = {}
 _known_mutex = threading.Lock()
 
 
-def shards_of(directory: str | Path) -> Shards:
+def shards_of(directory: str | os.PathLike[str]) -> Shards:
     """The shards of a directory, as they were seen before in this process."""
     key = os.path.abspath(directory)
     with _known_mutex:

@@ -83,6 +83,8 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
 
 
 def _read_path(value: object, server: ServerParams) -> Path:
+    if isinstance(value, os.PathLike):  # of an LLM in the engine's own process
+        value = os.fspath(value)
     said = f"kv_transfer_params.{PATH_KEY} is {shown(value)}"
     if server.directory is None:
         raise ParamsError(f"{said}, but this server makes no files: it puts hidden states into a Mooncake store; leave it out")

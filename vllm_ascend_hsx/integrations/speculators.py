@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,9 @@ class HsxTransfer(HiddenStatesTransfer):
         ValueError: the timeout is not a number of seconds.
     """
 
-    def __init__(self, directory: Path, timeout: float = TIMEOUT_S) -> None:
+    def __init__(self, directory: str | os.PathLike[str], timeout: float = TIMEOUT_S) -> None:
         deadline_after(timeout)  # refused here, not with the first sample
-        self.directory = directory
+        self.directory = Path(directory)
         self.timeout = timeout
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
@@ -49,7 +50,7 @@ class HsxTransfer(HiddenStatesTransfer):
         """The sample of a request, from the kv_transfer_params of its response. Raises as `vllm_ascend_hsx.load`."""
         return self._load(Path(hs_transfer_params["hidden_states_path"]))
 
-    def delete(self, handle: str) -> None:
+    def delete(self, handle: str | os.PathLike[str]) -> None:
         """Remove a generated sample, its lock, and the reason why there is none."""
         remove(handle)
 

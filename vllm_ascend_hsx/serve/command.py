@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,12 @@ class Command:
 
 
 def build(
-    model: str, layers: str, storage: Path, options: Mapping[str, Any], vllm_arguments: Sequence[str], environ: Mapping[str, str]
+    model: str | os.PathLike[str],
+    layers: str,
+    storage: str | os.PathLike[str],
+    options: Mapping[str, Any],
+    vllm_arguments: Sequence[str],
+    environ: Mapping[str, str],
 ) -> Command:
     """The command.
 
@@ -57,7 +63,7 @@ def build(
         ServeError, HsxConfigError: it cannot be served.
     """
     _refuse_what_cannot_be(vllm_arguments)
-    storage = storage.expanduser().absolute()
+    model, storage = os.fspath(model), Path(storage).expanduser().absolute()
     config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
     target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))

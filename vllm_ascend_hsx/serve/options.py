@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_ascend_hsx.config import CONNECTOR_NAME, LAYER_IDS_KEY, METHOD
@@ -18,7 +18,7 @@ def speculative_config(layer_ids: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def kv_transfer_config(storage: str | Path | None, **options: Any) -> dict[str, Any]:
+def kv_transfer_config(storage: str | os.PathLike[str] | None, **options: Any) -> dict[str, Any]:
     """The value of --kv-transfer-config.
 
     Args:

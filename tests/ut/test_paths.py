@@ -1,0 +1,72 @@
+"""A path may be a text or a pathlib.Path wherever Python code gives us one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+from test_examine import rows_of, write
+
+import vllm_ascend_hsx
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.connector.params import ParamsError, ServerParams, read_params
+from vllm_ascend_hsx.dataset import HiddenStatesDataset
+from vllm_ascend_hsx.serve.command import build
+from vllm_ascend_hsx.serve.options import kv_transfer_config
+
+KINDS = [str, Path, PurePath]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+
+
+@each_kind
+def test_what_reads_and_removes_files_takes_both(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    path = write(tmp_path, "cmpl-1", rows_of(5))
+    assert len(vllm_ascend_hsx.load(kind(path)).token_ids) == 5
+    assert vllm_ascend_hsx.find(kind(tmp_path), "cmpl-1") == path
+    assert [found for found, _ in vllm_ascend_hsx.open_dir(kind(tmp_path))] == [path]
+    assert len(HiddenStatesDataset(kind(tmp_path))) == len(HiddenStatesDataset([kind(path)])) == 1
+    vllm_ascend_hsx.remove(kind(path))
+    assert not path.exists()
+
+
+@each_kind
+def test_the_directory_in_the_configuration_of_an_llm_is_either(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    assert HsxConfig.parse({"shared_storage_path": kind(tmp_path)}).shared_storage_path == str(tmp_path)
+    config = kv_transfer_config(kind(tmp_path))
+    assert json.loads(json.dumps(config))["kv_connector_extra_config"]["shared_storage_path"] == str(tmp_path)
+    with pytest.raises(HsxConfigError, match="is not an absolute path"):
+        HsxConfig.parse({"shared_storage_path": kind(Path("rows"))})
+
+
+@each_kind
+def test_the_file_that_a_request_chooses_is_either(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    server = ServerParams(tmp_path, allow_path=True)
+    for chosen in (tmp_path / "a.safetensors", Path("a.safetensors")):
+        assert read_params({"hidden_states_path": kind(chosen)}, server).path == tmp_path / "a.safetensors"
+    with pytest.raises(ParamsError, match=r"hidden_states_path is '/elsewhere/a\.safetensors', which is not inside the storage directory"):
+        read_params({"hidden_states_path": kind(Path("/elsewhere/a.safetensors"))}, server)
+
+
+@each_kind
+def test_a_server_is_built_from_either(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 62, "architectures": ["MiniMaxM2ForCausalLM"]}')
+    assert str(build(kind(tmp_path), "mtp", kind(tmp_path / "rows"), {}, (), {})) == str(
+        build(str(tmp_path), "mtp", tmp_path / "rows", {}, (), {})
+    )
+
+
+@each_kind
+def test_speculators_transfer_takes_both(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    pytest.importorskip("hs_connectors", reason="hs-connectors is only in the environment of the tests")
+    from vllm_ascend_hsx.integrations.speculators import HsxTransfer
+
+    path = write(tmp_path, "hs_0", rows_of(5))
+    transfer = HsxTransfer(kind(tmp_path))
+    cached = transfer.get_cached(0)
+    assert cached is not None and len(cached["token_ids"]) == 5
+    assert len(transfer.get_generated({"hidden_states_path": kind(path)})["token_ids"]) == 5
+    transfer.delete(kind(path))
+    assert not path.exists()
