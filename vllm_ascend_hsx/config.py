@@ -211,11 +211,13 @@ class HsxConfig(BaseModel):
         """Seconds that a worker takes at most to stop once no step runs."""
         return self.drain_timeout_s + LAST_WORDS_S
 
-    @field_validator("file_mode")
+    @field_validator("file_mode", mode="before")
     @classmethod
-    def _require_mode(cls, value: str) -> str:
-        if not re.fullmatch("0?[0-7]{3}", value) or int(value, 8) & 0o600 != 0o600:
-            raise ValueError("is not a mode that lets the server read and write its own files; use octal digits, such as '0640'")
+    def _require_mode(cls, value: object) -> object:
+        if isinstance(value, int) and not isinstance(value, bool):
+            raise ValueError("is a number; write the octal digits as a text, such as '0640'")
+        if isinstance(value, str) and (not re.fullmatch("0?[0-7]{3}", value) or int(value, 8) & 0o600 != 0o600):
+            raise ValueError("is not a mode of three octal digits that lets the server read and write its own files, such as '0640'")
         return value
 
     @field_validator("shared_storage_path", mode="before")

@@ -96,17 +96,17 @@ def test_a_wrong_option_is_named_with_its_remedy(arguments: list[str], message: 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
-    [("1,x", "give comma-separated numbers"), ("1,1", "distinct ids from 0 to 4"), ("5", "ids from 0 to 4"), ("-1", "ids from 0 to 4")],
+    [("1,x", "give comma-separated numbers"), ("1,1", "has id 1 twice; give distinct ids from 0 to 4"), ("5", "ids from 0 to 4"), ("-1", "ids from 0 to 4")],
 )
 def test_wrong_layers_are_named_before_a_server_is_started(
     layers: str, message: str, tiny_minimax_m2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo.main(["--model", str(tiny_minimax_m2), f"--layers={layers}"]) == 1
+    assert demo.main(["--model", str(tiny_minimax_m2), f"--layers={layers}"]) == 2
     assert message in capsys.readouterr().out
 
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--model", str(tmp_path)]) == 1
+    assert demo.main(["--model", str(tmp_path)]) == 2
     assert "no config.json there" in capsys.readouterr().out.replace("\n", " ")
 
 

@@ -28,6 +28,8 @@ def test_defaults_need_only_the_directory() -> None:
         ({"shared_storage_path": "relative"}, "shared_storage_path", "'relative'", "absolute path"),
         ({"shared_storage_path": 7}, "shared_storage_path", "7", "Directory that receives"),
         (GOOD | {"num_writer_thread": 8}, "num_writer_thread", "8", "Did you mean 'num_writer_threads'?"),
+        (GOOD | {"file_mode": 640}, "file_mode", "640", "is a number; write the octal digits as a text, such as '0640'"),
+        (GOOD | {"file_mode": "7777"}, "file_mode", "'7777'", "is not a mode of three octal digits"),
         (GOOD | {"zzz": 1}, "zzz", "1", "The options are: shared_storage_path"),
         (GOOD | {"num_writer_threads": "8"}, "num_writer_threads", "'8'", "Threads per worker"),
         (GOOD | {"num_writer_threads": 0}, "num_writer_threads", "0", "greater than or equal to 1"),

@@ -236,14 +236,15 @@ def test_memory_for_the_kv_cache_is_what_weights_and_reserve_leave() -> None:
     ("words", "says"),
     [
         (["minimax-m3"], ["MODEL minimax-m3: neither a preset nor a file", "minimax-m2, qwen3.5-35b-a3b"]),
-        (["minimax-m2", "--layers", "2,63"], ["--layers 2,63: MiniMaxAI/MiniMax-M2 has 62 layers", "from 0", "to 62"]),
-        (["minimax-m2", "--layers", "2,2"], ["--layers 2,2", "distinct"]),
+        (["minimax-m2", "--layers", "2,63"], ["--layers 2,63: has id 63, which the target does not have", "from 0", "to 62"]),
+        (["minimax-m2", "--layers", "2,2"], ["--layers 2,2: has id 2 twice", "distinct"]),
         (["minimax-m2", "--tp", "3"], ["--tp 3: does not divide", "48 attention heads", "give one of 1, 2, 4, 8, 16"]),
         (["qwen3-next-80b-a3b", "--tp", "32"], ["--tp 32", "16 key and 32 value heads", "give one of 1, 2, 4, 8, 16"]),
         (["minimax-m2", "--kv-memory", "256MiB"], ["--kv-memory 256MiB", "0.25 GiB", "8192", "lower --max-model-len"]),
         (["minimax-m2", "--memory", "64GiB"], ["--memory 64GiB", "nothing for the KV cache", "raise --tp or --dp, or give --weights"]),
         (["minimax-m2", "--kv-memory", "500MiB"], ["--staging-slots 2: 96.0 MiB", "lower --max-num-batched-tokens"]),
-        (["minimax-m2", "--staging-slots", "9"], ["--staging-slots 9", "less than or equal to 8"]),
+        (["minimax-m2", "--ring", "10000"], ["--ring 10000: a row has 24576 bytes", "at least 49152"]),
+        (["minimax-m2", "--ring", "1B"], ["--ring 1B: the connector does not take it", "greater than or equal to 4096"]),
         (["minimax-m2", "--ring", "0.03125MiB"], ["--ring 0.03125MiB: a row has 24576 bytes", "at least 49152"]),
     ],
 )
@@ -299,6 +300,7 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
     ("words", "says"),
     [
         (["minimax-m2", "--tp", "0"], "argument --tp: '0' is not a whole number from 1 to 4096"),
+        (["minimax-m2", "--staging-slots", "9"], "argument --staging-slots: '9' is not a whole number from 1 to 8"),
         (["minimax-m2", "--kv-memory", "many"], "argument --kv-memory: 'many' is not a size"),
         (["minimax-m2", "--layers", "a"], "argument --layers: 'a' is not a list of ids"),
         (["minimax-m2", "--prefill-speed", "-1"], "'-1' is not a number above 0 and at most 1000000000000"),

@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from vllm_ascend_hsx.cli.serve import main
+from vllm_ascend_hsx.cli.serve import main, parse_arguments
 from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.serve.command import Command, build, layer_ids
 from vllm_ascend_hsx.serve.errors import ServeError
@@ -243,6 +243,66 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
+VLLM = ["--port", "8000"]
+
+
+@pytest.mark.parametrize(
+    ("words", "vllm", "layers"),
+    [
+        (["MODEL", "--", *VLLM], VLLM, "eagle3"),
+        (["MODEL", *VLLM], VLLM, "eagle3"),
+        (["MODEL", "--port=8000", "--layers", "mtp"], ["--port=8000"], "mtp"),
+        (["--layers", "mtp", "MODEL", *VLLM, "--enforce-eager", "--out", "/d"], [*VLLM, "--enforce-eager"], "mtp"),
+        (["MODEL", "--seed", "-1", "-tp", "8", "--layers=2,5"], ["--seed", "-1", "-tp", "8"], "2,5"),
+        (["MODEL", "--lora-modules", "a=1", "b=2", "--dry-run"], ["--lora-modules", "a=1", "b=2"], "eagle3"),
+        (["MODEL", "-O", "1", "--", "--layer", "x"], ["-O", "1", "--layer", "x"], "eagle3"),
+        (["MODEL"], [], "eagle3"),
+    ],
+)
+def test_options_that_are_not_ours_are_vllms(words: list[str], vllm: list[str], layers: str) -> None:
+    options = parse_arguments(words)
+    assert (options.model, options.vllm, options.layers) == ("MODEL", vllm, layers)
+
+
+@pytest.mark.parametrize(
+    ("word", "ours"),
+    [
+        *((word, "--layers") for word in ("--layer", "--layrs", "--layer=2", "--layers-ids")),
+        *((word, "--option") for word in ("--optoin", "--opt", "--options")),
+        *((word, "--dry-run") for word in ("--dry_run", "--dry")),
+        ("--output", "--out"),
+    ],
+)
+def test_an_option_that_is_nearly_ours_is_not_taken_for_vllms(word: str, ours: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_arguments(["MODEL", word, "x"])
+    assert left.value.code == 2
+    assert f"{word.partition('=')[0]}: did you mean {ours}? An option of vllm serve goes behind --" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [[*VLLM, "MODEL"], ["--enforce-eager", "MODEL"], ["--port=1", "--out", "/d", "MODEL"]])
+def test_the_model_comes_before_options_of_vllm_of_which_nobody_knows_whether_they_have_a_value(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse_arguments(words)
+    assert left.value.code == 2
+    assert f"name MODEL first, before {words[0]}" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("text", "mode"), [("0640", "0640"), ("640", "640"), ('"0640"', "0640"), ("777", "777")])
+def test_a_mode_is_its_octal_digits_with_or_without_quotes(model: Path, text: str, mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(model), "--option", f"file_mode={text}", "--dry-run"]) == 0
+    words = shlex.split(capsys.readouterr().out)
+    assert json_behind(words, "--kv-transfer-config")["kv_connector_extra_config"]["file_mode"] == mode
+
+
+@pytest.mark.parametrize("text", ["7777", "0888", "077", "1e3"])
+def test_what_is_no_mode_is_echoed_as_it_was_typed(model: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(model), "--option", f"file_mode={text}", "--dry-run"]) == 2
+    assert f"file_mode='{text}' is not a mode of three octal digits" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("found", [True, False])
 def test_it_becomes_the_vllm_that_stands_beside_its_python(model: Path, tmp_path: Path, found: bool) -> None:
     """The process that a supervisor started is the server: signals and exit code are the server's."""
@@ -252,7 +312,7 @@ def test_it_becomes_the_vllm_that_stands_beside_its_python(model: Path, tmp_path
         program.write_text(f"#!{sys.executable}\n{tells}")
         program.chmod(0o755)
     beside = f"import sys; sys.executable = {str(tmp_path / 'python')!r}"
-    code = f"{beside}; from vllm_ascend_hsx.cli.serve import main; sys.exit(main(sys.argv[1:]))"
+    code = f"{beside}; from vllm_ascend_hsx.cli.serve import main, parse_arguments; sys.exit(main(sys.argv[1:]))"
     started = subprocess.Popen(
         [sys.executable, "-c", code, str(model)],
         env={**os.environ, "VLLM_PLUGINS": "ascend", "PATH": str(tmp_path / "empty")},

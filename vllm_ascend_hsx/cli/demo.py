@@ -16,6 +16,7 @@ from rich.console import Console
 
 from vllm_ascend_hsx.cli.numbers import seconds, whole
 from vllm_ascend_hsx.cli.output import make_console
+from vllm_ascend_hsx.config import HsxConfigError, validate_layer_ids
 from vllm_ascend_hsx.emulator.settings import MAX_NPUS
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
@@ -25,6 +26,10 @@ NO_METRICS = "--disable-log-stats"
 
 class DemoError(Exception):
     """The demo cannot run; the message says why and what to do."""
+
+
+class DemoInputError(DemoError):
+    """An option or a model that it cannot run with."""
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -59,7 +64,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the demo and returns its exit code: 0 all match, 1 a difference or a failure, 130 interrupted."""
+    """Runs the demo and returns its exit code: 0 all match, 1 a difference or a failure, 2 bad input, 130 interrupted."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     console = make_console()
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -67,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(options, console)
     except DemoError as error:
         console.print(f"hsx demo: {error}", style="red", markup=False, highlight=False)
-        return 1
+        return 2 if isinstance(error, DemoInputError) else 1
     except KeyboardInterrupt:
         console.print("hsx demo: interrupted; everything it started has been stopped")
         return 130
@@ -183,7 +188,7 @@ def _model_directory(options: argparse.Namespace, console: Console) -> Path:
     if options.model is not None:
         path = Path(options.model).expanduser().absolute()
         if not (path / "config.json").is_file():
-            raise DemoError(f"--model {options.model}: no config.json there; give the directory of a downloaded model")
+            raise DemoInputError(f"--model {options.model}: no config.json there; give the directory of a downloaded model")
         return path
     from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
 
@@ -204,12 +209,11 @@ def _layer_ids(text: str | None, layers: int) -> tuple[int, ...]:
         spread = (2, layers // 2, layers - 3, layers) if layers > 8 else (1, layers // 2, layers)
         return tuple(sorted(set(spread)))
     try:
-        ids = tuple(int(part) for part in text.split(","))
+        return validate_layer_ids([int(part) for part in text.split(",")], layers)
+    except HsxConfigError as error:
+        raise DemoInputError(f"--layers {text}: {error.problem}; give distinct ids from 0 to {layers}") from None
     except ValueError:
-        raise DemoError(f"--layers {text}: give comma-separated numbers such as 1,{layers // 2},{layers}") from None
-    if len(set(ids)) != len(ids) or not all(0 <= i <= layers for i in ids):
-        raise DemoError(f"--layers {text}: the model has {layers} layers; give distinct ids from 0 to {layers}")
-    return ids
+        raise DemoInputError(f"--layers {text}: give comma-separated numbers such as 1,{layers // 2},{layers}") from None
 
 
 def _reference(model: Path) -> Any:

@@ -42,7 +42,16 @@ def positive(most: float) -> Callable[[str], float]:
 seconds = positive(LONGEST_S)
 
 
-def size(text: str) -> int:
+class Size(int):
+    """A number of bytes that is shown as it was typed."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def size(text: str) -> Size:
     """Bytes from a size such as 64GiB, 1.5G or 1073741824 (units are powers of 1024)."""
     match = _SIZE.match(text.strip())
     if match is None:
@@ -50,7 +59,9 @@ def size(text: str) -> int:
     number = float(match[1]) * _UNITS[(match[2] or "B")[0].upper()]
     if number > LARGEST:
         raise _refusal(text, f"a size of at most {LARGEST >> 30}GiB")
-    return int(number)
+    found = Size(number)
+    found.text = text
+    return found
 
 
 def _refusal(text: str, wanted: str) -> argparse.ArgumentTypeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import shutil
@@ -12,18 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
 from vllm_ascend_hsx.serve.command import build
 from vllm_ascend_hsx.serve.errors import ServeError
+
+_OURS = ("--layers", "--out", "--option")  # with a value
+_FLAGS = ("--dry-run", "-h", "--help")
+_NEAR = 0.75  # of no option of vllm serve 0.23.0 is the name that similar to one of ours (--port and --out: 0.73)
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Reads the options of `hsx serve`, those of vLLM apart; exits with code 2 and one line for a wrong one."""
     parser = argparse.ArgumentParser(
         prog="hsx serve",
-        usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] [-- VLLM OPTIONS]",
+        usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] [VLLM OPTIONS]",
         description="Starts `vllm serve MODEL VLLM OPTIONS` with the two JSON options that make it extract, and shows the whole command. "
         "What the server cannot do it refuses with the reason, before it loads weights.",
+        epilog="Options that are not ours are vLLM's, and so is all that follows --.",
     )
     parser.add_argument("model", metavar="MODEL", help="a directory, or a repository's name")
     parser.add_argument(
@@ -44,26 +50,51 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         help="a further key of kv_connector_extra_config, such as io=direct or include_output_tokens=true; may be given again",
     )
     parser.add_argument("--dry-run", action="store_true", help="show the command and do not start it")
-    own, *vllm = _split(argv)
+    own, vllm = _split(argv, parser)
     options = parser.parse_args(own)
-    options.vllm = [argument for part in vllm for argument in part]
+    options.vllm = vllm
     return options
 
 
-def _split(argv: Sequence[str]) -> list[list[str]]:
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    return [list(argv[:at]), list(argv[at + 1 :])]
+def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Our words, and those of vLLM: options that are not ours with what follows each, and all that follows `--`."""
+    own: list[str] = []
+    vllm: list[str] = []
+    rest, has_model = list(argv), False
+    while rest and (word := rest.pop(0)) != "--":
+        name, equals, _ = word.partition("=")
+        if name in _OURS:
+            own.append(word)
+            if not equals and rest:
+                own.append(rest.pop(0))
+        elif name in _FLAGS:
+            own.append(word)
+        elif not word.startswith("-"):
+            own.append(word)
+            has_model = True
+        else:
+            near = [each for each in (*_OURS, "--dry-run") if each.startswith(name) or name.startswith(each)]
+            if near := near or difflib.get_close_matches(name, (*_OURS, "--dry-run"), n=1, cutoff=_NEAR):
+                parser.error(f"{name}: did you mean {near[0]}? An option of vllm serve goes behind --")
+            if not has_model:
+                parser.error(f"name MODEL first, before {word}")
+            vllm.append(word)
+            while rest and not rest[0].startswith("-"):
+                vllm.append(rest.pop(0))
+    return own, vllm + rest
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; the value is JSON, or else a string."""
+    """KEY=VALUE; the value is JSON, or else a text, as it is for an option that takes only that (the digits of file_mode)."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; give an option and its value, such as io=direct")
     try:
-        return key, json.loads(value)
-    except ValueError:
+        parsed = json.loads(value)
+    except (ValueError, RecursionError):
         return key, value
+    field = HsxConfig.model_fields.get(key)
+    return key, value if field is not None and field.annotation is str and not isinstance(parsed, str) else parsed
 
 
 def main(argv: Sequence[str] | None = None) -> int:

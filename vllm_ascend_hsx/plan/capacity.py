@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, validate_layer_ids
 from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.server_config import EngineOptions, Layout, step_tokens
 from vllm_ascend_hsx.plan.shape import ModelShape
@@ -231,13 +231,11 @@ def _check(request: Request) -> None:
             f"give one of {', '.join(possible)}",
         )
     ids, last = request.layer_ids, shape.num_layers
-    if not ids or len(set(ids)) != len(ids) or not all(0 <= layer_id <= last for layer_id in ids):
-        raise PlanError(
-            "--layers",
-            _ids(ids),
-            f"{shape.name} has {last} layers",
-            f"give distinct ids from 0 (the embedding output) to {last} (after the last layer)",
-        )
+    try:
+        validate_layer_ids(ids, last)
+    except HsxConfigError as error:
+        remedy = f"give distinct ids from 0 (the embedding output) to {last} (after the last layer)"
+        raise PlanError("--layers", _ids(ids), error.problem, remedy) from None
     try:
         HsxConfig.parse(
             {"shared_storage_path": "/", "staging_slots": request.staging_slots, "pinned_ring_bytes": request.ring_bytes}
@@ -259,6 +257,8 @@ def _divides(shape: ModelShape, size: int) -> bool:
 
 
 def _size(number: int) -> str:
+    if type(number) is not int:  # a cli.numbers.Size, which knows how it was typed
+        return str(number)
     return f"{number / 2**30:g}GiB" if number >= 2**30 else f"{number / 2**20:g}MiB"
 
 
