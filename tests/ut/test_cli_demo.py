@@ -96,7 +96,12 @@ def test_a_wrong_option_is_named_with_its_remedy(arguments: list[str], message: 
 
 @pytest.mark.parametrize(
     ("layers", "message"),
-    [("1,x", "give comma-separated numbers"), ("1,1", "has id 1 twice; give distinct ids from 0 to 4"), ("5", "ids from 0 to 4"), ("-1", "ids from 0 to 4")],
+    [
+        ("1,x", "give comma-separated numbers"),
+        ("1,1", "has id 1 twice; give distinct ids from 0 to 4"),
+        ("5", "ids from 0 to 4"),
+        ("-1", "ids from 0 to 4"),
+    ],
 )
 def test_wrong_layers_are_named_before_a_server_is_started(
     layers: str, message: str, tiny_minimax_m2: Path, capsys: pytest.CaptureFixture[str]

@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +58,59 @@ def test_vllm_finds_the_plugin_and_the_shell_finds_hsx() -> None:
     assert callable(plugin.load())
     (script,) = [p for p in entry_points(group="console_scripts") if p.name == "hsx"]
     assert script.load() is cli.main
+
+
+BAD_INPUT = [
+    ["demo", "--model", "{dir}"],
+    ["demo", "--model", "{dir}/broken"],
+    ["demo", "--model", "{dir}/empty-object"],
+    ["demo", "--device", "gpu"],
+    ["doctor", "--model", "{dir}/none"],
+    ["doctor", "--io", "direct"],
+    ["emulate"],
+    ["emulate", "--npus", "0", "--", "true"],
+    ["generate", "--data", "{dir}/none.jsonl", "--output", "{dir}/out"],
+    ["generate", "--data", "{dir}/bad.jsonl", "--output", "{dir}/out"],
+    ["generate", "--data", "{dir}/good.jsonl", "--output", "{dir}/good.jsonl"],
+    ["generate", "--data", "{dir}/good.jsonl", "--output", "{dir}/out", "--map-path", "x"],
+    ["generate", "--output", "{dir}/out"],
+    ["inspect", "{dir}/none"],
+    ["inspect", "{dir}/empty"],
+    ["inspect"],
+    ["plan", "{dir}/none"],
+    ["plan", "{dir}/bad.jsonl"],
+    ["plan", "minimax-m2", "--layers", "2,2"],
+    ["plan", "minimax-m2", "--layers", "99999999999999999999"],
+    ["serve", "{dir}/none"],
+    ["serve", "{dir}/broken"],
+    ["serve", "{dir}", "--layers", "x"],
+    ["speculators"],
+    ["speculators", "{dir}/none.py"],
+    ["speculators", "nosuch"],
+    ["verify", "{dir}/none"],
+    ["verify", "{dir}/empty"],
+    ["verify", "{dir}/good.jsonl"],
+    ["nosuch"],
+    [],
+]
+
+
+@pytest.mark.parametrize("words", BAD_INPUT, ids=" ".join)
+def test_bad_input_is_told_without_a_traceback_and_ends_with_2(
+    words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad.jsonl").write_text("[]")
+    (tmp_path / "good.jsonl").write_text('{"token_ids": [1]}\n')
+    (tmp_path / "empty").mkdir()
+    for name, content in (("broken", "{"), ("empty-object", "{}")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(content)
+    monkeypatch.setattr(sys, "argv", ["hsx"])
+    try:
+        code = cli.main([word.format(dir=tmp_path) for word in words])
+    except SystemExit as left:
+        code = left.code
+    printed = capfd.readouterr()
+    assert code == 2, printed
+    assert printed.out + printed.err
+    assert "Traceback" not in printed.out + printed.err

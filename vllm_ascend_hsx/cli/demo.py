@@ -198,8 +198,17 @@ def _model_directory(options: argparse.Namespace, console: Console) -> Path:
 
 
 def _model_config(model: Path) -> dict[str, Any]:
+    from vllm_ascend_hsx.serve.errors import ServeError
+    from vllm_ascend_hsx.serve.model import read_model
+
+    try:
+        read_model(str(model))
+    except ServeError as error:
+        raise DemoInputError(str(error)) from None
     content = json.loads((model / "config.json").read_text())
-    text: dict[str, Any] = content.get("text_config", content)
+    text: dict[str, Any] = content.get("text_config") or content
+    if not isinstance(text.get("vocab_size"), int):
+        raise DemoInputError(f"MODEL {model}: its config.json has no vocab_size; give a language model")
     return text
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 USAGE = """\
 usage: hsx speculators COMMAND [OPTIONS]
@@ -24,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0 if arguments else 2
     script = arguments[0].endswith(".py")
+    if script and not Path(arguments[0]).is_file():
+        print(f"hsx speculators: {arguments[0]}: there is no such script; name one of speculators' repository", file=sys.stderr)
+        return 2
     try:
         import vllm_ascend_hsx.integrations.speculators  # noqa: F401 - registers the backend
 
