@@ -207,6 +207,50 @@ def test_a_bad_row_of_a_table_is_named_by_file_and_row(tmp_path: Path) -> None:
         open_dataset(folder, "text").check()
 
 
+BAD = {3: [], 5: [1, -1], 6: None}  # row: what is no list of token ids
+
+
+@pytest.mark.parametrize("form", ["lines", "arrow"])
+def test_every_bad_row_is_named_in_one_go(form: str, tmp_path: Path) -> None:
+    records = [{"token_ids": BAD.get(row, [row])} for row in range(8)]
+    if form == "lines":
+        path = write_jsonl(tmp_path / "data.jsonl", records)
+        path.write_bytes(path.read_bytes() + b"{\n")
+        places = [f"{path}:{number}" for number in (4, 6, 7, 9)]
+    else:
+        column = pa.array([each["token_ids"] for each in records], pa.list_(pa.int64()))
+        path = save_to_disk(tmp_path / "saved", pa.table({"token_ids": column}))
+        places = [f"{path}/data-00001-of-00002.arrow, row {row - 1}" for row in BAD]  # the first file has one row
+    with pytest.raises(DatasetError) as refusal:
+        open_dataset(path).check()
+    first, *lines = str(refusal.value).splitlines()
+    assert first == f"{path}: it cannot be sent, for {len(places)} reasons"
+    said = ["token_ids is empty", "token_ids[1] is -1", "token_ids is missing or null", "it is not JSON"]
+    assert len(lines) == len(places)
+    for line, place, problem in zip(lines, places, said, strict=False):
+        assert line.startswith(f"  {place}: {problem}")
+
+
+def test_of_many_bad_rows_the_first_twenty_are_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "data.jsonl", [{"token_ids": []}] * 1000)
+    with pytest.raises(DatasetError) as refusal:
+        open_dataset(path).check()
+    first, *lines = str(refusal.value).splitlines()
+    assert first == f"{path}: it cannot be sent, for 20 reasons or more"
+    assert [line.split(": ")[0] for line in lines] == [f"  {path}:{number}" for number in range(1, 21)]
+
+
+def test_what_ends_the_reading_is_named_after_the_bad_rows(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"token_ids": pa.array([[1], []], pa.list_(pa.int64()))}), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"this is no table of any kind")
+    with pytest.raises(DatasetError) as refusal:
+        open_dataset(tmp_path).check()
+    assert "a.parquet, row 1: token_ids is empty" in str(refusal.value).splitlines()[1]
+    assert "b.parquet: it cannot be read" in str(refusal.value).splitlines()[2]
+
+
 @pytest.mark.parametrize("name", ["bad.arrow", "bad.parquet"])
 def test_a_table_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"this is no table of any kind")

@@ -14,6 +14,7 @@ from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.rows import Row, RowError, choose_column, read_row
 
 REPORT_EVERY = 1000  # rows, while they are checked
+SHOWN_ERRORS = 20  # rows that cannot be sent
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
@@ -35,18 +36,20 @@ class Dataset(ABC):
     """Rows from files.
 
     Args:
+        path: as the user named it.
         files: in the order in which they are read.
         column: what to send, or None for the first of `rows.COLUMNS` that is there.
     """
 
-    def __init__(self, files: list[Path], column: str | None) -> None:
+    def __init__(self, path: Path, files: list[Path], column: str | None) -> None:
+        self.path = path
         self.files = files
         self.column = column
         self._stamp = self._stat()
 
     @abstractmethod
-    def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | None]:
-        """One item per row, in order; None for a row that is not wanted. Raises DatasetError."""
+    def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | DatasetError | None]:
+        """One item per row, in order; None for a row that is not wanted, and an error for one that cannot be sent. Raises DatasetError."""
 
     def rows(self, wanted: Callable[[int], bool] = lambda index: True) -> Iterator[Row]:
         """The rows that are wanted, by their index.
@@ -55,6 +58,8 @@ class Dataset(ABC):
             DatasetError: a row cannot be sent, or a file was changed since this object was made.
         """
         for row in self.records(wanted):
+            if isinstance(row, DatasetError):
+                raise row
             if row is not None:
                 yield row
         self.check_unchanged()
@@ -72,15 +77,30 @@ class Dataset(ABC):
             report: called with the number of rows so far, now and then.
 
         Raises:
-            DatasetError: as for `rows`, or there is no row.
+            DatasetError: as for `rows`, with the first SHOWN_ERRORS rows that cannot be sent; or there is no row.
         """
         digest = hashlib.sha256()
         count = 0
-        for row in self.rows():
-            digest.update(row.identity())
-            count += 1
-            if count % REPORT_EVERY == 0:
-                report(count)
+        bad: list[DatasetError] = []
+        try:
+            for row in self.records(lambda index: True):
+                if isinstance(row, Row):
+                    digest.update(row.identity())
+                elif row is not None:
+                    bad.append(row)
+                    if len(bad) == SHOWN_ERRORS:
+                        break
+                count += 1
+                if count % REPORT_EVERY == 0:
+                    report(count)
+            self.check_unchanged()
+        except DatasetError as error:
+            bad.append(error)
+        if len(bad) == 1:
+            raise bad[0]
+        if bad:
+            or_more = " or more" if len(bad) == SHOWN_ERRORS else ""
+            raise DatasetError(str(self.path), "\n  ".join([f"it cannot be sent, for {len(bad)} reasons{or_more}", *map(str, bad)]))
         if not count:
             raise DatasetError(str(self.files[0]), "it has no rows")
         return Checked(count, digest.hexdigest())
@@ -99,7 +119,7 @@ class Dataset(ABC):
 class JsonLines(Dataset):
     """One JSON object a line; blank lines are no rows."""
 
-    def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | None]:
+    def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | DatasetError | None]:
         (path,) = self.files
         index = -1
         try:
@@ -112,19 +132,19 @@ class JsonLines(Dataset):
         except OSError as error:
             raise DatasetError(str(path), f"it cannot be read: {error.strerror}") from error
 
-    def _row(self, index: int, where: str, line: bytes) -> Row:
+    def _row(self, index: int, where: str, line: bytes) -> Row | DatasetError:
         try:
             record: Any = json.loads(line)
         except (ValueError, RecursionError) as error:
             hint = "; a list of all rows in one is not supported" if index == 0 and line[:1] == b"[" else ""
-            raise DatasetError(where, f"it is not JSON ({error}); give one JSON object per line{hint}") from error
+            return DatasetError(where, f"it is not JSON ({error}); give one JSON object per line{hint}")
         if not isinstance(record, dict):
-            raise DatasetError(where, f'it is not a JSON object; give one such as {{"prompt": "..."}} per line, not {line[:20]!r}')
+            return DatasetError(where, f'it is not a JSON object; give one such as {{"prompt": "..."}} per line, not {line[:20]!r}')
         try:
             column = choose_column(record, self.column)
             return read_row(index, column, record[column])
         except RowError as error:
-            raise DatasetError(where, str(error)) from error
+            return DatasetError(where, str(error))
 
 
 def open_dataset(path: Path, column: str | None = None) -> Dataset:
@@ -137,9 +157,9 @@ def open_dataset(path: Path, column: str | None = None) -> Dataset:
         raise DatasetError(str(path), "it does not exist; give a file of JSON lines, Arrow or parquet, or a folder of the two latter")
     if not path.is_dir():
         if path.suffix in _JSON_SUFFIXES:
-            return JsonLines([path], column)
+            return JsonLines(path, [path], column)
         if path.suffix in (".arrow", ".parquet"):
-            return _tables([path], column)
+            return _tables(path, [path], column)
         raise DatasetError(str(path), f"its name ends with none of {_listed((*_JSON_SUFFIXES, '.arrow', '.parquet'))}; rename it")
     splits = path / "dataset_dict.json"
     if splits.is_file():
@@ -147,21 +167,21 @@ def open_dataset(path: Path, column: str | None = None) -> Dataset:
         raise DatasetError(str(path), f"it holds the splits {_listed(names)}; name one of them, such as --data {path / names[0]}")
     state = path / "state.json"
     if state.is_file():
-        return _tables([path / name for name in _names_in(state, "_data_files", "filename")], column)
+        return _tables(path, [path / name for name in _names_in(state, "_data_files", "filename")], column)
     files = sorted(path.glob("*.parquet")) or sorted(path.glob("*.arrow"))
     if not files:
         raise DatasetError(str(path), "it has no state.json (from `save_to_disk`), no *.parquet and no *.arrow; name the folder that has")
-    return _tables(files, column)
+    return _tables(path, files, column)
 
 
-def _tables(files: list[Path], column: str | None) -> Dataset:
+def _tables(path: Path, files: list[Path], column: str | None) -> Dataset:
     try:
         from vllm_ascend_hsx.generate.tables import Tables
     except ModuleNotFoundError as error:
         raise DatasetError(
             str(files[0]), f"reading it needs {error.name}: pip install 'vllm-ascend-hsx[data]', or convert it to JSON lines"
         ) from error
-    return Tables(files, column)
+    return Tables(path, files, column)
 
 
 def _names_in(path: Path, key: str, inner: str | None = None) -> list[str]:

@@ -19,7 +19,7 @@ _BATCH = 256  # rows that are in memory at a time, where the file leaves it to u
 class Tables(Dataset):
     """Rows of Arrow (stream or file format) and parquet files, one column of them."""
 
-    def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | None]:
+    def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | DatasetError | None]:
         index = 0
         for path in self.files:
             number = 0  # of the row in this file
@@ -61,11 +61,11 @@ class Tables(Dataset):
             raise DatasetError(str(path), str(error)) from error
 
 
-def _row(where: str, index: int, column: str, value: Any) -> Row:
+def _row(where: str, index: int, column: str, value: Any) -> Row | DatasetError:
     try:
         return read_row(index, column, _python(column, value))
     except RowError as error:
-        raise DatasetError(where, str(error)) from error
+        return DatasetError(where, str(error))
 
 
 def _python(column: str, value: Any) -> Any:
