@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import pickle
 import re
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from documents import page
 from packaging.requirements import Requirement
 from safetensors.torch import save_file
 from sink_harness import FORMAT, listing, make_rows, token_ids, wait_for_sleepers
@@ -202,3 +204,11 @@ def satisfied(requirement: Requirement) -> bool:
         return requirement.specifier.contains(version(requirement.name).partition("+")[0])
     except PackageNotFoundError:
         return False
+
+
+def test_the_wait_of_their_reader_is_as_long_as_our_page_says() -> None:
+    from hs_connectors.transfer import wait_for_lock
+
+    assert inspect.signature(wait_for_lock).parameters["timeout"].default == 10.0
+    line = inspect.getsourcelines(wait_for_lock)[1]
+    assert f"at most 10 s and then raises `Timed out waiting for lock`\n(`hs_connectors/transfer.py:{line}`" in page("speculators.md")
