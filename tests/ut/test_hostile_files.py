@@ -129,6 +129,25 @@ def test_inspect_and_verify_name_what_is_no_regular_file_and_look_at_all_else(
     assert promptly(lambda: find(storage, "b")) == storage / name("b")
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "link to a lock", "link to nothing"])
+def test_a_lock_without_data_that_no_server_made_ends_the_wait_and_verify_goes_on(
+    storage: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = storage / f"{name('e')}.lock"
+    words = "no hidden states, no lock|its server died|the server died"
+    if kind in KINDS:
+        words = plant(lock, kind)
+    else:
+        (tmp_path / "lock").touch()
+        lock.symlink_to(tmp_path / kind.removeprefix("link to a "))
+    with pytest.raises((HiddenStatesError, FileNotFoundError), match=words):
+        promptly(lambda: load(storage / name("e"), 1))
+    assert len(promptly(lambda: list(open_dir(storage)))) == 4
+    promptly(lambda: verify.main([str(storage), "--json", "--jobs", "1"]))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["good"] == 4
+    promptly(lambda: verify.main([str(storage), "--jobs", "1"]))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("suffix", ["tar", "json", "jsonl"])
 def test_a_file_of_a_shard_that_is_no_regular_file_is_a_problem_of_that_shard_alone(
@@ -302,14 +321,15 @@ def test_inspect_and_verify_show_every_odd_file_and_go_on(tmp_path: Path, capsys
         metadata={"model": "[/red]", "request_id": "\x1b[31m\0"},
     )
     os.rename(tmp_path / "good.safetensors", os.fsencode(tmp_path) + b"/[red][b]\x1b\xff.safetensors")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/[b]\x1b\xff.safetensors.lock")).touch()
     assert verify.main([str(tmp_path), "--json", "--jobs", "1"]) == 1
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (said["good"], len(said["bad"])) == (1, len(ODD_HEADERS))
     assert inspect.main([str(tmp_path)]) == 1
     assert "\x1b" not in capsys.readouterr().out
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
-    capsys.readouterr()
-    for path in tmp_path.iterdir():
+    assert "\x1b" not in capsys.readouterr().out
+    for path in tmp_path.glob("*.safetensors"):
         assert inspect.main([str(path)]) == (1 if path.stem.isdigit() else 0)
         assert "\x1b" not in capsys.readouterr().out
 

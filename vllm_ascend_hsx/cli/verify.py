@@ -156,7 +156,7 @@ def _show(console: Console, tally: Tally) -> None:
         if len(problems) > _SHOWN:
             console.print(f"... and {len(problems) - _SHOWN} more {title}", style="red")
     for path in tally.orphans[:_SHOWN]:
-        console.print(f"lock without data: {path}", highlight=False, markup=False, soft_wrap=True)
+        console.print(printable(f"lock without data: {path}"), highlight=False, markup=False, soft_wrap=True)
     for (layer_ids, layers, hidden, dtype), count in sorted(tally.shapes.items(), key=lambda each: -each[1]):
         console.print(f"{count} files of {layers} layers {list(layer_ids)} x {hidden} {dtype}", highlight=False, markup=False)
     if tally.tiny_tokens:
