@@ -705,6 +705,7 @@ def test_a_fault_at_any_system_call_of_open_leaves_its_reason_and_no_lock_and_no
                     # A response that has left already names the path: the reason stands there.
                     assert reason_of(error.path) == error.reason
             assert not open_fds() - inside
+            assert not [name for name in os.listdir(tmp_path / str(fail_at)) if name.endswith(".partial")]
             open_file(sink, tmp_path / str(fail_at)).discard()
         if calls_made < fail_at:
             break

@@ -15,7 +15,7 @@ from vllm_ascend_hsx.sinks.base import Rows, SinkError, TokenIds
 from vllm_ascend_hsx.sinks.data_file import RequestData, write_at
 from vllm_ascend_hsx.sinks.format import PRODUCER
 from vllm_ascend_hsx.sinks.lock import HeldLock
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, partial_name
+from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, partial_name
 from vllm_ascend_hsx.sinks.one_end import OneEndFile, State
 from vllm_ascend_hsx.sinks.spans import Span, describe_missing
 from vllm_ascend_hsx.sinks.storage import Storage
@@ -87,6 +87,9 @@ class RequestFile(OneEndFile):
         self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
         if self._lock is not None:
             self._attempt("remove the lock", self._lock.remove)
+        else:
+            hidden = partial_name(self.name + LOCK_SUFFIX, self.home.token)
+            self._attempt("remove a lock's hidden file", lambda: self.storage.unlink(hidden))  # if that was what went wrong
         self._leave()
 
     # Writing
