@@ -88,8 +88,8 @@ def test_where_extraction_must_be_requested_other_requests_cost_nothing() -> Non
     ordinary, asking = make_request("ordinary"), make_request("asking", kv_transfer_params={"hidden_states": True})
     for request in (ordinary, asking):
         scheduler.on_new_request(request)
-    scheduler.on_worker_report(WorkerReport({}, {0: 1001}))
-    assert (scheduler.must_wait("ordinary"), scheduler.must_wait("asking")) == (False, True)
+    scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=1001)}))
+    assert (scheduler.must_wait(ordinary), scheduler.must_wait(asking)) == (False, True)
     assert (ordinary.skip_reading_prefix_cache, asking.skip_reading_prefix_cache) == (False, True)
     assert [start.request_id for start in schedule(scheduler, ordinary, asking).started] == ["asking"]
     assert scheduler.on_finished(ordinary) is None
