@@ -97,7 +97,7 @@ class ExtractionScheduler:
             return
         path = str(params.path or self._destination.of(request.request_id))
         prompt_tokens = len(request.prompt_token_ids or ())
-        num_rows = prompt_tokens + (request.max_tokens if params.include_output else 0)
+        output_rows = max(0, request.max_tokens - 1) if params.include_output else 0
         if request.prompt_token_ids is None:
             self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
         elif request.resumable:
@@ -107,10 +107,9 @@ class ExtractionScheduler:
             self._refused[request.request_id] = (
                 f"kv_transfer_params.{PATH_KEY} is {shown(path)}, which another request is writing; choose another name"
             )
-        elif self._limits is not None and (reason := self._limits.refusal(request.request_id, num_rows)):
+        elif self._limits is not None and (reason := self._limits.refusal(request.request_id, prompt_tokens + output_rows)):
             self._refused[request.request_id] = reason
         else:
-            output_rows = max(0, request.max_tokens - 1) if params.include_output else 0
             self._requests[request.request_id] = _Request(
                 path,
                 prompt_tokens,
