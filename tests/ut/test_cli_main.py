@@ -61,6 +61,10 @@ def test_vllm_finds_the_plugin_and_the_shell_finds_hsx() -> None:
 
 
 BAD_INPUT = [
+    ["clean", "{dir}/none"],
+    ["clean", "{dir}/good.jsonl"],
+    ["clean", "{dir}", "--errors-older-than", "1e300"],
+    ["clean", "{dir}", "--errors-older-than=-1s"],
     ["demo", "--model", "{dir}"],
     ["demo", "--model", "{dir}/broken"],
     ["demo", "--model", "{dir}/empty-object"],

@@ -54,6 +54,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("place")
     for name in ("a", "b"):
         write(place / "rows", name, rows_of(5))
+    (place / "left").mkdir()
+    for name in ("a", "b"):
+        (place / "left" / f"{name}.safetensors.lock").touch()
     (place / "data.jsonl").write_text('{"token_ids": [1, 2]}\n')
     (place / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 62}))
     return place
@@ -67,6 +70,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "inspect {}/rows/a.safetensors",
         "verify {}/rows",
         "verify {}/rows --json --jobs 1",
+        "clean {}/rows --dry-run",
+        "clean {}/left",
         "serve {} --dry-run",
         "generate --data {}/data.jsonl --output {}/out --endpoint http://127.0.0.1:1 --max-retries 0",
     ],

@@ -33,6 +33,7 @@ COMMANDS: dict[str, Command] = {
     "clean": Command(
         "remove locks without data, old errors and what dead servers left from a storage directory",
         "vllm_ascend_hsx.cli.clean:main",
+        "looking through the directory",
     ),
     "demo": Command(
         "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states",
