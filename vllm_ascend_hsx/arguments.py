@@ -1,10 +1,13 @@
-"""Numbers that callers of the Python API give: refused by name and value where they are given, not when they are first used."""
+"""Bounds of numbers, and checks of those that callers of the Python API give: refused where they are given, not when they are used."""
 
 from __future__ import annotations
 
 import threading
 import time
 from typing import Any
+
+LONGEST_S = 24 * 3600  # upper bound of every timeout: poll() and threads take no number of seconds that is much larger
+LARGEST = 1 << 40  # upper bound of a size in bytes, of memory or a shard
 
 
 def deadline_after(timeout: float | None) -> float | None:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from vllm_ascend_hsx.arguments import LARGEST, LONGEST_S
+
 CONNECTOR_NAME = "AscendHiddenStatesConnector"
 PLUGIN_NAME = "ascend_hsx"  # the entry point, and what VLLM_PLUGINS calls it
 METHOD = "extract_hidden_states"
@@ -19,8 +21,6 @@ LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 LAST_WORDS_S = 5.0  # seconds that a worker takes at most, behind drain_timeout_s, to leave a reason in place of files that are not complete
 
-LONGEST_S = 24 * 3600  # upper bound of every timeout: poll() and threads take no number of seconds that is much larger
-LARGEST = 1 << 40  # upper bound of every size in bytes
 _SIZE = re.compile(r"^\s*(\d{1,30})\s*(B|KiB|MiB|GiB)?\s*$")
 _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 

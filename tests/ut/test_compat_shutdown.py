@@ -17,8 +17,9 @@ from vllm.v1.engine import core as core_module
 from vllm.v1.engine import utils as utils_module
 from vllm.v1.executor import multiproc_executor
 
+from vllm_ascend_hsx.arguments import LONGEST_S
 from vllm_ascend_hsx.compat.shutdown import answer_with_errors, patience, stop_in_order, wait_for_engines, wait_for_workers
-from vllm_ascend_hsx.config import LAST_WORDS_S, LONGEST_S
+from vllm_ascend_hsx.config import LAST_WORDS_S
 
 OPTIONS = {"shared_storage_path": "/data", "drain_timeout_s": 100, "storage_patience_s": 20}
 OURS = {"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": OPTIONS}

@@ -16,8 +16,9 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_ascend_hsx.arguments import LONGEST_S
 from vllm_ascend_hsx.compat.versions import require
-from vllm_ascend_hsx.config import LONGEST_S, HsxConfigError
+from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.startup import read_options
 
 ENGINE_MANAGER_MODULE = "vllm.v1.engine.utils"
