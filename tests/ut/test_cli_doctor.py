@@ -241,7 +241,6 @@ VLLM_ASCEND = "Requires-Dist: torch==2.10.0\nRequires-Dist: torch-npu==2.10.0.po
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What an Ascend machine has, as metadata that comes before this machine's, and in place of the emulated torch_npu."""
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if Path(each).resolve() != software.SITE.resolve()])
     packages = tmp_path / "packages"
     packages.mkdir()
     for name, version, rest in (
@@ -251,7 +250,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("torch-npu", "2.10.0.post4", ""),
     ):
         install(packages, name, version, rest)
-    monkeypatch.syspath_prepend(str(packages))
+    others = [each for each in sys.path if Path(each).resolve() != software.SITE.resolve()]
+    # One change: what syspath_prepend undoes would be put back without the emulator.
+    monkeypatch.setattr(sys, "path", [str(packages), *others])
     return packages
 
 
