@@ -3,11 +3,13 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 # Tests that run at the same time, each file in one process; an e2e test has up to four emulated NPUs of 1 GiB.
 WORKERS ?= 2
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 30 $(LONG)
+# `--long` adds the tests that `make test-all` runs.
+LONG ?=
 # Each emulated NPU is a process; more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test lint ut e2e benchmark docs clean
+.PHONY: setup demo test test-all lint ut e2e benchmark docs clean
 
 setup:
 	@$(PYTHON) tools/setup_emulated.py
@@ -26,6 +28,9 @@ e2e: setup
 	$(PYTEST) tests/e2e
 
 test: lint ut e2e
+
+test-all:
+	$(MAKE) test LONG=--long
 
 # Prints the tables and writes docs/performance.md, .json and .png.
 benchmark: setup

@@ -11,12 +11,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run the tests marked `long`, too")
     parser.addoption("--traffic-runs", type=int, help="play so many runs of random traffic (tests/e2e/test_any_traffic.py)")
     parser.addoption("--kills", type=int, help="kill so many sinks (tests/ut/test_crash.py)")
     parser.addoption("--soak", type=int, help="send so many requests through a worker (tests/ut/test_soak.py)")
     parser.addoption("--fuzz-inputs", type=int, help="give readers so many mutated inputs (tests/ut/test_fuzz_readers.py)")
     parser.addoption("--engine-soak", type=int, help="send so many requests to an engine (tests/e2e/test_engine_soak.py)")
     parser.addoption("--engine-kills", type=int, help="kill so many engines (tests/e2e/test_killed_engine.py)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests marked `long`, unless `--long` is given or each of them is named."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    if long and len(long) < len(items) and not config.getoption("long"):
+        items[:] = [item for item in items if item not in long]
+        config.hook.pytest_deselected(items=long)
 
 
 @pytest.fixture(scope="session")
