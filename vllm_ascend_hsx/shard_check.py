@@ -115,7 +115,7 @@ def _compare(path: Path, tar: int, content: bytes, sealed: bool) -> str | None:
             return f"its member {entry.name!r} at byte {entry.offset} is not in the index"
         end = entry.end
     for member in members.values():
-        if member.name not in gone:
+        if member.offset not in gone:
             return f"the index has {member.name!r} at byte {member.offset}, and the tar file has not"
     if not sealed:
         return None

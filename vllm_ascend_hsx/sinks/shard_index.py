@@ -104,17 +104,25 @@ def whole_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def members_by_offset(lines: bytes) -> tuple[dict[int, Member], set[str]]:
-    """The members that the lines of an index say are in its tar file, by their offset, and the names that were said to be gone: a member of
-    such a name may have become a hole."""
+def members_by_offset(lines: bytes) -> tuple[dict[int, Member], set[int]]:
+    """The members that the lines of an index say are in its tar file, by their offset, and the offsets of those that a later line says are
+    gone: such a member may have become a hole. A name that is used again is said to be gone before its next member's line."""
     members: dict[int, Member] = {}
-    gone = set()
+    gone: set[int] = set()
+    offsets: dict[str, list[int]] = {}
     for line in map(decode, split_lines(lines)):
         if isinstance(line, Member):
             members[line.offset] = line
+            gone.discard(line.offset)  # the place of one that became a hole may be given out again
+            offsets.setdefault(line.name, []).append(line.offset)
         elif line is not None:
-            gone.add(line.name)
+            gone.update(offset for offset in offsets.pop(line.name, ()) if members[offset].name == line.name)
     return members, gone
+
+
+def bad_lines(lines: bytes) -> list[int]:
+    """The numbers of the lines of an index that make no sense, from 1."""
+    return [number for number, line in enumerate(split_lines(lines), 1) if decode(line) is None]
 
 
 _TICK_NS = 50_000_000  # a filesystem's clock may be so much behind the system's
