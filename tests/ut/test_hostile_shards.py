@@ -378,7 +378,11 @@ def flip_a_line(tar: Path) -> None:
     index.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [flip_a_header, flip_a_line, lambda tar: tar.with_suffix(".jsonl").unlink()], ids=["header", "line", "index"])
+def lose_the_index(tar: Path) -> None:
+    tar.with_suffix(".jsonl").unlink()
+
+
+@pytest.mark.parametrize("damage", [flip_a_header, flip_a_line, lose_the_index])
 @pytest.mark.parametrize("ids", [[f"hs_{i}" for i in range(6)], ["hs_0", "hs_1", "hs_0", "hs_2", "hs_3", "hs_1"]], ids=["once", "again"])
 def test_the_next_server_takes_nothing_away_from_a_shard_that_is_not_what_its_index_says(
     tmp_path: Path, ids: list[str], damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
@@ -396,3 +400,12 @@ def test_names_that_were_used_again_are_sealed(tmp_path: Path) -> None:
     FileSink(tmp_path, FORMAT).close()
     assert json.loads(tar.with_suffix(".json").read_text())["members"] == 3
     assert list(shard_problems(tmp_path)) == []
+
+
+def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(tmp_path: Path) -> None:
+    index = tmp_path / "hsx-deadbeef-000000.jsonl"
+    index.touch()
+    os.utime(index, (7.3e9, 7.3e9))  # 2201: no line can have this time
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        path = publish(sink, tmp_path, "a", 3)
+    assert np.array_equal(load(path, 0).token_ids.numpy(), token_ids(3))

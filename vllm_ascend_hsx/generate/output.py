@@ -106,7 +106,7 @@ def _remove_hidden(path: Path, tokens: set[str]) -> None:
 
 
 def _remove_earlier(path: Path, num_rows: int, world_size: int, rank: int) -> list[Content]:
-    """Remove the files of this rank's rows, or members of shards, its ledger, and those of other divisions into ranks; returns what these said.
+    """Remove the files or members of this rank's rows, its ledger, and those of other divisions into ranks; returns what these said.
 
     The ledger goes last, for it says whose files these are.
     """

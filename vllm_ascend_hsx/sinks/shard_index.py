@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_hsx.sinks.names import path_refusal
-from vllm_ascend_hsx.sinks.strict_json import is_count, parse
+from vllm_ascend_hsx.sinks.strict_json import LARGEST, is_count, parse
 
 # Says that there are shards in a directory: a reader that misses a file need not read all names to know that there are none.
 SHARDS_MARK = "hsx-shards"
@@ -126,6 +126,8 @@ def bad_lines(lines: bytes) -> list[int]:
 
 
 _TICK_NS = 50_000_000  # a filesystem's clock may be so much behind the system's
+# A file that was changed later, some three years before the last time that a line can have, was touched by somebody with another aim.
+_LATEST_NS = LARGEST - 10**17
 
 
 class _Clock:
@@ -158,4 +160,5 @@ def follow(dir_fd: int) -> None:
             if parts is not None and parts[2] == INDEX:
                 with suppress(FileNotFoundError):
                     changed = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns
-                    _clock.not_before(changed + _TICK_NS)
+                    if changed < _LATEST_NS:
+                        _clock.not_before(changed + _TICK_NS)
