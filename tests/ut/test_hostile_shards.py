@@ -409,3 +409,25 @@ def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(tmp
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         path = publish(sink, tmp_path, "a", 3)
     assert np.array_equal(load(path, 0).token_ids.numpy(), token_ids(3))
+
+
+@pytest.mark.parametrize("target", ["hsx-deadbeef-000000.jsonl", "nowhere", "hsx-shards/x", "x" * 256])
+def test_an_index_that_is_a_link_to_nothing_is_told_and_stops_nobody(
+    storage: Path, target: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (storage / "hsx-deadbeef-000000.jsonl").symlink_to(target)
+    shards = Shards(storage)
+    assert len(shards.members()) == len(shards.members()) == 6
+    assert caplog.text.count("leads nowhere") == 1
+    assert len(list(open_dir(storage))) == 6
+    assert verify.main([str(storage), "--json", "--jobs", "1"]) == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["good"] == 6 and "leads nowhere" in said["bad"][0]["problem"]
+
+
+@pytest.mark.parametrize("mark", [None, "nowhere"])
+def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(storage: Path, mark: str | None) -> None:
+    (storage / "hsx-shards").unlink()
+    if mark is not None:
+        (storage / "hsx-shards").symlink_to(mark)
+    assert len(list(open_dir(storage))) == 6
