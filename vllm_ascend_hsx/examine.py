@@ -150,7 +150,8 @@ def _not_finite(first: int, rows: torch.Tensor, norms: torch.Tensor) -> str | No
 
     if bool(torch.isfinite(norms).all()):
         return None
-    good = torch.isfinite(rows).all(dim=-1)
+    # torch does not know it of float8_e4m3fn.
+    good = torch.isfinite(rows.float() if rows.element_size() == 1 else rows).all(dim=-1)
     if bool(good.all()):  # large values, whose squares have no float32
         return None
     token, layer = (~good).nonzero()[0].tolist()

@@ -159,7 +159,7 @@ def open_stored(path: Path, timeout: float | None) -> Place:
             place = _stored(path)
             if place is not None:
                 return place
-            if not lock_path.exists():
+            if not os.path.exists(lock_path):
                 raise FileNotFoundError(
                     errno.ENOENT,
                     "no hidden states, no lock and no error are there; was the request aborted, or did its server die?",
@@ -246,8 +246,11 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     doomed = [_companion(path, LOCK_SUFFIX), _companion(path, ERROR_SUFFIX)]
     # The lock first: without it a reader takes what is there for complete, with it and no data it would report a dead server.
     for each in doomed if keep_data else [*doomed, path]:
-        with suppress(FileNotFoundError):
+        try:
             os.unlink(each)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
+                raise
     if not keep_data:
         remove_member(path)
 

@@ -45,7 +45,7 @@ def shard_problems(directory: str | Path) -> Iterator[tuple[Path, str]]:
     for stem, found in sorted(suffixes.items()):
         path = directory / f"{stem}{TAR}"
         try:
-            problem = _problem(path, MANIFEST in found)
+            problem = _link_to_nothing(path.with_suffix(INDEX)) or _problem(path, MANIFEST in found)
         except FileNotFoundError:
             problem = _half(path)
         except OSError as error:
@@ -72,6 +72,10 @@ def _bad_lines(content: bytes, removals: bool = False) -> str | None:
     lines = [decode(line) for line in split_lines(content)]
     bad = [number for number, line in enumerate(lines, 1) if line is None or (removals and not isinstance(line, Gone))]
     return f"{len(bad)} of the {len(lines)} lines of its index cannot be used, first line {bad[0]}" if bad else None
+
+
+def _link_to_nothing(path: Path) -> str | None:
+    return "its index is a symbolic link that leads nowhere" if path.is_symlink() and not os.path.exists(path) else None
 
 
 def _half(path: Path) -> str | None:
@@ -115,7 +119,7 @@ def _compare(path: Path, tar: int, content: bytes, sealed: bool) -> str | None:
             return f"its member {entry.name!r} at byte {entry.offset} is not in the index"
         end = entry.end
     for member in members.values():
-        if member.name not in gone:
+        if member.offset not in gone:
             return f"the index has {member.name!r} at byte {member.offset}, and the tar file has not"
     if not sealed:
         return None

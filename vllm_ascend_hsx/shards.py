@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from vllm_ascend_hsx.sinks.format import TOKEN_IDS, Header, valid_unicode
 from vllm_ascend_hsx.sinks.names import MAX_DEPTH
-from vllm_ascend_hsx.sinks.opening import NotAFileError, open_regular
+from vllm_ascend_hsx.sinks.opening import LEADS_NOWHERE, NotAFileError, open_regular
 from vllm_ascend_hsx.sinks.shard_index import (
     INDEX,
     MANIFEST,
@@ -208,13 +208,19 @@ class Shards:
         """Read what was added to an index. False: it is not there, or is another one than before."""
         if index.sealed:
             return True
+        path = self.directory / f"{stem}{INDEX}"
         try:
-            fd = open_regular(self.directory / f"{stem}{INDEX}")
-        except FileNotFoundError:
-            return False
+            fd = open_regular(path)
         except NotAFileError as error:
             self._report(stem, error.strerror, 0, error.reason)
             return True
+        except OSError as error:
+            if error.errno in LEADS_NOWHERE and os.path.islink(path):
+                self._report(stem, error.errno, 0, f"{path.name} is a symbolic link that leads nowhere")
+                return True
+            if isinstance(error, FileNotFoundError):
+                return False
+            raise
         try:
             status = os.fstat(fd)
             identity = (status.st_dev, status.st_ino)
@@ -296,7 +302,8 @@ def _shards_above(path: Path) -> Iterator[tuple[Shards, str]]:
         directory, _, name = directory.rpartition("/")
         if not name:
             return
-        if os.path.exists(f"{directory}/{SHARDS_MARK}"):
+        # Whoever has listed the members of a directory finds them, whatever has become of the mark.
+        if directory in _known or os.path.lexists(f"{directory}/{SHARDS_MARK}"):
             yield shards_of(directory or "/"), whole[len(directory) + 1 :]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap as memory_map
 import os
+from math import prod
 from typing import TYPE_CHECKING
 
 from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo
@@ -22,6 +23,7 @@ _ROW_DTYPES = {
     "F8_E5M2": "float8_e5m2",
 }
 _ID_DTYPES = {"I64": "int64", "I32": "int32"}
+_LARGEST_ROW = 1 << 26  # numbers; those of the largest models have two millions
 _TORCH_DTYPES = {**_ROW_DTYPES, **_ID_DTYPES}
 
 
@@ -33,6 +35,8 @@ def check_tensors(header: Header) -> None:
     states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
     if len(states.shape) != 3:
         raise FormatError(f"{HIDDEN_STATES} has shape {list(states.shape)}, not [tokens, layers, hidden]")
+    if not 0 < prod(states.shape[1:]) <= _LARGEST_ROW:
+        raise FormatError(f"{HIDDEN_STATES} {list(states.shape)} has rows of {prod(states.shape[1:])} numbers")
     if len(ids.shape) != 1 or states.shape[:1] != ids.shape:
         raise FormatError(f"{TOKEN_IDS} {list(ids.shape)} does not fit {HIDDEN_STATES} {list(states.shape)}")
     for name, tensor, dtypes in ((HIDDEN_STATES, states, _ROW_DTYPES), (TOKEN_IDS, ids, _ID_DTYPES)):

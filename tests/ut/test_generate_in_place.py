@@ -20,7 +20,7 @@ from test_generate_resume import DEATHS, ROWS, Death, Runs, right
 from test_generate_run import CASES, Bench
 
 from vllm_ascend_hsx.generate.names import row_of_file
-from vllm_ascend_hsx.reader import open_stored
+from vllm_ascend_hsx.reader import load, open_stored
 from vllm_ascend_hsx.shards import Place, shards_of
 from vllm_ascend_hsx.sinks.base import RowFormat
 from vllm_ascend_hsx.sinks.data_file import FileOptions
@@ -243,3 +243,17 @@ def test_a_server_of_shards_is_told_to_be_asked_in_place(tmp_path: Path, capsys:
     assert "the server stores rows in shards" in " ".join(printed.split())
     assert "--in-place" in printed
     assert not server.seen
+
+
+def test_overwrite_replaces_rows_in_shards_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Members that stayed would be taken for rows of the new dataset."""
+    with FakeServer(tmp_path / "out", make_sink=SINKS["shards"]) as server:
+        in_place = Bench(tmp_path, server, capsys)
+        assert in_place.run(IN_PLACE, records=[{"token_ids": [9, 9, row]} for row in range(4)])[0] == 0
+    with FakeServer(tmp_path / "store") as server:
+        bench = Bench(tmp_path, server, capsys)
+        code, printed = bench.run("--overwrite", records=6)
+        assert (code, server.asked) == (0, Counter(range(6))), printed
+    for row in range(6):
+        assert load(tmp_path / "out" / f"hs_{row}.safetensors", 0).token_ids.tolist() == token_rows(6)[row]["token_ids"]
+    assert shards_of(tmp_path / "out").members() == {}

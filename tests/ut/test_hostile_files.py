@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +16,11 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from safetensors.torch import save_file
-from sink_harness import FORMAT, open_fds
+from sink_harness import FORMAT, make_rows, open_fds, token_ids
 from test_shards import publish
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
-from vllm_ascend_hsx.cli import inspect, verify
+from vllm_ascend_hsx.cli import clean, inspect, verify
 from vllm_ascend_hsx.examine import examine
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import Identity
@@ -394,3 +396,41 @@ def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Pa
         path.write_bytes(line.encode() + b"\n" + whole)
         with pytest.raises(InputError, match="does not begin as a ledger"):
             open_output(tmp_path, identity, 1, 0, False)
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("BF16", [1, 1 << 50, 0]), ("BF16", [0, 1 << 50, 4]), ("F8_E4M3", [1, 2, 4])])
+def test_rows_of_no_size_or_any_number_are_one_bad_file(
+    tmp_path: Path, dtype: str, shape: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    size = math.prod(shape)
+    header = {
+        "hidden_states": {"dtype": dtype, "shape": shape, "data_offsets": [0, size]},
+        "token_ids": {"dtype": "I64", "shape": shape[:1], "data_offsets": [size, size + 8 * shape[0]]},
+    }
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + b"\x7f" * size + bytes(8 * shape[0]))
+    assert examine(tmp_path / "a.safetensors").problem is not None
+    assert inspect.main([str(tmp_path)]) == 1
+    assert "bad" in capsys.readouterr().out
+
+
+def test_a_name_without_room_for_companions_is_read_and_removed_as_any_other(tmp_path: Path) -> None:
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = sink.open("a", tmp_path / "a.safetensors", 2)
+        file.write(0, make_rows(0, 2))
+        file.commit(token_ids(2), 2)
+    path = tmp_path / ("x" * 243 + ".safetensors")
+    (tmp_path / "a.safetensors").rename(path)
+    assert [each for each, _ in open_dir(tmp_path)] == [path]
+    remove(path)
+    assert list(open_dir(tmp_path)) == []
+    lock = tmp_path / ("x" * 238 + ".safetensors.lock")
+    lock.touch()
+    assert clean.main([str(tmp_path)]) == 0
+    assert not lock.exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 300, ".error", "a/../" + "y" * 256])
+def test_inspect_of_what_cannot_be_there_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect.main([str(tmp_path / name)]) == 2
+    assert "is not there" in capsys.readouterr().out

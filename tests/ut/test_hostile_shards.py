@@ -28,6 +28,7 @@ from vllm_ascend_hsx.reader import HiddenStatesError, open_stored, remove
 from vllm_ascend_hsx.shard_check import shard_problems
 from vllm_ascend_hsx.shards import Shards
 from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.names import mark_name
 from vllm_ascend_hsx.sinks.shard import ShardSink
 from vllm_ascend_hsx.sinks.shard_index import Member, encode
 from vllm_ascend_hsx.sinks.tar import END, walk
@@ -345,3 +346,88 @@ def test_a_manifest_that_makes_no_sense_is_one_problem(tmp_path: Path, change: C
     ((_, problem),) = shard_problems(tmp_path)
     assert words in problem
     assert len(list(open_dir(tmp_path))) == 1
+
+
+# The next server, where a shard of a dead one is not what its index says
+
+
+def leave_dead(storage: Path, ids: list[str]) -> Path:
+    """The tar file of a shard of these requests, which chose their names, as a server leaves it that is killed."""
+    with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
+        for number, chosen in enumerate(ids):
+            file = sink.open(f"x{number}", storage / f"{chosen}.safetensors", 3)
+            file.write(0, make_rows(0, 3, number))
+            file.commit(token_ids(3), 3)
+    tar = next(storage.glob("hsx-*.tar"))
+    tar.with_suffix(".json").unlink()
+    (storage / mark_name(tar.stem.split("-")[1])).touch()
+    return tar
+
+
+def flip_a_header(tar: Path) -> None:
+    entry = _walk(tar)[2]
+    content = bytearray(tar.read_bytes())
+    content[entry.offset - 300] ^= 1
+    tar.write_bytes(content)
+
+
+def flip_a_line(tar: Path) -> None:
+    index = tar.with_suffix(".jsonl")
+    content = bytearray(index.read_bytes())
+    content[content.index(b'"offset":') - 1] ^= 1
+    index.write_bytes(content)
+
+
+def lose_the_index(tar: Path) -> None:
+    tar.with_suffix(".jsonl").unlink()
+
+
+@pytest.mark.parametrize("damage", [flip_a_header, flip_a_line, lose_the_index])
+@pytest.mark.parametrize("ids", [[f"hs_{i}" for i in range(6)], ["hs_0", "hs_1", "hs_0", "hs_2", "hs_3", "hs_1"]], ids=["once", "again"])
+def test_the_next_server_takes_nothing_away_from_a_shard_that_is_not_what_its_index_says(
+    tmp_path: Path, ids: list[str], damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    tar = leave_dead(tmp_path, ids)
+    damage(tar)
+    before = snapshot(tmp_path)
+    FileSink(tmp_path, FORMAT).close()
+    assert {**snapshot(tmp_path), ".": before["."]} == before
+    assert f"could not seal {tar.stem}" in caplog.text
+
+
+def test_names_that_were_used_again_are_sealed(tmp_path: Path) -> None:
+    tar = leave_dead(tmp_path, ["hs_0", "hs_1", "hs_0"])
+    FileSink(tmp_path, FORMAT).close()
+    assert json.loads(tar.with_suffix(".json").read_text())["members"] == 3
+    assert list(shard_problems(tmp_path)) == []
+
+
+def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(tmp_path: Path) -> None:
+    index = tmp_path / "hsx-deadbeef-000000.jsonl"
+    index.touch()
+    os.utime(index, (7.3e9, 7.3e9))  # 2201: no line can have this time
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        path = publish(sink, tmp_path, "a", 3)
+    assert np.array_equal(load(path, 0).token_ids.numpy(), token_ids(3))
+
+
+@pytest.mark.parametrize("target", ["hsx-deadbeef-000000.jsonl", "nowhere", "hsx-shards/x", "x" * 256])
+def test_an_index_that_is_a_link_to_nothing_is_told_and_stops_nobody(
+    storage: Path, target: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (storage / "hsx-deadbeef-000000.jsonl").symlink_to(target)
+    shards = Shards(storage)
+    assert len(shards.members()) == len(shards.members()) == 6
+    assert caplog.text.count("leads nowhere") == 1
+    assert len(list(open_dir(storage))) == 6
+    assert verify.main([str(storage), "--json", "--jobs", "1"]) == 1
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["good"] == 6 and "leads nowhere" in said["bad"][0]["problem"]
+
+
+@pytest.mark.parametrize("mark", [None, "nowhere"])
+def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(storage: Path, mark: str | None) -> None:
+    (storage / "hsx-shards").unlink()
+    if mark is not None:
+        (storage / "hsx-shards").symlink_to(mark)
+    assert len(list(open_dir(storage))) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -32,7 +33,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
-    if options.plot is not None and options.path.is_dir():
+    if options.plot is not None and os.path.isdir(options.path):
         parser.error(f"--plot draws one file, and {options.path} is a directory: name a file in it")
     return options
 
@@ -41,18 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `hsx inspect` and returns its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     console = make_console()
-    if options.path.is_dir():
-        paths = [path for path in files_in(options.path) if not path.name.endswith(ERROR_SUFFIX)]
-    else:
-        path = options.path.with_name(options.path.name.removesuffix(ERROR_SUFFIX))
-        companions = (path, path.with_name(path.name + ERROR_SUFFIX), path.with_name(path.name + LOCK_SUFFIX))
-        paths = [path] if any(each.exists() for each in companions) or shard_of(path) is not None else []
+    try:
+        paths = _paths(options.path)
+    except OSError as error:
+        console.print(f"hsx inspect: {options.path} cannot be read: {error}", style="red", markup=False, highlight=False)
+        return 2
     if not paths:
         problem = f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files."
         console.print(problem, style="red", markup=False, highlight=False)
         return 2
     found = [examine(path, token_norms=options.plot is not None) for path in paths[: options.limit]]
-    if options.path.is_dir():
+    if os.path.isdir(options.path):
         console.print(_table(found))
         if len(paths) > options.limit:
             console.print(f"... and {len(paths) - options.limit} more; --limit {len(paths)} shows them", highlight=False)
@@ -62,6 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             draw(found[0], options.plot)
             console.print(f"drawn: {options.plot}", highlight=False, markup=False)
     return 0 if all(each.problem is None for each in found) else 1
+
+
+def _paths(path: Path) -> list[Path]:
+    """The files of a directory, or one if there is anything of it. Raises OSError: that cannot be found out."""
+    if os.path.isdir(path):
+        return [each for each in files_in(path) if not each.name.endswith(ERROR_SUFFIX)]
+    name = str(path.with_name(path.name.removesuffix(ERROR_SUFFIX) or path.name))
+    there = any(os.path.exists(name + suffix) for suffix in ("", ERROR_SUFFIX, LOCK_SUFFIX)) or shard_of(Path(name)) is not None
+    return [Path(name)] if there else []
 
 
 def _table(found: Sequence[Examination]) -> Table:

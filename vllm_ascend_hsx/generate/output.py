@@ -20,8 +20,9 @@ from vllm_ascend_hsx.generate.ledger import (
     open_ledger,
     other_ledgers,
 )
-from vllm_ascend_hsx.generate.names import is_hidden_file, row_of_file
+from vllm_ascend_hsx.generate.names import is_hidden_file, row_file, row_of_file
 from vllm_ascend_hsx.generate.row_set import RowSet
+from vllm_ascend_hsx.reader import remove
 from vllm_ascend_hsx.shards import shards_of
 from vllm_ascend_hsx.sinks.opening import open_regular
 
@@ -105,7 +106,7 @@ def _remove_hidden(path: Path, tokens: set[str]) -> None:
 
 
 def _remove_earlier(path: Path, num_rows: int, world_size: int, rank: int) -> list[Content]:
-    """Remove the files of this rank's rows, its ledger, and those of other divisions into ranks; returns what these said.
+    """Remove the files or members of this rank's rows, its ledger, and those of other divisions into ranks; returns what these said.
 
     The ledger goes last, for it says whose files these are.
     """
@@ -117,9 +118,9 @@ def _remove_earlier(path: Path, num_rows: int, world_size: int, rank: int) -> li
             stack.callback(os.close, fd)
             lock(name, fd)
         ledgers = other_ledgers(path, num_rows, world_size, rank, own=True)
-        for row, file in [(row_of_file(each), path / each) for each in os.listdir(path)]:
-            if row is not None and row % world_size == rank:
-                os.unlink(file)
+        for row in _rows(path):
+            if row % world_size == rank:
+                remove(path / row_file(row))
         for other in ledgers:
             if other.path == name or (not other.alive and other.content.header.get("world_size") != world_size):
                 removed.append(other.content)

@@ -12,6 +12,7 @@ another one that cleans up. Data, errors, and the locks beside them belong to th
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from array import array
@@ -307,6 +308,8 @@ def _errors(dir_fd: int) -> list[str]:
 def _exists(dir_fd: int, name: str) -> bool:
     try:
         os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENAMETOOLONG):
+            return False
+        raise
     return True

@@ -17,6 +17,10 @@ _KINDS = {
 }
 
 
+# Of a symbolic link.
+LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
 class NotAFileError(OSError):
     """Something that is no regular file has the name of one; `reason` says what it is, in one sentence."""
 
@@ -37,6 +41,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
     Raises:
         NotAFileError: it is no regular file.
+        FileNotFoundError: it is not there, or its name is longer than one can be.
         OSError: it cannot be opened.
     """
     try:
@@ -44,6 +49,10 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        raise FileNotFoundError(errno.ENOENT, error.strerror, os.fspath(path)) from error
     # Without a wait all the same: somebody may put something else there between the two calls.
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     try:

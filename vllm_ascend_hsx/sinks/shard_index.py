@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_hsx.sinks.names import path_refusal
-from vllm_ascend_hsx.sinks.strict_json import is_count, parse
+from vllm_ascend_hsx.sinks.strict_json import LARGEST, is_count, parse
 
 # Says that there are shards in a directory: a reader that misses a file need not read all names to know that there are none.
 SHARDS_MARK = "hsx-shards"
@@ -104,20 +104,30 @@ def whole_lines(content: bytes) -> bytes:
     return content[: content.rfind(b"\n") + 1]
 
 
-def members_by_offset(lines: bytes) -> tuple[dict[int, Member], set[str]]:
-    """The members that the lines of an index say are in its tar file, by their offset, and the names that were said to be gone: a member of
-    such a name may have become a hole."""
+def members_by_offset(lines: bytes) -> tuple[dict[int, Member], set[int]]:
+    """The members that the lines of an index say are in its tar file, by their offset, and the offsets of those that a later line says are
+    gone: such a member may have become a hole. A name that is used again is said to be gone before its next member's line."""
     members: dict[int, Member] = {}
-    gone = set()
+    gone: set[int] = set()
+    offsets: dict[str, list[int]] = {}
     for line in map(decode, split_lines(lines)):
         if isinstance(line, Member):
             members[line.offset] = line
+            gone.discard(line.offset)  # the place of one that became a hole may be given out again
+            offsets.setdefault(line.name, []).append(line.offset)
         elif line is not None:
-            gone.add(line.name)
+            gone.update(offset for offset in offsets.pop(line.name, ()) if members[offset].name == line.name)
     return members, gone
 
 
+def bad_lines(lines: bytes) -> list[int]:
+    """The numbers of the lines of an index that make no sense, from 1."""
+    return [number for number, line in enumerate(split_lines(lines), 1) if decode(line) is None]
+
+
 _TICK_NS = 50_000_000  # a filesystem's clock may be so much behind the system's
+# A file that was changed later, some three years before the last time that a line can have, was touched by somebody with another aim.
+_LATEST_NS = LARGEST - 10**17
 
 
 class _Clock:
@@ -150,4 +160,5 @@ def follow(dir_fd: int) -> None:
             if parts is not None and parts[2] == INDEX:
                 with suppress(FileNotFoundError):
                     changed = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns
-                    _clock.not_before(changed + _TICK_NS)
+                    if changed < _LATEST_NS:
+                        _clock.not_before(changed + _TICK_NS)

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from vllm_ascend_hsx.sinks.data_file import write_at
 from vllm_ascend_hsx.sinks.format import PAGE
-from vllm_ascend_hsx.sinks.shard_index import INDEX, MANIFEST, TAR, Member, members_by_offset, parse_name, whole_lines
+from vllm_ascend_hsx.sinks.shard_index import INDEX, MANIFEST, TAR, Member, bad_lines, members_by_offset, parse_name, whole_lines
 from vllm_ascend_hsx.sinks.shard_seal import read_all, seal
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import punch_hole
@@ -46,7 +46,8 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> int:
         How many requests it holds.
 
     Raises:
-        OSError: it could not be done, or its index says that there is more in the tar file than can be found in it.
+        OSError: it could not be done, or its index is not there or cannot be understood, or says that there is more in the tar file than
+            can be found in it; then nothing is taken away.
     """
     storage = Storage(dir_fd, 0o600)  # the caller closes it; files that are there keep their mode
     try:
@@ -59,16 +60,20 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> int:
         with suppress(FileNotFoundError):
             index_fd = storage.open(stem + INDEX, os.O_RDWR)
         if index_fd < 0:
+            if os.fstat(fd).st_size:  # a server writes nothing before the index is there
+                raise OSError(errno.EUCLEAN, "it has no index, which says what of it counts")
             storage.unlink(stem + TAR)
             return 0
         storage.file_mode = os.fstat(fd).st_mode & 0o777
         content = read_all(index_fd)
         lines = whole_lines(content)
+        if bad := bad_lines(lines):  # each may be of a member, which must not become a hole
+            raise OSError(errno.EUCLEAN, f"{len(bad)} lines of its index cannot be understood, first line {bad[0]}")
         if len(lines) < len(content):
             os.ftruncate(index_fd, len(lines))
         members, gone = members_by_offset(lines)
         end = _tidy(fd, members, gone, storage.file_mode)
-        lost = [member for member in members.values() if member.offset + member.size > end and member.name not in gone]
+        lost = [member for member in members.values() if member.offset + member.size > end and member.offset not in gone]
         if lost:
             raise OSError(errno.EUCLEAN, f"{lost[0].name!r} and {len(lost) - 1} others are in its index, and the tar file ends before them")
         seal(storage, token, stem, fd, index_fd, end, True, "recovery")
@@ -79,13 +84,13 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> int:
             os.close(index_fd)
 
 
-def _tidy(fd: int, members: dict[int, Member], gone: Collection[str], mode: int) -> int:
+def _tidy(fd: int, members: dict[int, Member], gone: Collection[int], mode: int) -> int:
     """Make holes of what is no member; returns the end of the last member or hole."""
     end = 0
     for entry in walk(fd):
         member = members.get(entry.offset)
         if member is not None and (entry.name, entry.size) != (member.name, member.size):
-            if member.name not in gone:
+            if member.offset not in gone:
                 raise OSError(errno.EUCLEAN, f"its index has {member.name!r} at byte {entry.offset}, where {entry.name!r} is")
             member = None
         if member is None:
