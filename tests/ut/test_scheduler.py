@@ -375,6 +375,46 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
     assert scheduler.take_stats() is None
 
 
+@pytest.mark.parametrize("name", [None, "a.safetensors"], ids=["an id that is used again", "a name that is chosen again"])
+def test_a_request_waits_for_the_file_of_one_that_has_ended_and_hears_nothing_of_its_outcome(name: str | None) -> None:
+    """An engine that has nothing to do asks no worker, so a file can be complete long before the scheduler knows it."""
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
+    params = name and {"hidden_states_path": name}
+    first, second = make_request("r", kv_transfer_params=params), make_request("s" if name else "r", kv_transfer_params=params)
+    scheduler.on_new_request(first)
+    schedule(scheduler, first)
+    scheduler.on_finished(first)
+    scheduler.on_new_request(second)
+    assert scheduler.must_wait(second)
+    assert schedule(scheduler).started == []
+    for _ in range(2):  # as hear_outcomes_before_answers has it
+        scheduler.on_worker_report(WorkerReport({"r": "broken"}, {0: RankState(started=1)}))
+    assert not scheduler.must_wait(second)
+    (start,) = schedule(scheduler, second).started
+    assert scheduler.on_finished(second) == {"hidden_states_path": start.path}
+    scheduler.on_worker_report(WorkerReport({second.request_id: None}, {0: RankState(started=2)}))
+    assert scheduler._outstanding == [0]
+    assert (scheduler._undecided, scheduler._writing) == ({}, {})
+
+
+def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting() -> None:
+    scheduler = make_scheduler(num_ranks=1)
+    first, *others = (make_request("r") for _ in range(3))
+    scheduler.on_new_request(first)
+    schedule(scheduler, first)
+    scheduler.on_finished(first)
+    for other in others:
+        scheduler.on_new_request(other)
+        assert scheduler.must_wait(other)
+        assert scheduler.on_finished(other) is None
+    report(scheduler, started=1, backlog=1, stuck=True)
+    scheduler.on_new_request(others[0])
+    assert not scheduler.must_wait(others[0])  # its rank refuses it, which is better than to wait for nobody knows how long
+    scheduler.on_finished(others[0])
+    scheduler.on_worker_report(WorkerReport({"r": None}, {0: RankState(started=1)}))
+    assert (scheduler._undecided, scheduler._writing) == ({}, {})
+
+
 def test_reports_of_two_ranks_add_up() -> None:
     five, seven = RankState(backlog=5), RankState(backlog=7)
     both = WorkerReport({"a": None}, {0: five}).aggregate(WorkerReport({"b": "broken"}, {1: seven}))

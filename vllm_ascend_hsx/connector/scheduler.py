@@ -35,7 +35,9 @@ class _Request:
     owner: int | None = None
     error: str | None = None
     decided: bool = False
+    ended: bool = False
     place: _Place | None = None  # while it is held back
+    predecessor: _Request | None = None  # which has ended, with a file of the same name that was not decided yet
 
 
 class ExtractionScheduler:
@@ -71,7 +73,7 @@ class ExtractionScheduler:
         self._refused: dict[str, str] = {}
         self._ended: list[RequestEnd] = []
         self._undecided: dict[str, _Request] = {}  # that have ended
-        self._writing: dict[str, str] = {}  # the request by the path of its file, until that is decided
+        self._writing: dict[str, _Request] = {}  # by the path of its file, until that is decided
         self._outstanding = [0] * num_ranks
         self._loads = tuple(RankLoad(ring_bytes, row_bytes) for _ in range(num_ranks))
         self._promised: dict[str, int] = {}  # the rank of those that were let through since the last step
@@ -102,7 +104,7 @@ class ExtractionScheduler:
             self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
         elif request.resumable:
             self._refused[request.request_id] = "streaming input is not supported; send the whole prompt at once"
-        elif params.path is not None and path in self._writing:
+        elif (other := self._writing.get(path)) is not None and not other.ended:
             # The worker would see it by the lock, if the server has one; here it is known before anything is computed.
             self._refused[request.request_id] = (
                 f"kv_transfer_params.{PATH_KEY} is {shown(path)}, which another request is writing; choose another name"
@@ -110,14 +112,14 @@ class ExtractionScheduler:
         elif self._limits is not None and (reason := self._limits.refusal(request.request_id, prompt_tokens + output_rows)):
             self._refused[request.request_id] = reason
         else:
-            self._requests[request.request_id] = _Request(
+            self._requests[request.request_id] = self._writing[path] = _Request(
                 path,
                 prompt_tokens,
                 Cost(prompt_tokens * self._row_bytes, output_rows * self._row_bytes),
                 output_rows,
                 params.include_output,
+                predecessor=other,
             )
-            self._writing[path] = request.request_id
             # A cached prefix is not computed, so its rows would be missing. Other requests go on using the prefix cache.
             request.skip_reading_prefix_cache = True
 
@@ -134,6 +136,12 @@ class ExtractionScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.owner is not None or request.request_id in self._promised:
             return False
+        # Workers report with steps: a file may have been decided while the engine had nothing to do. The next step tells. An id that is
+        # used again would else be taken for the request that had it before.
+        if (before := state.predecessor) is not None and not before.decided:
+            assert before.owner is not None
+            if not self._loads[before.owner].state.stuck:
+                return True
         place = (request.priority, request.arrival_time, request.request_id)
         rank = self._least_loaded()
         load = self._loads[rank]
@@ -189,14 +197,11 @@ class ExtractionScheduler:
         for rank, state in report.ranks.items():
             self._loads[rank].report(state)
         for request_id, error in report.outcomes.items():
-            request = self._requests.get(request_id)
-            if request is None or request.decided:
-                request = self._undecided.pop(request_id, None)
-            if request is not None:
-                assert request.owner is not None
+            request = self._undecided.pop(request_id, None) or self._requests.get(request_id)
+            if request is not None and request.owner is not None and not request.decided:
                 request.decided, request.error = True, error
                 self._outstanding[request.owner] -= sum(request.cost)
-                self._let_go_of(request.path, request_id)
+                self._let_go_of(request)
 
     def take_stats(self) -> HsxStats | None:
         """For how long, since the last call, requests had to wait, and how many were refused; None if none."""
@@ -223,8 +228,9 @@ class ExtractionScheduler:
             return None
         if state.owner is None:
             self._stop_holding(state)
-            self._let_go_of(state.path, request_id)
+            self._let_go_of(state)
             return None
+        state.ended = True
         aborted = request.status.name == "FINISHED_ABORTED"
         if self._stopping and aborted:
             return None
@@ -263,9 +269,13 @@ class ExtractionScheduler:
         )
         self._reminder.told()
 
-    def _let_go_of(self, path: str, request_id: str) -> None:
-        if self._writing.get(path) == request_id:
-            del self._writing[path]
+    def _let_go_of(self, request: _Request) -> None:
+        before, request.predecessor = request.predecessor, None
+        if self._writing.get(request.path) is request:
+            if before is not None and not before.decided:
+                self._writing[request.path] = before
+            else:
+                del self._writing[request.path]
 
     def _least_loaded(self) -> int:
         return min(range(len(self._outstanding)), key=self._outstanding.__getitem__)
