@@ -398,20 +398,20 @@ def test_a_request_waits_for_the_file_of_one_that_has_ended_and_hears_nothing_of
 
 
 def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting() -> None:
-    scheduler = make_scheduler(num_ranks=1)
-    first, *others = (make_request("r") for _ in range(3))
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
+    first, *others = (make_request(name, kv_transfer_params={"hidden_states_path": "a.safetensors"}) for name in "abcd")
     scheduler.on_new_request(first)
     schedule(scheduler, first)
     scheduler.on_finished(first)
-    for other in others:
+    for other in others[:2]:
         scheduler.on_new_request(other)
         assert scheduler.must_wait(other)
         assert scheduler.on_finished(other) is None
     report(scheduler, started=1, backlog=1, stuck=True)
-    scheduler.on_new_request(others[0])
-    assert not scheduler.must_wait(others[0])  # its rank refuses it, which is better than to wait for nobody knows how long
-    scheduler.on_finished(others[0])
-    scheduler.on_worker_report(WorkerReport({"r": None}, {0: RankState(started=1)}))
+    scheduler.on_new_request(others[2])
+    assert not scheduler.must_wait(others[2])  # its rank refuses it, which is better than to wait for nobody knows how long
+    scheduler.on_finished(others[2])
+    scheduler.on_worker_report(WorkerReport({"a": None}, {0: RankState(started=1)}))
     assert (scheduler._undecided, scheduler._writing) == ({}, {})
 
 

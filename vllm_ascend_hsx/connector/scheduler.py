@@ -136,8 +136,9 @@ class ExtractionScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.owner is not None or request.request_id in self._promised:
             return False
-        # Workers report with steps: a file may have been decided while the engine had nothing to do. The next step tells. An id that is
-        # used again would else be taken for the request that had it before.
+        # Workers report with steps: a file may have been decided while the engine had nothing to do. The next step tells.
+        if request.request_id in self._undecided:  # what is reported of that one would be taken for this one's outcome
+            return True
         if (before := state.predecessor) is not None and not before.decided:
             assert before.owner is not None
             if not self._loads[before.owner].state.stuck:
