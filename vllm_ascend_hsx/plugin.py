@@ -41,10 +41,14 @@ from vllm_ascend_hsx.compat.engine import (
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE, collect_ends_of_deepseek
 from vllm_ascend_hsx.compat.runner import SPEC_DECODE_MODULE, replace_proposer
 from vllm_ascend_hsx.compat.shutdown import (
+    CHAT_SERVING_MODULE,
+    COMPLETION_SERVING_MODULE,
     ENGINE_CORE_MODULE,
     ENGINE_MANAGER_MODULE,
     EXECUTOR_MODULE,
     answer_with_errors,
+    end_chat_streams_with_errors,
+    end_completion_streams_with_errors,
     stop_in_order,
     wait_for_engines,
     wait_for_workers,
@@ -86,6 +90,8 @@ def register() -> None:
     register_post_import_hook(wait_for_workers, EXECUTOR_MODULE)
     register_post_import_hook(stop_in_order, ENGINE_CORE_MODULE)
     register_post_import_hook(answer_with_errors, ENGINE_CORE_MODULE)
+    register_post_import_hook(end_completion_streams_with_errors, COMPLETION_SERVING_MODULE)
+    register_post_import_hook(end_chat_streams_with_errors, CHAT_SERVING_MODULE)
     register_post_import_hook(extract_no_offline_beams, OFFLINE_MODULE)
     register_post_import_hook(extract_no_online_beams, ONLINE_MODULE)
     register_post_import_hook(keep_params_of_completion, COMPLETION_MODULE)

@@ -34,7 +34,14 @@ from vllm_ascend_hsx.compat.engine import (
     keep_preemption,
 )
 from vllm_ascend_hsx.compat.runner import replace_proposer
-from vllm_ascend_hsx.compat.shutdown import answer_with_errors, stop_in_order, wait_for_engines, wait_for_workers
+from vllm_ascend_hsx.compat.shutdown import (
+    answer_with_errors,
+    end_chat_streams_with_errors,
+    end_completion_streams_with_errors,
+    stop_in_order,
+    wait_for_engines,
+    wait_for_workers,
+)
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 from vllm_ascend_hsx.config import CONNECTOR_NAME, HsxConfigError
 from vllm_ascend_hsx.proposer import HsxProposer
@@ -392,6 +399,8 @@ def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(chat: bool, 
         (wait_for_workers, "MultiprocExecutor._ensure_worker_termination"),
         (stop_in_order, "EngineCoreProc._handle_shutdown"),
         (answer_with_errors, "EngineCoreProc._send_abort_outputs_to_client"),
+        (end_completion_streams_with_errors, "OpenAIServingCompletion.completion_stream_generator"),
+        (end_chat_streams_with_errors, "OpenAIServingChat.chat_completion_stream_generator"),
         (answer_beside_others, "Scheduler._connector_finished"),
         (extract_no_offline_beams, "offline.SamplingParams"),
         (extract_no_online_beams, "online.SamplingParams"),

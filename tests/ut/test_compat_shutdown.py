@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from multiprocessing.connection import wait
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.engine.protocol import RequestResponseMetadata
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import core as core_module
 from vllm.v1.engine import utils as utils_module
 from vllm.v1.executor import multiproc_executor
 
 from vllm_ascend_hsx.arguments import LONGEST_S
-from vllm_ascend_hsx.compat.shutdown import answer_with_errors, patience, stop_in_order, wait_for_engines, wait_for_workers
+from vllm_ascend_hsx.compat.shutdown import (
+    answer_with_errors,
+    end_chat_streams_with_errors,
+    end_completion_streams_with_errors,
+    patience,
+    stop_in_order,
+    wait_for_engines,
+    wait_for_workers,
+)
 from vllm_ascend_hsx.config import LAST_WORDS_S
 
 OPTIONS = {"shared_storage_path": "/data", "drain_timeout_s": 100, "storage_patience_s": 20}
@@ -281,3 +297,51 @@ def test_what_a_stopping_core_leaves_unanswered_or_refuses_is_answered_by_an_err
     core._reject_add_in_shutdown(SimpleNamespace(request_id="late", client_index=0))
     answers = [(client, each.request_id, str(each.finish_reason)) for client, out in list(core.output_queue.queue) for each in out.outputs]
     assert answers == [(0, "a", reason), (1, "b", reason)] + [(0, "late", reason)] * (state is not STATE.RUNNING)
+
+
+@pytest.mark.parametrize("generated", [0, 1], ids=["before its first token", "behind its first token"])
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_a_stream_that_the_end_of_the_server_cuts_off_ends_with_an_error(kind: str, generated: int) -> None:
+    if kind == "completion":
+        serving_class, touch = fresh(OpenAIServingCompletion, "completion_stream_generator"), end_completion_streams_with_errors
+    else:
+        serving_class, touch = fresh(OpenAIServingChat, "chat_completion_stream_generator"), end_chat_streams_with_errors
+    touch(SimpleNamespace(**{serving_class.__name__: serving_class}))
+    serving = serving_class.__new__(serving_class)
+    vars(serving).update(
+        enable_force_include_usage=False,
+        request_logger=None,
+        log_error_stack=False,
+        response_role="assistant",
+        tool_parser=None,
+        enable_auto_tools=False,
+        parser_cls=None,
+        enable_log_outputs=False,
+        use_harmony=False,
+        reasoning_parser_cls=None,
+        system_fingerprint=None,
+        tool_call_id_type="random",
+        enable_prompt_tokens_details=False,
+        model_config=SimpleNamespace(max_model_len=9, is_encoder_decoder=False),
+    )
+
+    async def results() -> AsyncIterator[Any]:
+        for ids, text, finish_reason in [((7,), "x", None)] * generated + [((), "", "error")]:
+            output = CompletionOutput(0, text, ids, None, None, finish_reason=finish_reason)
+            result = RequestOutput("r", None, [1], None, [output], finish_reason is not None)
+            yield (0, result) if kind == "completion" else result
+
+    async def read() -> str:
+        metadata = RequestResponseMetadata(request_id="r")
+        said: dict[str, Any] = {"model": "m", "stream": True}
+        if kind == "completion":
+            request, prompt = CompletionRequest(prompt=[1], **said), {"type": "token", "prompt_token_ids": [1]}
+            stream = serving.completion_stream_generator(request, [prompt], results(), "r", 0, "m", 1, None, metadata)
+        else:
+            request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], **said)
+            stream = serving.chat_completion_stream_generator(request, results(), "r", "m", [], None, metadata)
+        return "".join([chunk async for chunk in stream])
+
+    events = [line.removeprefix("data: ") for line in asyncio.run(read()).splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert json.loads(events[-2])["error"]["message"] == "Internal server error", events

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from vllm_ascend_hsx.arguments import LONGEST_S
@@ -24,6 +24,8 @@ from vllm_ascend_hsx.startup import read_options
 ENGINE_MANAGER_MODULE = "vllm.v1.engine.utils"
 EXECUTOR_MODULE = "vllm.v1.executor.multiproc_executor"
 ENGINE_CORE_MODULE = "vllm.v1.engine.core"
+COMPLETION_SERVING_MODULE = "vllm.entrypoints.openai.completion.serving"
+CHAT_SERVING_MODULE = "vllm.entrypoints.openai.chat_completion.serving"
 
 # Process.join ends in poll(), which takes milliseconds in 31 bits; this leaves room for what is added to it.
 _LONGEST_SHUTDOWN_S = 20 * LONGEST_S
@@ -175,3 +177,54 @@ def answer_with_errors(core_module: Any) -> None:
         (send_errors if stops else send_aborts)(self, req_ids, client_index)
 
     core._send_abort_outputs_to_client = send
+
+
+def end_completion_streams_with_errors(serving_module: Any) -> None:
+    """Have the stream of a completion that fails before its first token end with an error.
+
+    Reason: without text and tokens it takes the end of the request for a chunk of its prompt, and passes over it
+    (entrypoints/openai/completion/serving.py:369). The stream is `[DONE]` and nothing else.
+
+    Args:
+        serving_module: the module `vllm.entrypoints.openai.completion.serving`.
+
+    Raises:
+        IncompatibleVersionError: no such method there.
+    """
+    _raise_first(*require(serving_module, COMPLETION_SERVING_MODULE, "OpenAIServingCompletion", "completion_stream_generator"))
+
+
+def end_chat_streams_with_errors(serving_module: Any) -> None:
+    """Have the stream of a chat, or of a message, that fails before its first token end with an error.
+
+    Reason: as that of a completion (entrypoints/openai/chat_completion/serving.py:649). `/v1/messages`, which reads this stream, says
+    `end_turn` then.
+
+    Args:
+        serving_module: the module `vllm.entrypoints.openai.chat_completion.serving`.
+
+    Raises:
+        IncompatibleVersionError: no such method there.
+    """
+    _raise_first(*require(serving_module, CHAT_SERVING_MODULE, "OpenAIServingChat", "chat_completion_stream_generator"))
+
+
+def _raise_first(serving: Any, original: Any) -> None:
+    signature = inspect.signature(original)
+
+    async def without_errors(self: Any, results: AsyncIterator[Any], request_id: str) -> AsyncIterator[Any]:
+        async for result in results:
+            output = result[1] if isinstance(result, tuple) else result  # a completion's comes with the number of its prompt
+            for each in output.outputs:
+                self._raise_if_error(each.finish_reason, request_id)
+            yield result
+
+    @functools.wraps(original)
+    def stream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        call = signature.bind(*args, **kwargs)
+        given = call.arguments
+        given["result_generator"] = without_errors(given["self"], given["result_generator"], given["request_id"])
+        chunks: AsyncIterator[Any] = original(*call.args, **call.kwargs)
+        return chunks
+
+    setattr(serving, original.__name__, stream)

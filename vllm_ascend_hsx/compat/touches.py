@@ -19,7 +19,13 @@ from vllm_ascend_hsx.compat.drafts import CONFIG_MODULE, PROPOSER_MODULE, RUNNER
 from vllm_ascend_hsx.compat.engine import BALANCE_SCHEDULE_MODULE, MULTI_CONNECTOR_MODULE, SCHEDULER_MODULE, WORKER_MODULE
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE
 from vllm_ascend_hsx.compat.runner import PROPOSER_NAME, RUNNER_HOOKS, SPEC_DECODE_MODULE
-from vllm_ascend_hsx.compat.shutdown import ENGINE_CORE_MODULE, ENGINE_MANAGER_MODULE, EXECUTOR_MODULE
+from vllm_ascend_hsx.compat.shutdown import (
+    CHAT_SERVING_MODULE,
+    COMPLETION_SERVING_MODULE,
+    ENGINE_CORE_MODULE,
+    ENGINE_MANAGER_MODULE,
+    EXECUTOR_MODULE,
+)
 
 FACTORY_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
 CONFIG_FILES_MODULE = "vllm.transformers_utils.config"
@@ -190,6 +196,20 @@ TOUCHES = (
         Use.REPLACED,
         "worker_procs",
         "rows are written when a server stops",
+    ),
+    _touch(
+        COMPLETION_SERVING_MODULE,
+        "OpenAIServingCompletion.completion_stream_generator",
+        Use.PASSED_ON,
+        "self request engine_inputs result_generator request_id",
+        "a stream that the server's end cuts off ends with an error",
+    ),
+    _touch(
+        CHAT_SERVING_MODULE,
+        "OpenAIServingChat.chat_completion_stream_generator",
+        Use.PASSED_ON,
+        "self request result_generator request_id",
+        "a stream that the server's end cuts off ends with an error",
     ),
     _touch(ENGINE_CORE_MODULE, "EngineCoreProc._handle_shutdown", Use.REPLACED, "self", "a file says that the server was stopped"),
     _touch(ENGINE_CORE_MODULE, "EngineCoreProc.shutdown", Use.REPLACED, "self", "rows are written when a server stops"),
