@@ -51,7 +51,7 @@ def serve(directory: Path, model: Path, seconds: float, *extra: str, environ: Ma
     at = command.index("--kv-transfer-config") + 1
     transfer = json.loads(command[at])
     # A writer for each file: what is held back holds back nothing else.
-    transfer["kv_connector_extra_config"] |= {"num_writer_threads": 8, "drain_timeout_s": 60}
+    transfer["kv_connector_extra_config"] |= {"num_writer_threads": 8, "drain_timeout_s": 60, "storage_patience_s": 600}
     command[at] = json.dumps(transfer)
     npus = serve_options.data_parallel_size * serve_options.tensor_parallel_size
     environment = process_environment(npus=npus, instruments=slow(seconds)) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"} | dict(environ or {})

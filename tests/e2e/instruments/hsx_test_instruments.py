@@ -221,8 +221,12 @@ def gated_writes(gate: str) -> None:
 
 
 def storage_that_answers_late(how: dict[str, float]) -> None:
-    """Our connector: writes of at least "bytes" wait until a worker has been closing for "seconds"."""
+    """Our connector: writes of at least "bytes" wait until a worker has been closing for "seconds". New requests do not wait for them."""
     answers = threading.Event()
+
+    def let_through(storage_watch_module: Any) -> None:
+        storage_watch_module._QUIET_S = float("inf")
+
 
     def hold(data_file_module: Any) -> None:
         write = data_file_module.DataFile.write
@@ -247,6 +251,7 @@ def storage_that_answers_late(how: dict[str, float]) -> None:
 
         worker_module.ExtractionWorker.close = closing
 
+    _after_import("vllm_ascend_hsx.connector.storage_watch", let_through)
     _after_import("vllm_ascend_hsx.sinks.data_file", hold)
     _after_import("vllm_ascend_hsx.connector.worker", release)
 
