@@ -24,6 +24,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import core as core_module
 from vllm.v1.engine import utils as utils_module
 from vllm.v1.executor import multiproc_executor
+from vllm_ascend.patch.platform import patch_glm_tool_call_streaming
 
 from vllm_ascend_hsx.arguments import LONGEST_S
 from vllm_ascend_hsx.compat.shutdown import (
@@ -300,13 +301,24 @@ def test_what_a_stopping_core_leaves_unanswered_or_refuses_is_answered_by_an_err
 
 
 @pytest.mark.parametrize("generated", [0, 1], ids=["before its first token", "behind its first token"])
-@pytest.mark.parametrize("kind", ["completion", "chat"])
+@pytest.mark.parametrize("kind", ["completion", "chat", "chat that vllm-ascend wrapped first", "chat that vllm-ascend wrapped later"])
 def test_a_stream_that_the_end_of_the_server_cuts_off_ends_with_an_error(kind: str, generated: int) -> None:
     if kind == "completion":
         serving_class, touch = fresh(OpenAIServingCompletion, "completion_stream_generator"), end_completion_streams_with_errors
     else:
-        serving_class, touch = fresh(OpenAIServingChat, "chat_completion_stream_generator"), end_chat_streams_with_errors
+        serving_class, touch = fresh(OpenAIServingChat), end_chat_streams_with_errors
+        kept = "_ascend_glm_original_chat_completion_stream_generator"
+        serving_class.chat_completion_stream_generator = inspect.unwrap(getattr(OpenAIServingChat, kept))
+
+    def wrap() -> None:
+        setattr(serving_class, kept, serving_class.chat_completion_stream_generator)
+        serving_class.chat_completion_stream_generator = patch_glm_tool_call_streaming._wrapped_chat_completion_stream_generator
+
+    if kind.endswith("first"):
+        wrap()
     touch(SimpleNamespace(**{serving_class.__name__: serving_class}))
+    if kind.endswith("later"):
+        wrap()
     serving = serving_class.__new__(serving_class)
     vars(serving).update(
         enable_force_include_usage=False,

@@ -191,7 +191,8 @@ def end_completion_streams_with_errors(serving_module: Any) -> None:
     Raises:
         IncompatibleVersionError: no such method there.
     """
-    _raise_first(*require(serving_module, COMPLETION_SERVING_MODULE, "OpenAIServingCompletion", "completion_stream_generator"))
+    serving, original = require(serving_module, COMPLETION_SERVING_MODULE, "OpenAIServingCompletion", "completion_stream_generator")
+    _raise_first(serving, original, "completion_stream_generator")
 
 
 def end_chat_streams_with_errors(serving_module: Any) -> None:
@@ -206,25 +207,26 @@ def end_chat_streams_with_errors(serving_module: Any) -> None:
     Raises:
         IncompatibleVersionError: no such method there.
     """
-    _raise_first(*require(serving_module, CHAT_SERVING_MODULE, "OpenAIServingChat", "chat_completion_stream_generator"))
+    serving, original = require(serving_module, CHAT_SERVING_MODULE, "OpenAIServingChat", "chat_completion_stream_generator")
+    _raise_first(serving, original, "chat_completion_stream_generator")
 
 
-def _raise_first(serving: Any, original: Any) -> None:
-    signature = inspect.signature(original)
-
-    async def without_errors(self: Any, results: AsyncIterator[Any], request_id: str) -> AsyncIterator[Any]:
+def _raise_first(serving: Any, original: Any, name: str) -> None:
+    # vllm-ascend replaces some of these generators by wrappers of other names that take *args, before or after this: so the attribute's
+    # name is said, and the results are found by what they are.
+    async def without_errors(serving: Any, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
         async for result in results:
             output = result[1] if isinstance(result, tuple) else result  # a completion's comes with the number of its prompt
             for each in output.outputs:
-                self._raise_if_error(each.finish_reason, request_id)
+                serving._raise_if_error(each.finish_reason, output.request_id)
             yield result
 
     @functools.wraps(original)
-    def stream(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        call = signature.bind(*args, **kwargs)
-        given = call.arguments
-        given["result_generator"] = without_errors(given["self"], given["result_generator"], given["request_id"])
-        chunks: AsyncIterator[Any] = original(*call.args, **call.kwargs)
+    def stream(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        def checked(value: Any) -> Any:
+            return without_errors(self, value) if isinstance(value, AsyncIterator) else value
+
+        chunks: AsyncIterator[Any] = original(self, *map(checked, args), **{key: checked(value) for key, value in kwargs.items()})
         return chunks
 
-    setattr(serving, original.__name__, stream)
+    setattr(serving, name, stream)
