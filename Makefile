@@ -20,6 +20,7 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 ut: setup
 	$(PYTEST) tests/ut

@@ -22,8 +22,8 @@ from benchmarks.peers import PIECE, Vllm033
 from benchmarks.reader_process import POLL_SECONDS
 from benchmarks.rows import STEP_TOKENS, Load, Source, Step
 from vllm_ascend_hsx.doctor.storage import filesystem_of
-from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
-from vllm_ascend_hsx.spans import Span
+from vllm_ascend_hsx.drafter.spans import Span
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
 
 _LOCKS = Path("/proc/locks")
 

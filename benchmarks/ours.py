@@ -17,18 +17,19 @@ import torch
 import vllm_ascend_hsx
 from benchmarks.peers import Contestant
 from benchmarks.rows import DTYPE, MINIMAX_M2, STEP_TOKENS, Load, Source, Step, assert_files_are_right, npu, token_ids
-from vllm_ascend_hsx.attention import AscendCacheOnlyLayer, AscendCacheOnlyMetadataBuilder
-from vllm_ascend_hsx.config import ExtractionTarget, HsxConfig
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
-from vllm_ascend_hsx.ring import PinnedRing
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, AscendCacheOnlyMetadataBuilder
+from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.spans import part_of
+from vllm_ascend_hsx.drafter.staging import Piece, StagingCache, StagingSlot
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.settings import StartUp
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.storage import Storage
-from vllm_ascend_hsx.spans import part_of
-from vllm_ascend_hsx.staging import Piece, StagingCache, StagingSlot
-from vllm_ascend_hsx.startup import StartUp
+from vllm_ascend_hsx.target import ExtractionTarget
 
 # kv_connector_extra_config, as a user would give it.
 Options = Mapping[str, Any]
@@ -226,7 +227,7 @@ class MainThread:
         import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
         from vllm.config import VllmConfig
 
-        from vllm_ascend_hsx.proposer import HsxProposer
+        from vllm_ascend_hsx.drafter.proposer import HsxProposer
 
         settled = start_up(row_format, directory)
         staging = StagingCache(

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.ours import MainThread, start_of
 from benchmarks.rows import STEP_TOKENS
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.rows import RowFormat
 
 # Rows so narrow that moving them costs nothing: on an emulated NPU the device's work is done by the thread that asks for it.
 NARROW = RowFormat(layer_ids=(2, 31, 59, 62), hidden_size=1, dtype="BF16", model="narrow")

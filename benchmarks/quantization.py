@@ -22,8 +22,9 @@ from vllm_ascend_hsx.demo.prompts import demo_prompts
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
 from vllm_ascend_hsx.plan.presets import PRESETS
-from vllm_ascend_hsx.quantized import dequantized
-from vllm_ascend_hsx.sinks.base import RowFormat, Sink
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.quantized import dequantized
+from vllm_ascend_hsx.sinks.base import Sink
 from vllm_ascend_hsx.sinks.encoder import encoder_for
 from vllm_ascend_hsx.sinks.file import FileSink
 

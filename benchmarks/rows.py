@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.spans import Span
+from vllm_ascend_hsx.drafter.spans import Span
+from vllm_ascend_hsx.protocol.rows import RowFormat
 
 # MiniMax-M2 with four layers in bfloat16: 24,576 bytes per token.
 MINIMAX_M2 = RowFormat(layer_ids=(2, 31, 59, 62), hidden_size=3072, dtype="BF16", model="MiniMaxAI/MiniMax-M2")

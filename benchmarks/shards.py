@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.measure import Cost, cost_of, in_turn, speed_ratio
 from vllm_ascend_hsx import HiddenStatesDataset, load
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink

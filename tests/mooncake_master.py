@@ -21,7 +21,7 @@ START_SECONDS = 30.0
 
 def require_mooncake() -> None:
     """Skip the test where Mooncake's package cannot be used; continuous integration has to have it."""
-    from vllm_ascend_hsx.sinks.mooncake_client import MooncakeUnavailableError, load_package
+    from vllm_ascend_hsx.protocol.mooncake_store import MooncakeUnavailableError, load_package
 
     try:
         load_package()

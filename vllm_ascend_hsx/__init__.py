@@ -8,23 +8,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from vllm_ascend_hsx.dataset import HiddenStatesDataset, collate
-    from vllm_ascend_hsx.finder import find
-    from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load, open_dir, remove
+from vllm_ascend_hsx._version import __version__
 
-__version__ = "0.1.0.dev0"
+if TYPE_CHECKING:
+    from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset, collate
+    from vllm_ascend_hsx.reader.find import find
+    from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load, open_dir, remove
 
 # Where each public name comes from; torch is imported with the first of them that needs it.
 _HOMES = {
-    "HiddenStates": "reader",
+    "HiddenStates": "load",
     "HiddenStatesDataset": "dataset",
-    "HiddenStatesError": "reader",
+    "HiddenStatesError": "load",
     "collate": "dataset",
-    "find": "finder",
-    "load": "reader",
-    "open_dir": "reader",
-    "remove": "reader",
+    "find": "find",
+    "load": "load",
+    "open_dir": "load",
+    "remove": "load",
 }
 __all__ = [
     "HiddenStates",
@@ -41,7 +41,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name in _HOMES:
-        return getattr(import_module(f"vllm_ascend_hsx.{_HOMES[name]}"), name)
+        return getattr(import_module(f"vllm_ascend_hsx.reader.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

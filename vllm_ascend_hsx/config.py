@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_ascend_hsx.arguments import LARGEST, LONGEST_S
+from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S, parse_size
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
 
 CONNECTOR_NAME = "AscendHiddenStatesConnector"
 PLUGIN_NAME = "ascend_hsx"  # the entry point, and what VLLM_PLUGINS calls it
@@ -19,11 +21,10 @@ METHOD = "extract_hidden_states"
 EXTRA_CONFIG = "kv_connector_extra_config"
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
+UPSTREAM_CONNECTOR = "ExampleHiddenStatesConnector"
+# What VLLM_PLUGINS chooses from (vllm/plugins/__init__.py, 0.23.0).
+_PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("platform", "general", "io_processor", "stat_logger"))
 LAST_WORDS_S = 5.0  # seconds that a worker takes at most, behind drain_timeout_s, to leave a reason in place of files that are not complete
-
-_SIZE = re.compile(r"^\s*(\d{1,30})\s*(B|KiB|MiB|GiB)?\s*$")
-_UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
 
 class HsxConfigError(ValueError):
     """An option that cannot be used; the message names the option, its value and the remedy."""
@@ -42,44 +43,7 @@ def _echo(value: object) -> str:
         return "<a number of thousands of digits>"
 
 
-def _size(value: object) -> object:
-    """Bytes, if it is a size in words; what cannot be one is pydantic's to refuse."""
-    if isinstance(value, str):
-        match = _SIZE.match(value)
-        if match is None:
-            raise ValueError("is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'")
-        return int(match[1]) * _UNITS[match[2]]
-    return value
-
-
-Size = Annotated[int, BeforeValidator(_size)]
-
-
-class MooncakeOptions(BaseModel):
-    """The options of `kv_connector_extra_config.mooncake`; the keys are those of hs_connectors' MooncakeStoreConfig (0.9.0)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    master_server_address: str = Field(description="host:port of `mooncake_master`.")
-    metadata_server: str = Field(default="P2PHANDSHAKE", description="Mooncake's metadata server, or P2PHANDSHAKE for none.")
-    local_hostname: str | None = Field(
-        default=None,
-        description="Name or address under which other machines reach this one; by default the address from which it reaches the master.",
-    )
-    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="Mooncake's transport.")
-    device_name: str = Field(default="", description="Devices of the transport, such as 'mlx5_0'; empty lets Mooncake choose.")
-    global_segment_size: Size = Field(
-        default=4 << 30,
-        ge=0,
-        le=LARGEST,
-        description="Bytes of this worker's memory that hold objects of the store; bytes, or a size such as '4GiB'.",
-    )
-    local_buffer_size: Size = Field(
-        default=2 << 30,
-        ge=1 << 20,
-        le=LARGEST,
-        description="Bytes of this worker's memory in which requests are put together before they are sent; bytes, or a size.",
-    )
+Size = Annotated[int, BeforeValidator(parse_size)]
 
 
 class HsxConfig(BaseModel):
@@ -276,103 +240,50 @@ def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -
     return HsxConfigError(option, values[key], problem, remedy)
 
 
-@dataclass(frozen=True)
-class ExtractionTarget:
-    """What is extracted, read once from the engine's configuration.
-
-    Attributes:
-        model: the target's name or path, for the file's metadata.
-        layer_ids: residual-stream ids in the user's order; id i is the stream after i layers, `num_layers` the one before the final norm.
-        collected: for each entry of `layer_ids` its place in the list that the target returns, which is in ascending layer order.
-        hidden_size: elements per row and layer.
-        max_tokens: most tokens that one step can hold (`max_num_batched_tokens`).
-    """
-
-    model: str
-    layer_ids: tuple[int, ...]
-    collected: tuple[int, ...]
-    hidden_size: int
-    max_tokens: int
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layer_ids)
-
-
-def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, ...]:
-    """Check the ids of the layers to extract; their order is kept, for it is the order of the file.
+def read_options(transfer: Any) -> HsxConfig:
+    """Read and check the options of our connector, alone or inside MultiConnector.
 
     Args:
-        layer_ids: what the user gave as `eagle_aux_hidden_state_layer_ids`.
-        num_hidden_layers: layers of the target.
+        transfer: vllm.config.KVTransferConfig, or None.
 
     Raises:
-        HsxConfigError: not a list of integers, empty, a duplicate, or an id outside [0, num_hidden_layers].
+        HsxConfigError: it is not there, or has a role or an option that cannot be used.
     """
-    option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
-    example = [2, num_hidden_layers // 2, num_hidden_layers - 3, num_hidden_layers] if num_hidden_layers > 6 else [num_hidden_layers]
-    remedy = (
-        f"Give distinct integers from 0 (the embedding output) to {num_hidden_layers} (after the last layer, before the final norm), "
-        f"for example {example}."
-    )
-    if not isinstance(layer_ids, list | tuple) or not layer_ids or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids):
-        raise HsxConfigError(option, layer_ids, "is not a list of layer ids", remedy)
-    for index, layer_id in enumerate(layer_ids):
-        if not 0 <= layer_id <= num_hidden_layers:
-            raise HsxConfigError(option, layer_ids, f"has id {layer_id}, which the target does not have", remedy)
-        if layer_id in layer_ids[:index]:
-            raise HsxConfigError(option, layer_ids, f"has id {layer_id} twice", remedy)
-    return tuple(layer_ids)
+    role, options = _connector_entry(transfer)
+    config = HsxConfig.parse(options)
+    require_producer(role)
+    return config
 
 
-def read_target(vllm_config: Any) -> ExtractionTarget:
-    """Read what is to be extracted from vLLM's configuration, and refuse what cannot be extracted correctly.
-
-    Args:
-        vllm_config: vllm.config.VllmConfig with the speculative method `extract_hidden_states`.
-
-    Raises:
-        HsxConfigError: another speculative method, unusable layer ids, or a parallel or role setting that is not supported.
-    """
-    speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method != METHOD:
-        raise HsxConfigError(
-            "speculative_config.method",
-            getattr(speculative, "method", None),
-            "produces no hidden states",
-            f'Start the server with --speculative-config \'{{"method": "{METHOD}", "num_speculative_tokens": 1, ...}}\'.',
-        )
-    if speculative.disable_padded_drafter_batch:
-        raise HsxConfigError(
-            "speculative_config.disable_padded_drafter_batch",
-            True,
-            "passes sampled tokens to the drafter as lists, without the layout of the batch",
-            "Leave it out.",
-        )
-    parallel = vllm_config.parallel_config
-    for option, reason in ONE_ONLY.items():
-        value = getattr(parallel, option, 1)
-        if value > 1:
-            raise HsxConfigError(option, value, reason, f"Use {option}=1; scale with tensor, data and expert parallelism.")
-    model = vllm_config.model_config
-    layer_ids = validate_layer_ids(
-        getattr(speculative.draft_model_config.hf_config, LAYER_IDS_KEY, None), model.get_total_num_hidden_layers()
-    )
-    ascending = sorted(layer_ids)
-    return ExtractionTarget(
-        model=model.served_model_name if isinstance(model.served_model_name, str) else model.model,
-        layer_ids=layer_ids,
-        collected=tuple(ascending.index(layer_id) for layer_id in layer_ids),
-        hidden_size=model.get_hidden_size(),
-        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+def _connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
+    if transfer is not None and transfer.kv_connector == CONNECTOR_NAME:
+        return transfer.kv_role, transfer.kv_connector_extra_config
+    if transfer is not None and transfer.kv_connector == "MultiConnector":
+        children = {child.get("kv_connector"): child for child in transfer.kv_connector_extra_config.get("connectors", ())}
+        if CONNECTOR_NAME in children:
+            if UPSTREAM_CONNECTOR in children:
+                raise HsxConfigError(
+                    f"kv_transfer_config.{EXTRA_CONFIG}.connectors",
+                    UPSTREAM_CONNECTOR,
+                    f"reads hidden states from the KV cache, where {CONNECTOR_NAME} keeps none",
+                    "Leave it out.",
+                )
+            child = children[CONNECTOR_NAME]
+            return child.get("kv_role", transfer.kv_role), child.get("kv_connector_extra_config", {})
+    raise HsxConfigError(
+        "kv_transfer_config.kv_connector",
+        getattr(transfer, "kv_connector", None),
+        f"does not take the hidden states that the speculative method extracts when the plugin {PLUGIN_NAME} is loaded",
+        f'Start the server with --kv-transfer-config \'{{"kv_connector": "{CONNECTOR_NAME}", "kv_role": "kv_producer", ...}}\'; '
+        f"or, for another connector of hidden states, without this plugin: VLLM_PLUGINS={plugins_without_ours()} vllm serve ...",
     )
 
 
-ONE_ONLY = {
-    "pipeline_parallel_size": "leaves each stage with the hidden states of its own layers only",
-    "prefill_context_parallel_size": "reorders the tokens of a batch across ranks",
-    "decode_context_parallel_size": "has not been shown to keep the order of the rows",
-}
+def plugins_without_ours(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the value of VLLM_PLUGINS that leaves our plugin out and keeps every other one that is loaded now."""
+    allowed = environ.get("VLLM_PLUGINS")
+    names = [point.name for group in _PLUGIN_GROUPS for point in entry_points(group=group) if point.name != PLUGIN_NAME]
+    return ",".join(name for name in dict.fromkeys(names) if allowed is None or name in allowed.split(","))
 
 
 def require_producer(kv_role: str | None) -> None:

@@ -70,8 +70,8 @@ def register() -> None:
     if CONNECTOR_NAME in KVConnectorFactory._registry:
         return
     KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME)
-    ModelRegistry.register_model(DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.model:AscendExtractHiddenStatesModel")
-    ModelRegistry.register_model("Qwen3NextForCausalLM", "vllm_ascend_hsx.targets.qwen3_next:Qwen3NextForCausalLM")
+    ModelRegistry.register_model(DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.drafter.model:AscendExtractHiddenStatesModel")
+    ModelRegistry.register_model("Qwen3NextForCausalLM", "vllm_ascend_hsx.compat.qwen3_next:Qwen3NextForCausalLM")
     register_post_import_hook(_use_hsx_proposer, SPEC_DECODE_MODULE)
     register_post_import_hook(keep_preemption, BALANCE_SCHEDULE_MODULE)
     register_post_import_hook(schedule_no_drafts, CONFIG_MODULE)
@@ -100,6 +100,6 @@ def register() -> None:
 
 def _use_hsx_proposer(spec_decode: ModuleType) -> None:
     """Runs when a worker has imported `vllm_ascend.spec_decode`, or at once if it was imported already."""
-    from vllm_ascend_hsx.proposer import HsxProposer
+    from vllm_ascend_hsx.drafter.proposer import HsxProposer
 
     replace_proposer(spec_decode, HsxProposer)

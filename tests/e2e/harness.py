@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 
 from vllm_ascend_hsx.demo.reference import Comparison, compare, reference_hidden_states
 from vllm_ascend_hsx.emulator.launch import environment
+from vllm_ascend_hsx.protocol.lock import wait_until_released
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX, file_name, token_of_mark
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
-from vllm_ascend_hsx.sinks.lock import wait_until_released
-from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX, file_name, token_of_mark
 
 HERE = Path(__file__).parent
 HBM_BYTES = 2 << 30

@@ -14,7 +14,7 @@ import torch
 
 from vllm_ascend_hsx.demo.compare import equal_rows, layer_eps, name_rows
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
-from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
+from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load
 
 EXACT = 1e-5  # largest |difference| of an element in a float32 file
 LOAD_SECONDS = 60.0

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from harness import EngineSession, Request, names_in
 from oracle import LOAD_SECONDS, Oracle, Reference, Served
 
-from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX
 
 # What is to be found when a request has ended: rows of its prompt; rows of what it generated too; nothing at all; rows of its prompt or
 # nothing, for one that was aborted at any time; the reason of a failure beside what was in the file's way; the reason alone; the reason

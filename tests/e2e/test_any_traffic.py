@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from oracle import Reference
 from stage import Stage
 
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX
 
 # Most where a run takes least; a mixture of experts differs in its target only.
 RUNS = {"cramped": 110, "synchronous": 150, "moe": 50}

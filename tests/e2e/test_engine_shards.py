@@ -15,8 +15,8 @@ from oracle import Oracle, Reference, Served
 from vllm_ascend_hsx.cli import verify
 from vllm_ascend_hsx.demo.compare import compare
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
-from vllm_ascend_hsx.reader import load
-from vllm_ascend_hsx.shards import Shards
+from vllm_ascend_hsx.reader.load import load
+from vllm_ascend_hsx.reader.shards import Shards
 
 SHARDS = {"sink": "shard", "shard_bytes": 1 << 20}
 

@@ -10,7 +10,7 @@ from harness import EngineSession, tokens
 from oracle import Reference
 from stage import Stage
 
-from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.reader.load import load
 
 LAYER_IDS = (0, 1, 2, 4)  # rows of a multiple of 512 bytes
 OPTIONS = {"io": "direct", "durability": "fdatasync", "check_finite": True, "file_mode": "0600", "num_writer_threads": 3}

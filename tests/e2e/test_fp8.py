@@ -14,8 +14,8 @@ from hs_connectors.transfer import FP8Transfer
 from oracle import EXACT, Reference
 from safetensors import safe_open
 
-from vllm_ascend_hsx.examine import examine
-from vllm_ascend_hsx.reader import HiddenStates, load
+from vllm_ascend_hsx.reader.check import examine
+from vllm_ascend_hsx.reader.load import HiddenStates, load
 
 LAYER_IDS = (0, 2, 4, 1)
 LENGTHS = (1, 7, 64, 150)  # the last one in three chunks

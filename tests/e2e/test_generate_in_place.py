@@ -16,7 +16,7 @@ from harness import START_SECONDS, process_environment, tokens
 from vllm_ascend_hsx import HiddenStatesDataset, load
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
 from vllm_ascend_hsx.demo.server import Server, free_port
-from vllm_ascend_hsx.shards import shards_of
+from vllm_ascend_hsx.reader.shards import shards_of
 
 LAYER_IDS = (4, 1, 3)
 LENGTHS = 3 * (5, 70, 1, 130, 33, 64, 65, 9, 200, 17)

@@ -24,11 +24,11 @@ import torch
 from harness import EngineError, EngineSession, Request, names_in, tokens
 from oracle import Oracle, Reference, Served
 
-from vllm_ascend_hsx.reader import HiddenStatesError, load
-from vllm_ascend_hsx.shards import shards_of
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_mark
-from vllm_ascend_hsx.sinks.shard_index import MANIFEST, SHARDS_MARK, TAR, parse_name
-from vllm_ascend_hsx.sinks.tar import HOLE
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_mark
+from vllm_ascend_hsx.protocol.shard_index import MANIFEST, SHARDS_MARK, TAR, parse_name
+from vllm_ascend_hsx.protocol.tar import HOLE
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
+from vllm_ascend_hsx.reader.shards import shards_of
 
 KILLS = {"file": 4, "shard": 2}
 SHARD_BYTES = 1 << 26  # all requests of an engine: none of its shards is sealed when it is killed

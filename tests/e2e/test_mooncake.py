@@ -17,16 +17,15 @@ from hs_connectors.transfer import MooncakeTransfer
 from mooncake_master import MooncakeMaster, free_port, require_mooncake
 from oracle import EXACT, Reference
 
-from vllm_ascend_hsx.config import MooncakeOptions
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
 from vllm_ascend_hsx.demo.server import Server
-from vllm_ascend_hsx.mooncake import MooncakeReader
-from vllm_ascend_hsx.reader import HiddenStatesError
+from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeOptions
+from vllm_ascend_hsx.reader.load import HiddenStatesError
+from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.serve.options import kv_transfer_config
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
-from vllm_ascend_hsx.sinks.mooncake_client import MooncakeClient
-from vllm_ascend_hsx.sinks.packed import handle_of
 
 LAYER_IDS = (3, 0, 4)
 ARENA = 1 << 20  # four chunks: so many small requests can be put together at a time

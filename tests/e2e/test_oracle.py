@@ -14,7 +14,7 @@ from oracle import EXACT, Oracle, Reference, Served
 
 from vllm_ascend_hsx.demo.compare import ELEMENT_TOLERANCE, ROW_TOLERANCE, layer_eps
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
 
 LAYER_IDS = (4, 1, 2)

@@ -12,7 +12,7 @@ from harness import EngineSession, tokens
 from oracle import Reference
 from stage import Stage
 
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 
 LAYER_IDS = (1, 2, 4)
 ROW_BYTES = 3 * 256 * 4

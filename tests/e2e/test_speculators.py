@@ -30,8 +30,8 @@ from harness import START_SECONDS, compare_file, process_environment, tokens
 from vllm_ascend_hsx.demo.server import Server, free_port
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
 from vllm_ascend_hsx.integrations.speculators import HsxTransfer
+from vllm_ascend_hsx.protocol.names import token_of_mark
 from vllm_ascend_hsx.serve.options import kv_transfer_config
-from vllm_ascend_hsx.sinks.names import token_of_mark
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -15,7 +15,7 @@ from harness import EngineSession, tokens
 from oracle import Reference
 from stage import Stage
 
-from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 
 LAYER_IDS = (1, 2, 4)
 CHUNK = 64

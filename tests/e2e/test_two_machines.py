@@ -21,9 +21,9 @@ from machines import CABLE, Machine, two_machines
 
 from vllm_ascend_hsx.demo.metrics import parse, settle
 from vllm_ascend_hsx.demo.server import Server
-from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
-from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
 
 LAYER_IDS = (4, 1, 3)
 TP = 2

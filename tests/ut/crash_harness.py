@@ -26,13 +26,13 @@ from crash_mutations import MUTATIONS, OF_SHARDS
 from crash_server import SHARD, SMALL, Phases, Reader, Request, Server, request_of
 from sink_harness import is_held, lines_of, walked
 
-from vllm_ascend_hsx.shard_check import shard_problems
+from vllm_ascend_hsx.protocol.format import FormatError
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, mark_name, partial_name, token_of_mark, token_of_partial
+from vllm_ascend_hsx.protocol.shard_index import Member
+from vllm_ascend_hsx.reader.shard_check import shard_problems
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.format import FormatError
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, mark_name, partial_name, token_of_mark, token_of_partial
 from vllm_ascend_hsx.sinks.shard import ShardSink
-from vllm_ascend_hsx.sinks.shard_index import Member
 
 NAMES = 6  # that a server writes over and over
 CONTESTED = ("both-0.safetensors", "both-1.safetensors")

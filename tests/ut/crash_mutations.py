@@ -9,14 +9,15 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from vllm_ascend_hsx.sinks import file, home, leftovers, names
+from vllm_ascend_hsx.protocol import names
+from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.protocol.shard_index import Member, now_ns
+from vllm_ascend_hsx.protocol.tar import HOLE
+from vllm_ascend_hsx.sinks import file, home, leftovers
 from vllm_ascend_hsx.sinks.data_file import DataFile
-from vllm_ascend_hsx.sinks.lock import HeldLock
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard_data import RowsInPlace
 from vllm_ascend_hsx.sinks.shard_file import Shard
-from vllm_ascend_hsx.sinks.shard_index import Member, now_ns
-from vllm_ascend_hsx.sinks.tar import HOLE
 
 
 def shown_before_it_is_complete() -> None:

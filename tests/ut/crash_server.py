@@ -22,14 +22,15 @@ import numpy.typing as npt
 import pytest
 from sink_harness import Traced, checksum_of, is_held, trace
 
-from vllm_ascend_hsx.shards import Place, open_member
-from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM
+from vllm_ascend_hsx.protocol.checksum import ALGORITHM
+from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, TOKEN_IDS, read_header
+from vllm_ascend_hsx.protocol.lock import wait_until_released
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.shards import Place, open_member
+from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, read_header
-from vllm_ascend_hsx.sinks.lock import wait_until_released
-from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
 

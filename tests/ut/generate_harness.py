@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 from sink_harness import wait_for_sleepers
 
-from vllm_ascend_hsx.shards import shards_of
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.format import read_header
+from vllm_ascend_hsx.protocol.names import file_name
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.shards import shards_of
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.format import read_header
-from vllm_ascend_hsx.sinks.names import file_name
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 LAYER_IDS = (2, 0, 3)

@@ -17,13 +17,13 @@ import numpy.typing as npt
 import pytest
 from awscrt.checksums import crc32c
 
-from vllm_ascend_hsx.shards import Shards
+from vllm_ascend_hsx.protocol.format import PAGE
+from vllm_ascend_hsx.protocol.names import token_of_mark
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.shard_index import Gone, Member, decode
+from vllm_ascend_hsx.protocol.tar import END, HOLE, Entry, walk
+from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks import system
-from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.sinks.format import PAGE
-from vllm_ascend_hsx.sinks.names import token_of_mark
-from vllm_ascend_hsx.sinks.shard_index import Gone, Member, decode
-from vllm_ascend_hsx.sinks.tar import END, HOLE, Entry, walk
 
 FORMAT = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
 
@@ -164,7 +164,7 @@ def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) ->
         monkeypatch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.reserve", Traced(system, checkpoint).reserve)
     monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_data.copy_into", Traced(system, checkpoint).copy_into)
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.lock.fcntl", Traced(fcntl, checkpoint))
+    monkeypatch.setattr("vllm_ascend_hsx.protocol.lock.fcntl", Traced(fcntl, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.reserve", Traced(system, checkpoint).reserve)
 
 

@@ -10,11 +10,11 @@ from sink_harness import FORMAT, as_version_1, checksum_of, make_rows, token_ids
 from test_shards import publish
 
 from vllm_ascend_hsx import load
-from vllm_ascend_hsx.examine import examine
 from vllm_ascend_hsx.generate.examine import CheckError, Expected
 from vllm_ascend_hsx.generate.examine import examine as examine_row
-from vllm_ascend_hsx.reader import HiddenStatesError, whole_file
-from vllm_ascend_hsx.shards import Shards
+from vllm_ascend_hsx.reader.check import examine
+from vllm_ascend_hsx.reader.load import HiddenStatesError, whole_file
+from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 

@@ -12,7 +12,7 @@ import pytest
 from sink_harness import FORMAT, is_held, make_rows, token_ids
 
 from vllm_ascend_hsx.cli.main import main
-from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 

@@ -44,7 +44,7 @@ from vllm_ascend_hsx.compat.shutdown import (
 )
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 from vllm_ascend_hsx.config import CONNECTOR_NAME, HsxConfigError
-from vllm_ascend_hsx.proposer import HsxProposer
+from vllm_ascend_hsx.drafter.proposer import HsxProposer
 
 
 @pytest.mark.parametrize("spec_decode", [SimpleNamespace(), SimpleNamespace(AscendExtractHiddenStatesProposer=dict)])

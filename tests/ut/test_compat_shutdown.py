@@ -26,7 +26,6 @@ from vllm.v1.engine import utils as utils_module
 from vllm.v1.executor import multiproc_executor
 from vllm_ascend.patch.platform import patch_glm_tool_call_streaming
 
-from vllm_ascend_hsx.arguments import LONGEST_S
 from vllm_ascend_hsx.compat.shutdown import (
     answer_with_errors,
     end_chat_streams_with_errors,
@@ -37,6 +36,7 @@ from vllm_ascend_hsx.compat.shutdown import (
     wait_for_workers,
 )
 from vllm_ascend_hsx.config import LAST_WORDS_S
+from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 
 OPTIONS = {"shared_storage_path": "/data", "drain_timeout_s": 100, "storage_patience_s": 20}
 OURS = {"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": OPTIONS}

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, read_target, require_producer, validate_layer_ids
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, require_producer
+from vllm_ascend_hsx.target import read_target, validate_layer_ids
 
 GOOD = {"shared_storage_path": "/data/hidden_states"}
 

@@ -12,7 +12,7 @@ from test_examine import rows_of, write
 from torch.utils.data import DataLoader
 
 from vllm_ascend_hsx import HiddenStatesDataset, collate
-from vllm_ascend_hsx.reader import HiddenStatesError
+from vllm_ascend_hsx.reader.load import HiddenStatesError
 
 LENGTHS = {"a": 9, "b": 3, "c": 17}
 

@@ -20,14 +20,15 @@ from documents import DOCS, Command, blocks, page, parse_serve
 from sink_harness import FORMAT, as_version_1, make_rows, token_ids
 
 from vllm_ascend_hsx.cli import generate, plan, serve
+from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
 from vllm_ascend_hsx.compat.versions import CHECKED_VERSIONS
-from vllm_ascend_hsx.config import HsxConfig, validate_layer_ids
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.plan.presets import PRESETS
-from vllm_ascend_hsx.reader import HiddenStates, load
+from vllm_ascend_hsx.reader.load import HiddenStates, load
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES, SHOWN, UNSERVABLE
+from vllm_ascend_hsx.target import validate_layer_ids
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.cli.main import main
-from vllm_ascend_hsx.examine import examine, files_in
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.check import examine, files_in
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 
@@ -49,7 +49,7 @@ def test_a_good_file_is_described(tmp_path: Path) -> None:
 
 def test_large_files_are_looked_at_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = examine(write(tmp_path, "a", rows_of(50)), token_norms=True)
-    monkeypatch.setattr("vllm_ascend_hsx.examine._BLOCK", 100)
+    monkeypatch.setattr("vllm_ascend_hsx.reader.check._BLOCK", 100)
     in_blocks = examine(whole.path, token_norms=True)
     assert in_blocks.token_norms == whole.token_norms
     assert in_blocks.norms == pytest.approx(whole.norms)
@@ -57,7 +57,7 @@ def test_large_files_are_looked_at_in_blocks(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_value_that_is_not_finite_is_named(tmp_path: Path, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm_ascend_hsx.examine._BLOCK", 100)
+    monkeypatch.setattr("vllm_ascend_hsx.reader.check._BLOCK", 100)
     rows = rows_of(20)
     rows[17, 1, 3] = value
     path = write(tmp_path, "a", rows)

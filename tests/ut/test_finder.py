@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx import find
-from vllm_ascend_hsx.sinks.names import file_name
+from vllm_ascend_hsx.protocol.names import file_name
 
 
 def internal_id(response_id: str, prompt: int | None = None, sample: int | None = None, digits: str | None = "0123abcd") -> str:

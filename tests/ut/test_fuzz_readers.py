@@ -28,23 +28,23 @@ from test_hostile_shards import BAD_LINES
 from test_shards import publish
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir, remove
-from vllm_ascend_hsx.examine import examine, files_in
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.examine import CheckError, Expected, ServerFacts
 from vllm_ascend_hsx.generate.examine import examine as examine_row
 from vllm_ascend_hsx.generate.ledger import Identity
 from vllm_ascend_hsx.generate.output import open_output
-from vllm_ascend_hsx.quantized import quantization_problem
-from vllm_ascend_hsx.reader import HiddenStatesError, whole_file
-from vllm_ascend_hsx.shard_check import shard_problems
-from vllm_ascend_hsx.shards import Shards
-from vllm_ascend_hsx.shards import _known as known
-from vllm_ascend_hsx.sinks.checksum import stated_checksum
+from vllm_ascend_hsx.protocol.checksum import stated_checksum
+from vllm_ascend_hsx.protocol.format import FormatError, metadata_of
+from vllm_ascend_hsx.protocol.mooncake_manifest import manifest, packed_layout, read_manifest
+from vllm_ascend_hsx.reader.check import examine, files_in
+from vllm_ascend_hsx.reader.load import HiddenStatesError, whole_file
+from vllm_ascend_hsx.reader.quantized import quantization_problem
+from vllm_ascend_hsx.reader.shard_check import shard_problems
+from vllm_ascend_hsx.reader.shards import Shards
+from vllm_ascend_hsx.reader.shards import _known as known
+from vllm_ascend_hsx.reader.tensors import check_tensors
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.format import FormatError, metadata_of
-from vllm_ascend_hsx.sinks.packed import manifest, packed_layout, read_manifest
 from vllm_ascend_hsx.sinks.shard import ShardSink
-from vllm_ascend_hsx.tensors import check_tensors
 
 INPUTS = 500
 SHARES = {"file": 0.5, "shard": 0.1, "ledger": 0.1, "manifest": 0.25, "error": 0.05}

@@ -25,9 +25,9 @@ from vllm_ascend_hsx.generate.errors import RequestError, RunError
 from vllm_ascend_hsx.generate.examine import _EXPONENTS, Expected, ServerFacts, _is_finite
 from vllm_ascend_hsx.generate.leftovers import find_leftovers, remove_leftovers
 from vllm_ascend_hsx.generate.names import RequestNames, hidden_file, is_hidden_file, row_file, row_of_file, server_file
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.names import file_name
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.names import file_name
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 TOKEN = "0123456789ab"

@@ -12,7 +12,8 @@ from generate_harness import write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.generate.dataset import DatasetError, open_dataset
+from vllm_ascend_hsx.generate.dataset import DatasetError
+from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.rows import COLUMNS, Row, RowError, read_row
 
 pa = pytest.importorskip("pyarrow", reason="Arrow and parquet are an optional extra")

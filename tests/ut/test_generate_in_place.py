@@ -20,12 +20,12 @@ from test_generate_resume import DEATHS, ROWS, Death, Runs, right
 from test_generate_run import CASES, Bench
 
 from vllm_ascend_hsx.generate.names import row_of_file
-from vllm_ascend_hsx.reader import load, open_stored
-from vllm_ascend_hsx.shards import Place, shards_of
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.format import read_header
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.load import load, open_stored
+from vllm_ascend_hsx.reader.shards import Place, shards_of
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.format import read_header
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
 IN_PLACE = "--in-place"

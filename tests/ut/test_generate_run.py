@@ -32,7 +32,7 @@ from rich.console import Console
 from vllm_ascend_hsx.cli import generate
 from vllm_ascend_hsx.generate import progress as progress_module
 from vllm_ascend_hsx.generate.progress import Bar, Lines, Rates
-from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
 # The command where neither torch nor vLLM is installed.

@@ -21,12 +21,12 @@ from test_shards import publish
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
 from vllm_ascend_hsx.cli import clean, inspect, verify
-from vllm_ascend_hsx.examine import examine
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import Identity
 from vllm_ascend_hsx.generate.output import open_output
-from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, remove
-from vllm_ascend_hsx.shard_check import shard_problems
+from vllm_ascend_hsx.reader.check import examine
+from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, remove
+from vllm_ascend_hsx.reader.shard_check import shard_problems
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 

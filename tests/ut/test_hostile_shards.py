@@ -20,18 +20,18 @@ from test_shards import make_rows, publish
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
 from vllm_ascend_hsx.cli import inspect, verify
-from vllm_ascend_hsx.examine import examine, files_in
 from vllm_ascend_hsx.generate.examine import CheckError, Expected
 from vllm_ascend_hsx.generate.examine import examine as examine_row
 from vllm_ascend_hsx.generate.output import _rows
-from vllm_ascend_hsx.reader import HiddenStatesError, open_stored, remove
-from vllm_ascend_hsx.shard_check import shard_problems
-from vllm_ascend_hsx.shards import Shards
+from vllm_ascend_hsx.protocol.names import mark_name
+from vllm_ascend_hsx.protocol.shard_index import Member, encode
+from vllm_ascend_hsx.protocol.tar import END, walk
+from vllm_ascend_hsx.reader.check import examine, files_in
+from vllm_ascend_hsx.reader.load import HiddenStatesError, open_stored, remove
+from vllm_ascend_hsx.reader.shard_check import shard_problems
+from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.names import mark_name
 from vllm_ascend_hsx.sinks.shard import ShardSink
-from vllm_ascend_hsx.sinks.shard_index import Member, encode
-from vllm_ascend_hsx.sinks.tar import END, walk
 
 MIB = 1 << 20
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -162,7 +162,7 @@ BAD_LINES = {
 def test_a_bad_line_costs_itself_alone_and_is_reported_once(
     storage: Path, label: str, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("vllm_ascend_hsx.shards._BLOCK", 2000 if "longer" in label else 16 << 20)
+    monkeypatch.setattr("vllm_ascend_hsx.reader.shards._BLOCK", 2000 if "longer" in label else 16 << 20)
     index = index_of(storage) if where == "index" else storage / "hsx-removed.jsonl"
     good = index.read_bytes().splitlines(keepends=True) if index.exists() else []
     index.write_bytes(b"".join([*good[:2], BAD_LINES[label] + b"\n", *good[2:]]))
@@ -176,7 +176,7 @@ def test_a_bad_line_costs_itself_alone_and_is_reported_once(
         remove(storage / name(1))
         assert name(1) not in shards.members()
         assert name(1) not in Shards(storage).members()
-    ours = [record for record in caplog.records if record.name == "vllm_ascend_hsx.shards"]
+    ours = [record for record in caplog.records if record.name == "vllm_ascend_hsx.reader.shards"]
     assert [index.name in record.getMessage() for record in ours[:1]] == [True]
     assert len(ours) <= 3, "once for each of the three objects that read it"
     problems = list(shard_problems(storage))

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from sink_harness import FORMAT, Stepped, Traced, is_held, listing, make_rows, open_fds, speculators_reader, token_ids, trace
 
-from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.protocol import lock as lock_module
+from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
+from vllm_ascend_hsx.protocol.names import mark_name, partial_name, token_of_mark
+from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.sinks import leftovers
-from vllm_ascend_hsx.sinks import lock as lock_module
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError
-from vllm_ascend_hsx.sinks.names import mark_name, partial_name, token_of_mark
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
 

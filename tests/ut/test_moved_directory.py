@@ -14,7 +14,7 @@ import pytest
 import torch
 from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, trace, wait_for_sleepers
 
-from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink

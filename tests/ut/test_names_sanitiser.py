@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.sinks.names import (
+from vllm_ascend_hsx.protocol.names import (
     COMPANION_ROOM,
     DATA_SUFFIX,
     ERROR_SUFFIX,

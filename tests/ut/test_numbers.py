@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from vllm_ascend_hsx import find, load
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, MooncakeOptions
-from vllm_ascend_hsx.dataset import HiddenStatesDataset
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
+from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset
 
 OPTIONS_PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 STORE = {"master_server_address": "store:50051"}

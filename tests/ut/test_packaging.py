@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
 
 ROOT = Path(__file__).parents[2]

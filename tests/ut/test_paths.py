@@ -12,8 +12,8 @@ from test_examine import rows_of, write
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
-from vllm_ascend_hsx.connector.params import ParamsError, ServerParams, read_params
-from vllm_ascend_hsx.dataset import HiddenStatesDataset
+from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
+from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset
 from vllm_ascend_hsx.serve.command import build
 from vllm_ascend_hsx.serve.options import kv_transfer_config
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from vllm_ascend_hsx.cli import plan as command
+from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.plan import vllm_planner
 from vllm_ascend_hsx.plan.capacity import Plan, Request, make_plan
 from vllm_ascend_hsx.plan.errors import PlanError
@@ -18,7 +19,6 @@ from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.plan.server_config import EngineOptions, Layout, UnknownFieldError
 from vllm_ascend_hsx.plan.shape import read_shape
 from vllm_ascend_hsx.plan.weights import count_parameters
-from vllm_ascend_hsx.ring import PinnedRing
 
 # A token has 2 layers x keys and values x 2 heads x 16 elements x 2 bytes = 256 bytes of KV cache, a block of 128 tokens 32 KiB.
 DENSE = {

@@ -10,8 +10,8 @@ import torch
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups, resolve_kv_cache_block_sizes
 from vllm.v1.kv_cache_interface import FullAttentionSpec, HiddenStateCacheSpec, KVCacheSpec, SlidingWindowSpec
 
-from vllm_ascend_hsx.attention import AscendCacheOnlyLayer
-from vllm_ascend_hsx.staging import StagingCache
+from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
+from vllm_ascend_hsx.drafter.staging import StagingCache
 
 LAYER = "cache_only_layers.4"
 BLOCK, HEAD = 128, 32

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 
-from vllm_ascend_hsx.attention import AscendCacheOnlyMetadataBuilder
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
-from vllm_ascend_hsx.proposer import HsxProposer
+from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyMetadataBuilder
+from vllm_ascend_hsx.drafter.proposer import HsxProposer
 
 LAYER = "cache_only_layers.4"
 
@@ -120,7 +120,7 @@ def test_collectives_do_not_depend_on_whether_a_rank_extracts(monkeypatch: pytes
         def __enter__(self) -> None: ...
         def __exit__(self, *error: object) -> None: ...
 
-    monkeypatch.setattr("vllm_ascend_hsx.proposer.forward_context", Context)
+    monkeypatch.setattr("vllm_ascend_hsx.drafter.proposer.forward_context", Context)
     calls = []
     for wanted in ({}, {"b": 9}):
         runner = Runner(tp_size=2)

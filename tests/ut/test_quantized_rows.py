@@ -24,19 +24,20 @@ from safetensors.torch import load_file, save_file
 from sink_harness import listing, token_ids
 
 from vllm_ascend_hsx.cli import inspect, verify
-from vllm_ascend_hsx.dataset import HiddenStatesDataset
-from vllm_ascend_hsx.examine import examine
 from vllm_ascend_hsx.generate.examine import CheckError, Expected, ServerFacts
 from vllm_ascend_hsx.generate.examine import examine as examine_generated
-from vllm_ascend_hsx.quantized import dequantized
-from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load, open_dir
-from vllm_ascend_hsx.shards import Place
+from vllm_ascend_hsx.protocol.format import read_header
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.check import examine
+from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset
+from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load, open_dir
+from vllm_ascend_hsx.reader.quantized import dequantized
+from vllm_ascend_hsx.reader.shards import Place
 from vllm_ascend_hsx.sinks import directory, encoder
-from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
+from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.encoder import Fp8PerToken, encoder_for
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.format import read_header
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

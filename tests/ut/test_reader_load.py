@@ -23,8 +23,8 @@ from safetensors.torch import load_file, save_file
 from sink_harness import FORMAT, listing, make_rows, open_fds, token_ids, wait_for_sleepers
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load, open_dir, remove
-from vllm_ascend_hsx.sinks import lock_sleepers
+from vllm_ascend_hsx.protocol import lock_sleepers
+from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load, open_dir, remove
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink

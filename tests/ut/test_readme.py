@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from vllm_ascend_hsx.cli import demo, plan, serve
-from vllm_ascend_hsx.config import HsxConfig, validate_layer_ids
-from vllm_ascend_hsx.connector.params import EXTRACT_KEY, OUTPUT_KEY
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.plan.server_config import Layout
+from vllm_ascend_hsx.protocol.api import EXTRACT_KEY, OUTPUT_KEY
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
+from vllm_ascend_hsx.target import validate_layer_ids
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

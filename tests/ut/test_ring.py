@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_ascend_hsx.config import HsxConfigError
-from vllm_ascend_hsx.ring import FreeRows, PinnedRing
+from vllm_ascend_hsx.drafter.ring import FreeRows, PinnedRing
 
 ROW_SHAPE, DTYPE = (3, 8), torch.bfloat16
 ROW_BYTES = 48

@@ -16,7 +16,7 @@ from vllm_ascend_hsx.connector.limits import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, WorkerReport
 from vllm_ascend_hsx.connector.reminder import Reminder
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.rows import RowFormat
 
 ROW_BYTES = 64
 

@@ -25,12 +25,12 @@ from safetensors.torch import load_file
 from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, trace
 
 from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
-from vllm_ascend_hsx.connector.params import ParamsError, ServerParams, read_params
-from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
+from vllm_ascend_hsx.protocol.names import file_name, partial_name
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.names import file_name, partial_name
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.storage import Storage
 

@@ -25,17 +25,17 @@ import vllm_ascend_hsx
 from vllm_ascend_hsx import HiddenStatesDataset, collate, load, open_dir
 from vllm_ascend_hsx.cli import inspect, serve, verify
 from vllm_ascend_hsx.config import HsxConfig
-from vllm_ascend_hsx.examine import examine, files_in
 from vllm_ascend_hsx.integrations.speculators import HsxTransfer
-from vllm_ascend_hsx.reader import HiddenStatesError, remove
-from vllm_ascend_hsx.shard_check import shard_problems
-from vllm_ascend_hsx.shards import Shards
+from vllm_ascend_hsx.protocol.names import mark_name
+from vllm_ascend_hsx.protocol.shard_index import Gone, Member, decode, encode
+from vllm_ascend_hsx.protocol.tar import HOLE
+from vllm_ascend_hsx.reader.check import examine, files_in
+from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
+from vllm_ascend_hsx.reader.shard_check import shard_problems
+from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.names import mark_name
 from vllm_ascend_hsx.sinks.shard import ShardSink
-from vllm_ascend_hsx.sinks.shard_index import Gone, Member, decode, encode
-from vllm_ascend_hsx.sinks.tar import HOLE
 
 MIB = 1 << 20
 

@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sink_harness import FORMAT, Traced, listing, make_rows, open_fds, token_ids
 
-from vllm_ascend_hsx.reader import HiddenStatesError, load
+from vllm_ascend_hsx.protocol import lock as lock_module
+from vllm_ascend_hsx.protocol.names import file_name
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks import directory as directory_module
-from vllm_ascend_hsx.sinks import lock as lock_module
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.names import file_name
 
 
 def test_a_directory_that_can_be_used_is_created_and_left_empty(tmp_path: Path) -> None:

@@ -24,11 +24,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sink_harness import FORMAT, listing, make_rows, open_fds, token_ids, trace
 
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, SinkError
+from vllm_ascend_hsx.protocol.lock import wait_until_released
+from vllm_ascend_hsx.protocol.names import file_name
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, SinkError
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.lock import wait_until_released
-from vllm_ascend_hsx.sinks.names import file_name
 
 
 @pytest.fixture

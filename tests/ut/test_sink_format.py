@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from sink_harness import FORMAT
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.sinks.format import PAGE, FileLayout, FormatError, read_header
+from vllm_ascend_hsx.protocol.format import PAGE, FileLayout, FormatError, read_header
+from vllm_ascend_hsx.protocol.rows import RowFormat
 
 
 @given(

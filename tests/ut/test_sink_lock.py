@@ -31,10 +31,10 @@ from sink_harness import (
     wait_for_sleepers,
 )
 
-from vllm_ascend_hsx.reader import HiddenStatesError, load, remove
-from vllm_ascend_hsx.sinks import lock as lock_module
+from vllm_ascend_hsx.protocol import lock as lock_module
+from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError, wait_until_released
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError, wait_until_released
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 READERS = {"speculators": speculators_reader, "vLLM": vllm_reader}
@@ -169,7 +169,7 @@ def test_our_reader_understands_whatever_happens_between_two_of_its_system_calls
                 calls += 1
 
             trace(patch, checkpoint)
-            patch.setattr("vllm_ascend_hsx.reader.os", Traced(os, checkpoint))
+            patch.setattr("vllm_ascend_hsx.reader.load.os", Traced(os, checkpoint))
             try:
                 assert_complete(load(file.path, 0)._asdict())
                 outcomes.add("complete")
@@ -235,7 +235,7 @@ def test_a_request_that_begins_between_two_system_calls_of_a_reader_is_waited_fo
                 calls += 1
 
             trace(patch, checkpoint)
-            patch.setattr("vllm_ascend_hsx.reader.os", Traced(os, checkpoint))
+            patch.setattr("vllm_ascend_hsx.reader.load.os", Traced(os, checkpoint))
             patch.setattr(Path, "exists", lambda self: (checkpoint("exists"), os.path.exists(self))[1])
             try:
                 load(path, 0)

@@ -26,18 +26,18 @@ from machines import Machine, two_machines
 from mooncake_master import MooncakeMaster, free_port, require_mooncake
 from sink_harness import FORMAT, make_rows, token_ids
 
-from vllm_ascend_hsx.config import HsxConfig, MooncakeOptions
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector.stats import failure_kind
-from vllm_ascend_hsx.mooncake import MooncakeReader
-from vllm_ascend_hsx.reader import HiddenStatesError
+from vllm_ascend_hsx.protocol.checksum import Digest
+from vllm_ascend_hsx.protocol.mooncake_manifest import MANIFEST_KEY_SUFFIX, handle_of, keys_of, packed_layout, transfer_params
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeError, MooncakeOptions, MooncakeUnavailableError, own_address
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.load import HiddenStatesError
+from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.arena import CHUNK, Arena, ArenaFullError, Gathering
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, SinkError
-from vllm_ascend_hsx.sinks.checksum import Digest
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, SinkError
 from vllm_ascend_hsx.sinks.data_file import as_bytes
-from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
-from vllm_ascend_hsx.sinks.mooncake_client import MooncakeClient, MooncakeError, MooncakeUnavailableError, own_address
-from vllm_ascend_hsx.sinks.mooncake_file import MooncakeFile
-from vllm_ascend_hsx.sinks.packed import MANIFEST_KEY_SUFFIX, handle_of, keys_of, packed_layout, transfer_params
+from vllm_ascend_hsx.sinks.mooncake import MooncakeFile, MooncakeSink
 
 SEGMENT = 64 << 20
 ARENA = 4 << 20

@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from sink_harness import checksum_of, listing, trace
 
+from vllm_ascend_hsx.protocol.checksum import Checksums, Digest
+from vllm_ascend_hsx.protocol.format import PAGE, read_header
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks import data_file, directory, system
-from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
-from vllm_ascend_hsx.sinks.checksum import Checksums, Digest
+from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.format import PAGE, read_header
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 FORMAT = RowFormat(layer_ids=(1, 2), hidden_size=512, dtype="BF16", model="tiny")  # 2,048 bytes a row

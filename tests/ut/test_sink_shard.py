@@ -27,18 +27,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sink_harness import FORMAT, is_held, lines_of, listing, make_rows, member_bytes, open_fds, token_ids, trace, walked
 
-from vllm_ascend_hsx.reader import load
+from vllm_ascend_hsx.protocol.checksum import Digest
+from vllm_ascend_hsx.protocol.format import PAGE
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.shard_index import Gone, Member
+from vllm_ascend_hsx.protocol.tar import BLOCK, HOLE, Entry, data_offset, headers, walk
+from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.sinks import directory as sink_directory
 from vllm_ascend_hsx.sinks import system
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, SinkError
-from vllm_ascend_hsx.sinks.checksum import Digest
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.format import PAGE
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
-from vllm_ascend_hsx.sinks.shard_index import Gone, Member
-from vllm_ascend_hsx.sinks.tar import BLOCK, HOLE, Entry, data_offset, headers, walk
 
 PAGES = RowFormat(layer_ids=(1, 2), hidden_size=512, dtype="BF16", model="tiny")  # 2,048 bytes a row
 MIB = 1 << 20

@@ -23,7 +23,7 @@ from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.stats import StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
-from vllm_ascend_hsx.sinks.lock import HeldLock
+from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 PATIENCE = 0.3

@@ -32,13 +32,13 @@ import vllm_ascend_hsx
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
-from vllm_ascend_hsx.ring import PinnedRing
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.spans import Span
+from vllm_ascend_hsx.drafter.staging import StagingCache
+from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, TOKEN_IDS, read_header
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, read_header
 from vllm_ascend_hsx.sinks.request_file import RequestFile
-from vllm_ascend_hsx.spans import Span
-from vllm_ascend_hsx.staging import StagingCache
 
 REQUESTS = 100_000
 RUNNING = 64  # requests of a batch

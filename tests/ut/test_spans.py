@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.compat.runner import BatchRow
-from vllm_ascend_hsx.spans import Span, merge_rows, part_of, select_spans
+from vllm_ascend_hsx.drafter.spans import Span, merge_rows, part_of, select_spans
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from sink_harness import FORMAT, listing, make_rows, token_ids, wait_for_sleepers
 
 from vllm_ascend_hsx.cli import speculators as command
-from vllm_ascend_hsx.reader import HiddenStatesError
+from vllm_ascend_hsx.reader.load import HiddenStatesError
 from vllm_ascend_hsx.serve.options import kv_transfer_config
 from vllm_ascend_hsx.sinks.file import FileSink
 

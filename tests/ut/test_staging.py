@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_ascend_hsx.ring import PinnedRing, Run
-from vllm_ascend_hsx.spans import Span
-from vllm_ascend_hsx.staging import Copier, Piece, StagingCache, StagingSlot
+from vllm_ascend_hsx.drafter.ring import PinnedRing, Run
+from vllm_ascend_hsx.drafter.spans import Span
+from vllm_ascend_hsx.drafter.staging import Copier, Piece, StagingCache, StagingSlot
 
 LAYERS, HIDDEN, MAX_TOKENS = 3, 8, 24
 COLLECTED = (2, 0, 1)

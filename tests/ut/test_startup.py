@@ -13,10 +13,10 @@ import torch
 from mooncake_master import free_port, require_mooncake
 from test_config import vllm_config
 
-from vllm_ascend_hsx import startup
+from vllm_ascend_hsx import settings as startup
 from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.settings import read_start_up
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
-from vllm_ascend_hsx.startup import read_start_up
 
 
 def serve(

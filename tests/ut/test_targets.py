@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from vllm_ascend_hsx.compat.models import refuse_unservable_target, require_collecting_target
+from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
 from vllm_ascend_hsx.config import HsxConfigError
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES, SHOWN, UNSERVABLE
 
 OURS = {"Qwen3NextForCausalLM"}
 # Tables of vLLM's registry in which the targets stand; the others have drafts and models that generate nothing.
@@ -120,7 +120,7 @@ def test_qwen3_next_collects_with_our_class_alone() -> None:
     from vllm.model_executor.models import qwen3_next
     from vllm.model_executor.models.interfaces import supports_eagle3
 
-    from vllm_ascend_hsx.targets.qwen3_next import Qwen3NextForCausalLM
+    from vllm_ascend_hsx.compat.qwen3_next import Qwen3NextForCausalLM
 
     assert not supports_eagle3(qwen3_next.Qwen3NextForCausalLM)
     assert supports_eagle3(Qwen3NextForCausalLM)

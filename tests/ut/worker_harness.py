@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
-from vllm_ascend_hsx.ring import PinnedRing
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.spans import Span
+from vllm_ascend_hsx.drafter.staging import StagingCache
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.spans import Span
-from vllm_ascend_hsx.staging import StagingCache
 
 LAYERS, HIDDEN, MAX_TOKENS = 2, 4, 16
 FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=HIDDEN, dtype="F32", model="tiny")

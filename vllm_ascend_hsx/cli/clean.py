@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from vllm_ascend_hsx.protocol.names import MAX_DEPTH
 from vllm_ascend_hsx.sinks.leftovers import Cleaning
-from vllm_ascend_hsx.sinks.names import MAX_DEPTH
 
 _SHOWN = 20  # names; the rest is counted
 _AGE = re.compile(r"(\d{1,6})([smhd])")

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from vllm_ascend_hsx.cli.numbers import seconds, whole
 from vllm_ascend_hsx.cli.output import make_console
-from vllm_ascend_hsx.config import HsxConfigError, validate_layer_ids
+from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.emulator.settings import MAX_NPUS
+from vllm_ascend_hsx.target import validate_layer_ids
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # of one emulated NPU

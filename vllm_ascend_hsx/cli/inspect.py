@@ -15,9 +15,9 @@ from rich.text import Text
 
 from vllm_ascend_hsx.cli.numbers import whole
 from vllm_ascend_hsx.cli.output import make_console
-from vllm_ascend_hsx.examine import Examination, examine, files_in
-from vllm_ascend_hsx.shards import shard_of
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
+from vllm_ascend_hsx.reader.check import Examination, examine, files_in
+from vllm_ascend_hsx.reader.shards import shard_of
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

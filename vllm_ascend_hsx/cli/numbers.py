@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Callable
 
-from vllm_ascend_hsx.arguments import LARGEST, LONGEST_S
+from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S
 
 _SHOWN = 40  # characters of a text that is refused
 _SIZE = re.compile(r"^(\d{1,30}(?:\.\d{1,30})?)\s*(B|[KMGT]i?B?)?$", re.ASCII | re.IGNORECASE)

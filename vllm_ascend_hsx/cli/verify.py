@@ -18,11 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from vllm_ascend_hsx.cli.numbers import whole
 from vllm_ascend_hsx.cli.output import make_console
-from vllm_ascend_hsx.examine import Examination, examine, files_in, orphaned_locks
-from vllm_ascend_hsx.reader import failure_reason
-from vllm_ascend_hsx.shard_check import shard_problems
-from vllm_ascend_hsx.sinks.checksum import names_checksum
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, printable
+from vllm_ascend_hsx.protocol.checksum import names_checksum
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, printable
+from vllm_ascend_hsx.reader.check import Examination, examine, files_in, orphaned_locks
+from vllm_ascend_hsx.reader.load import failure_reason
+from vllm_ascend_hsx.reader.shard_check import shard_problems
 
 _SHOWN = 20  # problems; the rest is counted
 

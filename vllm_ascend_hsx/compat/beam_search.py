@@ -8,9 +8,8 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm_ascend_hsx.compat.versions import require
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
-from vllm_ascend_hsx.connector.params import ERROR_KEY, EXTRACT_KEY, ParamsError, ServerParams, read_params
-from vllm_ascend_hsx.startup import read_options
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, read_options
+from vllm_ascend_hsx.protocol.api import ERROR_KEY, EXTRACT_KEY, ParamsError, ServerParams, read_params
 
 OFFLINE_MODULE = "vllm.entrypoints.generate.beam_search.offline"
 ONLINE_MODULE = "vllm.entrypoints.generate.beam_search.online"

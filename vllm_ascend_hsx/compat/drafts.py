@@ -10,8 +10,7 @@ from typing import Any
 
 from vllm_ascend_hsx.compat.models import refuse_unservable_target
 from vllm_ascend_hsx.compat.versions import require
-from vllm_ascend_hsx.config import METHOD, HsxConfigError
-from vllm_ascend_hsx.startup import read_options
+from vllm_ascend_hsx.config import METHOD, HsxConfigError, read_options
 
 CONFIG_MODULE = "vllm.config.vllm"
 PROPOSER_MODULE = "vllm.v1.spec_decode.extract_hidden_states"

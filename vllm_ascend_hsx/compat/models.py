@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm_ascend_hsx.compat.targets import ARCHITECTURES, UNSERVABLE
 from vllm_ascend_hsx.compat.versions import require
 from vllm_ascend_hsx.config import HsxConfigError
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES, UNSERVABLE
 
 DEEPSEEK_MODULE = "vllm.model_executor.models.deepseek_v2"
 

@@ -16,10 +16,9 @@ import weakref
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from vllm_ascend_hsx.arguments import LONGEST_S
 from vllm_ascend_hsx.compat.versions import require
-from vllm_ascend_hsx.config import HsxConfigError
-from vllm_ascend_hsx.startup import read_options
+from vllm_ascend_hsx.config import HsxConfigError, read_options
+from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 
 ENGINE_MANAGER_MODULE = "vllm.v1.engine.utils"
 EXECUTOR_MODULE = "vllm.v1.executor.multiproc_executor"

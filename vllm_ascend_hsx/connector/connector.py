@@ -24,8 +24,8 @@ from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.sinks import make_sink
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
-from vllm_ascend_hsx.ring import PinnedRing
-from vllm_ascend_hsx.startup import StartUp, read_start_up
+from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.settings import StartUp, read_start_up
 
 
 class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -65,7 +65,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             atexit.register(self.shutdown)
 
     def _build_worker(self, start_up: StartUp) -> ExtractionWorker:
-        from vllm_ascend_hsx.attention import AscendCacheOnlyLayer
+        from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
 
         layers = find_layers(self._vllm_config, AscendCacheOnlyLayer)
         ((self._layer_name, layer),) = layers.items()

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.connector.params import PATH_KEY
-from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.sinks.names import file_name
-from vllm_ascend_hsx.sinks.packed import handle_of, transfer_params
-from vllm_ascend_hsx.startup import StartUp
+from vllm_ascend_hsx.protocol.api import PATH_KEY
+from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of, transfer_params
+from vllm_ascend_hsx.protocol.names import file_name
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.settings import StartUp
 
 
 class Destination(ABC):

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from vllm_ascend_hsx.connector.params import shown
+from vllm_ascend_hsx.protocol.api import shown
 
 FILES_OPTION = "kv_connector_extra_config.max_files_per_request"
 BYTES_OPTION = "kv_connector_extra_config.max_bytes_per_request"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeUnavailableError
+from vllm_ascend_hsx.settings import StartUp, store_refusal
 from vllm_ascend_hsx.sinks.base import Sink
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
-from vllm_ascend_hsx.sinks.mooncake_client import MooncakeUnavailableError
 from vllm_ascend_hsx.sinks.shard import ShardSink
-from vllm_ascend_hsx.startup import StartUp, store_refusal
 
 
 def make_sink(start_up: StartUp, memory: memoryview) -> Sink:

@@ -21,12 +21,12 @@ from vllm_ascend_hsx.connector.row_order import EVERY_POSITION
 from vllm_ascend_hsx.connector.stats import COPY_FAILED, REFUSED, SILENT_STORAGE, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.connector.threads import JobThread, OpenerThread, WriterJob, WriterPool
-from vllm_ascend_hsx.ring import PinnedRing
+from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.spans import ALL_ROWS, Span
+from vllm_ascend_hsx.drafter.staging import Copier, Piece, StagingCache, StagingSlot
+from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, file_name
 from vllm_ascend_hsx.sinks.base import Sink
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, file_name
-from vllm_ascend_hsx.sinks.packed import handle_of
-from vllm_ascend_hsx.spans import ALL_ROWS, Span
-from vllm_ascend_hsx.staging import Copier, Piece, StagingCache, StagingSlot
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 
 from vllm_ascend_hsx.demo.client import Answer
 from vllm_ascend_hsx.demo.compare import compare
-from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
+from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load
 
 READ_SECONDS = 60.0
 

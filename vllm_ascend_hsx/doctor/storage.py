@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 
 from vllm_ascend_hsx.doctor.findings import Finding
-from vllm_ascend_hsx.sinks.base import RowFormat, SinkError
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 
 TOPIC = "storage"
 WRITTEN = 256 << 20  # bytes of the file whose write is timed

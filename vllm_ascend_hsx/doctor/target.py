@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.shape import read_config, read_shape
-from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES, SHOWN, UNSERVABLE
+from vllm_ascend_hsx.protocol.rows import RowFormat
 
 TOPIC = "target"
 _DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

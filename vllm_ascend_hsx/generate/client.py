@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from vllm_ascend_hsx.connector.params import ERROR_KEY, PATH_KEY, PATH_OPTION
 from vllm_ascend_hsx.generate.errors import Fault, NoFileError, RequestError, RunError
 from vllm_ascend_hsx.generate.names import row_file
 from vllm_ascend_hsx.generate.rows import CHAT, Row
+from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, PATH_OPTION
 
 CONNECT_SECONDS = 10.0
 _SHOWN = 300  # characters of a server's words

@@ -11,10 +11,9 @@ from vllm_ascend_hsx.generate.errors import Fault, RequestError, RunError
 from vllm_ascend_hsx.generate.examine import CheckError, Examined, Expected, examine
 from vllm_ascend_hsx.generate.ledger import sync_directory
 from vllm_ascend_hsx.generate.names import hidden_file, row_file
-from vllm_ascend_hsx.reader import HiddenStatesError, open_stored, remove, whole_file
-from vllm_ascend_hsx.shards import Place
-from vllm_ascend_hsx.sinks.opening import open_regular
-from vllm_ascend_hsx.sinks.system import describe
+from vllm_ascend_hsx.protocol.files import describe, open_regular
+from vllm_ascend_hsx.reader.load import HiddenStatesError, open_stored, remove, whole_file
+from vllm_ascend_hsx.reader.shards import Place
 
 # Of the output directory, so that every further row would fail in the same way.
 _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_hsx.quantized import quantization_problem
-from vllm_ascend_hsx.shards import Place, member_problem
-from vllm_ascend_hsx.sinks.checksum import names_checksum, stated_checksum
-from vllm_ascend_hsx.sinks.data_file import write_at
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, Header, read_header
-from vllm_ascend_hsx.tensors import check_tensors
+from vllm_ascend_hsx.protocol.checksum import names_checksum, stated_checksum
+from vllm_ascend_hsx.protocol.files import write_at
+from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, Header, read_header
+from vllm_ascend_hsx.reader.quantized import quantization_problem
+from vllm_ascend_hsx.reader.shards import Place, member_problem
+from vllm_ascend_hsx.reader.tensors import check_tensors
 
 _BLOCK = 256 << 10  # small enough for what is read to stay in the processor's cache while it is looked at
 _TOKEN_DTYPES = {"I64": "<i8", "I32": "<i4"}

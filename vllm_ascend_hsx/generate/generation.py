@@ -26,7 +26,7 @@ from vllm_ascend_hsx.generate.output import Output
 from vllm_ascend_hsx.generate.progress import Progress
 from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.generate.servers import Answered, Servers
-from vllm_ascend_hsx.reader import remove
+from vllm_ascend_hsx.reader.load import remove
 
 SETTLE_SECONDS = 10.0  # for a server to let go of the file of a request that was given up
 

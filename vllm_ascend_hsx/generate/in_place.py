@@ -11,10 +11,10 @@ from vllm_ascend_hsx.generate.collect import Collector
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.examine import Examined, Expected, examine
 from vllm_ascend_hsx.generate.names import row_file, row_of_file
-from vllm_ascend_hsx.reader import open_stored, remove
-from vllm_ascend_hsx.shards import Place
-from vllm_ascend_hsx.sinks.lock import wait_until_released
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.lock import wait_until_released
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.reader.load import open_stored, remove
+from vllm_ascend_hsx.reader.shards import Place
 
 
 class InPlaceCollector(Collector):

@@ -22,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.names import is_token, new_token
 from vllm_ascend_hsx.generate.row_set import RowSet
-from vllm_ascend_hsx.sinks.opening import open_regular
-from vllm_ascend_hsx.sinks.strict_json import parse
+from vllm_ascend_hsx.protocol.files import open_regular
+from vllm_ascend_hsx.protocol.strict_json import parse
 
 VERSION = 1
 REMEDY = "name another --output, or replace what is there with --overwrite"

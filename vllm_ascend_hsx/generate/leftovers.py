@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_ascend_hsx.generate.names import server_file
-from vllm_ascend_hsx.reader import remove
-from vllm_ascend_hsx.sinks.lock import wait_until_released
-from vllm_ascend_hsx.sinks.names import LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.lock import wait_until_released
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
+from vllm_ascend_hsx.reader.load import remove
 
 
 def find_leftovers(directories: Iterable[Path], tokens: Collection[str]) -> dict[int | None, list[Path]]:

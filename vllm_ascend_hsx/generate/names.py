@@ -7,11 +7,11 @@ import secrets
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, partial_name
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, partial_name
 
 _ROW_FILE = re.compile(r"hs_(0|[1-9][0-9]*)" + re.escape(DATA_SUFFIX))
 _TOKEN = re.compile(r"[0-9a-f]{12}")
-# How vLLM makes an internal id of a request's name: see vllm_ascend_hsx/finder.py.
+# How vLLM makes an internal id of a request's name: see vllm_ascend_hsx/reader/find.py.
 _SERVER_FILE = re.compile(
     r"((?:chat)?cmpl-hsx-([0-9a-f]{12})-[0-9a-f]{4}-([0-9]+|probe)-[0-9]+(?:-0)?(?:-[0-9a-f]{8})?"
     + re.escape(DATA_SUFFIX)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from vllm_ascend_hsx.arguments import LONGEST_S
 from vllm_ascend_hsx.generate.errors import InputError
+from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 
 # The smallest and the largest value of each option that is a whole number.
 BOUNDS = {

@@ -22,9 +22,9 @@ from vllm_ascend_hsx.generate.ledger import (
 )
 from vllm_ascend_hsx.generate.names import is_hidden_file, row_file, row_of_file
 from vllm_ascend_hsx.generate.row_set import RowSet
-from vllm_ascend_hsx.reader import remove
-from vllm_ascend_hsx.shards import shards_of
-from vllm_ascend_hsx.sinks.opening import open_regular
+from vllm_ascend_hsx.protocol.files import open_regular
+from vllm_ascend_hsx.reader.load import remove
+from vllm_ascend_hsx.reader.shards import shards_of
 
 
 @dataclass

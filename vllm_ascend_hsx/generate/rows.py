@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_hsx.connector.params import EXTRACT_KEY, OUTPUT_KEY, PATH_KEY
+from vllm_ascend_hsx.protocol.api import EXTRACT_KEY, OUTPUT_KEY, PATH_KEY
 
 COMPLETIONS, CHAT = "completions", "chat/completions"
 # In this order: a preprocessed dataset has token ids beside the conversation that they were made from.

@@ -8,11 +8,12 @@ import signal
 
 from rich.console import Console
 
-from vllm_ascend_hsx.generate.dataset import Dataset, open_dataset
+from vllm_ascend_hsx.generate.dataset import Dataset
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.generation import Generation
 from vllm_ascend_hsx.generate.ledger import Entry, Identity
 from vllm_ascend_hsx.generate.names import row_file
+from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.outcome import Interrupted, Outcome
 from vllm_ascend_hsx.generate.output import Output, open_output

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from hs_connectors import HiddenStatesBackend, HiddenStatesTransfer
 
-from vllm_ascend_hsx.arguments import deadline_after
 from vllm_ascend_hsx.config import HsxConfig
-from vllm_ascend_hsx.reader import load, remove
+from vllm_ascend_hsx.protocol.arguments import deadline_after
+from vllm_ascend_hsx.reader.load import load, remove
 from vllm_ascend_hsx.serve.options import kv_transfer_config
 
 NAME = "hsx"

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, validate_layer_ids
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.server_config import EngineOptions, Layout, step_tokens
 from vllm_ascend_hsx.plan.shape import ModelShape
 from vllm_ascend_hsx.plan.vllm_planner import Capacity, LayoutError, plan_layout
 from vllm_ascend_hsx.plan.weights import count_parameters
-from vllm_ascend_hsx.ring import PinnedRing
-from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.sinks.format import FileLayout
+from vllm_ascend_hsx.protocol.format import FileLayout
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.target import validate_layer_ids
 
 PROMPTS = 1000
 _SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}

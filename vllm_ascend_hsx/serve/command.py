@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.config import ONE_ONLY, PLUGIN_NAME, HsxConfig, HsxConfigError, validate_layer_ids
+from vllm_ascend_hsx.compat.targets import ARCHITECTURES, UNSERVABLE
+from vllm_ascend_hsx.config import PLUGIN_NAME, HsxConfig, HsxConfigError
 from vllm_ascend_hsx.serve.errors import ServeError
 from vllm_ascend_hsx.serve.model import Model, read_model
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
-from vllm_ascend_hsx.targets.supported import ARCHITECTURES, UNSERVABLE
+from vllm_ascend_hsx.target import ONE_ONLY, validate_layer_ids
 
 PLUGINS = "VLLM_PLUGINS"
 # Options of vllm serve that say what `hsx serve` says.

@@ -3,88 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
-# Bytes per element of the dtypes a row can have, by their safetensors names.
-ROW_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
-FP8_DTYPE = "F8_E4M3"  # one byte per element
+from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 
 # The reason that stands in every file that is still open when its sink is closed.
 SERVER_STOPPED = "the server stopped before all rows were written"
-
-Rows = npt.NDArray[np.generic] | memoryview
-TokenIds = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """What one row, the hidden states of one token, looks like: as the model computes it, and as it is stored.
-
-    Attributes:
-        layer_ids: residual-stream ids in the order of the row's layers; id i is the stream after i layers.
-        hidden_size: elements per layer.
-        dtype: safetensors name of the model's element type: "BF16", "F16" or "F32".
-        model: name of the target model, for the metadata.
-        quantization: "fp8": stored as float8_e4m3fn with a scale per row; "none": as the model computes it.
-
-    Raises:
-        ValueError: no layers, a size that is not positive, an unknown dtype, or stored rows that are not a multiple of 8 bytes (the token
-            ids stand behind them and would not be aligned).
-    """
-
-    layer_ids: tuple[int, ...]
-    hidden_size: int
-    dtype: str
-    model: str = ""
-    quantization: Literal["none", "fp8"] = "none"
-
-    def __post_init__(self) -> None:
-        if not self.layer_ids:
-            raise ValueError("layer_ids=() names no layer. Give at least one.")
-        if self.hidden_size < 1:
-            raise ValueError(f"hidden_size={self.hidden_size} is not a size. Give the target's hidden size.")
-        if self.dtype not in ROW_DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} cannot be stored. Use one of {', '.join(ROW_DTYPES)}.")
-        if self.stored_row_bytes % 8:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} with {self.num_layers} layers of {self.stored_dtype} makes rows of "
-                f"{self.stored_row_bytes} bytes. "
-                "Choose layers so that a row is a multiple of 8 bytes."
-            )
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.layer_ids)
-
-    @property
-    def row_shape(self) -> tuple[int, int]:
-        """(layers, hidden)."""
-        return self.num_layers, self.hidden_size
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a row as the model computes it, and as it is written to a SinkFile."""
-        return self.num_layers * self.hidden_size * ROW_DTYPES[self.dtype]
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.quantization != "none"
-
-    @property
-    def stored_dtype(self) -> str:
-        """Safetensors name of the element type in the file."""
-        return FP8_DTYPE if self.is_quantized else self.dtype
-
-    @property
-    def stored_row_bytes(self) -> int:
-        """Of a row in the file, without its scale."""
-        return self.num_layers * self.hidden_size if self.is_quantized else self.row_bytes
 
 
 class SinkError(Exception):

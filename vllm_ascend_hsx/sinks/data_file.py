@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import threading
@@ -13,11 +12,12 @@ from typing import Literal
 
 import numpy as np
 
-from vllm_ascend_hsx.sinks.base import Rows, TokenIds
-from vllm_ascend_hsx.sinks.checksum import Checksums
+from vllm_ascend_hsx.protocol.checksum import Checksums
+from vllm_ascend_hsx.protocol.files import write_at
+from vllm_ascend_hsx.protocol.format import FileLayout
+from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 from vllm_ascend_hsx.sinks.directory import Filesystem
 from vllm_ascend_hsx.sinks.encoder import Scales
-from vllm_ascend_hsx.sinks.format import FileLayout
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import reserve, start_writeback
 
@@ -221,13 +221,3 @@ def as_bytes(rows: Rows) -> memoryview:
     if isinstance(rows, np.ndarray):
         return rows.reshape(-1).view(np.uint8).data
     return rows.cast("B")
-
-
-def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """pwrite all of it; the system may take less at a time than it is given (never more than 2 GiB)."""
-    while data:
-        written = os.pwrite(fd, data, offset)
-        if written == 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        data = data[written:]
-        offset += written

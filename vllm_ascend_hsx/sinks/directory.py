@@ -8,9 +8,9 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_ascend_hsx.sinks.format import PAGE
-from vllm_ascend_hsx.sinks.lock import hold_new
-from vllm_ascend_hsx.sinks.names import mark_name, partial_name
+from vllm_ascend_hsx.protocol.format import PAGE
+from vllm_ascend_hsx.protocol.lock import hold_new
+from vllm_ascend_hsx.protocol.names import mark_name, partial_name
 from vllm_ascend_hsx.sinks.system import is_in_memory, reserve
 
 OPTION = "shared_storage_path"

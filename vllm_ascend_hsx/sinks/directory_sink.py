@@ -10,15 +10,16 @@ from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat, Sink, SinkError
+from vllm_ascend_hsx.protocol.files import describe
+from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, below, path_refusal
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions, RequestData
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.sinks.home import Home
-from vllm_ascend_hsx.sinks.lock import HeldLock, LockHeldError
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, below, path_refusal
 from vllm_ascend_hsx.sinks.one_end import fail_all
 from vllm_ascend_hsx.sinks.request_file import RequestFile
-from vllm_ascend_hsx.sinks.system import describe
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.rows import RowFormat
 
 _FP8_MAX = 448.0  # the largest value of float8_e4m3fn
 _LEAST_SCALE = 1e-12  # of a row of zeros; both are hs_connectors' (0.9.0, fp8_utils.py)

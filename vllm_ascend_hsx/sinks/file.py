@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from vllm_ascend_hsx.protocol.format import FileLayout
+from vllm_ascend_hsx.protocol.names import partial_name
 from vllm_ascend_hsx.sinks.data_file import DataFile
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
-from vllm_ascend_hsx.sinks.format import FileLayout
-from vllm_ascend_hsx.sinks.names import partial_name
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 

@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
 from vllm_ascend_hsx.sinks.leftovers import remove_leftovers
 from vllm_ascend_hsx.sinks.mark import ServerMark
 from vllm_ascend_hsx.sinks.storage import Storage
-from vllm_ascend_hsx.sinks.system import describe
 
 _LEADS_ELSEWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 

@@ -21,8 +21,9 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 
-from vllm_ascend_hsx.sinks.lock import HeldLock
-from vllm_ascend_hsx.sinks.names import (
+from vllm_ascend_hsx.protocol.files import describe
+from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.protocol.names import (
     DATA_SUFFIX,
     ERROR_SUFFIX,
     LOCK_SUFFIX,
@@ -33,7 +34,6 @@ from vllm_ascend_hsx.sinks.names import (
 )
 from vllm_ascend_hsx.sinks.shard_recovery import recover_shard, unsealed_shards
 from vllm_ascend_hsx.sinks.storage import open_folder
-from vllm_ascend_hsx.sinks.system import describe
 
 logger = logging.getLogger(__name__)
 

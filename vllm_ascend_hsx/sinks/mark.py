@@ -7,8 +7,8 @@ import os
 import secrets
 from collections.abc import Sequence
 
-from vllm_ascend_hsx.sinks.lock import HeldLock
-from vllm_ascend_hsx.sinks.names import mark_name
+from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.protocol.names import mark_name
 
 _ATTEMPTS = 8  # each is lost only to somebody who cleans up and saw the mark before it was held
 

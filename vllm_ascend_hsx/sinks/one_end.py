@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_ascend_hsx.sinks.base import RowFormat, Rows, SinkError, SinkFile, TokenIds
+from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
+from vllm_ascend_hsx.sinks.base import SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import as_bytes
 from vllm_ascend_hsx.sinks.encoder import encoder_for
 from vllm_ascend_hsx.sinks.spans import SpanSet

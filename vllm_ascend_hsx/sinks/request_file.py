@@ -8,24 +8,34 @@ import os
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-import vllm_ascend_hsx
-from vllm_ascend_hsx.sinks.base import Rows, SinkError, TokenIds
-from vllm_ascend_hsx.sinks.data_file import RequestData, write_at
-from vllm_ascend_hsx.sinks.format import PRODUCER
-from vllm_ascend_hsx.sinks.lock import HeldLock
-from vllm_ascend_hsx.sinks.names import ERROR_SUFFIX, LOCK_SUFFIX, partial_name
+from vllm_ascend_hsx._version import __version__
+from vllm_ascend_hsx.protocol.files import describe, write_at
+from vllm_ascend_hsx.protocol.format import PRODUCER
+from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, partial_name
+from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
+from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.data_file import RequestData
+from vllm_ascend_hsx.sinks.home import Home
 from vllm_ascend_hsx.sinks.one_end import OneEndFile, State
 from vllm_ascend_hsx.sinks.spans import Span, describe_missing
 from vllm_ascend_hsx.sinks.storage import Storage
-from vllm_ascend_hsx.sinks.system import describe
-
-if TYPE_CHECKING:
-    from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
-    from vllm_ascend_hsx.sinks.home import Home
 
 logger = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """What a file needs of the sink that it belongs to; see DirectorySink."""
+
+    row_format: RowFormat
+    keeps_locks: bool
+
+    def make_data(self, file: RequestFile) -> RequestData: ...
+    def follow(self, file: RequestFile) -> RequestFile | None: ...
+    def move(self, file: RequestFile, successor: RequestFile) -> None: ...
+    def forget(self, file: RequestFile) -> None: ...
 
 
 class RequestFile(OneEndFile):
@@ -43,7 +53,7 @@ class RequestFile(OneEndFile):
 
     def __init__(
         self,
-        sink: DirectorySink,
+        sink: Owner,
         home: Home,
         request_id: str,
         path: Path,
@@ -167,7 +177,7 @@ class RequestFile(OneEndFile):
                 "reason": reason,
                 "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "producer": PRODUCER,
-                "producer_version": vllm_ascend_hsx.__version__,
+                "producer_version": __version__,
             }
         )
         name = self.name + ERROR_SUFFIX

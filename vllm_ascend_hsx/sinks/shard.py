@@ -12,17 +12,18 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, RowFormat
+from vllm_ascend_hsx.protocol.format import FileLayout
+from vllm_ascend_hsx.protocol.names import file_name, partial_name
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.shard_index import SHARDS_MARK, follow, stem
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
 from vllm_ascend_hsx.sinks.file import set_file_aside
-from vllm_ascend_hsx.sinks.format import FileLayout
 from vllm_ascend_hsx.sinks.home import Home
-from vllm_ascend_hsx.sinks.names import file_name, partial_name
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard_data import MemberData, RowsBeside, RowsInPlace
 from vllm_ascend_hsx.sinks.shard_file import Range, Shard
-from vllm_ascend_hsx.sinks.shard_index import SHARDS_MARK, follow, stem
 
 _DEFAULTS = FileOptions()
 _ATTEMPTS = 8  # to make a shard; each is lost only to somebody who has put something under its name

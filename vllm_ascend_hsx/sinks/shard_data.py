@@ -8,14 +8,15 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
-from vllm_ascend_hsx.sinks.base import TokenIds
-from vllm_ascend_hsx.sinks.checksum import Checksums
-from vllm_ascend_hsx.sinks.data_file import WRITEBACK, DataFile, FileOptions, RequestData, is_aligned, write_at
+from vllm_ascend_hsx.protocol.checksum import Checksums
+from vllm_ascend_hsx.protocol.files import write_at
+from vllm_ascend_hsx.protocol.format import FileLayout, FormatError, read_header
+from vllm_ascend_hsx.protocol.rows import TokenIds
+from vllm_ascend_hsx.protocol.shard_index import Member, now_ns
+from vllm_ascend_hsx.sinks.data_file import WRITEBACK, DataFile, FileOptions, RequestData, is_aligned
 from vllm_ascend_hsx.sinks.directory import Filesystem
 from vllm_ascend_hsx.sinks.encoder import Scales
-from vllm_ascend_hsx.sinks.format import FileLayout, FormatError, read_header
 from vllm_ascend_hsx.sinks.shard_file import Range, Shard
-from vllm_ascend_hsx.sinks.shard_index import Member, now_ns
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import copy_into, start_writeback
 

@@ -15,12 +15,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_ascend_hsx.sinks.data_file import FileOptions, write_at
-from vllm_ascend_hsx.sinks.format import PAGE
-from vllm_ascend_hsx.sinks.shard_index import INDEX, TAR, Gone, Member, encode, now_ns
+from vllm_ascend_hsx.protocol.files import describe, write_at
+from vllm_ascend_hsx.protocol.format import PAGE
+from vllm_ascend_hsx.protocol.shard_index import INDEX, TAR, Gone, Member, encode, now_ns
+from vllm_ascend_hsx.protocol.tar import BLOCK, HOLE, data_offset, headers, round_up
+from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.shard_seal import seal
-from vllm_ascend_hsx.sinks.system import describe, punch_hole, reserve
-from vllm_ascend_hsx.sinks.tar import BLOCK, HOLE, data_offset, headers, round_up
+from vllm_ascend_hsx.sinks.system import punch_hole, reserve
 
 if TYPE_CHECKING:
     from vllm_ascend_hsx.sinks.home import Home

@@ -11,13 +11,13 @@ import time
 from collections.abc import Collection
 from contextlib import suppress
 
-from vllm_ascend_hsx.sinks.data_file import write_at
-from vllm_ascend_hsx.sinks.format import PAGE
-from vllm_ascend_hsx.sinks.shard_index import INDEX, MANIFEST, TAR, Member, bad_lines, members_by_offset, parse_name, whole_lines
-from vllm_ascend_hsx.sinks.shard_seal import read_all, seal
+from vllm_ascend_hsx.protocol.files import read_all, write_at
+from vllm_ascend_hsx.protocol.format import PAGE
+from vllm_ascend_hsx.protocol.shard_index import INDEX, MANIFEST, TAR, Member, bad_lines, members_by_offset, parse_name, whole_lines
+from vllm_ascend_hsx.protocol.tar import HOLE, Entry, headers, round_up, walk
+from vllm_ascend_hsx.sinks.shard_seal import seal
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import punch_hole
-from vllm_ascend_hsx.sinks.tar import HOLE, Entry, headers, round_up, walk
 
 
 def unsealed_shards(dir_fd: int, tokens: Collection[str]) -> list[tuple[str, str]]:

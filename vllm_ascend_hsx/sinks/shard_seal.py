@@ -1,23 +1,17 @@
-"""The end of a shard: the blocks that end its tar file, and the manifest that says what is in it."""
+"""The end of a shard: the blocks that end its tar file, and its manifest."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Any, Literal
+from typing import Literal
 
-import vllm_ascend_hsx
-from vllm_ascend_hsx.sinks.checksum import Digest
-from vllm_ascend_hsx.sinks.data_file import write_at
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, PRODUCER, FormatError, layer_ids_of, read_header
-from vllm_ascend_hsx.sinks.names import partial_name
-from vllm_ascend_hsx.sinks.shard_index import INDEX, MANIFEST, TAR, Member, decode, split_lines
+from vllm_ascend_hsx.protocol.files import read_all, write_at
+from vllm_ascend_hsx.protocol.names import partial_name
+from vllm_ascend_hsx.protocol.shard_index import INDEX, MANIFEST, TAR
+from vllm_ascend_hsx.protocol.shard_manifest import manifest
+from vllm_ascend_hsx.protocol.tar import END
 from vllm_ascend_hsx.sinks.storage import Storage
-from vllm_ascend_hsx.sinks.tar import END, HOLE, walk
-
-SHARD_FORMAT_VERSION = "1"
-# What of a member's metadata is its own.
-_OF_ONE = ("format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "checksum")
 
 
 def seal(
@@ -65,59 +59,3 @@ def seal(
         raise
     if durable:
         storage.sync()
-
-
-def manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:
-    """What the manifest of a shard says.
-
-    Args:
-        fd: its tar file.
-        index: the content of its index.
-        sealed_by: who ended it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    lines = split_lines(index)
-    members = [line for line in map(decode, lines) if isinstance(line, Member)]
-    digest = Digest()
-    digest.update(index)
-    return {
-        "format_version": SHARD_FORMAT_VERSION,
-        "producer": PRODUCER,
-        "producer_version": vllm_ascend_hsx.__version__,
-        **(_in_common(fd, members[0]) if members else {}),
-        "members": len(members),
-        "tokens": sum(member.tokens for member in members),
-        "bytes": sum(member.size for member in members),
-        "hole_bytes": sum(entry.size for entry in walk(fd) if entry.name == HOLE),
-        "index_lines": len(lines),
-        "index_checksum": digest.hexdigest(),
-        "sealed_by": sealed_by,
-    }
-
-
-def _in_common(fd: int, member: Member) -> dict[str, Any]:
-    """What is the same for all members of a server, from the header of one of them."""
-    try:
-        header = read_header(fd, member.offset, member.size)
-    except FormatError as error:
-        raise OSError(f"the member {member.name!r} is not what its line says: {error}") from error
-    states = header.tensors.get(HIDDEN_STATES)
-    if states is None:
-        raise OSError(f"the member {member.name!r} has no {HIDDEN_STATES}")
-    common: dict[str, Any] = {key: value for key, value in header.metadata.items() if key not in _OF_ONE}
-    if "layer_ids" in common:
-        common["layer_ids"] = layer_ids_of(header.metadata)
-    return {**common, "stored_dtype": states.dtype, "row_shape": list(states.shape[1:])}
-
-
-def read_all(fd: int) -> bytes:
-    """The content of a file. Raises OSError."""
-    size = os.fstat(fd).st_size
-    blocks = []
-    position = 0
-    while position < size and (block := os.pread(fd, min(size - position, 1 << 30), position)):
-        blocks.append(block)
-        position += len(block)
-    return b"".join(blocks)

@@ -1,4 +1,4 @@
-"""System calls of Linux that Python's os module lacks, and the system's errors in words."""
+"""System calls of Linux that Python's os module lacks."""
 
 from __future__ import annotations
 
@@ -81,9 +81,3 @@ def start_writeback(fd: int, offset: int, num_bytes: int) -> None:
     Says nothing about success: that is what the fdatasync is for.
     """
     _libc.sync_file_range(fd, offset, num_bytes, _WRITE)
-
-
-def describe(what: str, error: OSError) -> str:
-    """`what`, and the system's reason in words and by name."""
-    name = errno.errorcode.get(error.errno or 0)
-    return f"{what}: {error.strerror or error}" + (f" ({name})" if name else "")

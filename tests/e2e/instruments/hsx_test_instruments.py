@@ -140,7 +140,7 @@ def unfixed_proposer(how: str) -> None:
         proposer_module.HsxProposer._determine_batch_execution_and_padding = methods[how]
         proposer_module.HsxProposer.dummy_run = lambda self, *args, **kwargs: None
 
-    _after_import("vllm_ascend_hsx.proposer", swap)
+    _after_import("vllm_ascend_hsx.drafter.proposer", swap)
 
 
 def trace_graph_mode(directory: str) -> None:

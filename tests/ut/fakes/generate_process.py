@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx import reader, shards
 from vllm_ascend_hsx.cli import generate
 from vllm_ascend_hsx.generate import collect, examine, generation, in_place, ledger, leftovers, output, run  # noqa: F401 (loaded before the fork)
+from vllm_ascend_hsx.reader.load import load as reader
+from vllm_ascend_hsx.reader.load import shards
 
 TRACED = (collect, examine, in_place, ledger, leftovers, output, reader, shards)
 

@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ascend_hsx.config import MooncakeOptions
-from vllm_ascend_hsx.mooncake import MooncakeReader
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of, transfer_params
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions, own_address
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
-from vllm_ascend_hsx.sinks.mooncake_client import own_address
-from vllm_ascend_hsx.sinks.packed import handle_of, transfer_params
 
 FORMAT = RowFormat((2, 31, 59), 64, "F32", "tiny")
 TOKENS = 5000  # some chunks of the arena

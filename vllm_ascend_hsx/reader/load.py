@@ -14,11 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_ascend_hsx.arguments import deadline_after
-from vllm_ascend_hsx.quantized import dequantized, quantization_problem
-from vllm_ascend_hsx.shards import Place, member_problem, open_member, remove_member, shards_of
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM, stated_checksum
-from vllm_ascend_hsx.sinks.format import (
+from vllm_ascend_hsx.protocol.arguments import deadline_after
+from vllm_ascend_hsx.protocol.checksum import ALGORITHM, stated_checksum
+from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_regular
+from vllm_ascend_hsx.protocol.format import (
     HIDDEN_STATES,
     SCALES,
     TOKEN_IDS,
@@ -28,11 +27,12 @@ from vllm_ascend_hsx.sinks.format import (
     num_prompt_tokens_of,
     read_header,
 )
-from vllm_ascend_hsx.sinks.lock import is_left_over, wait_until_released
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
-from vllm_ascend_hsx.sinks.opening import NotAFileError, open_regular, read_regular
-from vllm_ascend_hsx.sinks.strict_json import parse
-from vllm_ascend_hsx.tensors import check_tensors, read_tensor, torch_dtype
+from vllm_ascend_hsx.protocol.lock import is_left_over, wait_until_released
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.strict_json import parse
+from vllm_ascend_hsx.reader.quantized import dequantized, quantization_problem
+from vllm_ascend_hsx.reader.shards import Place, member_problem, open_member, remove_member, shards_of
+from vllm_ascend_hsx.reader.tensors import check_tensors, read_tensor, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -114,7 +114,7 @@ def load(
             are dequantised are read at once, into memory of their own.
         verify: compare the file with the checksum in its metadata, which reads all of it. In files of format version 1 that is of the
             tensors alone.
-        dequantize: give quantised rows in the model's dtype; otherwise as they are stored, for `vllm_ascend_hsx.quantized.dequantized`.
+        dequantize: give quantised rows in the model's dtype; otherwise as they are stored, for `reader.quantized.dequantized`.
 
     Raises:
         HiddenStatesError: the server says that the request failed, or it died before the file was complete, or the file does not hold

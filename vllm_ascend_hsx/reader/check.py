@@ -10,13 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_ascend_hsx.quantized import LEAST_SCALE, dequantized
-from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, is_decided, load
-from vllm_ascend_hsx.shards import shards_of
-from vllm_ascend_hsx.sinks.checksum import names_checksum
-from vllm_ascend_hsx.sinks.format import layer_ids_of, num_prompt_tokens_of
-from vllm_ascend_hsx.sinks.lock import is_left_over
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.checksum import names_checksum
+from vllm_ascend_hsx.protocol.format import layer_ids_of, num_prompt_tokens_of
+from vllm_ascend_hsx.protocol.lock import is_left_over
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, is_decided, load
+from vllm_ascend_hsx.reader.quantized import LEAST_SCALE, dequantized
+from vllm_ascend_hsx.reader.shards import shards_of
 
 if TYPE_CHECKING:
     import torch

@@ -11,16 +11,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm_ascend_hsx.arguments import deadline_after
-from vllm_ascend_hsx.config import MooncakeOptions
-from vllm_ascend_hsx.quantized import dequantized, quantization_problem
-from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError
-from vllm_ascend_hsx.sinks.checksum import names_checksum, stated_checksum
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, TensorInfo
-from vllm_ascend_hsx.sinks.mooncake_client import MooncakeClient, MooncakeError
-from vllm_ascend_hsx.sinks.packed import ERROR_KEY_SUFFIX, HANDLE_KEY, MANIFEST_KEY_SUFFIX, keys_of, read_manifest
-from vllm_ascend_hsx.sinks.strict_json import parse
-from vllm_ascend_hsx.tensors import check_tensors, torch_dtype
+from vllm_ascend_hsx.protocol.arguments import deadline_after
+from vllm_ascend_hsx.protocol.checksum import names_checksum, stated_checksum
+from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, TensorInfo
+from vllm_ascend_hsx.protocol.mooncake_manifest import ERROR_KEY_SUFFIX, HANDLE_KEY, MANIFEST_KEY_SUFFIX, keys_of, read_manifest
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeError, MooncakeOptions
+from vllm_ascend_hsx.protocol.strict_json import parse
+from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError
+from vllm_ascend_hsx.reader.quantized import dequantized, quantization_problem
+from vllm_ascend_hsx.reader.tensors import check_tensors, torch_dtype
 
 if TYPE_CHECKING:
     import torch

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_ascend_hsx.config import (
-    CONNECTOR_NAME,
-    EXTRA_CONFIG,
-    PLUGIN_NAME,
-    ExtractionTarget,
-    HsxConfig,
-    HsxConfigError,
-    MooncakeOptions,
-    read_target,
-    require_producer,
-)
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig, HsxConfigError, read_options
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions, MooncakeUnavailableError, load_package, own_address
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
-from vllm_ascend_hsx.sinks.mooncake_client import MooncakeUnavailableError, load_package, own_address
+from vllm_ascend_hsx.target import ExtractionTarget, read_target
 
-UPSTREAM_CONNECTOR = "ExampleHiddenStatesConnector"
-# What VLLM_PLUGINS chooses from (vllm/plugins/__init__.py, 0.23.0).
-_PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("platform", "general", "io_processor", "stat_logger"))
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
@@ -134,49 +120,3 @@ def store_refusal(error: MooncakeUnavailableError) -> HsxConfigError:
     if error.option:
         return HsxConfigError(f"{EXTRA_CONFIG}.mooncake.{error.option}", error.value, error.problem, error.remedy)
     return HsxConfigError(f"{EXTRA_CONFIG}.sink", "mooncake", f"cannot be used: {error.problem}", f"{error.remedy}.")
-
-
-def read_options(transfer: Any) -> HsxConfig:
-    """Read and check the options of our connector, alone or inside MultiConnector.
-
-    Args:
-        transfer: vllm.config.KVTransferConfig, or None.
-
-    Raises:
-        HsxConfigError: it is not there, or has a role or an option that cannot be used.
-    """
-    role, options = _connector_entry(transfer)
-    config = HsxConfig.parse(options)
-    require_producer(role)
-    return config
-
-
-def _connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
-    if transfer is not None and transfer.kv_connector == CONNECTOR_NAME:
-        return transfer.kv_role, transfer.kv_connector_extra_config
-    if transfer is not None and transfer.kv_connector == "MultiConnector":
-        children = {child.get("kv_connector"): child for child in transfer.kv_connector_extra_config.get("connectors", ())}
-        if CONNECTOR_NAME in children:
-            if UPSTREAM_CONNECTOR in children:
-                raise HsxConfigError(
-                    f"kv_transfer_config.{EXTRA_CONFIG}.connectors",
-                    UPSTREAM_CONNECTOR,
-                    f"reads hidden states from the KV cache, where {CONNECTOR_NAME} keeps none",
-                    "Leave it out.",
-                )
-            child = children[CONNECTOR_NAME]
-            return child.get("kv_role", transfer.kv_role), child.get("kv_connector_extra_config", {})
-    raise HsxConfigError(
-        "kv_transfer_config.kv_connector",
-        getattr(transfer, "kv_connector", None),
-        f"does not take the hidden states that the speculative method extracts when the plugin {PLUGIN_NAME} is loaded",
-        f'Start the server with --kv-transfer-config \'{{"kv_connector": "{CONNECTOR_NAME}", "kv_role": "kv_producer", ...}}\'; '
-        f"or, for another connector of hidden states, without this plugin: VLLM_PLUGINS={plugins_without_ours()} vllm serve ...",
-    )
-
-
-def plugins_without_ours(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the value of VLLM_PLUGINS that leaves our plugin out and keeps every other one that is loaded now."""
-    allowed = environ.get("VLLM_PLUGINS")
-    names = [point.name for group in _PLUGIN_GROUPS for point in entry_points(group=group) if point.name != PLUGIN_NAME]
-    return ",".join(name for name in dict.fromkeys(names) if allowed is None or name in allowed.split(","))

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from vllm_ascend_hsx.ring import PinnedRing
-from vllm_ascend_hsx.spans import Span, merge_rows, part_of
+from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.spans import Span, merge_rows, part_of
 
 
 def _npu() -> Any:

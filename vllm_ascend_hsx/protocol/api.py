@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_ascend_hsx.sinks.names import below, path_refusal
+from vllm_ascend_hsx.protocol.names import below, path_refusal
 
 PATH_KEY = "hidden_states_path"
 ERROR_KEY = "hidden_states_error"  # of a response only

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from vllm_ascend_hsx.arguments import require_whole
-from vllm_ascend_hsx.quantized import dequantized
-from vllm_ascend_hsx.reader import HiddenStates, HiddenStatesError, load
-from vllm_ascend_hsx.shards import shards_of
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX
+from vllm_ascend_hsx.protocol.arguments import require_whole
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX
+from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load
+from vllm_ascend_hsx.reader.quantized import dequantized
+from vllm_ascend_hsx.reader.shards import shards_of
 
 
 class HiddenStatesDataset(Dataset[dict[str, Any]]):

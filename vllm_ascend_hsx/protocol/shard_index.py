@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_hsx.sinks.names import path_refusal
-from vllm_ascend_hsx.sinks.strict_json import LARGEST, is_count, parse
+from vllm_ascend_hsx.protocol.names import path_refusal
+from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
 
 # Says that there are shards in a directory: a reader that misses a file need not read all names to know that there are none.
 SHARDS_MARK = "hsx-shards"

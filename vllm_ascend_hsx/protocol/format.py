@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-import vllm_ascend_hsx
-from vllm_ascend_hsx.sinks.base import RowFormat, TokenIds
-from vllm_ascend_hsx.sinks.checksum import ALGORITHM, BLANK
-from vllm_ascend_hsx.sinks.strict_json import LARGEST, is_count, parse
+from vllm_ascend_hsx._version import __version__
+from vllm_ascend_hsx.protocol.checksum import ALGORITHM, BLANK
+from vllm_ascend_hsx.protocol.rows import RowFormat, TokenIds
+from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
 
 FORMAT_VERSION = "2"  # since 2 the checksum covers the header
 PRODUCER = "vllm-ascend-hsx"
@@ -153,7 +153,7 @@ def metadata_of(row_format: RowFormat, request_id: str, tokens: int, num_prompt_
     return {
         "format_version": FORMAT_VERSION,
         "producer": PRODUCER,
-        "producer_version": vllm_ascend_hsx.__version__,
+        "producer_version": __version__,
         "model": valid_unicode(row_format.model),
         "layer_ids": json.dumps(list(row_format.layer_ids)),
         "layer_id_meaning": LAYER_ID_MEANING,

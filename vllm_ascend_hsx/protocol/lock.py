@@ -16,10 +16,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.arguments import deadline_after
-from vllm_ascend_hsx.sinks.lock_sleepers import sleep_on
-from vllm_ascend_hsx.sinks.names import partial_name
-from vllm_ascend_hsx.sinks.opening import open_regular
+from vllm_ascend_hsx.protocol.arguments import deadline_after
+from vllm_ascend_hsx.protocol.files import open_regular
+from vllm_ascend_hsx.protocol.lock_sleepers import sleep_on
+from vllm_ascend_hsx.protocol.names import partial_name
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL

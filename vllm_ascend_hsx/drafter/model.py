@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_ascend_hsx.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
-from vllm_ascend_hsx.staging import StagingCache
-from vllm_ascend_hsx.startup import read_start_up
+from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
+from vllm_ascend_hsx.drafter.staging import StagingCache
+from vllm_ascend_hsx.settings import read_start_up
 
 
 class AscendExtractHiddenStatesModel(nn.Module):

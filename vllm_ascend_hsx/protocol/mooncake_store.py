@@ -6,9 +6,11 @@ import errno
 import socket
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from vllm_ascend_hsx.config import MooncakeOptions
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from vllm_ascend_hsx.protocol.arguments import LARGEST, parse_size
 
 # The client's own memory, through which values pass that are not in registered memory: manifests and errors.
 _OWN_BUFFER = 16 << 20
@@ -32,6 +34,36 @@ _MEANINGS = {
     _NO_ANSWER: (errno.ENOTCONN, "mooncake_master does not answer: see that it runs and can be reached"),
     _ANSWER_TOO_LATE: (errno.ETIMEDOUT, "mooncake_master did not answer in time: see that it runs and is not overloaded"),
 }
+
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+
+
+class MooncakeOptions(BaseModel):
+    """The options of `kv_connector_extra_config.mooncake`; the keys are those of hs_connectors' MooncakeStoreConfig (0.9.0)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    master_server_address: str = Field(description="host:port of `mooncake_master`.")
+    metadata_server: str = Field(default="P2PHANDSHAKE", description="Mooncake's metadata server, or P2PHANDSHAKE for none.")
+    local_hostname: str | None = Field(
+        default=None,
+        description="Name or address under which other machines reach this one; by default the address from which it reaches the master.",
+    )
+    protocol: Literal["tcp", "rdma"] = Field(default="tcp", description="Mooncake's transport.")
+    device_name: str = Field(default="", description="Devices of the transport, such as 'mlx5_0'; empty lets Mooncake choose.")
+    global_segment_size: Size = Field(
+        default=4 << 30,
+        ge=0,
+        le=LARGEST,
+        description="Bytes of this worker's memory that hold objects of the store; bytes, or a size such as '4GiB'.",
+    )
+    local_buffer_size: Size = Field(
+        default=2 << 30,
+        ge=1 << 20,
+        le=LARGEST,
+        description="Bytes of this worker's memory in which requests are put together before they are sent; bytes, or a size.",
+    )
 
 
 class MooncakeUnavailableError(ConnectionError):

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.sinks.opening import NotAFileError, open_regular, read_regular
-from vllm_ascend_hsx.sinks.shard_index import (
+from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_all, read_regular
+from vllm_ascend_hsx.protocol.shard_index import (
     INDEX,
     MANIFEST,
     REMOVED,
@@ -20,9 +20,9 @@ from vllm_ascend_hsx.sinks.shard_index import (
     split_lines,
     whole_lines,
 )
-from vllm_ascend_hsx.sinks.shard_seal import manifest, read_all
-from vllm_ascend_hsx.sinks.strict_json import parse
-from vllm_ascend_hsx.sinks.tar import END, HOLE, walk
+from vllm_ascend_hsx.protocol.shard_manifest import manifest
+from vllm_ascend_hsx.protocol.strict_json import parse
+from vllm_ascend_hsx.protocol.tar import END, HOLE, walk
 
 _COUNTED = ("members", "tokens", "bytes", "index_lines", "index_checksum")
 

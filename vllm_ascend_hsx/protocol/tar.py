@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from vllm_ascend_hsx.sinks.format import PAGE
-from vllm_ascend_hsx.sinks.strict_json import is_count
+from vllm_ascend_hsx.protocol.format import PAGE
+from vllm_ascend_hsx.protocol.strict_json import is_count
 
 BLOCK = 512
 # A member that is none: webdataset passes over names that begin and end so.

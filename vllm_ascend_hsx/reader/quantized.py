@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_hsx.sinks.base import FP8_DTYPE, ROW_DTYPES
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, QUANTIZATIONS, SCALES, Header
+from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, QUANTIZATIONS, SCALES, Header
+from vllm_ascend_hsx.protocol.rows import FP8_DTYPE, ROW_DTYPES
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ import os
 from math import prod
 from typing import TYPE_CHECKING
 
-from vllm_ascend_hsx.sinks.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo
+from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, TOKEN_IDS, FormatError, Header, TensorInfo
 
 if TYPE_CHECKING:
     import torch

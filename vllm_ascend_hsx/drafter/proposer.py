@@ -10,8 +10,8 @@ from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtract
 
 from vllm_ascend_hsx.compat.models import require_collecting_target
 from vllm_ascend_hsx.compat.runner import batch_layout, find_layers, forward_context, require_runner_hooks
-from vllm_ascend_hsx.spans import select_spans
-from vllm_ascend_hsx.startup import read_start_up
+from vllm_ascend_hsx.drafter.spans import select_spans
+from vllm_ascend_hsx.settings import read_start_up
 
 
 class HsxProposer(AscendExtractHiddenStatesProposer):
@@ -38,7 +38,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the drafter, and with it the cache-only layer and its staging slots."""
         super().load_model(target_model)
-        from vllm_ascend_hsx.attention import AscendCacheOnlyLayer
+        from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
 
         (layer,) = find_layers(self.vllm_config, AscendCacheOnlyLayer).values()
         self.staging = layer.staging

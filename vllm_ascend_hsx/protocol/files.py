@@ -1,4 +1,4 @@
-"""The one way to open a file that somebody else may have put there: regular files only, and never a wait."""
+"""Open, read and write files: only regular ones are opened, without a wait; and describe the system's errors."""
 
 from __future__ import annotations
 
@@ -75,3 +75,30 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise NotAFileError(path, status.st_mode)
+
+
+def read_all(fd: int) -> bytes:
+    """The content of a file. Raises OSError."""
+    size = os.fstat(fd).st_size
+    blocks = []
+    position = 0
+    while position < size and (block := os.pread(fd, min(size - position, 1 << 30), position)):
+        blocks.append(block)
+        position += len(block)
+    return b"".join(blocks)
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """pwrite all of it; the system may take less at a time than it is given (never more than 2 GiB)."""
+    while data:
+        written = os.pwrite(fd, data, offset)
+        if written == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        data = data[written:]
+        offset += written
+
+
+def describe(what: str, error: OSError) -> str:
+    """`what`, and the system's reason in words and by name."""
+    name = errno.errorcode.get(error.errno or 0)
+    return f"{what}: {error.strerror or error}" + (f" ({name})" if name else "")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_ascend_hsx.sinks.format import TOKEN_IDS, Header, valid_unicode
-from vllm_ascend_hsx.sinks.names import MAX_DEPTH
-from vllm_ascend_hsx.sinks.opening import LEADS_NOWHERE, NotAFileError, open_regular
-from vllm_ascend_hsx.sinks.shard_index import (
+from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, NotAFileError, open_regular
+from vllm_ascend_hsx.protocol.format import TOKEN_IDS, Header, valid_unicode
+from vllm_ascend_hsx.protocol.names import MAX_DEPTH
+from vllm_ascend_hsx.protocol.shard_index import (
     INDEX,
     MANIFEST,
     REMOVED,
@@ -31,7 +31,7 @@ from vllm_ascend_hsx.sinks.shard_index import (
     split_lines,
     whole_lines,
 )
-from vllm_ascend_hsx.sinks.tar import is_headed
+from vllm_ascend_hsx.protocol.tar import is_headed
 
 logger = logging.getLogger(__name__)
 

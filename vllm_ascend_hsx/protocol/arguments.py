@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
 
 LONGEST_S = 24 * 3600  # upper bound of every timeout: poll() and threads take no number of seconds that is much larger
 LARGEST = 1 << 40  # upper bound of a size in bytes, of memory or a shard
+
+_SIZE = re.compile(r"^\s*(\d{1,30})\s*(B|KiB|MiB|GiB)?\s*$")
+_UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def deadline_after(timeout: float | None) -> float | None:
@@ -40,3 +44,13 @@ def require_whole(name: str, value: Any, least: int, remedy: str) -> None:
     """
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
         raise ValueError(f"{name}={value!r}: {remedy}")
+
+
+def parse_size(value: object) -> object:
+    """Bytes, if it is a size in words; what cannot be one is pydantic's to refuse."""
+    if isinstance(value, str):
+        match = _SIZE.match(value)
+        if match is None:
+            raise ValueError("is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'")
+        return int(match[1]) * _UNITS[match[2]]
+    return value

@@ -18,9 +18,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from vllm_ascend_hsx.arguments import require_whole
-from vllm_ascend_hsx.shards import shards_of
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
+from vllm_ascend_hsx.protocol.arguments import require_whole
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
+from vllm_ascend_hsx.reader.shards import shards_of
 
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
 # The longest first: the name of a lock file ends with DATA_SUFFIX + LOCK_SUFFIX.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from vllm_ascend_hsx.sinks.base import RowFormat
-from vllm_ascend_hsx.sinks.format import (
+from vllm_ascend_hsx.protocol.format import (
     DTYPE_BYTES,
     FORMAT_VERSION,
     HIDDEN_STATES,
@@ -21,8 +20,9 @@ from vllm_ascend_hsx.sinks.format import (
     check_metadata,
     tensor_info,
 )
-from vllm_ascend_hsx.sinks.names import DATA_SUFFIX, file_name
-from vllm_ascend_hsx.sinks.strict_json import is_count, parse
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, file_name
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.strict_json import is_count, parse
 
 # Of hs_connectors' manifests (0.9.0, mooncake_store.py:26 and 28), which its MooncakeTransfer compares.
 TRANSFER_VERSION = 1

@@ -18,8 +18,8 @@ from vllm.v1.attention.backend import (
 )
 
 from vllm_ascend_hsx.compat.runner import register_layer, transfers_to_connector
-from vllm_ascend_hsx.spans import Span
-from vllm_ascend_hsx.staging import StagingCache
+from vllm_ascend_hsx.drafter.spans import Span
+from vllm_ascend_hsx.drafter.staging import StagingCache
 
 
 @dataclass(frozen=True)

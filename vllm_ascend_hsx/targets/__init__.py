@@ -1,1 +1,0 @@
-"""Targets whose class in vLLM lacks what extraction needs."""
