@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from depth import VARIABLE
 
 # Before anything imports transformers or vllm: no test may ask the network for a model.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -11,13 +12,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests marked `long`, too")
+    parser.addoption("--long", action="store_true", help="run the tests marked `long`, too, and random searches in full (depth.py)")
     parser.addoption("--traffic-runs", type=int, help="play so many runs of random traffic (tests/e2e/test_any_traffic.py)")
     parser.addoption("--kills", type=int, help="kill so many sinks (tests/ut/test_crash.py)")
     parser.addoption("--soak", type=int, help="send so many requests through a worker (tests/ut/test_soak.py)")
     parser.addoption("--fuzz-inputs", type=int, help="give readers so many mutated inputs (tests/ut/test_fuzz_readers.py)")
     parser.addoption("--engine-soak", type=int, help="send so many requests to an engine (tests/e2e/test_engine_soak.py)")
     parser.addoption("--engine-kills", type=int, help="kill so many engines (tests/e2e/test_killed_engine.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("long"):
+        os.environ[VARIABLE] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

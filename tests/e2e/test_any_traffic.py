@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from depth import depth
 from harness import EngineSession, Request, tokens
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from stage import Stage
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX
 
 # Most where a run takes least; a mixture of experts differs in its target only.
-RUNS = {"cramped": 110, "synchronous": 150, "moe": 50}
+RUNS = {"cramped": depth(110), "synchronous": depth(150), "moe": depth(50)}
 STEPS = 14  # actions of a run
 CHUNK = 32
 NUM_LAYERS = 4

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from depth import depth
 from harness import EngineSession, Request, tokens
 from oracle import Reference
 from stage import Stage
 
 from vllm_ascend_hsx.connector import limits
 
-REQUESTS = 2_000
+REQUESTS = depth(2_000)
 ROUND = 100  # requests after which everything is checked
 BATCH = 64
 MOST_TOKENS = 24

@@ -171,6 +171,6 @@ def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None
             return call
 
     for name, module in list(sys.modules.items()):
-        if name.startswith("vllm_ascend_hsx.sinks.") and getattr(module, "os", None) is os:
+        if name.startswith(("vllm_ascend_hsx.sinks.", "vllm_ascend_hsx.protocol.")) and getattr(module, "os", None) is os:
             patch.setattr(module, "os", Watched())
     return found

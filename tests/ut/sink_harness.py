@@ -158,10 +158,9 @@ class Traced:
 
 def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
     """Let `checkpoint` see every system call of the sinks that need a directory, and of nothing else in the process."""
-    for module in (
-        "data_file", "request_file", "storage", "checksum", "lock", "home", "opening", "shard", "shard_data", "shard_file", "shard_seal"
-    ):  # fmt: skip
-        monkeypatch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, checkpoint))
+    of_sinks = ("data_file", "request_file", "storage", "home", "shard", "shard_data", "shard_file", "shard_seal")
+    for module in (*(f"sinks.{name}" for name in of_sinks), "protocol.checksum", "protocol.files", "protocol.lock"):
+        monkeypatch.setattr(f"vllm_ascend_hsx.{module}.os", Traced(os, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.reserve", Traced(system, checkpoint).reserve)
     monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_data.copy_into", Traced(system, checkpoint).copy_into)
     monkeypatch.setattr("vllm_ascend_hsx.protocol.lock.fcntl", Traced(fcntl, checkpoint))

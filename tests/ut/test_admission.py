@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -63,7 +64,7 @@ class OwedLife(RuleBasedStateMachine):
         assert set(self.owed) == set(self.missing)
 
 
-OwedLife.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+OwedLife.TestCase.settings = settings(max_examples=depth(100), stateful_step_count=30, deadline=None)
 TestOwedLife = OwedLife.TestCase
 
 

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pytest
 import torch
+from depth import depth
 from hs_connectors.fp8_utils import dequantize_fp8_tensor, quantize_tensor_to_fp8
 from hs_connectors.transfer import FP8Transfer
 from hypothesis import given, settings
@@ -99,7 +100,7 @@ def any_rows(draw: st.DrawFn) -> tuple[str, torch.Tensor]:
     return dtype, torch.where(rows.isfinite(), rows, torch.zeros_like(rows)) if draw(st.booleans()) else rows
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=depth(400), deadline=None)
 @given(case=any_rows(), step=st.sampled_from([1, 8, 40, 1 << 18]))
 def test_values_and_scales_are_bit_for_bit_those_of_hs_connectors(case: tuple[str, torch.Tensor], step: int) -> None:
     dtype, rows = case
@@ -135,7 +136,7 @@ def bound(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.maximum(rows.double().abs() * 2**-4, scales.double().view(-1, 1, 1) * 2**-10)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=depth(100), deadline=None)
 @given(
     rows=hnp.arrays(np.float32, (3, 2, 16), elements=st.floats(-3e4, 3e4, width=32)),
     dtype=st.sampled_from(list(DTYPES)),
@@ -175,7 +176,7 @@ def test_sinks_need_no_torch_when_nothing_is_quantised(tmp_path: Path) -> None:
         "import sys\n"
         "from pathlib import Path\n"
         "import numpy as np\n"
-        "from vllm_ascend_hsx.sinks.base import RowFormat\n"
+        "from vllm_ascend_hsx.protocol.rows import RowFormat\n"
         "from vllm_ascend_hsx.sinks.file import FileSink\n"
         "with FileSink(Path(sys.argv[1]), RowFormat((1,), 4, 'BF16')) as sink:\n"
         "    file = sink.open('a', Path(sys.argv[1], 'a.safetensors'))\n"
@@ -231,7 +232,7 @@ def test_rows_that_cannot_be_written_to_are_quantised_too() -> None:
 # The contract of a sink
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=depth(100), deadline=None)
 @given(st.data())
 def test_any_order_of_spans_with_repeats_and_recomputation_equals_the_expected_rows(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(0, 24), "tokens")

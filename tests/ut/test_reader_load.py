@@ -294,7 +294,7 @@ KILLED_SERVER = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from vllm_ascend_hsx.sinks.base import RowFormat
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
 sink = FileSink(Path(sys.argv[1]), RowFormat((1,), 8, "BF16"))
 file = sink.open("cmpl-1", Path(sys.argv[1], "cmpl-1.safetensors"))

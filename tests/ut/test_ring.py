@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch_npu  # noqa: F401 - brings torch.npu
+from depth import depth
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -81,7 +82,7 @@ class AllocatorLife(RuleBasedStateMachine):
             assert self.rows.intervals == [(0, self.num_rows)]
 
 
-AllocatorLife.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+AllocatorLife.TestCase.settings = settings(max_examples=depth(150), stateful_step_count=40, deadline=None)
 TestAllocatorLife = AllocatorLife.TestCase
 
 

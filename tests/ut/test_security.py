@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from depth import depth
 from hostile import CHOSEN, DIRECTORIES, JSON, PLANTS, STRINGS, Place, place
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -56,7 +57,7 @@ def real_directory(file: RequestFile) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{file.storage.fd}"))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=depth(120), deadline=None)
 @given(request_id=STRINGS, chosen=CHOSEN | STRINGS, absolute=st.booleans(), end=st.sampled_from(["commit", "fail", "discard"]))
 def test_whatever_path_a_client_chooses_its_file_is_below_the_directory_and_nothing_else_is_touched(
     request_id: str, chosen: str, absolute: bool, end: str
@@ -121,7 +122,7 @@ def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
     }[slot]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=depth(300), deadline=None)
 @given(
     relative=st.sampled_from(PATHS),
     attacks=st.lists(
@@ -448,7 +449,7 @@ def test_a_hostile_id_stands_in_the_file_as_it_is_and_the_file_can_be_read(tmp_p
             load(path, 0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=depth(200), deadline=None)
 @given(value=JSON)
 @example("0440")
 @example("0000")

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -70,7 +71,7 @@ def test_a_committed_file_loads_with_safetensors_in_the_models_dtype(tmp_path: P
         assert opened.metadata()["num_output_tokens"] == "1"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=depth(150), deadline=None)
 @given(st.data())
 def test_any_order_of_spans_with_repeats_and_recomputation_equals_the_expected_rows(data: st.DataObject) -> None:
     tokens = data.draw(st.integers(0, 24), "tokens")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from depth import depth
 from hs_connectors.fp8_utils import dequantize_fp8_tensor, quantize_tensor_to_fp8
 from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeIntegrityError, MooncakeStoreConfig
 from hs_connectors.mooncake_store import packed_layout as packed_layout_of_hs_connectors
@@ -358,7 +359,7 @@ def test_a_request_that_fails_while_it_is_written_gives_its_memory_back_behind_t
     assert is_free(sink)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=depth(200), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), max_size=30))
 def test_no_chunk_has_two_owners_and_none_is_lost(steps: list[tuple[int, int]]) -> None:
     arena = Arena(16 * 64, chunk=64)

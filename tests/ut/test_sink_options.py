@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -63,7 +64,7 @@ def metadata(path: Path) -> dict[str, str]:
 # Checksum
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=depth(300), deadline=None)
 @given(
     spans=st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)), max_size=8),
     luck=st.randoms(use_true_random=False),

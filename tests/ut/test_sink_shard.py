@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sink_harness import FORMAT, is_held, lines_of, listing, make_rows, member_bytes, open_fds, token_ids, trace, walked
@@ -82,7 +83,7 @@ KNOWN = pytest.mark.parametrize("expected", [0, 4], ids=["may grow", "known numb
 # Headers
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=depth(300), deadline=None)
 @given(
     name=st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1, max_size=300).filter(
         lambda name: not name.startswith("/") and not name.endswith("/")
@@ -119,7 +120,7 @@ def test_a_header_is_the_one_that_tarfile_makes(name: str) -> None:
 # What is published
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=depth(120), deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_whatever_is_written_in_whatever_order_each_member_is_the_file_that_the_file_sink_publishes(luck: random.Random) -> None:
     """The same is done to both sinks. Requests run at the same time, shards are small, names are used again, rows may be quantised."""

@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch_npu  # noqa: F401 - brings torch.npu
+from depth import depth
 from sink_harness import checksum_of, open_fds, trace
 
 import vllm_ascend_hsx
@@ -40,7 +41,7 @@ from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
-REQUESTS = 100_000
+REQUESTS = depth(100_000)
 RUNNING = 64  # requests of a batch
 UNDECIDED = 256  # requests whose file may be under way
 CHUNK = 8  # rows of a request in one step

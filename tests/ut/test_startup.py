@@ -13,7 +13,7 @@ import torch
 from mooncake_master import free_port, require_mooncake
 from test_config import vllm_config
 
-from vllm_ascend_hsx import settings as startup
+from vllm_ascend_hsx import config
 from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.settings import read_start_up
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
@@ -66,8 +66,8 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: dict[str, str], named: str
 ) -> None:
     points = {"vllm.platform_plugins": ["ascend"], "vllm.general_plugins": ["ascend_hsx", "ascend_model"]}
-    monkeypatch.setattr(startup, "entry_points", lambda group: [SimpleNamespace(name=name) for name in points.get(group, ())])
-    assert startup.plugins_without_ours(now) == named
+    monkeypatch.setattr(config, "entry_points", lambda group: [SimpleNamespace(name=name) for name in points.get(group, ())])
+    assert config.plugins_without_ours(now) == named
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -441,14 +442,14 @@ def machine_waits(kind: str, actor: int) -> bool:
     return actor == STREAMS or kind not in ("wait_stream", "wait_event")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=depth(150), deadline=None)
 @given(operations, st.data())
 def test_a_program_that_waits_where_it_must_gives_the_sequential_result(program: list[Operation], data: st.DataObject) -> None:
     machine, _ = play(program, lambda: data.draw(st.sampled_from(WAIT_KINDS)), None)
     assert machine.results() == sequential(program)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=depth(250), deadline=None)
 @given(operations, st.integers(0, 5), st.data())
 def test_a_device_operation_without_the_wait_it_needs_is_an_error(program: list[Operation], leave_out: int, data: st.DataObject) -> None:
     try:

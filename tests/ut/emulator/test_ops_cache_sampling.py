@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -135,7 +136,7 @@ def survivors(row: list[float], k: int | None, p: float | None) -> set[int]:
     k=st.one_of(st.none(), st.integers(1, 12)),
     p=st.one_of(st.none(), st.sampled_from([0.1, 0.5, 0.83, 0.999])),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=depth(100), deadline=None)
 def test_top_k_and_top_p_leave_what_the_definition_leaves(logits: list[int], k: int | None, p: float | None) -> None:
     if k is None and p is None:
         k = 1
