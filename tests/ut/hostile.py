@@ -153,7 +153,7 @@ def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None
     class Watched:
         def __getattr__(self, name: str) -> Any:
             attribute = getattr(os, name)
-            if not callable(attribute) or name in ("fspath", "fsencode", "fsdecode", "strerror"):
+            if not callable(attribute) or isinstance(attribute, type) or name in ("fspath", "fsencode", "fsdecode", "strerror"):
                 return attribute
 
             def call(*args: Any, **kwargs: Any) -> Any:
