@@ -9,7 +9,7 @@ LONG ?=
 # Each emulated NPU is a process; more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint ut e2e benchmark docs clean
+.PHONY: setup demo test test-all lint ut emulator e2e benchmark docs clean
 
 setup:
 	@$(PYTHON) tools/setup_emulated.py
@@ -29,6 +29,11 @@ e2e: setup
 	$(PYTEST) tests/e2e
 
 test: lint ut e2e
+
+# The emulator's own tests; `make ut` runs them only if emulator, tests or pins have changed since this passed.
+emulator: setup
+	$(PYTEST) tests/ut/emulator
+	$(BIN)/python tests/depth.py
 
 test-all:
 	$(MAKE) test LONG=--long

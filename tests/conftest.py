@@ -4,11 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-from depth import VARIABLE
+from depth import VARIABLE, emulator_is_verified
 
 # Before anything imports transformers or vllm: no test may ask the network for a model.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+EMULATOR = Path(__file__).parent / "ut/emulator"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,11 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked `long`, unless `--long` is given or each of them is named."""
-    long = [item for item in items if item.get_closest_marker("long")]
-    if long and len(long) < len(items) and not config.getoption("long"):
-        items[:] = [item for item in items if item not in long]
-        config.hook.pytest_deselected(items=long)
+    """Leave out tests marked `long`, and those of a verified emulator, unless `--long` is given or they alone are asked for."""
+    verified = emulator_is_verified()
+    left_out = [item for item in items if item.get_closest_marker("long") or (verified and EMULATOR in item.path.parents)]
+    if left_out and len(left_out) < len(items) and not config.getoption("long"):
+        kept = set(items) - set(left_out)
+        items[:] = [item for item in items if item in kept]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session")

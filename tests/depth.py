@@ -1,10 +1,34 @@
-"""How deep random searches go: a quarter in `make test`, in full with `--long`, which `make test-all` gives."""
+"""How deep the tests go: what `make test` runs, and what only `--long`, which `make test-all` gives."""
 
+import hashlib
 import os
+from pathlib import Path
 
 VARIABLE = "HSX_TESTS_LONG"  # set by conftest.py where `--long` was given
+VERIFIED = Path(__file__).parent / "ut/emulator/verified.sha256"
+_ROOT = Path(__file__).parent.parent
+_EMULATOR = ("vllm_ascend_hsx/emulator", "tests/ut/emulator", "requirements/emulated.txt")
 
 
 def depth(full: int) -> int:
-    """Return how many examples, kills or requests a search takes: `full`, or a quarter of it."""
+    """Return how many examples, kills or requests a random search takes: `full`, or a quarter of it."""
     return full if os.environ.get(VARIABLE) else -(-full // 4)
+
+
+def emulator_is_verified() -> bool:
+    """Return True if the emulator, its tests and the pinned wheels are those that `make emulator` has tested last."""
+    return VERIFIED.is_file() and VERIFIED.read_text().strip() == emulator_digest()
+
+
+def emulator_digest() -> str:
+    """Return the SHA-256 of the emulator's sources, of its tests and of the pins, in hex digits."""
+    digest = hashlib.sha256()
+    for top in _EMULATOR:
+        for path in [_ROOT / top, *sorted((_ROOT / top).rglob("*"))]:
+            if path.is_file() and path != VERIFIED and "__pycache__" not in path.parts:
+                digest.update(f"{path.relative_to(_ROOT)}\n{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    VERIFIED.write_text(emulator_digest() + "\n")

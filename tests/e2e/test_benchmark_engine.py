@@ -10,6 +10,7 @@ from harness import process_environment
 from benchmarks import engine, slow_storage
 
 
+@pytest.mark.long
 def test_three_engines_serve_the_same_requests_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in process_environment(npus=1, late=False).items():
         monkeypatch.setenv(name, value)
@@ -20,6 +21,7 @@ def test_three_engines_serve_the_same_requests_in_turn(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_stream_is_measured_beside_extraction_to_slow_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in process_environment(npus=1, late=False).items():
         monkeypatch.setenv(name, value)

@@ -198,6 +198,7 @@ def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
         assert max(completed) <= min(issued) and max(issued) - min(issued) <= 1, (issued, completed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "symptom"),
     [

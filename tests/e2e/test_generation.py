@@ -61,6 +61,7 @@ def test_parameters_that_vllm_refuses_with_drafts_have_their_effect(plain: Run) 
     assert 18 not in biased
 
 
+@pytest.mark.long
 def test_defect_22_upstreams_drafts_change_the_text(plain: Run, float32_qwen3: Path, tmp_path: Path) -> None:
     taken = [name for name in NAMES if not name.startswith(("min_p", "bias"))]  # the others vLLM refuses
     script = [action for action in SCRIPT if action[0] != "add" or action[1] in taken]

@@ -155,12 +155,14 @@ def test_rows_of_latent_attention_are_right_in_replays(tmp_path: Path) -> None:
 # What vllm-ascend's users have today: the builder of upstream's cache-only layer supports no graphs.
 
 
+@pytest.mark.long
 def test_upstream_s_connector_costs_the_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
     _, (events,) = run(tmp_path, float32_qwen3, "FULL_DECODE_ONLY", ours=False, late=False, dtype="float32")
     assert resolved(events)["resolved"] == "NONE"
     assert resolved(events)["captures"] == {}
 
 
+@pytest.mark.long
 def test_upstream_s_connector_refuses_full_graphs(float32_qwen3: Path, tmp_path: Path) -> None:
     done, _ = run(tmp_path, float32_qwen3, "FULL", ours=False, late=False, dtype="float32")
     assert done.error is not None

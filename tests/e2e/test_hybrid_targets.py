@@ -306,6 +306,7 @@ def regret(model: Path, run: Run, request_id: str) -> float:
     return float((logits.amax(-1) - logits.gather(1, torch.tensor(generated).unsqueeze(1)).squeeze(1)).max())
 
 
+@pytest.mark.long
 def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(models: dict[str, Path], tmp_path: Path) -> None:
     """Its rows go to the blocks of the first group, attention's, in memory where other groups keep their states and keys.
 
@@ -324,6 +325,7 @@ def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(mode
         assert right.compare(name).matches, name
 
 
+@pytest.mark.long
 def test_upstream_refuses_qwen3_next_although_its_model_collects(models: dict[str, Path], tmp_path: Path) -> None:
     broken = run_engine(tmp_path, models["qwen3_next"], [["drain"]], ours=False, late=False, **FEW_BLOCKS)
     assert broken.error is not None

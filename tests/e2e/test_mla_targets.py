@@ -117,6 +117,7 @@ def test_queries_without_a_latent_of_their_own_are_served_too(tmp_path: Path) ->
     assert comparison.matches, comparison
 
 
+@pytest.mark.long
 def test_defect_11_upstream_does_not_start(model: Path, tmp_path: Path) -> None:
     # The planner merges the cache-only layer's spec with those of latent attention (core/kv_cache_interface.py:200).
     broken = run_engine(tmp_path, model, [["drain"]], ours=False)

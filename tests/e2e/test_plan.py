@@ -42,6 +42,7 @@ def engine_facts(directory: Path, model: Path, **options: Any) -> dict[str, Any]
         return session.facts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
 def test_an_engine_has_the_blocks_that_the_plan_says_for_the_same_memory(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     planned = hsx_plan(models[kind], tp=1, max_model_len=512, max_num_batched_tokens=64, kv_memory=MEMORY)
@@ -60,6 +61,7 @@ def test_an_engine_has_the_blocks_that_the_plan_says_for_the_same_memory(kind: s
         assert sorted(map(len, facts["kv_groups"])) == sorted(layers for layers, _ in capacity["groups"]), name
 
 
+@pytest.mark.long
 def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(tiny_qwen3: Path, tmp_path: Path) -> None:
     """Steps of 2,048 tokens, whose activations in the last layers are the peak: what is collected adds to it in full."""
     options = {"max_num_batched_tokens": 2048, "max_model_len": 512}

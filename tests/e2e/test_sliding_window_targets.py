@@ -100,6 +100,7 @@ def test_vllm_ascend_sees_one_key_more_than_the_window(run: Run, models: dict[in
     assert torch.equal(rows[:, LAYER_IDS.index(0)], window[:, LAYER_IDS.index(0)])
 
 
+@pytest.mark.long
 def test_defect_12_upstream_does_not_start(run: Run, models: dict[int, Path], tmp_path: Path) -> None:
     # The tensor that cache-only and attention layers share is taken for a pair of keys and values (worker/model_runner_v1.py:4542), and
     # iterated byte by byte. A few blocks, so that this ends with its ValueError and not with the host's memory.

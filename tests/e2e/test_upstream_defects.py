@@ -18,6 +18,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from vllm_ascend_hsx.demo.tiny_models import build_model, draw_weights
 
+pytestmark = pytest.mark.long
+
 SINGLE = [["add", "single", tokens(20), {"max_tokens": 1}], ["drain"]]
 DECODE_AND_PREFILL = [
     ["add", "decoding", tokens(10), {"max_tokens": 12}],
