@@ -9,7 +9,7 @@ LONG ?=
 # Each emulated NPU is a process; more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint ut emulator e2e benchmark docs clean
+.PHONY: setup demo test test-all lint ut emulator e2e mutants benchmark docs clean
 
 setup:
 	@$(PYTHON) tools/setup_emulated.py
@@ -35,8 +35,13 @@ emulator: setup
 	$(PYTEST) tests/ut/emulator
 	$(BIN)/python tests/depth.py
 
+# Mistakes planted one at a time, each of which a test must notice; a tenth of them, another one each day, in `make test-all`.
+mutants: setup
+	$(BIN)/python tests/mutations/run.py $(MUTANTS)
+
 test-all:
 	$(MAKE) test LONG=--long
+	$(MAKE) mutants MUTANTS=--tenth
 
 # Prints the tables and writes docs/performance.md, .json and .png.
 benchmark: setup

@@ -1,0 +1,126 @@
+"""Plant each mistake of mutants.toml into a copy of the project and see its tests fail: `make mutants`.
+
+A mutant names the file, the text that stands there exactly once, what replaces it, and the tests that must notice. Exits with 1 if a
+mutant survives, and with 2 if one cannot be planted or its tests cannot be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = Path(__file__).with_name("mutants.toml")
+COPIED = ("vllm_ascend_hsx", "tests", "benchmarks", "tools", "docs", "requirements", "pyproject.toml", "README.md", "Makefile", "mkdocs.yml")
+TIMEOUT_S = 900  # a mutant that hangs its tests is noticed
+
+
+class Mutant(NamedTuple):
+    """One planted mistake; `tests` are arguments of pytest, below tests/."""
+
+    name: str
+    file: str
+    replace: str
+    by: str
+    tests: list[str]
+
+
+class PlantingError(Exception):
+    """The text to replace is not there exactly once, or the tests do not run."""
+
+
+def read_mutants() -> list[Mutant]:
+    """Return the mutants of the table. Raises PlantingError: two have one name."""
+    mutants = [Mutant(**each) for each in tomllib.loads(TABLE.read_text())["mutant"]]
+    names = [mutant.name for mutant in mutants]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise PlantingError(f"{sorted(twice)}: give each mutant a name of its own")
+    return mutants
+
+
+@contextmanager
+def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
+    """Plant the mutant in a copy, and take it out again."""
+    path = copy / mutant.file
+    source = path.read_text()
+    if (count := source.count(mutant.replace)) != 1:
+        raise PlantingError(f"{mutant.file} has {mutant.replace!r} {count} times, not once")
+    path.write_text(source.replace(mutant.replace, mutant.by))
+    try:
+        yield
+    finally:
+        path.write_text(source)
+
+
+def is_caught(mutant: Mutant, copy: Path) -> bool:
+    """Return True if a test of the mutant fails. Raises PlantingError."""
+    with planted(mutant, copy):
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *(f"tests/{each}" for each in mutant.tests)]
+        environ = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(command, cwd=copy, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return True
+    if done.returncode not in (0, 1):
+        raise PlantingError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+    return done.returncode == 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("-k", metavar="TEXT", default="", help="only mutants with this text in their name or file")
+    parser.add_argument("-j", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="mutants at the same time")
+    parser.add_argument("--tenth", action="store_true", help="a tenth of them, another one each day")
+    options = parser.parse_args()
+    mutants = [each for each in read_mutants() if options.k in f"{each.name} {each.file}"]
+    if options.tenth:
+        mutants = mutants[time.gmtime().tm_yday % 10 :: 10]
+    survivors, broken = [], []
+    with tempfile.TemporaryDirectory(prefix="hsx-mutants-") as directory:
+        copies: SimpleQueue[Path] = SimpleQueue()
+        for number in range(options.j):
+            copy = Path(directory, str(number))
+            copy.mkdir()
+            for name in COPIED:
+                if (ROOT / name).is_dir():
+                    shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+                else:
+                    shutil.copy2(ROOT / name, copy / name)
+            copies.put(copy)
+
+        def try_one(mutant: Mutant) -> str:
+            copy = copies.get()
+            began = time.monotonic()
+            try:
+                verdict = "caught" if is_caught(mutant, copy) else "SURVIVES"
+            except PlantingError as error:
+                verdict = f"CANNOT BE TRIED: {error}"
+            finally:
+                copies.put(copy)
+            return f"{time.monotonic() - began:6.1f} s  {mutant.name} ({mutant.file}): {verdict}"
+
+        with ThreadPoolExecutor(options.j) as pool:
+            for mutant, line in zip(mutants, pool.map(try_one, mutants), strict=True):
+                print(line, flush=True)
+                if "SURVIVES" in line:
+                    survivors.append(mutant)
+                elif "CANNOT" in line:
+                    broken.append(mutant)
+    print(f"{len(mutants)} mutants, {len(mutants) - len(survivors) - len(broken)} caught")
+    return 2 if broken else 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
