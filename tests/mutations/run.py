@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,9 +20,22 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
+import tomllib
+
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("mutants.toml")
-COPIED = ("vllm_ascend_hsx", "tests", "benchmarks", "tools", "docs", "requirements", "pyproject.toml", "README.md", "Makefile", "mkdocs.yml")
+COPIED = (
+    "vllm_ascend_hsx",
+    "tests",
+    "benchmarks",
+    "tools",
+    "docs",
+    "requirements",
+    "pyproject.toml",
+    "README.md",
+    "Makefile",
+    "mkdocs.yml",
+)
 TIMEOUT_S = 900  # a mutant that hangs its tests is noticed
 
 
@@ -67,22 +79,56 @@ def planted(mutant: Mutant, copy: Path) -> Iterator[None]:
 def is_caught(mutant: Mutant, copy: Path) -> bool:
     """Return True if a test of the mutant fails. Raises PlantingError."""
     with planted(mutant, copy):
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *(f"tests/{each}" for each in mutant.tests)]
-        environ = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *(f"tests/{each}" for each in mutant.tests),
+        ]
+        environ = {
+            **os.environ,
+            "PYTHONPATH": str(copy),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         try:
-            done = subprocess.run(command, cwd=copy, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            done = subprocess.run(
+                command,
+                cwd=copy,
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             return True
     if done.returncode not in (0, 1):
-        raise PlantingError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}")
+        raise PlantingError(
+            f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
+        )
     return done.returncode == 1
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-k", metavar="TEXT", default="", help="only mutants with this text in their name or file")
-    parser.add_argument("-j", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="mutants at the same time")
-    parser.add_argument("--tenth", action="store_true", help="a tenth of them, another one each day")
+    parser.add_argument(
+        "-k", metavar="TEXT", default="", help="only mutants with this text in their name or file"
+    )
+    parser.add_argument(
+        "-j",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="mutants at the same time",
+    )
+    parser.add_argument(
+        "--tenth", action="store_true", help="a tenth of them, another one each day"
+    )
     options = parser.parse_args()
     mutants = [each for each in read_mutants() if options.k in f"{each.name} {each.file}"]
     if options.tenth:
@@ -95,7 +141,9 @@ def main() -> int:
             copy.mkdir()
             for name in COPIED:
                 if (ROOT / name).is_dir():
-                    shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+                    shutil.copytree(
+                        ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__")
+                    )
                 else:
                     shutil.copy2(ROOT / name, copy / name)
             copies.put(copy)

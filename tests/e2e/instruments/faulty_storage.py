@@ -10,7 +10,7 @@ import re
 from types import ModuleType
 from typing import Any
 
-SINK_MODULES = ("data_file", "request_file", "storage", "lock", "file", "checksum")
+SINK_MODULES = ("sinks.data_file", "sinks.request_file", "sinks.storage", "sinks.file", "protocol.files", "protocol.lock", "protocol.checksum")
 
 # {"call": a function of os or fcntl or "reserve", "errno": its name, "name": a pattern found in the names of the files that it is about}
 rules: list[dict[str, str]] = []
@@ -61,7 +61,7 @@ def install() -> None:
     from vllm_ascend_hsx.sinks import system
 
     for name in SINK_MODULES:
-        module = importlib.import_module(f"vllm_ascend_hsx.sinks.{name}")
+        module = importlib.import_module(f"vllm_ascend_hsx.{name}")
         for attribute, real in (("os", os), ("fcntl", fcntl)):
             if getattr(module, attribute, None) is real:
                 setattr(module, attribute, _Faulty(real))
