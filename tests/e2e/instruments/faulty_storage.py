@@ -10,7 +10,10 @@ import re
 from types import ModuleType
 from typing import Any
 
-SINK_MODULES = ("sinks.data_file", "sinks.request_file", "sinks.storage", "sinks.file", "protocol.files", "protocol.lock", "protocol.checksum")
+SINK_MODULES = (
+    *("sinks.data_file", "sinks.request_file", "sinks.storage", "sinks.file"),
+    *("protocol.files", "protocol.lock", "protocol.checksum"),
+)
 
 # {"call": a function of os or fcntl or "reserve", "errno": its name, "name": a pattern found in the names of the files that it is about}
 rules: list[dict[str, str]] = []
