@@ -20,11 +20,13 @@ from vllm_ascend_hsx.compat.engine import BALANCE_SCHEDULE_MODULE, MULTI_CONNECT
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE
 from vllm_ascend_hsx.compat.runner import PROPOSER_NAME, RUNNER_HOOKS, SPEC_DECODE_MODULE
 from vllm_ascend_hsx.compat.shutdown import (
+    ASYNC_ENGINE_MODULE,
     CHAT_SERVING_MODULE,
     COMPLETION_SERVING_MODULE,
     ENGINE_CORE_MODULE,
     ENGINE_MANAGER_MODULE,
     EXECUTOR_MODULE,
+    SERVE_MODULE,
 )
 
 FACTORY_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
@@ -130,6 +132,8 @@ TOUCHES = (
     _touch(WORKER_MODULE, "NPUWorker.sleep", Use.PASSED_ON, "self", "copies are made before a worker sleeps"),
     _touch("vllm.distributed.kv_transfer", "get_kv_transfer_group", Use.CALLED, "", "copies are made before a worker sleeps"),
     _touch("vllm.distributed.kv_transfer", "has_kv_transfer_group", Use.CALLED, "", "copies are made before a worker sleeps"),
+    # logs.py
+    _touch("vllm.logger", "init_logger", Use.CALLED, "name", "log lines go where vLLM's go"),
     # models.py
     _touch(
         DEEPSEEK_MODULE,
@@ -190,6 +194,20 @@ TOUCHES = (
         ENGINE_MANAGER_MODULE, "CoreEngineProcManager.shutdown", Use.REPLACED, "self timeout", "rows are written when a server stops"
     ),
     _touch(ENGINE_MANAGER_MODULE, "shutdown", Use.CALLED, "procs timeout", "rows are written when a server stops"),
+    _touch(
+        SERVE_MODULE,
+        "wait_for_completion_or_failure",
+        Use.PASSED_ON,
+        "api_server_manager engine_manager",
+        "several API servers answer the requests that the server's end cuts off",
+    ),
+    _touch(
+        ASYNC_ENGINE_MODULE,
+        "AsyncLLM.shutdown",
+        Use.REPLACED,
+        "self timeout",
+        "several API servers answer the requests that the server's end cuts off",
+    ),
     _touch(
         EXECUTOR_MODULE,
         "MultiprocExecutor._ensure_worker_termination",
