@@ -40,6 +40,7 @@ from vllm_ascend_hsx.compat.engine import (
 )
 from vllm_ascend_hsx.compat.logs import log_as_vllm_does
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE, collect_ends_of_deepseek
+from vllm_ascend_hsx.compat.request_params import SCORING_MODULE, TOKENS_MODULE, pass_params_of_scoring, pass_params_of_tokens
 from vllm_ascend_hsx.compat.runner import SPEC_DECODE_MODULE, replace_proposer
 from vllm_ascend_hsx.compat.shutdown import (
     ASYNC_ENGINE_MODULE,
@@ -104,6 +105,8 @@ def register() -> None:
     register_post_import_hook(extract_no_online_beams, ONLINE_MODULE)
     register_post_import_hook(keep_params_of_completion, COMPLETION_MODULE)
     register_post_import_hook(keep_params_of_chat, CHAT_MODULE)
+    register_post_import_hook(pass_params_of_tokens, TOKENS_MODULE)
+    register_post_import_hook(pass_params_of_scoring, SCORING_MODULE)
 
 
 def _use_hsx_proposer(spec_decode: ModuleType) -> None:

@@ -18,6 +18,7 @@ from vllm_ascend_hsx.compat.beam_search import CHAT_MODULE, COMPLETION_MODULE, O
 from vllm_ascend_hsx.compat.drafts import CONFIG_MODULE, PROPOSER_MODULE, RUNNER_MODULE, SAMPLING_MODULE
 from vllm_ascend_hsx.compat.engine import BALANCE_SCHEDULE_MODULE, MULTI_CONNECTOR_MODULE, SCHEDULER_MODULE, WORKER_MODULE
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE
+from vllm_ascend_hsx.compat.request_params import SCORING_MODULE, TOKENS_MODULE
 from vllm_ascend_hsx.compat.runner import PROPOSER_NAME, RUNNER_HOOKS, SPEC_DECODE_MODULE
 from vllm_ascend_hsx.compat.shutdown import (
     ASYNC_ENGINE_MODULE,
@@ -152,6 +153,16 @@ TOUCHES = (
     _touch("vllm.model_executor.models.interfaces", "supports_eagle3", Use.CALLED, "model", "unusable targets are refused at once"),
     _touch(CONFIG_FILES_MODULE, "get_config", Use.CALLED, "model", "hsx serve reads a model's layers", "trust_remote_code revision"),
     _touch(CONFIG_FILES_MODULE, "get_hf_text_config", Use.CALLED, "config", "hsx serve reads a model's layers"),
+    # request_params.py
+    _touch(TOKENS_MODULE, "ServingTokens.serve_tokens", Use.PASSED_ON, "self request", "/inference/v1/generate hears its clients"),
+    _touch(SCORING_MODULE, "SamplingParams", Use.NAMED, "", "/generative_scoring hears its clients"),
+    _touch(
+        SCORING_MODULE,
+        "ServingGenerativeScoring.create_generative_scoring",
+        Use.PASSED_ON,
+        "self request",
+        "/generative_scoring hears its clients",
+    ),
     # runner.py
     _touch(SPEC_DECODE_MODULE, PROPOSER_NAME, Use.NAMED, "", "our proposer takes the place of vllm-ascend's"),
     _touch(
