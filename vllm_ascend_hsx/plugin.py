@@ -38,17 +38,23 @@ from vllm_ascend_hsx.compat.engine import (
     hear_outcomes_before_answers,
     keep_preemption,
 )
+from vllm_ascend_hsx.compat.logs import log_as_vllm_does
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE, collect_ends_of_deepseek
+from vllm_ascend_hsx.compat.request_params import SCORING_MODULE, TOKENS_MODULE, pass_params_of_scoring, pass_params_of_tokens
 from vllm_ascend_hsx.compat.runner import SPEC_DECODE_MODULE, replace_proposer
 from vllm_ascend_hsx.compat.shutdown import (
+    ASYNC_ENGINE_MODULE,
     CHAT_SERVING_MODULE,
     COMPLETION_SERVING_MODULE,
     ENGINE_CORE_MODULE,
     ENGINE_MANAGER_MODULE,
     EXECUTOR_MODULE,
+    SERVE_MODULE,
+    answer_before_api_server_stops,
     answer_with_errors,
     end_chat_streams_with_errors,
     end_completion_streams_with_errors,
+    stop_engines_before_api_servers,
     stop_in_order,
     wait_for_engines,
     wait_for_workers,
@@ -67,6 +73,7 @@ def register() -> None:
     from vllm.model_executor.models import ModelRegistry
     from wrapt import register_post_import_hook
 
+    log_as_vllm_does()
     if CONNECTOR_NAME in KVConnectorFactory._registry:
         return
     KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME)
@@ -87,6 +94,8 @@ def register() -> None:
     register_post_import_hook(copy_before_sleep, WORKER_MODULE)
     register_post_import_hook(take_logits_parameters, SAMPLING_MODULE)
     register_post_import_hook(wait_for_engines, ENGINE_MANAGER_MODULE)
+    register_post_import_hook(stop_engines_before_api_servers, SERVE_MODULE)
+    register_post_import_hook(answer_before_api_server_stops, ASYNC_ENGINE_MODULE)
     register_post_import_hook(wait_for_workers, EXECUTOR_MODULE)
     register_post_import_hook(stop_in_order, ENGINE_CORE_MODULE)
     register_post_import_hook(answer_with_errors, ENGINE_CORE_MODULE)
@@ -96,6 +105,8 @@ def register() -> None:
     register_post_import_hook(extract_no_online_beams, ONLINE_MODULE)
     register_post_import_hook(keep_params_of_completion, COMPLETION_MODULE)
     register_post_import_hook(keep_params_of_chat, CHAT_MODULE)
+    register_post_import_hook(pass_params_of_tokens, TOKENS_MODULE)
+    register_post_import_hook(pass_params_of_scoring, SCORING_MODULE)
 
 
 def _use_hsx_proposer(spec_decode: ModuleType) -> None:

@@ -33,7 +33,8 @@ EXIT_SECONDS = 30.0
 # At most, on a machine that is busy with other things: a server that ends meanwhile is noticed at once.
 START_SECONDS = 600.0
 PUBLISH_SECONDS = 60.0
-# How `vllm serve` starts processes where nothing is said; the other tests fork, which saves each process the import of vLLM.
+# How vLLM starts processes where nothing is said: for one test with workers and one server. The others fork, which saves each process
+# the import of vLLM.
 SPAWN = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 # Actions that may fail without harm to the engine: what is wrong is their arguments.
 REFUSABLE = frozenset({"add"})

@@ -368,6 +368,47 @@ def test_each_conversation_of_a_batch_has_its_file(client: Client, answers: dict
                 vllm_ascend_hsx.find(client.storage, response["id"], prompt=number)
 
 
+REFUSED = {"hidden_states_path": "x.safetensors"}
+PARAMS = [(None, True), ({"hidden_states": True}, True), ({"hidden_states": False}, False), (REFUSED, False)]
+
+
+@pytest.mark.parametrize(("params", "extracted"), PARAMS, ids=str)
+def test_tokens_that_are_sent_to_be_continued_have_a_file_unless_their_client_opts_out(
+    client: Client, oracle: Oracle, params: dict[str, Any] | None, extracted: bool
+) -> None:
+    body = {"token_ids": PROMPTS[1], "sampling_params": {"max_tokens": 2}, "kv_transfer_params": params, "request_id": "tokens"}
+    answer = httpx.post(f"{client.server.url}/inference/v1/generate", json=body, timeout=120).raise_for_status().json()
+    assert len(answer["choices"][0]["token_ids"]) == 2
+    if extracted:
+        path = vllm_ascend_hsx.find(client.storage, "generate-tokens-tokens")
+        assert answer["kv_transfer_params"] == {"hidden_states_path": str(path)}
+        assert oracle.verdict(path, Served(str(path), tuple(PROMPTS[1]), 0, None), len(PROMPTS[1]), len(PROMPTS[1])) == ""
+        vllm_ascend_hsx.remove(path)
+        return
+    assert list(answer["kv_transfer_params"] or {}) == (["hidden_states_error"] if params == REFUSED else [])
+    with pytest.raises(FileNotFoundError):
+        vllm_ascend_hsx.find(client.storage, "generate-tokens-tokens")
+
+
+@pytest.mark.parametrize(("params", "extracted"), PARAMS, ids=str)
+def test_items_that_are_scored_have_a_file_each_up_to_the_limit_unless_their_client_opts_out(
+    client: Client, params: dict[str, Any] | None, extracted: bool
+) -> None:
+    said = {} if params is None else {"kv_transfer_params": params}
+    items = [[8 + item] for item in range(MAX_FILES + 3)]
+    body = {"query": PROMPTS[0], "items": items, "label_token_ids": [7, 9], **said}
+    answer = httpx.post(f"{client.server.url}/generative_scoring", json=body, timeout=120).raise_for_status().json()
+    assert len(answer["data"]) == len(items)
+    found = {}
+    for number in range(len(items)):
+        with suppress(FileNotFoundError):
+            found[number] = vllm_ascend_hsx.find(client.storage, answer["id"], prompt=number)
+    assert len(found) == (MAX_FILES if extracted else 0)
+    for number, path in found.items():
+        assert vllm_ascend_hsx.load(path, timeout=60).token_ids.tolist() == PROMPTS[0] + items[number]
+        vllm_ascend_hsx.remove(path)
+
+
 def test_nothing_but_complete_files_is_visible(client: Client, answers: dict[str, Answer]) -> None:
     expected = {client.find(answers[name], *file).name for name, case in CASES.items() if name != "opted-out" for file in case.files}
     assert {name.removesuffix(".lock") for name in names_in(client.storage)} == expected

@@ -11,14 +11,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from harness import SPAWN, START_SECONDS, EngineSession, compare_file, process_environment, tokens
+from harness import START_SECONDS, EngineSession, compare_file, process_environment, tokens
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx import HiddenStatesError
@@ -37,7 +37,7 @@ def slow(seconds: float, row_bytes: int = ROW_BYTES) -> dict[str, Any]:
     return {"storage_that_answers_late": {"seconds": seconds, "bytes": min(HELD) * row_bytes}}
 
 
-def serve(directory: Path, model: Path, seconds: float, *extra: str, environ: Mapping[str, str] | None = None, **options: Any) -> Server:
+def serve(directory: Path, model: Path, seconds: float, *extra: str, **options: Any) -> Server:
     options = {"expert_parallel": False, "max_num_batched_tokens": 64, "max_model_len": 4096, **options}
     serve_options = ServeOptions(
         model=str(model),
@@ -54,7 +54,7 @@ def serve(directory: Path, model: Path, seconds: float, *extra: str, environ: Ma
     transfer["kv_connector_extra_config"] |= {"num_writer_threads": 8, "drain_timeout_s": 60, "storage_patience_s": 600}
     command[at] = json.dumps(transfer)
     npus = serve_options.data_parallel_size * serve_options.tensor_parallel_size
-    environment = process_environment(npus=npus, instruments=slow(seconds)) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"} | dict(environ or {})
+    environment = process_environment(npus=npus, instruments=slow(seconds)) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
     return Server(command, port=serve_options.port, log=directory / "server.log", environment=environment)
 
 
@@ -183,9 +183,13 @@ def assert_nothing_else_is_there(storage: Path, *groups: Sequence[Path]) -> None
 
 
 def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_path: Path) -> None:
-    """Requests in flight have the time that --shutdown-timeout gives them, and the storage more than vLLM's executor gives its workers."""
+    """Requests in flight have the time that --shutdown-timeout gives them, and the storage more than vLLM's executor gives its workers.
+
+    With an API server for each engine, as vLLM has by itself: they answer when the engines have ended.
+    """
     options = {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel": True}
-    with serve(tmp_path, tiny_minimax_m2, EXECUTOR_SECONDS + 2, "--shutdown-timeout", "10", **options) as server:
+    extra = ("--shutdown-timeout", "10", "--api-server-count", "2")
+    with serve(tmp_path, tiny_minimax_m2, EXECUTOR_SECONDS + 2, *extra, **options) as server:
         server.wait_ready(START_SECONDS)
         long = Stream(server, tiny_minimax_m2, tokens(9), 4000)
         held = held_prompts(server, tiny_minimax_m2)
@@ -211,8 +215,7 @@ def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_pat
 
 
 def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Path) -> None:
-    # As vllm serve starts processes by itself: forked workers of a process group that is interrupted do not log that they write.
-    with serve(tmp_path, tiny_qwen3, 3, environ=SPAWN, data_parallel_size=1, tensor_parallel_size=2) as server:
+    with serve(tmp_path, tiny_qwen3, 3, data_parallel_size=1, tensor_parallel_size=2) as server:
         server.wait_ready(START_SECONDS)
         long = Stream(server, tiny_qwen3, tokens(9), 4000)
         held = held_prompts(server, tiny_qwen3)

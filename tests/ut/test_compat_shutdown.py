@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import itertools
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import wait
 from queue import Queue
 from types import SimpleNamespace
@@ -27,10 +30,12 @@ from vllm.v1.executor import multiproc_executor
 from vllm_ascend.patch.platform import patch_glm_tool_call_streaming
 
 from vllm_ascend_hsx.compat.shutdown import (
+    answer_before_api_server_stops,
     answer_with_errors,
     end_chat_streams_with_errors,
     end_completion_streams_with_errors,
     patience,
+    stop_engines_before_api_servers,
     stop_in_order,
     wait_for_engines,
     wait_for_workers,
@@ -130,6 +135,86 @@ def test_a_manager_that_nobody_has_shut_down_gives_the_time_too_and_only_once(ma
     ours, others = manager.ended
     assert ours >= PATIENCE
     assert others is None
+
+
+# Several API servers
+
+
+@pytest.mark.parametrize("timeout", [0, 30, None, 10**400])
+@pytest.mark.parametrize("kv_transfer_config", [ALONE, OTHER], ids=["ours", "another"])
+def test_api_servers_are_stopped_behind_the_engine_cores_and_have_time_to_answer(
+    manager: Any, kv_transfer_config: Any, timeout: float | None
+) -> None:
+    process = SimpleNamespace(terminate=lambda: manager.ended.append("SIGTERM"))
+    api_servers = SimpleNamespace(processes=[process], shutdown=lambda timeout=None: manager.ended.append(("API servers", timeout)))
+    waited: list[Any] = []
+    serve_module = SimpleNamespace(wait_for_completion_or_failure=lambda *args, **kwargs: waited.append((args, kwargs)))
+    stop_engines_before_api_servers(serve_module)
+    engines = start(manager, config(kv_transfer_config))
+    serve_module.wait_for_completion_or_failure(api_server_manager=api_servers, engine_manager=engines, coordinator=None)
+    assert waited == [((api_servers, engines), {"coordinator": None})]
+    api_servers.shutdown(timeout=timeout)
+    engines.shutdown(timeout=timeout)
+    if kv_transfer_config is OTHER:
+        assert manager.ended == [("API servers", timeout), timeout]
+        return
+    signalled, given_to_engines, (_, given_to_api_servers) = manager.ended
+    assert signalled == "SIGTERM", "before they wait for the engine cores"
+    assert given_to_engines > PATIENCE
+    assert given_to_api_servers >= max(5, min(timeout or 0, LONGEST_S) - 5)
+
+
+def test_engines_of_other_machines_change_nothing_for_api_servers() -> None:
+    serve_module = SimpleNamespace(wait_for_completion_or_failure=lambda *args: None)
+    stop_engines_before_api_servers(serve_module)
+    api_servers = SimpleNamespace(shutdown=(shutdown := object()))
+    serve_module.wait_for_completion_or_failure(api_servers, None)
+    assert api_servers.shutdown is shutdown
+
+
+@pytest.mark.parametrize(
+    ("kv_transfer_config", "engine_manager", "in_thread", "waits"),
+    [(ALONE, None, True, True), (ALONE, None, False, False), (ALONE, object(), True, False), (OTHER, None, True, False)],
+    ids=["engines of another process", "in the event loop's thread", "engines of its own", "another connector"],
+)
+def test_an_api_server_that_stops_passes_on_the_last_answers_of_engines_that_are_not_its_own(
+    kv_transfer_config: Any, engine_manager: Any, in_thread: bool, waits: bool
+) -> None:
+    unfinished, asked = [True, True, False], []
+
+    class AsyncLLM:
+        def __init__(self) -> None:
+            self.vllm_config = config(kv_transfer_config)
+            self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=engine_manager, engine_dead=False))
+            self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished.pop(0))
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            asked.append((timeout, len(unfinished), self.engine_core.resources.engine_dead))
+
+    answer_before_api_server_stops(SimpleNamespace(AsyncLLM=AsyncLLM))
+    if in_thread:
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(AsyncLLM().shutdown, 7).result()
+    else:
+        AsyncLLM().shutdown(timeout=7)
+    assert asked == [(7, 0 if waits else 3, waits)], "new requests are refused"
+
+
+def test_an_api_server_does_not_wait_for_answers_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    AsyncLLM = type("AsyncLLM", (), {"shutdown": lambda self, timeout=None: None})
+    answer_before_api_server_stops(SimpleNamespace(AsyncLLM=AsyncLLM))
+    made: Any = AsyncLLM()
+    made.vllm_config = config()
+    made.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=None))
+    made.output_processor = SimpleNamespace(has_unfinished_requests=lambda: True)
+    clock = itertools.count(step=10)
+    passed: list[float] = []
+    monkeypatch.setattr("time.monotonic", lambda: passed.append(now := next(clock)) or float(now))
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    thread = threading.Thread(target=made.shutdown, args=(30,))
+    thread.start()
+    threading.Thread.join(thread)
+    assert PATIENCE + 30 < passed[-1] < PATIENCE + 30 + 40
 
 
 # The executor

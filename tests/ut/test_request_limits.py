@@ -50,6 +50,12 @@ def test_whatever_a_client_calls_its_request_its_samples_are_counted_together(na
     assert stored(make_limits(), completion(name, 3, 3)) == 4
 
 
+@pytest.mark.parametrize("digits", [DIGITS, ""], ids=["random", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"])
+def test_items_that_are_scored_together_are_counted_together(digits: str) -> None:
+    ids = [f"generative-scoring-row-7-{item}{'-' if digits else ''}{digits}" for item in range(9)]
+    assert stored(make_limits(), ids) == 4
+
+
 def test_requests_are_counted_alone_however_their_client_numbers_them() -> None:
     limits = make_limits()
     ids = [each for number in range(30) for sep in "-_" for each in chat(f"row{sep}{number}") + completion(f"row{sep}{number}", 1)]

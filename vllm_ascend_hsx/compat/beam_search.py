@@ -40,7 +40,7 @@ def extract_no_offline_beams(offline_module: Any) -> None:
 
     @functools.wraps(original)
     def beam_search(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _opts_out.set(_config(self.llm_engine.vllm_config) is not None)
+        before = _opts_out.set(our_config(self.llm_engine.vllm_config) is not None)
         try:
             return original(self, *args, **kwargs)
         finally:
@@ -67,7 +67,7 @@ def extract_no_online_beams(online_module: Any) -> None:
 
     @functools.wraps(original)
     async def beam_search(self: Any, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        config = _config(self.engine_client.vllm_config)
+        config = our_config(self.engine_client.vllm_config)
         # Not reset: the next step of a generator may run in another context, and this one is the HTTP request's own.
         _opts_out.set(config is not None)
         async for output in original(self, prompt, request_id, params, *args, **kwargs):
@@ -126,7 +126,7 @@ def _opting_out(sampling_params: Any) -> Any:
     return make
 
 
-def _config(vllm_config: Any) -> HsxConfig | None:
+def our_config(vllm_config: Any) -> HsxConfig | None:
     """Our connector's options; None if the engine has another connector, which must not see params of ours, or none."""
     try:
         return read_options(vllm_config.kv_transfer_config)

@@ -2,7 +2,8 @@
 
 What vLLM 0.23.0 does by itself on SIGTERM or SIGINT, without `--shutdown-timeout`: whoever started the engine cores sends SIGTERM to them
 and, in the same moment, SIGKILL to them and to all workers (v1/utils.py:571 with a timeout of 0); with a timeout, when it is over. An
-engine core that gets to its end leaves its workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405).
+engine core that gets to its end leaves its workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405). Several API servers, which are
+processes of their own, are stopped before the engine cores (entrypoints/cli/serve.py:380).
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 ENGINE_MANAGER_MODULE = "vllm.v1.engine.utils"
 EXECUTOR_MODULE = "vllm.v1.executor.multiproc_executor"
 ENGINE_CORE_MODULE = "vllm.v1.engine.core"
+SERVE_MODULE = "vllm.entrypoints.cli.serve"
+ASYNC_ENGINE_MODULE = "vllm.v1.engine.async_llm"
 COMPLETION_SERVING_MODULE = "vllm.entrypoints.openai.completion.serving"
 CHAT_SERVING_MODULE = "vllm.entrypoints.openai.chat_completion.serving"
 
 # Process.join ends in poll(), which takes milliseconds in 31 bits; this leaves room for what is added to it.
 _LONGEST_SHUTDOWN_S = 20 * LONGEST_S
 _VLLM_GRACE = 13.0  # seconds: the executor's 4 + 4 for its workers, and the 5 of v1/utils.py:581 for an engine core
+_ANSWER_S = 5.0  # for API servers to pass on what the engine cores said last: as v1/utils.py:581
+_POLL_S = 0.05
 
 
 def patience(vllm_config: Any) -> float:
@@ -80,6 +85,66 @@ def wait_for_engines(utils_module: Any) -> None:
         shutdown(self, timeout=timeout)
 
     manager.__init__, manager.shutdown = initialise, wait_and_shut_down
+
+
+def stop_engines_before_api_servers(serve_module: Any) -> None:
+    """Have `vllm serve` with several API servers wait for the engine cores before it kills those, and leave them time to answer.
+
+    Reason: it sends SIGTERM to the API servers first, and SIGKILL in the same moment without `--shutdown-timeout`, and only then stops
+    the engine cores (entrypoints/cli/serve.py:380). Nobody is left to tell clients of the requests that these end.
+
+    Args:
+        serve_module: the module `vllm.entrypoints.cli.serve`.
+
+    Raises:
+        IncompatibleVersionError: it waits for its processes elsewhere.
+    """
+    _, original = require(serve_module, SERVE_MODULE, "wait_for_completion_or_failure")
+
+    @functools.wraps(original)
+    def wait(api_server_manager: Any, engine_manager: Any = None, *args: Any, **kwargs: Any) -> None:
+        if getattr(engine_manager, "_hsx_seconds", 0.0):
+            shut_down_api_servers = api_server_manager.shutdown
+
+            def shut_down_both(timeout: float | None = None) -> None:
+                for process in api_server_manager.processes:
+                    process.terminate()  # it takes no new requests, and waits for answers: see below
+                deadline = time.monotonic() + min(timeout or 0.0, _LONGEST_SHUTDOWN_S)
+                engine_manager.shutdown(timeout=timeout)
+                shut_down_api_servers(timeout=max(deadline - time.monotonic(), _ANSWER_S))
+
+            api_server_manager.shutdown = shut_down_both
+        original(api_server_manager, engine_manager, *args, **kwargs)
+
+    serve_module.wait_for_completion_or_failure = wait
+
+
+def answer_before_api_server_stops(async_engine_module: Any) -> None:
+    """Have an API server that did not start the engine cores take no new requests when it is to stop, and wait for their last answers.
+
+    Reason: it leaves them at once (v1/engine/core_client.py:648), and breaks off the connections of requests that they are about to end.
+    What came later they would not hear of. Who started it waits no longer for it than the engine cores take.
+
+    Args:
+        async_engine_module: the module `vllm.v1.engine.async_llm`.
+
+    Raises:
+        IncompatibleVersionError: no such method there.
+    """
+    engine, shutdown = require(async_engine_module, ASYNC_ENGINE_MODULE, "AsyncLLM", "shutdown")
+
+    @functools.wraps(shutdown)
+    def answer_and_shut_down(self: Any, timeout: float | None = None) -> None:
+        in_thread = threading.current_thread() is not threading.main_thread()  # which runs the event loop that passes answers on
+        core, seconds = getattr(self, "engine_core", None), patience(self.vllm_config)
+        if in_thread and seconds and core is not None and core.resources.engine_manager is None:
+            deadline = time.monotonic() + min(timeout or 0.0, _LONGEST_SHUTDOWN_S) + seconds + _VLLM_GRACE
+            core.resources.engine_dead = True  # as far as new requests are concerned: they are answered by an error
+            while self.output_processor.has_unfinished_requests() and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        shutdown(self, timeout=timeout)
+
+    engine.shutdown = answer_and_shut_down
 
 
 def wait_for_workers(executor_module: Any) -> None:

@@ -18,13 +18,16 @@ from vllm_ascend_hsx.compat.beam_search import CHAT_MODULE, COMPLETION_MODULE, O
 from vllm_ascend_hsx.compat.drafts import CONFIG_MODULE, PROPOSER_MODULE, RUNNER_MODULE, SAMPLING_MODULE
 from vllm_ascend_hsx.compat.engine import BALANCE_SCHEDULE_MODULE, MULTI_CONNECTOR_MODULE, SCHEDULER_MODULE, WORKER_MODULE
 from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE
+from vllm_ascend_hsx.compat.request_params import SCORING_MODULE, TOKENS_MODULE
 from vllm_ascend_hsx.compat.runner import PROPOSER_NAME, RUNNER_HOOKS, SPEC_DECODE_MODULE
 from vllm_ascend_hsx.compat.shutdown import (
+    ASYNC_ENGINE_MODULE,
     CHAT_SERVING_MODULE,
     COMPLETION_SERVING_MODULE,
     ENGINE_CORE_MODULE,
     ENGINE_MANAGER_MODULE,
     EXECUTOR_MODULE,
+    SERVE_MODULE,
 )
 
 FACTORY_MODULE = "vllm.distributed.kv_transfer.kv_connector.factory"
@@ -130,6 +133,8 @@ TOUCHES = (
     _touch(WORKER_MODULE, "NPUWorker.sleep", Use.PASSED_ON, "self", "copies are made before a worker sleeps"),
     _touch("vllm.distributed.kv_transfer", "get_kv_transfer_group", Use.CALLED, "", "copies are made before a worker sleeps"),
     _touch("vllm.distributed.kv_transfer", "has_kv_transfer_group", Use.CALLED, "", "copies are made before a worker sleeps"),
+    # logs.py
+    _touch("vllm.logger", "init_logger", Use.CALLED, "name", "log lines go where vLLM's go"),
     # models.py
     _touch(
         DEEPSEEK_MODULE,
@@ -148,6 +153,16 @@ TOUCHES = (
     _touch("vllm.model_executor.models.interfaces", "supports_eagle3", Use.CALLED, "model", "unusable targets are refused at once"),
     _touch(CONFIG_FILES_MODULE, "get_config", Use.CALLED, "model", "hsx serve reads a model's layers", "trust_remote_code revision"),
     _touch(CONFIG_FILES_MODULE, "get_hf_text_config", Use.CALLED, "config", "hsx serve reads a model's layers"),
+    # request_params.py
+    _touch(TOKENS_MODULE, "ServingTokens.serve_tokens", Use.PASSED_ON, "self request", "/inference/v1/generate hears its clients"),
+    _touch(SCORING_MODULE, "SamplingParams", Use.NAMED, "", "/generative_scoring hears its clients"),
+    _touch(
+        SCORING_MODULE,
+        "ServingGenerativeScoring.create_generative_scoring",
+        Use.PASSED_ON,
+        "self request",
+        "/generative_scoring hears its clients",
+    ),
     # runner.py
     _touch(SPEC_DECODE_MODULE, PROPOSER_NAME, Use.NAMED, "", "our proposer takes the place of vllm-ascend's"),
     _touch(
@@ -190,6 +205,20 @@ TOUCHES = (
         ENGINE_MANAGER_MODULE, "CoreEngineProcManager.shutdown", Use.REPLACED, "self timeout", "rows are written when a server stops"
     ),
     _touch(ENGINE_MANAGER_MODULE, "shutdown", Use.CALLED, "procs timeout", "rows are written when a server stops"),
+    _touch(
+        SERVE_MODULE,
+        "wait_for_completion_or_failure",
+        Use.PASSED_ON,
+        "api_server_manager engine_manager",
+        "several API servers answer the requests that the server's end cuts off",
+    ),
+    _touch(
+        ASYNC_ENGINE_MODULE,
+        "AsyncLLM.shutdown",
+        Use.REPLACED,
+        "self timeout",
+        "several API servers answer the requests that the server's end cuts off",
+    ),
     _touch(
         EXECUTOR_MODULE,
         "MultiprocExecutor._ensure_worker_termination",

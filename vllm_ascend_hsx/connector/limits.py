@@ -14,9 +14,10 @@ from vllm_ascend_hsx.protocol.api import shown
 FILES_OPTION = "kv_connector_extra_config.max_files_per_request"
 BYTES_OPTION = "kv_connector_extra_config.max_bytes_per_request"
 
-# vLLM's internal ids, see finder.py. Only completions number their prompts with '-': in any other id that is the client's own number.
+# vLLM's internal ids, see reader/find.py. Completions number their prompts with '-', and scoring its items; in any other id that is the
+# client's own number.
 _INTERNAL_ID = re.compile(r"(?:(?P<sample>\d+)_)?(?P<id>.*?)(?:-[0-9a-f]{8})?", re.DOTALL)
-_PROMPT_OF_COMPLETION = re.compile(r"(?P<id>cmpl-.*)-(?P<prompt>\d+)", re.DOTALL)
+_PROMPT = re.compile(r"(?P<id>(?:cmpl|generative-scoring)-.*)-(?P<prompt>\d+)", re.DOTALL)
 
 _REMEMBERED = 1024  # API requests: so many others may arrive between two prompts or samples of one
 _LOG_SECONDS = 10.0
@@ -104,7 +105,7 @@ def split_id(request_id: str) -> tuple[str, tuple[str, str]]:
     found = _INTERNAL_ID.fullmatch(request_id)
     assert found is not None  # it matches anything
     sample = found["sample"] or ""
-    if completion := _PROMPT_OF_COMPLETION.fullmatch(found["id"]):
-        return completion["id"], (completion["prompt"], sample)
+    if numbered := _PROMPT.fullmatch(found["id"]):
+        return numbered["id"], (numbered["prompt"], sample)
     # Samples of one parent share its random digits, and two requests with the same id do not.
     return request_id[len(sample) + 1 :] if sample else request_id, ("", sample)

@@ -6,9 +6,11 @@ ended it. But the file is named after vLLM's internal id, which is built from th
     [{sample}_]{response id}[-{prompt} or _{prompt}][-{8 hex digits}]
 
 `sample` stands there with n > 1 (v1/engine/parallel_sampling.py:92), `-{prompt}` for completions
-(entrypoints/openai/completion/serving.py:180), `_{prompt}` for the turns of /v1/responses (entrypoints/openai/responses/serving.py:661)
-and the conversations of /v1/chat/completions/batch (entrypoints/openai/chat_completion/batch_serving.py:151), the digits
-unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set (v1/engine/input_processor.py:240).
+(entrypoints/openai/completion/serving.py:180) and the items of /generative_scoring
+(entrypoints/generate/generative_scoring/serving.py:267), `_{prompt}` for the turns of /v1/responses
+(entrypoints/openai/responses/serving.py:661) and the conversations of /v1/chat/completions/batch
+(entrypoints/openai/chat_completion/batch_serving.py:151), the digits unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set
+(v1/engine/input_processor.py:240).
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
         directory: where the server stores files.
         response_id: the `id` of the response or of any chunk of its stream, for example `cmpl-5f...`. A client that sends the header
             `X-Request-Id: NAME` knows it beforehand: `cmpl-NAME` for completions, `chatcmpl-NAME` for chat and /v1/messages. For
-            /v1/responses it is what the client sends as `request_id` in the body.
-        prompt: index of the prompt in a request for completions of several, of the conversation in a batch of chats, or of the turn in
-            a response whose tools were called by the server.
+            /v1/responses it is what the client sends as `request_id` in the body; /inference/v1/generate answers with another id than
+            its own, `generate-tokens-NAME`.
+        prompt: index of the prompt in a request for completions of several, of the item in one for scores, of the conversation in a
+            batch of chats, or of the turn in a response whose tools were called by the server.
         sample: index of the sample in a request with n > 1.
 
     Raises:

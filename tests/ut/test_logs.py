@@ -1,0 +1,97 @@
+"""This package's log lines in vLLM's processes: as vLLM's own, and where a user has said so."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+
+import pytest
+import vllm.logger  # noqa: F401 - configures the logger that the tests change
+
+from vllm_ascend_hsx.compat.logs import log_as_vllm_does
+
+NAMES = ("vllm_ascend_hsx", "vllm", None)
+
+
+@pytest.fixture
+def loggers() -> Iterator[dict[str | None, logging.Logger]]:
+    """Ours and the root as they are by themselves; vLLM's at its level, without its handler."""
+    found = {name: logging.getLogger(name) for name in NAMES}
+    kept = {name: (logger.level, logger.handlers, logger.propagate) for name, logger in found.items()}
+    for logger in found.values():
+        logger.handlers, logger.propagate = [], True
+        logger.setLevel(logging.NOTSET)
+    found["vllm"].setLevel(logging.INFO)
+    found["vllm"].propagate = False
+    yield found
+    for name, (level, handlers, propagate) in kept.items():
+        found[name].handlers, found[name].propagate = handlers, propagate
+        found[name].setLevel(level)
+
+
+def handle(logger: logging.Logger, level: int = logging.NOTSET) -> io.StringIO:
+    handler = logging.StreamHandler(printed := io.StringIO())
+    handler.setLevel(level)
+    logger.addHandler(handler)
+    return printed
+
+
+def say() -> None:
+    """As a process does that was forked by one with our plugin, which has imported what sets the root logger to ERROR."""
+    root = logging.getLogger()
+    root.handlers = [each for each in root.handlers if type(each) is logging.StreamHandler]  # without pytest's
+    log_as_vllm_does()
+    root.setLevel(logging.ERROR)
+    log_as_vllm_does()
+    for level in ("debug", "info", "warning"):
+        getattr(logging.getLogger("vllm_ascend_hsx.connector.worker"), level)(level)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [(logging.DEBUG, "debug info warning"), (logging.INFO, "info warning"), (logging.ERROR, "")],
+    ids=["VLLM_LOGGING_LEVEL=DEBUG", "INFO, the default", "ERROR"],
+)
+def test_our_lines_go_where_vllms_go_from_its_level_on_whatever_the_root_loggers_is(
+    loggers: dict[str | None, logging.Logger], level: int, expected: str
+) -> None:
+    loggers["vllm"].setLevel(level)
+    printed = handle(loggers["vllm"])
+    say()
+    assert printed.getvalue().split() == expected.split(), "once each"
+
+
+def test_a_level_and_handlers_of_ours_stay(loggers: dict[str | None, logging.Logger]) -> None:
+    ours, vllms = handle(loggers["vllm_ascend_hsx"]), handle(loggers["vllm"])
+    loggers["vllm_ascend_hsx"].setLevel(logging.WARNING)
+    say()
+    assert (ours.getvalue().split(), vllms.getvalue()) == (["warning"], "")
+
+
+def test_lines_that_a_user_has_switched_off_stay_off(loggers: dict[str | None, logging.Logger]) -> None:
+    vllms = handle(loggers["vllm"])
+    loggers["vllm_ascend_hsx"].propagate = False
+    say()
+    assert vllms.getvalue() == ""
+
+
+def test_the_root_loggers_handlers_print_our_lines_where_there_are_some(loggers: dict[str | None, logging.Logger]) -> None:
+    roots, vllms = handle(loggers[None]), handle(loggers["vllm"])
+    say()
+    assert (roots.getvalue().split(), vllms.getvalue()) == (["info", "warning"], "")
+
+
+def test_a_root_handler_for_errors_alone_does_not_take_our_warnings(loggers: dict[str | None, logging.Logger]) -> None:
+    roots, vllms = handle(loggers[None], logging.ERROR), handle(loggers["vllm"])
+    say()
+    assert (roots.getvalue(), vllms.getvalue().split()) == ("", ["info", "warning"])
+
+
+def test_without_logging_of_vllm_nothing_is_changed(loggers: dict[str | None, logging.Logger]) -> None:
+    """VLLM_CONFIGURE_LOGGING=0."""
+    loggers["vllm"].setLevel(logging.NOTSET)
+    loggers["vllm"].handlers = []
+    say()
+    ours = loggers["vllm_ascend_hsx"]
+    assert (ours.level, ours.handlers, ours.propagate) == (logging.NOTSET, [], True)
