@@ -617,3 +617,30 @@ def test_the_ledger_s_first_lines_say_whose_rows_these_are(bench: Bench) -> None
         "server": {"model": "tiny", "layer_ids": "[2, 0, 3]", "dtype": "BF16", "row_shape": [3, 8]},
         "directories": [str(bench.server.storage)],
     }
+
+
+@pytest.mark.parametrize("left", [6, 5], ids=["all are there", "one is missing"])
+@pytest.mark.parametrize("line", ["as it was", "gone"])
+def test_files_that_agree_with_each_other_and_not_with_the_ledger_are_not_removed(bench: Bench, tmp_path: Path, left: int, line: str) -> None:
+    """One changed digit there, and every file looks like one of another server."""
+    assert bench.run()[0] == 0
+    ledger = bench.output / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    if line == "gone":  # so that the next server says what the rows have to be
+        ledger.write_text("".join(line for line in lines if '"server"' not in line))
+    else:
+        ledger.write_text("".join(lines).replace("[2, 0, 3]", "[2, 0, 4]"))
+    if left == 5:
+        (bench.output / "hs_5.safetensors").unlink()
+    whole = contents(bench.output)
+    with FakeServer(tmp_path / "second", layer_ids=(2, 0, 4)) as other:
+        code, printed = bench.run("--validate", endpoint=other.url)
+        assert other.seen == []
+    said = " ".join(printed.split())
+    if line == "gone" and left == 6:  # nothing says what they have to be
+        assert code == 0, printed
+    else:
+        assert code == 2, printed
+        assert "hold BF16 [3, 8] of layers [2, 0, 3], and the ledger says BF16 [3, 8] of layers [2, 0, 4]" in said
+        assert "name the right --output" in said
+    assert contents(bench.output) == whole

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from vllm_ascend_hsx.generate.errors import Fault, NoFileError, RequestError, RunError
-from vllm_ascend_hsx.generate.names import row_file
+from vllm_ascend_hsx.generate.names import is_path, row_file
 from vllm_ascend_hsx.generate.rows import CHAT, Row
 from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, PATH_OPTION
 
@@ -169,6 +169,8 @@ def _read(answer: Any, row: Row) -> Answer:
             f"the answer names no file (kv_transfer_params are {params}); was the server started with hidden-state extraction?",
             fault=Fault.ILL,
         )
+    if not is_path(path):
+        raise RequestError(f"the answer names {path!r}, which no system takes for a path", fault=Fault.ILL, lost=True)
     if not isinstance(prompt, list) or not isinstance(output, list):
         raise RequestError("the answer has no token ids, although they were asked for with return_token_ids", fault=Fault.ILL)
     sent = row.token_ids
