@@ -227,8 +227,11 @@ def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_re
     output.ledger.close()
     path = tmp_path / "ledger.jsonl"
     with open(path, "ab") as file:
-        file.write(b'\x00\x00\n[1]\n{"row": "x"}\n{"row": 2, "status": "done"}\n{"server": 4}\n{"row": 1, "status": "failed"}\n{"row": 3')
+        file.write(b'\x00\x00\n[1]\n{"row": "x"}\n{"row": 2, "status": "done"}\n{"server": 4}\n')
+        file.write(b'{"server": {"layer_ids": "[1]", "dtype": "BF16", "row_shape": [1, 8]}, "directories": ["a\\u0000b"]}\n')
+        file.write(b'{"row": 1, "status": "failed"}\n{"row": 3')
     content = open_and_close(tmp_path)
+    assert (content.server, content.directories) == (None, [])
     assert [row for row in range(20) if row in content.rows] == [2]
     path.write_text("somebody's notes\n")
     with pytest.raises(InputError, match="ledger.jsonl does not begin as a ledger of this version does"):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from generate_harness import Exchange, FakeServer, Seen, token_rows
+from generate_harness import Exchange, FakeServer, Seen
 from test_generate_run import Bench
 
+from vllm_ascend_hsx.generate.backoff import LONGEST
+from vllm_ascend_hsx.generate.client import Asking, Client
+from vllm_ascend_hsx.generate.errors import RequestError
+from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.protocol.names import file_name
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J bad \ud800"
@@ -89,7 +92,7 @@ ELSEWHERE: dict[str, tuple[Callable[[OddServer, Seen], Path | str], str]] = {
     "its lock": (lambda server, seen: f"{server.path(seen)}.lock", "is not the file of this request"),
     "the root": (lambda server, seen: "/", "is not the file of this request"),
     "NUL": (lambda server, seen: f"{server.storage}\0/{file_name(server.internal_id(seen))}", "no system takes for a path"),
-    "half a character": (lambda server, seen: f"{server.storage}\ud800/{file_name(server.internal_id(seen))}", "no system takes for a path"),
+    "half a character": (lambda server, seen: f"{server.storage}\ud800/{server.internal_id(seen)}", "no system takes for a path"),
     "a name without end": (lambda server, seen: "/" + "a" * 5000, "is not the file of this request"),
 }
 
@@ -127,3 +130,77 @@ def test_only_the_file_of_the_request_itself_is_taken_or_removed(
         assert code == (0 if stores else 1), printed
         assert sorted(bench.rows) == [row for row in range(6) if stores or row != 2]
     assert reason in said or (stores and not trial)
+
+
+def chat_of(server: OddServer, ids: object) -> dict[str, object]:
+    """An answer to a chat, whole but for the ids of its prompt."""
+    path = {"hidden_states_path": str(server.storage / "x.safetensors")}
+    return {"choices": [{"token_ids": [5]}], "prompt_token_ids": ids, "kv_transfer_params": path}
+
+
+# What the server sends: status, body, and what is said of the row.
+BODIES: dict[str, tuple[int, Callable[[OddServer], object], str]] = {
+    "texts for ids": (200, lambda server: chat_of(server, ["a", "b"]), "the answer has no token ids"),
+    "an id of no size": (200, lambda server: chat_of(server, [10**30]), "the answer has no token ids"),
+    "a negative id": (200, lambda server: chat_of(server, [-1]), "the answer has no token ids"),
+    "ids in lists": (200, lambda server: chat_of(server, [[1], [2, 3]]), "the answer has no token ids"),
+    "deep": (200, lambda server: b"[" * 100_000, "it nests too deep"),
+    "deep enough to be read": (200, lambda server: b"[" * 900 + b"]" * 900, "the answer is not what vLLM's looks like"),
+    "deep parameters": (
+        200,
+        lambda server: chat_of(server, [1]) | {"kv_transfer_params": {"x": json.loads("[" * 900 + "]" * 900)}},
+        "the answer names no file",
+    ),
+    "a deep error": (400, lambda server: b'{"error": ' + b"[" * 100_000, "answers 400"),
+    "an error of escape sequences": (400, lambda server: {"error": {"message": ESCAPES}}, r"\x1b]0;owned\x07\x1b[2J bad \ud800"),
+    "a reason of escape sequences": (
+        200,
+        lambda server: chat_of(server, [1]) | {"kv_transfer_params": {"hidden_states_error": ESCAPES}},
+        r"\x1b]0;owned\x07\x1b[2J bad \ud800",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_an_odd_answer_is_the_failure_of_its_row_alone(bench: Bench, server: OddServer, what: str) -> None:
+    server.status, body, reason = BODIES[what]
+    server.body, server.stores = body(server), False
+    records = [{"prompt": str(row)} if row != 2 else {"messages": [{"role": "user", "content": "2"}]} for row in range(4)]
+    code, printed = bench.run("--max-retries", 0, records=records)
+    assert (code, bench.rows) == (1, [0, 1, 3])
+    assert "Traceback" not in printed and "\x1b" not in printed
+    assert reason in " ".join(printed.split())
+    assert bench.lines()[2]["status"] == "failed"
+
+
+@pytest.mark.parametrize("trial", [True, False], ids=["trial", "row"])
+def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(bench: Bench, server: OddServer, trial: bool) -> None:
+    server.trial, server.fails = trial, ESCAPES.replace("\ud800", "")
+    code, printed = bench.run("--max-retries", 0)
+    assert code == 1
+    assert r"\x1b]0;owned\x07\x1b[2J bad" in printed and "\x1b" not in printed
+
+
+@pytest.mark.parametrize("body", [{"data": [{"id": 5}]}, {"data": [{"id": [["x"]]}]}, {"data": "m"}, [1], b"[" * 100_000, b'{"a": 1'])
+def test_a_list_of_models_that_is_none_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch, body: object) -> None:
+    send = FakeServer.send
+
+    def odd(self: FakeServer, writer: Any, status: int, answer: object, headers: str = "") -> None:
+        send(self, writer, status, body if isinstance(answer, dict) and "data" in answer else answer, headers)
+
+    monkeypatch.setattr(FakeServer, "send", odd)
+    code, printed = bench.run("--max-retries", 0)
+    assert code == 1
+    assert "/v1/models answers" in printed or "answers no JSON" in printed
+    assert bench.server.trials == []
+
+
+def test_nobody_is_left_alone_for_longer_than_we_wait_ourselves(server: OddServer) -> None:
+    async def ask() -> float | None:
+        server.body, server.status, server.headers = {}, 503, "Retry-After: 1e300\r\n"
+        async with Client(30) as client:
+            with pytest.raises(RequestError) as error:
+                await client.ask(server.url, "tiny", Row(2, "a"), "hsx-0123456789ab-0000-2-1", Asking())
+            return error.value.retry_after
+
+    assert asyncio.run(ask()) == LONGEST
