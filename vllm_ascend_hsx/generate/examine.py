@@ -184,4 +184,3 @@ def _read(fd: int, begin: int, end: int) -> memoryview:
             raise CheckError(f"it ended at byte {end - len(rest)} while it was read")
         rest = rest[count:]
     return memoryview(data)
-

@@ -153,9 +153,7 @@ def ledger_name(world_size: int, rank: int) -> str:
     return "ledger.jsonl" if world_size == 1 else f"ledger-{rank}-of-{world_size}.jsonl"
 
 
-def open_ledger(
-    output: Path, identity: Identity, world_size: int, rank: int, clear: Callable[[], None] | None = None
-) -> Ledger:
+def open_ledger(output: Path, identity: Identity, world_size: int, rank: int, clear: Callable[[], None] | None = None) -> Ledger:
     """Lock the ledger of this rank; it is made if it is not there.
 
     Args:
