@@ -272,6 +272,58 @@ def test_what_is_no_dataset_is_told_what_would_be_one(tmp_path: Path) -> None:
         open_dataset(tmp_path / "blank.jsonl").check()
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("state.json", '{"_data_files": []}'),
+        ("state.json", '{"_data_files": [{"filename": 5}]}'),
+        ("state.json", '{"_data_files": [{"filename": "a\\u0000b"}]}'),
+        ("state.json", '{"_data_files": [{"filename": "a\\ud800b"}]}'),
+        ("state.json", "[" * 100_000),
+        ("dataset_dict.json", '{"splits": []}'),
+        ("dataset_dict.json", '{"splits": [["a"]]}'),
+    ],
+)
+def test_what_datasets_would_not_have_written_is_named(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DatasetError, match=f"{name}: it is not what `datasets` writes: .*; save the dataset again"):
+        open_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["arrow", "parquet"])
+@pytest.mark.parametrize(
+    ("column", "names", "values", "message"),
+    [
+        (None, ["prompt"], [pa.array([b"good", b"\xff"], pa.binary()).view(pa.string())], "row 1: prompt cannot be read: .*utf-8"),
+        ("x", ["x"], [pa.array([2**55], pa.timestamp("ms"))], "row 0: x cannot be read: "),
+        (None, ["prompt", "prompt"], [pa.array(["a"]), pa.array(["b"])], "there are 2 columns 'prompt'; rename all but one"),
+    ],
+    ids=["no UTF-8", "a time without end", "a name twice"],
+)
+def test_a_value_that_python_has_no_object_for_is_named(
+    form: str, column: str | None, names: list[str], values: list[pa.Array], message: str, tmp_path: Path
+) -> None:
+    import pyarrow.parquet as pq
+
+    path, table = tmp_path / f"d.{form}", pa.Table.from_arrays(values, names=names)
+    if form == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+    with pytest.raises(DatasetError, match=f"d.{form}.*{message}"):
+        open_dataset(path, column).check()
+
+
+def test_a_message_that_nests_too_deep_to_be_sent_is_named(tmp_path: Path) -> None:
+    """What the decoder takes, the encoder may not when the row is sent, from further down the stack."""
+    path = tmp_path / "d.jsonl"
+    for depth in (970, 978, 980, 982, 984):
+        path.write_text('{"messages": [{"role": "user", "content": ' + "[" * depth + "]" * depth + "}]}")
+        with pytest.raises(DatasetError, match="d.jsonl:1: "):
+            open_dataset(path).check()
+
+
 def test_of_several_splits_one_has_to_be_named(tmp_path: Path) -> None:
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     with pytest.raises(DatasetError, match=rf"it holds the splits train, test; name one of them, such as --data {tmp_path}/train"):

@@ -12,11 +12,14 @@ from generate_harness import ledger_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_hsx.generate import ledger as ledger_module
+from vllm_ascend_hsx.generate import output as output_module
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import Entry, Identity, ledger_name, open_ledger
 from vllm_ascend_hsx.generate.names import hidden_file, row_file
 from vllm_ascend_hsx.generate.output import Output, open_output
 from vllm_ascend_hsx.generate.row_set import RowSet
+from vllm_ascend_hsx.protocol.files import open_regular
 
 IDENTITY = Identity({"rows": 20, "digest": "d0"}, {"include_output_tokens": False, "max_tokens": 1})
 SERVER = {"model": "tiny", "layer_ids": "[1, 2]", "dtype": "BF16", "row_shape": [2, 8]}
@@ -224,8 +227,11 @@ def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_re
     output.ledger.close()
     path = tmp_path / "ledger.jsonl"
     with open(path, "ab") as file:
-        file.write(b'\x00\x00\n[1]\n{"row": "x"}\n{"row": 2, "status": "done"}\n{"server": 4}\n{"row": 1, "status": "failed"}\n{"row": 3')
+        file.write(b'\x00\x00\n[1]\n{"row": "x"}\n{"row": 2, "status": "done"}\n{"server": 4}\n')
+        file.write(b'{"server": {"layer_ids": "[1]", "dtype": "BF16", "row_shape": [1, 8]}, "directories": ["a\\u0000b"]}\n')
+        file.write(b'{"row": 1, "status": "failed"}\n{"row": 3')
     content = open_and_close(tmp_path)
+    assert (content.server, content.directories) == (None, [])
     assert [row for row in range(20) if row in content.rows] == [2]
     path.write_text("somebody's notes\n")
     with pytest.raises(InputError, match="ledger.jsonl does not begin as a ledger of this version does"):
@@ -254,3 +260,65 @@ def test_a_set_of_rows_is_a_set_of_those_that_there_are(size: int, changes: list
     model = {row for row in model | set(others) if 0 <= row < size}
     assert {row for row in range(-5, 70) if row in rows} == model
     assert len(rows) == len(model)
+
+
+def test_a_lock_on_a_ledger_that_was_removed_meanwhile_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run with --overwrite, of another division, comes between the opening and the lock."""
+    closed(tmp_path, world_size=2)
+    opened_by_us: list[int] = []
+
+    def open_and_lose(path: Any, *arguments: Any, **options: Any) -> int:
+        fd = open_regular(path, *arguments, **options)
+        if path.name == ledger_name(2, 0) and not opened_by_us:
+            opened_by_us.append(fd)
+            os.unlink(path)
+        return fd
+
+    monkeypatch.setattr(ledger_module, "open_regular", open_and_lose)
+    fd = ledger_module.open_locked(tmp_path / ledger_name(2, 0), os.O_CREAT)
+    monkeypatch.undo()
+    with pytest.raises(InputError, match="belongs to a run that is under way"):
+        opened(tmp_path, world_size=2)
+    os.close(fd)
+
+
+def test_from_its_first_removal_on_nobody_else_gets_a_directory_that_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed(tmp_path)
+    finish(tmp_path, 0, 1, 2)
+    refusals = []
+
+    def remove_and_look(path: Path) -> None:
+        path.unlink()
+        for overwrite in (False, True):
+            with pytest.raises(InputError, match="belongs to a run that is under way") as refusal:
+                opened(tmp_path, overwrite=overwrite)
+            refusals.append(refusal)
+
+    monkeypatch.setattr(output_module, "remove", remove_and_look)
+    closed(tmp_path, overwrite=True)
+    assert len(refusals) == 6
+    assert os.listdir(tmp_path) == ["ledger.jsonl"]
+
+
+def test_what_is_finished_is_looked_up_when_nobody_can_remove_it_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed(tmp_path)
+    finish(tmp_path, 0, 1, 2)
+
+    def replaced_before(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.undo()
+        closed(tmp_path, overwrite=True)
+        return open_ledger(*arguments, **options)
+
+    monkeypatch.setattr(output_module, "open_ledger", replaced_before)
+    assert len(closed(tmp_path).finished) == 0
+
+
+def test_overwrite_touches_nothing_while_a_run_of_another_division_is_under_way(tmp_path: Path) -> None:
+    other = opened(tmp_path, world_size=2)
+    finish(tmp_path, 0, 1, 2)
+    with pytest.raises(InputError, match="a run that is under way with --world-size 2"):
+        opened(tmp_path, overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == ["hs_0.safetensors", "hs_1.safetensors", "hs_2.safetensors", "ledger-0-of-2.jsonl"]
+    other.ledger.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -31,6 +32,7 @@ from rich.console import Console
 
 from vllm_ascend_hsx.cli import generate
 from vllm_ascend_hsx.generate import progress as progress_module
+from vllm_ascend_hsx.generate.ledger import Ledger
 from vllm_ascend_hsx.generate.progress import Bar, Lines, Rates
 from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.sinks.data_file import FileOptions
@@ -281,6 +283,13 @@ def test_a_server_that_cannot_be_reached_is_named_before_anything_is_sent(bench:
         (["--endpoint", "http://a/v1,http://a"], "--endpoint: one is named twice"),
         (["--endpoint", ","], "--endpoint: give the URL of at least one server"),
         (["--map-path", "/a"], "--map-path /a: give SERVER=LOCAL"),
+        (["--endpoint", "http://localhost:99999"], "--endpoint http://localhost:99999: there is no such host or port; give the URL"),
+        (["--endpoint", "http://xn--"], "--endpoint http://xn--: Malformed A-label"),
+        (["--endpoint", "http://a..b"], "--endpoint http://a..b: encoding with 'idna' codec failed"),
+        (["--endpoint", "http://a/\x1b[2J"], r"--endpoint http://a/\x1b[2J: "),
+        (["--api-key", "k\u00e9y"], "--api-key (or OPENAI_API_KEY): it has characters that no header can have"),
+        (["--api-key", "key\nX-Other: 1"], "--api-key (or OPENAI_API_KEY): it has characters that no header can have"),
+        (["--data", "a" * 300], "a: it cannot be read: File name too long; name a file or a folder"),
         (["--max-tokens", "4"], "--max-tokens: the prompt's rows do not depend on it; add --include-output-tokens"),
         (["--include-output-tokens"], "--include-output-tokens: say with --max-tokens"),
         (["--data", "nothing.jsonl"], "nothing.jsonl: it does not exist"),
@@ -296,6 +305,7 @@ def test_a_wrong_option_is_named_with_its_remedy(bench: Bench, arguments: list[s
     printed = bench._capsys.readouterr()
     assert (code, printed.out) == (2, "")
     assert printed.err.startswith("hsx generate: ") and message in printed.err
+    assert "key" not in printed.err.replace("--api-key", "") and "k\u00e9y" not in printed.err
     assert bench.server.trials == bench.server.seen == []
     assert not bench.output.exists()
 
@@ -617,3 +627,56 @@ def test_the_ledger_s_first_lines_say_whose_rows_these_are(bench: Bench) -> None
         "server": {"model": "tiny", "layer_ids": "[2, 0, 3]", "dtype": "BF16", "row_shape": [3, 8]},
         "directories": [str(bench.server.storage)],
     }
+
+
+@pytest.mark.parametrize("left", [6, 5], ids=["all are there", "one is missing"])
+@pytest.mark.parametrize("line", ["as it was", "gone"])
+def test_files_that_agree_with_each_other_and_not_with_the_ledger_are_not_removed(
+    bench: Bench, tmp_path: Path, left: int, line: str
+) -> None:
+    """One changed digit there, and every file looks like one of another server."""
+    assert bench.run()[0] == 0
+    ledger = bench.output / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    if line == "gone":  # so that the next server says what the rows have to be
+        ledger.write_text("".join(line for line in lines if '"server"' not in line))
+    else:
+        ledger.write_text("".join(lines).replace("[2, 0, 3]", "[2, 0, 4]"))
+    if left == 5:
+        (bench.output / "hs_5.safetensors").unlink()
+    whole = contents(bench.output)
+    with FakeServer(tmp_path / "second", layer_ids=(2, 0, 4)) as other:
+        code, printed = bench.run("--validate", endpoint=other.url)
+        assert other.seen == []
+    said = " ".join(printed.split())
+    if line == "gone" and left == 6:  # nothing says what they have to be
+        assert code == 0, printed
+    else:
+        assert code == 2, printed
+        assert "hold BF16 [3, 8] of layers [2, 0, 3], and the ledger says BF16 [3, 8] of layers [2, 0, 4]" in said
+        assert "name the right --output" in said
+    assert contents(bench.output) == whole
+
+
+def test_a_full_disk_is_told_when_a_run_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.run()[0] == 0
+    ledger = bench.output / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(line for line in lines if not line.startswith('{"row":3,')))
+
+    def full(self: Ledger, entry: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Ledger, "append", full)
+    code, printed = bench.run()
+    assert code == 2
+    assert f"{ledger} cannot be written: No space left on device (ENOSPC); make room for it" in printed
+
+
+def test_names_that_the_console_would_take_for_markup_or_cannot_write_are_no_trouble(bench: Bench) -> None:
+    bench.root /= "[/x]\udcff"
+    bench.root.mkdir(parents=True)
+    bench.output = bench.root / "out"
+    code, printed = bench.run()
+    assert code == 0, printed
+    assert r"[/x]\udcff/out" in printed

@@ -12,6 +12,7 @@ from vllm_ascend_hsx.cli.numbers import seconds, whole
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.options import BOUNDS, Options, base_url, path_map
+from vllm_ascend_hsx.protocol.names import printable
 
 DEFAULTS = Options(Path(), Path())
 WHOLE = {name: whole(*bounds) for name, bounds in BOUNDS.items()}
@@ -159,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return generate(options, console)
     except InputError as error:
-        print(f"hsx generate: {error}", file=sys.stderr)
+        print("\n".join(printable(line) for line in f"hsx generate: {error}".split("\n")), file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before the run began
         print("hsx generate: interrupted", file=sys.stderr)

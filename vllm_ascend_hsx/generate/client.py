@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,10 +11,12 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from vllm_ascend_hsx.generate.errors import Fault, NoFileError, RequestError, RunError
-from vllm_ascend_hsx.generate.names import row_file
+from vllm_ascend_hsx.generate.backoff import LONGEST
+from vllm_ascend_hsx.generate.errors import Fault, InputError, NoFileError, RequestError, RunError
+from vllm_ascend_hsx.generate.names import is_path, row_file
 from vllm_ascend_hsx.generate.rows import CHAT, Row
 from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, PATH_OPTION
+from vllm_ascend_hsx.protocol.strict_json import parse
 
 CONNECT_SECONDS = 10.0
 _SHOWN = 300  # characters of a server's words
@@ -53,6 +54,18 @@ class Asking:
     named: bool = False
 
 
+def check_url(url: str) -> None:
+    """Raises InputError: no request can be sent there."""
+    try:
+        parsed = httpx.URL(url)
+        possible = parsed.host and (parsed.port is None or 0 < parsed.port < 2**16)
+        parsed.host.encode("idna")  # as the system is asked for it
+    except (httpx.InvalidURL, ValueError) as error:
+        raise InputError(f"--endpoint {url}: {error}; give the URL of a server, such as http://localhost:8000") from error
+    if not possible:
+        raise InputError(f"--endpoint {url}: there is no such host or port; give the URL of a server, such as http://localhost:8000")
+
+
 class Client:
     """Sends requests. Use as an asynchronous context manager.
 
@@ -80,9 +93,12 @@ class Client:
         """What the server calls its models. Raises RequestError."""
         answer = await self._send("GET", f"{url}/v1/models")
         try:
-            return [str(model["id"]) for model in answer["data"]]
-        except (KeyError, TypeError) as error:
-            raise RequestError(f"{url}/v1/models answers {_shown(json.dumps(answer))}", fault=Fault.ILL) from error
+            names = [model["id"] for model in answer["data"]]
+        except (KeyError, TypeError):
+            names = [None]
+        if not all(isinstance(name, str) for name in names):
+            raise RequestError(f"{url}/v1/models answers {_shown(answer)}", fault=Fault.ILL)
+        return names
 
     async def ask(self, url: str, model: str, row: Row, name: str, asking: Asking) -> Answer:
         """Send a row.
@@ -119,9 +135,9 @@ class Client:
         if response.status_code != 200:
             raise _refused(url, response)
         try:
-            return response.json()
+            return parse(response.content)
         except ValueError as error:
-            raise RequestError(f"{url} answers no JSON: {_shown(response.text)}", fault=Fault.ILL) from error
+            raise RequestError(f"{url} answers no JSON: {_shown(response.text)} ({error})", fault=Fault.ILL) from error
 
 
 def _refused(url: str, response: httpx.Response) -> Exception:
@@ -137,8 +153,8 @@ def _refused(url: str, response: httpx.Response) -> Exception:
 def _message(response: httpx.Response) -> str:
     """The server's reason: of OpenAI's error object, or as it stands there."""
     try:
-        error = response.json()["error"]
-        return _shown(str(error["message"] if isinstance(error, dict) else error))
+        error = parse(response.content)["error"]
+        return _shown(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return _shown(response.text) or response.reason_phrase
 
@@ -148,7 +164,7 @@ def _retry_after(response: httpx.Response) -> float | None:
         seconds = float(response.headers["Retry-After"])  # a date, which is allowed too, is passed over
     except (KeyError, ValueError):
         return None
-    return seconds if 0 <= seconds < math.inf else None
+    return min(seconds, LONGEST) if seconds >= 0 else None
 
 
 def _read(answer: Any, row: Row) -> Answer:
@@ -158,18 +174,21 @@ def _read(answer: Any, row: Row) -> Answer:
         prompt = (answer if row.endpoint == CHAT else choice)["prompt_token_ids"]
         output = choice.get("token_ids") or []
         error, path = params.get(ERROR_KEY), params.get(PATH_KEY)
+        error = error if isinstance(error, str | None) else _shown(error)
     except (KeyError, IndexError, TypeError, AttributeError) as problem:
-        raise RequestError(f"the answer is not what vLLM's looks like: {_shown(json.dumps(answer))}", fault=Fault.ILL) from problem
-    if error and PATH_OPTION in str(error):
-        raise RunError(f"--in-place: the server does not let requests name their files: {error}")
+        raise RequestError(f"the answer is not what vLLM's looks like: {_shown(answer)}", fault=Fault.ILL) from problem
+    if error and PATH_OPTION in error:
+        raise RunError(f"--in-place: the server does not let requests name their files: {_shown(error)}")
     if error:
-        raise RequestError(f"the server could not store the hidden states: {error}", fault=Fault.ILL)
+        raise RequestError(f"the server could not store the hidden states: {_shown(error)}", fault=Fault.ILL)
     if not isinstance(path, str) or not path:
         raise NoFileError(
-            f"the answer names no file (kv_transfer_params are {params}); was the server started with hidden-state extraction?",
+            f"the answer names no file (kv_transfer_params are {_shown(params)}); was the server started with hidden-state extraction?",
             fault=Fault.ILL,
         )
-    if not isinstance(prompt, list) or not isinstance(output, list):
+    if not is_path(path):
+        raise RequestError(f"the answer names {_shown(path)}, which no system takes for a path", fault=Fault.ILL, lost=True)
+    if not _are_token_ids(prompt) or not _are_token_ids(output):
         raise RequestError("the answer has no token ids, although they were asked for with return_token_ids", fault=Fault.ILL)
     sent = row.token_ids
     if sent is not None and prompt != sent.tolist():
@@ -182,6 +201,10 @@ def _read(answer: Any, row: Row) -> Answer:
     return Answer(path, prompt, output)
 
 
+def _are_token_ids(value: object) -> bool:
+    return isinstance(value, list) and (not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**63))
+
+
 def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
     return next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
 
@@ -190,6 +213,10 @@ def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _shown(text: str) -> str:
-    text = " ".join(text.split())
+def _shown(value: object) -> str:
+    """A server's words, in one line; other values as JSON."""
+    try:
+        text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
+    except RecursionError:
+        text = "something that nests too deep"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_ascend_hsx.generate.errors import Fault, RequestError, RunError
-from vllm_ascend_hsx.generate.examine import CheckError, Examined, Expected, examine
+from vllm_ascend_hsx.generate.examine import CheckError, Examined, Expected, ServerFacts, examine, facts_of
 from vllm_ascend_hsx.generate.ledger import sync_directory
-from vllm_ascend_hsx.generate.names import hidden_file, row_file
+from vllm_ascend_hsx.generate.names import ServerFile, hidden_file, row_file, server_file
 from vllm_ascend_hsx.protocol.files import describe, open_regular
 from vllm_ascend_hsx.reader.load import HiddenStatesError, open_stored, remove, whole_file
 from vllm_ascend_hsx.reader.shards import Place
@@ -40,7 +40,8 @@ class Collector:
         self._validate = validate
         self._copy = copy
         self._durable = durable
-        self._foreign: set[Path] = set()  # directories on other filesystems; a server's first file tells
+        self._directories: set[Path] = set()  # of servers, where their first files were
+        self._foreign: set[Path] = set()  # of them, those on other filesystems
 
     def collect(self, path: Path, row: int, expected: Expected) -> Examined:
         """The file of a row's request becomes that of the row.
@@ -83,6 +84,7 @@ class Collector:
             finally:
                 target.unlink(missing_ok=True)
             remove(path)
+            self._directories.add(path.parent)
             return examined
         except TimeoutError as error:
             raise self._late(path) from error
@@ -105,8 +107,23 @@ class Collector:
             self._drop(path)
             raise
 
-    def check_place(self, path: Path, row: int) -> None:
-        """Whether a server may call a row's file so; here it may."""
+    def check_place(self, path: Path, row: int | None) -> None:
+        """Whether a path that an answer names may be taken, and removed: a server, or what stands before it, may say anything.
+
+        Args:
+            path: as it is called here.
+            row: whose answer it is; None for a trial's, whose directory becomes that of the rows.
+
+        Raises:
+            RequestError: it is not that of the row's own request.
+        """
+        if server_file(path.name) != ServerFile(path.name, self._token, row):
+            problem = "it is not the file of this request; does a proxy mix up answers?"
+        elif row is not None and path.parent not in self._directories:
+            problem = "it is in another directory than the trial request's; let each --endpoint be one server, with one directory"
+        else:
+            return
+        raise RequestError(f"{path}, which the answer names, is left alone: {problem}", fault=Fault.ILL, lost=True)
 
     def examine(self, row: int, expected: Expected) -> Examined:
         """Check a row's own file, wholly.
@@ -118,6 +135,14 @@ class Collector:
         place = self._open_own(self._output / row_file(row))
         try:
             return examine(place, expected, validate=True)
+        finally:
+            os.close(place.fd)
+
+    def facts(self, row: int) -> ServerFacts:
+        """What a row's own file says of its server. Raises as `examine`."""
+        place = self._open_own(self._output / row_file(row))
+        try:
+            return facts_of(place)
         finally:
             os.close(place.fd)
 

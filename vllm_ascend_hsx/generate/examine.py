@@ -48,6 +48,9 @@ class ServerFacts:
     dtype: str
     row_shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.row_shape)} of layers {self.layer_ids}"
+
     @classmethod
     def of(cls, header: Header) -> ServerFacts:
         states = header.tensors[HIDDEN_STATES]
@@ -99,6 +102,22 @@ def examine(place: Place, expected: Expected, *, validate: bool, copy_to: int | 
         CheckError: it is not what it has to be.
         OSError: it cannot be read, or the copy not written.
     """
+    header = _header(place)
+    facts = ServerFacts.of(header)
+    if expected.facts is not None and facts != expected.facts:
+        raise CheckError(f"it holds {facts}, and the others hold {expected.facts}")
+    tokens = _check_tokens(place.fd, header, expected)
+    if validate or copy_to is not None:
+        _read_all(place, header, validate, copy_to)
+    return Examined(tokens, place.size, facts)
+
+
+def facts_of(place: Place) -> ServerFacts:
+    """What a file says of its server; nothing else is looked at. Raises as `examine`."""
+    return ServerFacts.of(_header(place))
+
+
+def _header(place: Place) -> Header:
     try:
         header = read_header(place.fd, place.offset, place.size)
         check_tensors(header)
@@ -106,13 +125,7 @@ def examine(place: Place, expected: Expected, *, validate: bool, copy_to: int | 
         raise CheckError(f"this is not a file of hidden states: {error}") from error
     if problem := quantization_problem(header) or member_problem(place, header):
         raise CheckError(problem)
-    facts = ServerFacts.of(header)
-    if expected.facts is not None and facts != expected.facts:
-        raise CheckError(f"it holds {_words(facts)}, and the others hold {_words(expected.facts)}")
-    tokens = _check_tokens(place.fd, header, expected)
-    if validate or copy_to is not None:
-        _read_all(place, header, validate, copy_to)
-    return Examined(tokens, place.size, facts)
+    return header
 
 
 def _check_tokens(fd: int, header: Header, expected: Expected) -> int:
@@ -171,7 +184,3 @@ def _read(fd: int, begin: int, end: int) -> memoryview:
             raise CheckError(f"it ended at byte {end - len(rest)} while it was read")
         rest = rest[count:]
     return memoryview(data)
-
-
-def _words(facts: ServerFacts) -> str:
-    return f"{facts.dtype} {list(facts.row_shape)} of layers {facts.layer_ids}"

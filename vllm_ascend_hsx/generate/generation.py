@@ -108,6 +108,8 @@ class Generation:
             await self._find_leftovers()
             if self._unfinished:
                 await self._unless_stopped(self._servers.meet(self._backoff))
+            if self._options.validate:
+                await self._in_pool(self._check_ledger)
         except (InputError, RunError, OSError) as error:
             return self.stop(error)
         except StoppedError:
@@ -115,6 +117,25 @@ class Generation:
         rows = self._dataset.rows(self._is_wanted)
         turn = asyncio.Lock()
         await asyncio.gather(*(self._worker(rows, turn) for _ in range(2 * self._options.concurrency)))
+
+    def _check_ledger(self) -> None:
+        """Whether one file at least comes from the server that the ledger names: a file that differs from that is removed.
+
+        Raises:
+            InputError: there are files, and none does, so it is the ledger that is wrong.
+        """
+        facts, others = self._servers.facts, None
+        for row in filter(self._is_wanted, self._output.finished if facts is not None else ()):
+            with suppress(CheckError, OSError):  # `_is_right` says so
+                found = self._collector.facts(row)
+                if found == facts:
+                    return
+                others = found
+        if others is not None:
+            raise InputError(
+                f"{self._output.path}: the rows hold {others}, and the ledger says {facts}, so none is what it has to be; nothing was "
+                "removed: name the right --output, or have the server's line in the ledger say what the rows hold"
+            )
 
     def _is_wanted(self, row: int) -> bool:
         options = self._options

@@ -9,19 +9,20 @@ from pathlib import Path
 
 from vllm_ascend_hsx.generate.collect import Collector
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.examine import Examined, Expected, examine
+from vllm_ascend_hsx.generate.examine import CheckError, Examined, Expected, examine
 from vllm_ascend_hsx.generate.names import row_file, row_of_file
 from vllm_ascend_hsx.protocol.lock import wait_until_released
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
-from vllm_ascend_hsx.reader.load import open_stored, remove
+from vllm_ascend_hsx.reader.load import HiddenStatesError, open_stored, remove
 from vllm_ascend_hsx.reader.shards import Place
 
 
 class InPlaceCollector(Collector):
     """Looks at files, and leaves them where they are. How durable they are is the servers' part."""
 
-    def check_place(self, path: Path, row: int) -> None:
+    def check_place(self, path: Path, row: int | None) -> None:
         """Raises InputError: the file of a row, which the server names, is not where it has to stay."""
+        assert row is not None  # there is no trial
         target = self._output / row_file(row)
         if path.name != target.name or not _is_same_directory(path.parent, self._output):
             raise InputError(
@@ -37,7 +38,10 @@ class InPlaceCollector(Collector):
             os.close(place.fd)
 
     def _open_own(self, path: Path) -> Place:
-        return open_stored(path, self._timeout)
+        try:
+            return open_stored(path, self._timeout)
+        except HiddenStatesError as error:
+            raise CheckError(error.reason) from error
 
     def _tidy(self, path: Path) -> None:
         remove(path, keep_data=True)

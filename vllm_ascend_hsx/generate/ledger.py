@@ -15,18 +15,20 @@ import json
 import os
 import re
 import struct
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.names import is_token, new_token
+from vllm_ascend_hsx.generate.names import is_path, is_token, new_token
 from vllm_ascend_hsx.generate.row_set import RowSet
 from vllm_ascend_hsx.protocol.files import open_regular
 from vllm_ascend_hsx.protocol.strict_json import parse
 
 VERSION = 1
-REMEDY = "name another --output, or replace what is there with --overwrite"
+REMEDY = "name another --output, or replace what is there with --overwrite (not with --in-place, where you remove it yourself)"
 Status = Literal["done", "recovered", "found", "failed"]
 
 _NAME = re.compile(r"ledger(?:-[0-9]+-of-[0-9]+)?\.jsonl")
@@ -95,7 +97,7 @@ class Content:
     def add(self, line: dict[str, Any]) -> None:
         """Take note of a line behind the first."""
         row, server, directories = line.get("row"), line.get("server"), line.get("directories", [])
-        if _is_server(server) and isinstance(directories, list) and all(isinstance(each, str) for each in directories):
+        if _is_server(server) and isinstance(directories, list) and all(map(is_path, directories)):
             self.server = server
             self.directories += [each for each in directories if each not in self.directories]
         elif type(row) is int:
@@ -151,18 +153,26 @@ def ledger_name(world_size: int, rank: int) -> str:
     return "ledger.jsonl" if world_size == 1 else f"ledger-{rank}-of-{world_size}.jsonl"
 
 
-def open_ledger(output: Path, identity: Identity, world_size: int, rank: int) -> Ledger:
+def open_ledger(output: Path, identity: Identity, world_size: int, rank: int, clear: Callable[[], None] | None = None) -> Ledger:
     """Lock the ledger of this rank; it is made if it is not there.
+
+    Args:
+        output: the directory.
+        identity: of the rows.
+        world_size, rank: whose ledger.
+        clear: removes what the ledger is about, which then begins anew. Until then it says whose files these are.
 
     Raises:
         InputError: a run of this rank is under way, or its rows are of something else.
         OSError: it cannot be read or written.
     """
     path = output / ledger_name(world_size, rank)
-    fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    fd = open_locked(path, os.O_CREAT)
     try:
-        lock(path, fd)
         content, whole = _read(fd, identity.dataset["rows"])
+        if clear is not None:
+            clear()
+            content = None
         if content is None:
             # The first line is written before anything is asked for: if it is not whole, there is nothing else.
             header = {"ledger": VERSION, "token": new_token(), **identity._asdict(), "world_size": world_size, "rank": rank}
@@ -210,15 +220,34 @@ def compare(path: Path, content: Content, identity: Identity) -> None:
             raise InputError(f"{path.parent} holds rows of {what}: {_differences(before, now)} ({path.name}); {REMEDY}")
 
 
-def lock(path: Path, fd: int) -> None:
-    """Say that a run is under way, until the file is closed. Raises InputError: one is."""
-    try:
-        # Not flock: with this kind others can see whether the lock is held without taking it for a moment, in which we would fail.
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    except BlockingIOError:
-        raise InputError(
-            f"{path} belongs to a run that is under way; wait for its end, or divide the rows between the two with --world-size and --rank"
-        ) from None
+def open_locked(path: Path, flags: int = 0) -> int:
+    """A descriptor of a ledger that says that a run is under way, until it is closed.
+
+    Args:
+        path: of the ledger.
+        flags: O_CREAT, to make it.
+
+    Raises:
+        InputError: a run is under way.
+        OSError: it cannot be opened.
+    """
+    while True:
+        fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | flags, 0o644)
+        try:
+            # Not flock: with this kind others can see whether the lock is held without taking it for a moment, in which we would fail.
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                    return fd
+        except BaseException as error:
+            os.close(fd)
+            if not isinstance(error, BlockingIOError):
+                raise
+            raise InputError(
+                f"{path} belongs to a run that is under way; wait for its end, or divide the rows between the two with --world-size and "
+                "--rank"
+            ) from None
+        os.close(fd)  # a run with --overwrite has removed it meanwhile: nobody else would see this lock
 
 
 def sync_directory(directory: Path) -> None:

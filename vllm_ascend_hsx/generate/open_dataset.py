@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_hsx.generate.dataset import Dataset, DatasetError
+from vllm_ascend_hsx.generate.names import is_path
 from vllm_ascend_hsx.generate.rows import Row, RowError, choose_column, read_row
+from vllm_ascend_hsx.protocol.files import read_regular
+from vllm_ascend_hsx.protocol.strict_json import parse
 
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
@@ -50,7 +53,11 @@ def open_dataset(path: Path, column: str | None = None) -> Dataset:
     Raises:
         DatasetError: there is none that can be read, or pyarrow is needed and not installed.
     """
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise DatasetError(str(path), f"it cannot be read: {error.strerror}; name a file or a folder") from error
+    if not there:
         raise DatasetError(str(path), "it does not exist; give a file of JSON lines, Arrow or parquet, or a folder of the two latter")
     if not path.is_dir():
         if path.suffix in _JSON_SUFFIXES:
@@ -83,10 +90,13 @@ def _tables(path: Path, files: list[Path], column: str | None) -> Dataset:
 
 def _names_in(path: Path, key: str, inner: str | None = None) -> list[str]:
     try:
-        entries = json.loads(path.read_bytes())[key]
-        return [str(entry[inner] if inner else entry) for entry in entries]
+        entries = parse(read_regular(path))[key]
+        names = [entry[inner] if inner else entry for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DatasetError(str(path), f"it is not what `datasets` writes: {error!r}") from error
+        raise DatasetError(str(path), f"it is not what `datasets` writes: {error!r}; save the dataset again") from error
+    if not names or not all(map(is_path, names)):
+        raise DatasetError(str(path), f"it is not what `datasets` writes: no names of files or folders in {key}; save the dataset again")
+    return names
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,8 @@ class Options:
         if not self.include_output_tokens and self.max_tokens is not None:
             raise InputError("--max-tokens: the prompt's rows do not depend on it; add --include-output-tokens or leave it out")
 
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):  # which is not to be printed
+            raise InputError("--api-key (or OPENAI_API_KEY): it has characters that no header can have; give ASCII without blanks")
         for name in ("copy", "overwrite"):
             if self.in_place and getattr(self, name):
                 raise InputError(f"--{name}: with --in-place files stay as the servers write them; leave out one of the two")

@@ -14,15 +14,13 @@ from vllm_ascend_hsx.generate.ledger import (
     Identity,
     Ledger,
     compare,
-    is_ledger,
     ledger_name,
-    lock,
     open_ledger,
+    open_locked,
     other_ledgers,
 )
 from vllm_ascend_hsx.generate.names import is_hidden_file, row_file, row_of_file
 from vllm_ascend_hsx.generate.row_set import RowSet
-from vllm_ascend_hsx.protocol.files import open_regular
 from vllm_ascend_hsx.reader.load import remove
 from vllm_ascend_hsx.reader.shards import shards_of
 
@@ -63,8 +61,39 @@ def open_output(path: Path, identity: Identity, world_size: int, rank: int, over
 
 def _open(path: Path, identity: Identity, world_size: int, rank: int, overwrite: bool) -> Output:
     num_rows = identity.dataset["rows"]
-    over = _remove_earlier(path, num_rows, world_size, rank) if overwrite else []
-    for other in other_ledgers(path, num_rows, world_size, rank):
+    removed: list[Content] = []
+
+    def clear() -> None:
+        removed.extend(_remove_earlier(path, num_rows, world_size, rank))
+
+    # Before a ledger is made, which would be in the way of those that are there; and again when our lock shows others that we are here.
+    _others(path, identity, world_size, rank, overwrite)
+    if not overwrite and _rows(path) and not other_ledgers(path, num_rows, world_size, rank, own=True):
+        raise InputError(f"--output {path} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
+    ledger = open_ledger(path, identity, world_size, rank, clear if overwrite else None)
+    try:
+        over = removed + _others(path, identity, world_size, rank, overwrite)
+        output = Output(path, ledger, RowSet(num_rows), {ledger.token}, set(), list(ledger.content.directories))
+        for row in _rows(path):
+            output.finished.add(row)
+        for content in over:
+            if not overwrite:
+                ledger.content.server = ledger.content.server or content.server
+                ledger.content.rows.update(content.rows)
+            if content.token is not None:
+                (output.overwritten if overwrite else output.tokens).add(content.token)
+                output.directories += [each for each in content.directories if each not in output.directories]
+        _remove_hidden(path, output.tokens | output.overwritten)
+    except BaseException:
+        ledger.close()
+        raise
+    return output
+
+
+def _others(path: Path, identity: Identity, world_size: int, rank: int, overwrite: bool) -> list[Content]:
+    """Ledgers of other ranks and divisions whose runs are over. Raises InputError: one that counts forbids this run."""
+    others = other_ledgers(path, identity.dataset["rows"], world_size, rank)
+    for other in others:
         if other.alive and other.content.header.get("world_size") != world_size:
             raise InputError(
                 f"{other.path} belongs to a run that is under way with --world-size {other.content.header.get('world_size')}; "
@@ -73,28 +102,7 @@ def _open(path: Path, identity: Identity, world_size: int, rank: int, overwrite:
         # With --overwrite every rank replaces its own part; those that have not begun yet still say what was there.
         if other.alive or not overwrite:
             compare(other.path, other.content, identity)
-        if not other.alive:
-            over.append(other.content)
-    rows = _rows(path)
-    if rows and not over and not any(map(is_ledger, os.listdir(path))):
-        raise InputError(f"--output {path} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
-    ledger = open_ledger(path, identity, world_size, rank)
-    output = Output(path, ledger, RowSet(num_rows), {ledger.token}, set(), list(ledger.content.directories))
-    for row in rows:
-        output.finished.add(row)
-    for content in over:
-        if not overwrite:
-            ledger.content.server = ledger.content.server or content.server
-            ledger.content.rows.update(content.rows)
-        if content.token is not None:
-            (output.overwritten if overwrite else output.tokens).add(content.token)
-            output.directories += [each for each in content.directories if each not in output.directories]
-    try:
-        _remove_hidden(path, output.tokens | output.overwritten)
-    except BaseException:
-        ledger.close()
-        raise
-    return output
+    return [other.content for other in others if not other.alive]
 
 
 def _remove_hidden(path: Path, tokens: set[str]) -> None:
@@ -106,26 +114,27 @@ def _remove_hidden(path: Path, tokens: set[str]) -> None:
 
 
 def _remove_earlier(path: Path, num_rows: int, world_size: int, rank: int) -> list[Content]:
-    """Remove the files or members of this rank's rows, its ledger, and those of other divisions into ranks; returns what these said.
+    """Remove the files or members of this rank's rows, and the ledgers of other divisions into ranks.
 
-    The ledger goes last, for it says whose files these are.
+    Returns:
+        What these said, and what this rank's ledger says, which is locked.
+
+    Raises:
+        InputError: a run of another division has just begun.
+        OSError: something cannot be removed.
     """
     name = path / ledger_name(world_size, rank)
-    removed = []
     with ExitStack() as stack:
-        with suppress(FileNotFoundError):
-            fd = open_regular(name, os.O_RDWR | os.O_NOFOLLOW)
-            stack.callback(os.close, fd)
-            lock(name, fd)
         ledgers = other_ledgers(path, num_rows, world_size, rank, own=True)
+        doomed = [other for other in ledgers if other.path != name and other.content.header.get("world_size") != world_size]
+        for other in doomed:
+            stack.callback(os.close, open_locked(other.path))
         for row in _rows(path):
             if row % world_size == rank:
                 remove(path / row_file(row))
-        for other in ledgers:
-            if other.path == name or (not other.alive and other.content.header.get("world_size") != world_size):
-                removed.append(other.content)
-                os.unlink(other.path)
-    return removed
+        for other in doomed:
+            os.unlink(other.path)
+    return [other.content for other in ledgers if other.path == name or other in doomed]
 
 
 def _rows(path: Path) -> list[int]:

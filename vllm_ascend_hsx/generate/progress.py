@@ -15,6 +15,8 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from vllm_ascend_hsx.protocol.names import printable
+
 LINE_SECONDS = 10.0
 WINDOW_SECONDS = 30.0
 
@@ -96,7 +98,7 @@ class Progress(ABC):
 
     def say(self, text: str) -> None:
         """Something that a user should know now."""
-        self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     @abstractmethod
     def _advance(self, finished: bool) -> None: ...

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class RowSet:
     """Rows in [0, size); what lies outside is never in it.
@@ -26,6 +28,9 @@ class RowSet:
         size = len(self._is_in)
         both = int.from_bytes(self._is_in, "little") | int.from_bytes(other._is_in, "little")
         self._is_in = bytearray(both.to_bytes(size, "little"))
+
+    def __iter__(self) -> Iterator[int]:
+        return (row for row, is_in in enumerate(self._is_in) if is_in)
 
     def __contains__(self, row: int) -> bool:
         return 0 <= row < len(self._is_in) and self._is_in[row] == 1

@@ -7,7 +7,9 @@ import os
 import signal
 
 from rich.console import Console
+from rich.text import Text
 
+from vllm_ascend_hsx.generate.client import check_url
 from vllm_ascend_hsx.generate.dataset import Dataset
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.generation import Generation
@@ -19,6 +21,8 @@ from vllm_ascend_hsx.generate.outcome import Interrupted, Outcome
 from vllm_ascend_hsx.generate.output import Output, open_output
 from vllm_ascend_hsx.generate.progress import progress_on
 from vllm_ascend_hsx.generate.summary import show_summary
+from vllm_ascend_hsx.protocol.files import describe
+from vllm_ascend_hsx.protocol.names import printable
 
 ALL_THERE, SOME_MISSING, BAD_INPUT = 0, 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -33,11 +37,16 @@ def generate(options: Options, console: Console) -> int:
     Raises:
         InputError: nothing was generated, because something is not what it must be.
     """
+    for url in options.endpoints:
+        check_url(url)
     dataset = open_dataset(options.data, options.column)
     identity = _check(dataset, options, console)
     output = open_output(options.output, identity, options.world_size, options.rank, options.overwrite)
     try:
-        outcome, unfinished = _begin(options, identity.dataset["rows"], output)
+        try:
+            outcome, unfinished = _begin(options, identity.dataset["rows"], output)
+        except OSError as error:
+            raise InputError(describe(f"{output.ledger.path} cannot be written", error) + "; make room for it") from error
         with progress_on(console, outcome.total, outcome.before) as progress:
             generation = Generation(options, dataset, output, outcome, unfinished, progress)
             asyncio.run(_run_until_signal(generation))
@@ -71,9 +80,10 @@ async def _run_until_signal(generation: Generation) -> None:
 
 def _check(dataset: Dataset, options: Options, console: Console) -> Identity:
     """Reads all of the dataset, and says what makes this run's files what they are."""
-    with console.status(f"checking {options.data}") as status:
-        checked = dataset.check(lambda rows: status.update(f"checking {options.data}: {rows:,} rows"))
-    console.print(f"{options.data}: {checked.rows:,} rows", markup=False, highlight=False, soft_wrap=True)
+    data = printable(str(options.data))
+    with console.status(Text(f"checking {data}")) as status:
+        checked = dataset.check(lambda rows: status.update(Text(f"checking {data}: {rows:,} rows")))
+    console.print(f"{data}: {checked.rows:,} rows", markup=False, highlight=False, soft_wrap=True)
     return Identity(
         {"rows": checked.rows, "digest": checked.digest},
         {"include_output_tokens": options.include_output_tokens, "max_tokens": options.tokens_to_generate},

@@ -120,8 +120,7 @@ class Servers:
                     await self._meet(endpoint)
                 name, sent = self._names.row(row.index, attempt), True
                 answer = await self._client.ask(endpoint.url, self._models[endpoint.url], row, name, self._asking)
-                path = self._options.local_path(answer.path)
-                await asyncio.get_running_loop().run_in_executor(self._executor, self._collector.check_place, path, row.index)
+                path = await self._place_of(answer, row.index)
                 endpoint.known = True
                 fault = Fault.NONE
                 return Answered(answer, path, endpoint.url)
@@ -167,15 +166,21 @@ class Servers:
                 return
             self._trials += 1
             answer = await self._client.ask(endpoint.url, model, _TRIAL, self._names.probe(self._trials), Asking())
+            path = await self._place_of(answer, None)
         except RequestError as error:
             if error.again and not isinstance(error, NoFileError):
                 raise
             raise RunError(f"{error.reason}; give --endpoint the URL of a `vllm serve` with hidden-state extraction") from error
-        path = self._options.local_path(answer.path)
         examined = await asyncio.get_running_loop().run_in_executor(self._executor, self._collector.try_out, path)
         self._note(endpoint.url, model, examined.facts, path.parent)
         self._models[endpoint.url] = model
         endpoint.known = True
+
+    async def _place_of(self, answer: Answer, row: int | None) -> Path:
+        """Where the file is here that an answer names. Raises RequestError, InputError: it may not be taken from there."""
+        path = self._options.local_path(answer.path)
+        await asyncio.get_running_loop().run_in_executor(self._executor, self._collector.check_place, path, row)
+        return path
 
     def note_file(self, url: str, facts: ServerFacts) -> None:
         """A row that stays in place has come from an endpoint: its first one says what there was no trial for.

@@ -10,6 +10,7 @@ from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import Ledger
 from vllm_ascend_hsx.generate.outcome import Interrupted, Outcome
 from vllm_ascend_hsx.generate.progress import duration
+from vllm_ascend_hsx.protocol.names import printable
 
 
 def show_summary(console: Console, outcome: Outcome, ledger: Ledger) -> None:
@@ -37,7 +38,7 @@ def show_summary(console: Console, outcome: Outcome, ledger: Ledger) -> None:
     if len(outcome.endpoints) > 1:
         for endpoint in outcome.endpoints:
             table.add_row(endpoint.url, f"{endpoint.answered:,} answered, {endpoint.failed:,} failed")
-    console.print(str(ledger.path.parent), markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(str(ledger.path.parent)), markup=False, highlight=False, soft_wrap=True)
     console.print(table, highlight=False)
     for row, reason in outcome.failures:
         _say(console, f"row {row}: {reason}")
@@ -53,4 +54,4 @@ def show_summary(console: Console, outcome: Outcome, ledger: Ledger) -> None:
 
 
 def _say(console: Console, text: str) -> None:
-    console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(text), style="red", markup=False, highlight=False, soft_wrap=True)

@@ -29,8 +29,9 @@ class Tables(Dataset):
                         where = f"{path}, row {number}"
                         yield _row(where, index, column, value) if wanted(index) else None
                         index, number = index + 1, number + 1
-            except (pa.ArrowException, OSError) as error:
-                raise DatasetError(str(path), f"it cannot be read: {str(error).splitlines()[0]}") from error
+            except (pa.ArrowException, OSError, ValueError) as error:  # the last of names of columns that are no UTF-8
+                reason = next(iter(str(error).splitlines()), repr(error))
+                raise DatasetError(str(path), f"it cannot be read: {reason}") from error
 
     def _batches(self, path: Path) -> Iterator[tuple[str, Any]]:
         """(column's name, its values) batch by batch."""
@@ -56,9 +57,12 @@ class Tables(Dataset):
 
     def _column(self, path: Path, names: list[str]) -> str:
         try:
-            return choose_column(names, self.column)
+            column = choose_column(names, self.column)
         except RowError as error:
             raise DatasetError(str(path), str(error)) from error
+        if names.count(column) > 1:
+            raise DatasetError(str(path), f"there are {names.count(column)} columns {column!r}; rename all but one")
+        return column
 
 
 def _row(where: str, index: int, column: str, value: Any) -> Row | DatasetError:
@@ -76,4 +80,7 @@ def _python(column: str, value: Any) -> Any:
             return array("q", items.cast(pa.int64()).to_numpy().tobytes())
         except pa.ArrowInvalid:
             raise RowError(f"{column} holds a number above 2^63; token ids are numbers from 0 to the vocabulary's size") from None
-    return value.as_py()
+    try:
+        return value.as_py()
+    except (ValueError, OverflowError) as error:  # a text that is no UTF-8, a time that Python has no object for
+        raise RowError(f"{column} cannot be read: {error}") from error

@@ -14,10 +14,9 @@ from typing import Any
 
 from vllm_ascend_hsx.cli import generate
 from vllm_ascend_hsx.generate import collect, examine, generation, in_place, ledger, leftovers, output, run  # noqa: F401 (loaded before the fork)
-from vllm_ascend_hsx.reader.load import load as reader
-from vllm_ascend_hsx.reader.load import shards
+from vllm_ascend_hsx.reader import load, shards
 
-TRACED = (collect, examine, in_place, ledger, leftovers, output, reader, shards)
+TRACED = (collect, examine, in_place, ledger, leftovers, output, load, shards)
 
 
 class DyingOs:
