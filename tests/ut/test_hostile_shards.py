@@ -25,7 +25,7 @@ from vllm_ascend_hsx.generate.examine import examine as examine_row
 from vllm_ascend_hsx.generate.output import _rows
 from vllm_ascend_hsx.protocol.names import mark_name
 from vllm_ascend_hsx.protocol.shard_index import Member, encode
-from vllm_ascend_hsx.protocol.tar import END, walk
+from vllm_ascend_hsx.protocol.tar import END, HOLE, Entry, _comment, _record, headers, walk
 from vllm_ascend_hsx.reader.check import examine, files_in
 from vllm_ascend_hsx.reader.load import HiddenStatesError, open_stored, remove
 from vllm_ascend_hsx.reader.shard_check import shard_problems
@@ -219,19 +219,43 @@ def test_a_member_among_the_removals_hides_nothing(storage: Path) -> None:
     assert len(list(open_dir(storage))) == 6
 
 
-def test_the_headers_of_a_tar_file_cannot_lead_in_a_circle(storage: Path) -> None:
+@pytest.mark.parametrize("size", [-(2**40), -1, 2**70, 2**63 - 1, "back to the first", "back to the one before", "back to itself"])
+@pytest.mark.parametrize("kind", ["ustar", "pax"])
+def test_the_headers_of_a_tar_file_cannot_lead_in_a_circle(storage: Path, size: int | str, kind: str) -> None:
     tar = next(storage.glob("*.tar"))
-    content = bytearray(tar.read_bytes())
-    entry = next(each for each in _walk(tar) if each.name == name(2))
-    block = content[entry.offset - 512 : entry.offset]
-    for size in (-4096 - 512 * 20, -1, 2**70, 2**63 - 1):
+    entries = _walk(tar)
+    entry = entries[2]
+    if isinstance(size, str):
+        size = {"first": entries[0], "before": entries[1], "itself": entry}[size.split()[-1]].start - entry.offset
+    claim_size(tar, entry, size, kind)
+    before = tar.read_bytes()
+    assert [each.start for each in _walk(tar)[:2]] == [each.start for each in entries[:2]]
+    assert all(each.end > each.start for each in _walk(tar))
+    assert list(shard_problems(storage))
+    leave_to_recovery(storage)
+    FileSink(storage, FORMAT).close()
+    assert tar.read_bytes() == before, "its index names a member that the tar file does not lead to"
+
+
+def claim_size(tar: Path, entry: Entry, size: int, kind: str = "ustar") -> None:
+    """Have the headers of an entry say that it is of so many bytes."""
+    with open(tar, "r+b") as file:
+        block = bytearray(os.pread(file.fileno(), 512, entry.offset - 512))
         block[124:136] = (size % (1 << 88) | ((0xFF if size < 0 else 0x80) << 88)).to_bytes(12, "big")
+        if kind == "pax":
+            room = entry.offset - entry.start - 1024
+            record = _record("size", str(size))
+            pax = headers(HOLE, 0, room + 1024, 0o600, 0)[:512]
+            os.pwrite(file.fileno(), pax + (record + _comment(room - len(record))), entry.start)
+            block[124:136] = b"%011o\0" % entry.size
         block[148:156] = b" " * 8
         block[148:156] = b"%06o\0 " % sum(block)
-        content[entry.offset - 512 : entry.offset] = block
-        tar.write_bytes(content)
-        assert len(_walk(tar)) == len([each for each in _walk(tar)]) < 100
-        assert list(shard_problems(storage))
+        os.pwrite(file.fileno(), block, entry.offset - 512)
+
+
+def leave_to_recovery(storage: Path) -> None:
+    """As the server of the shard that is not sealed would if it had died."""
+    (storage / mark_name(index_of(storage).name.split("-")[1])).touch()
 
 
 def _walk(tar: Path) -> list[Any]:
