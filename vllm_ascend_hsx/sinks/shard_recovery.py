@@ -13,7 +13,8 @@ from contextlib import suppress
 
 from vllm_ascend_hsx.protocol.files import read_all, write_at
 from vllm_ascend_hsx.protocol.format import PAGE
-from vllm_ascend_hsx.protocol.shard_index import INDEX, MANIFEST, TAR, Member, bad_lines, members_by_offset, parse_name, whole_lines
+from vllm_ascend_hsx.protocol.shard_index import Member, bad_lines, members_by_offset, whole_lines
+from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, TAR, parse_name
 from vllm_ascend_hsx.protocol.tar import HOLE, Entry, data_offset, headers, round_up, walk
 from vllm_ascend_hsx.sinks.shard_seal import seal
 from vllm_ascend_hsx.sinks.storage import Storage
