@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader import check
 from vllm_ascend_hsx.reader.check import examine, files_in
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -53,6 +55,21 @@ def test_large_files_are_looked_at_in_blocks(tmp_path: Path, monkeypatch: pytest
     in_blocks = examine(whole.path, token_norms=True)
     assert in_blocks.token_norms == whole.token_norms
     assert in_blocks.norms == pytest.approx(whole.norms)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To touch a page of a mapped file that has gone ends the process."""
+    path = write(tmp_path, "a", torch.zeros(200, 2, 4096, dtype=torch.bfloat16))
+    seen = []
+
+    def cut_off(first: int, *_: object) -> None:
+        seen.append(first)
+        os.truncate(path, 8192)
+
+    monkeypatch.setattr(check, "_BLOCK", 1 << 20)
+    monkeypatch.setattr(check, "_not_finite", cut_off)
+    assert "while it was read" in str(examine(path).problem)
+    assert seen == [0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -45,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         paths = _paths(options.path)
     except OSError as error:
-        console.line(f"hsx inspect: {options.path} cannot be read: {error}", "red")
+        console.tell(f"hsx inspect: {options.path} cannot be read: {error}", "red")
         return 2
     if not paths:
-        console.line(f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", "red")
+        console.tell(f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", "red")
         return 2
     found = [examine(path, token_norms=options.plot is not None) for path in paths[: options.limit]]
     if os.path.isdir(options.path):
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(console, found[0])
         if options.plot is not None and found[0].tokens:
             draw(found[0], options.plot)
-            console.line(f"drawn: {options.plot}")
+            console.tell(f"drawn: {options.plot}")
     return 0 if all(each.problem is None for each in found) else 1
 
 

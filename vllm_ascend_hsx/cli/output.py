@@ -24,7 +24,7 @@ SILENCE_S = 1.0
 class OneConsole(Console):
     """What commands print to."""
 
-    def line(self, text: str, style: str = "") -> None:
+    def tell(self, text: str, style: str = "") -> None:
         """Print one line, whatever is in it: nothing of it is markup or an instruction to the terminal, and none of it is wrapped."""
         self.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
@@ -40,7 +40,7 @@ def make_console(width: int = 150, *, stderr: bool = False) -> OneConsole:
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Print one line, whatever is in it, as `OneConsole.line` does."""
+    """Print one line, whatever is in it, as `OneConsole.tell` does."""
     print(printable(text), file=sys.stderr if error else sys.stdout)
 
 

@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         paths = files_in(options.directory)
         tally = Tally(orphans=[str(path) for path in orphaned_locks(options.directory)])
     except OSError as error:
-        console.line(f"hsx verify: {error}. Name the directory that holds the files.", "red")
+        console.tell(f"hsx verify: {error}. Name the directory that holds the files.", "red")
         return 2
     data = [path for path in paths if not path.name.endswith(ERROR_SUFFIX)]
     for path in paths:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, problem in shard_problems(options.directory):
         tally.bad.append((str(path), problem))
     if not paths and not tally.bad and not tally.orphans:
-        console.line(f"hsx verify: {options.directory} has no files of hidden states.", "red")
+        console.tell(f"hsx verify: {options.directory} has no files of hidden states.", "red")
         return 2
     with _progress(console) as progress:
         task = progress.add_task("files", total=len(data))
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(console, tally)
         if tally.orphans:
             why = f"{len(tally.orphans)} locks without data: consumers took it, or a server died"
-            console.line(f"{why}; hsx clean {options.directory} removes them")
+            console.tell(f"{why}; hsx clean {options.directory} removes them")
     one_kind = len(tally.shapes) <= 1
     return 0 if not tally.bad and one_kind and (options.allow_errors or not tally.failed) else 1
 
@@ -161,11 +161,11 @@ def _progress(console: Console) -> Progress:
 def _show(console: OneConsole, tally: Tally) -> None:
     for title, problems in (("bad", tally.bad), ("failed", tally.failed)):
         for path, problem in problems[:_SHOWN]:
-            console.line(f"{title}: {path}: {problem}", "red")
+            console.tell(f"{title}: {path}: {problem}", "red")
         if len(problems) > _SHOWN:
             console.print(f"... and {len(problems) - _SHOWN} more {title}", style="red")
     for path in tally.orphans[:_SHOWN]:
-        console.line(f"lock without data: {path}")
+        console.tell(f"lock without data: {path}")
     for (layer_ids, layers, hidden, dtype), count in sorted(tally.shapes.items(), key=lambda each: -each[1]):
         console.print(f"{count} files of {layers} layers {list(layer_ids)} x {hidden} {dtype}", highlight=False, markup=False)
     if tally.tiny_tokens:
