@@ -15,7 +15,7 @@ from vllm_ascend_hsx.protocol.names import MAX_DEPTH
 from vllm_ascend_hsx.sinks.leftovers import Cleaning, Done
 
 _SHOWN = 20  # names; the rest is counted
-_AGE = re.compile(r"(\d{1,6})([smhd])")
+_AGE = re.compile(r"([0-9]{1,6})([smhd])")
 _WOULD: dict[Done, str] = {"removed": "would remove", "sealed": "would seal"}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
