@@ -131,6 +131,17 @@ def test_shards_of_a_dead_server_are_sealed(tmp_path: Path, capsys: pytest.Captu
     assert load(tmp_path / "a-0123abcd.safetensors", 0).token_ids.shape == (3,)
 
 
+def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_and_lose(dir_fd: int) -> list[str]:
+        names = [name for name in os.listdir(dir_fd) if name.endswith(".error")]
+        for name in names:
+            os.unlink(name, dir_fd=dir_fd)
+        return names
+
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.leftovers._errors", list_and_lose)
+    assert main(["clean", str(storage), "--errors-older-than", "0s"]) == 0
+
+
 def test_what_cannot_be_removed_is_told(storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def unlink(*args: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,6 +169,23 @@ def test_verify_tells_of_requests_that_failed(tmp_path: Path, capsys: pytest.Cap
     assert verify.main([str(directory), "--jobs", "1"]) == 1
     assert "f.safetensors.error: the disk is full" in capsys.readouterr().out
     assert verify.main([str(directory), "--jobs", "1", "--allow-errors"]) == 0
+
+
+def test_verify_names_a_folder_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = a_directory(tmp_path)
+    write(directory / "closed", "a", rows_of(3))
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:  # permissions do not keep root out
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert verify.main([str(directory), "--jobs", "1"]) == 1
+    assert f"bad: {directory}/closed: it cannot be read: Permission denied" in capsys.readouterr().out
 
 
 def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,10 @@ class Tally:
         shape = (found.layer_ids, found.layers, found.hidden_size, found.dtype)
         self.shapes[shape] = self.shapes.get(shape, 0) + 1
 
+    def add_unreadable(self, error: OSError) -> None:
+        """Take note of a folder, of which nobody knows what it holds."""
+        self.bad.append((str(error.filename), f"it cannot be read: {error.strerror}"))
+
     def add_failure(self, path: Path) -> None:
         """Take note of an error file."""
         try:
@@ -98,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = make_console(stderr=options.json)
     try:
         paths = files_in(options.directory)
-        tally = Tally(orphans=[str(path) for path in orphaned_locks(options.directory)])
+        tally = Tally()
+        tally.orphans = [str(path) for path in orphaned_locks(options.directory, tally.add_unreadable)]
     except OSError as error:
         console.tell(f"hsx verify: {error}. Name the directory that holds the files.", "red")
         return 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -176,14 +176,15 @@ def _contradiction(layers: int, token_ids: torch.Tensor, layer_ids: tuple[int, .
     return None
 
 
-def orphaned_locks(directory: str | Path) -> list[Path]:
+def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
     """The locks below a directory that nobody holds and beside which there is neither data nor an error, in the order of their paths.
 
-    Raises:
-        OSError: it cannot be read.
+    Args:
+        directory: where to look.
+        on_error: called for each folder that cannot be read, which is passed over.
     """
     found: list[Path] = []
-    for folder, inside, names in os.walk(directory):
+    for folder, inside, names in os.walk(directory, onerror=on_error):
         inside[:] = [name for name in inside if not name.startswith(".")]
         there = set(names)
         for name in names:

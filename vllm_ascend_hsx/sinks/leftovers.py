@@ -167,7 +167,8 @@ class Cleaning:
             if dir_fd >= 0:
                 try:
                     for name in _errors(dir_fd):
-                        with self.noting(f"could not remove {name!r}"):
+                        # Another one that cleans up may be faster.
+                        with self.noting(f"could not remove {name!r}"), suppress(FileNotFoundError):
                             self._remove_error(dir_fd, folder, name, before)
                 finally:
                     os.close(dir_fd)
