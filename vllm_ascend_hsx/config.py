@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S, parse_size
 from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
+from vllm_ascend_hsx.protocol.names import printable
 
 CONNECTOR_NAME = "AscendHiddenStatesConnector"
 PLUGIN_NAME = "ascend_hsx"  # the entry point, and what VLLM_PLUGINS calls it
@@ -194,6 +195,12 @@ class HsxConfig(BaseModel):
     def _require_absolute(cls, value: str | None) -> str | None:
         if value is not None and not Path(value).is_absolute():
             raise ValueError("is not an absolute path; the server's processes need not share a working directory")
+        try:
+            usable = value is None or b"\0" not in os.fsencode(value)
+        except UnicodeEncodeError:
+            usable = False
+        if not usable:
+            raise ValueError("is no path: it has a character that none can have")
         return value
 
     @classmethod
@@ -203,6 +210,9 @@ class HsxConfig(BaseModel):
         Raises:
             HsxConfigError: an unknown key, a missing one, or a value that cannot be used; the first of them.
         """
+        _require_names(cls, EXTRA_CONFIG, extra_config)
+        if isinstance(mooncake := extra_config.get("mooncake"), dict):
+            _require_names(MooncakeOptions, f"{EXTRA_CONFIG}.mooncake", mooncake)
         try:
             config = cls.model_validate(extra_config)
         except ValidationError as error:
@@ -218,6 +228,17 @@ class HsxConfig(BaseModel):
         return config
 
 
+def _require_names(model: type[BaseModel], option: str, values: dict[Any, Any]) -> None:
+    """Refuse a key that is no printable text, of which pydantic does not say where it is. Raises HsxConfigError."""
+    for key, value in values.items():
+        if not isinstance(key, str) or not key.isprintable():
+            raise HsxConfigError(f"{option}.{printable(str(key))}", value, "is not an option", _names_of(model))
+
+
+def _names_of(model: type[BaseModel]) -> str:
+    return f"The options are: {', '.join(model.model_fields)}."
+
+
 def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -> HsxConfigError:
     """pydantic's first error in our words; `keys` lead to the option, through `mooncake` if it is one of its."""
     model: type[BaseModel] = HsxConfig
@@ -230,7 +251,7 @@ def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -
         option = f"{EXTRA_CONFIG}.{key}"
     if kind == "extra_forbidden":
         near = difflib.get_close_matches(key, model.model_fields, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"The options are: {', '.join(model.model_fields)}."
+        hint = f"Did you mean {near[0]!r}?" if near else _names_of(model)
         return HsxConfigError(option, values[key], "is not an option", hint)
     remedy = f"{key}: {model.model_fields[key].description}"
     if kind == "missing":

@@ -25,7 +25,7 @@ from harness import EngineError, EngineSession, Request, names_in, tokens
 from oracle import Oracle, Reference, Served
 
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_mark
-from vllm_ascend_hsx.protocol.shard_index import MANIFEST, SHARDS_MARK, TAR, parse_name
+from vllm_ascend_hsx.protocol.shard_names import MANIFEST, SHARDS_MARK, TAR, parse_name
 from vllm_ascend_hsx.protocol.tar import HOLE
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.reader.shards import shards_of

@@ -118,12 +118,28 @@ def test_nothing_of_a_server_that_lives_or_of_a_reader_is_touched(storage: Path)
 def test_shards_of_a_dead_server_are_sealed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     killed(lambda: publish(ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20), tmp_path, "a-0123abcd"))
     assert main(["clean", str(tmp_path), "--dry-run"]) == 0
-    assert "would be sealed: 1 shard\n" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "would be sealed: 1 shard\n" in output
+    assert f"would seal {tmp_path}/hsx-" in output
     assert not list(tmp_path.glob("hsx-*.json"))
     assert main(["clean", str(tmp_path)]) == 0
     assert len(list(tmp_path.glob("hsx-*.json"))) == 1
-    assert "sealed: 1 shard with 1 request\n" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "sealed: 1 shard with 1 request\n" in output
+    assert f"sealed {next(tmp_path.glob('*.tar'))}\n" in output
+    assert "removed " not in output.replace("removed: ", "")
     assert load(tmp_path / "a-0123abcd.safetensors", 0).token_ids.shape == (3,)
+
+
+def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_and_lose(dir_fd: int) -> list[str]:
+        names = [name for name in os.listdir(dir_fd) if name.endswith(".error")]
+        for name in names:
+            os.unlink(name, dir_fd=dir_fd)
+        return names
+
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.leftovers._errors", list_and_lose)
+    assert main(["clean", str(storage), "--errors-older-than", "0s"]) == 0
 
 
 def test_what_cannot_be_removed_is_told(storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 from test_examine import rows_of, write
 
-from vllm_ascend_hsx.cli.main import COMMANDS
+from vllm_ascend_hsx.cli.main import COMMANDS, main
 from vllm_ascend_hsx.cli.output import sign_of_life
 
 HSX = (sys.executable, "-m", "vllm_ascend_hsx.cli.main")
@@ -127,3 +129,117 @@ def test_the_sign_goes_to_stderr_and_leaves_the_result_alone(place: Path) -> Non
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
     assert json.loads(done.stdout)["good"] == 2
     assert done.stderr.splitlines()[0] == "hsx verify: reading files ..."
+
+
+# Names that no locale can write
+
+
+STRICT = {"PYTHONIOENCODING": "utf-8:strict", "PYTHONUTF8": "1"}
+
+
+@pytest.fixture
+def strange(tmp_path: Path) -> Path:
+    """Files whose names are no UTF-8, or would be an instruction to a terminal."""
+    directory = tmp_path / "d\udcff\x1b[31m"
+    write(directory, "good", rows_of(5))
+    for stem in ("x\udcff", "w\x1b[31m"):
+        os.rename(write(directory, "moved", rows_of(5)), directory / f"{stem}.safetensors")
+        (directory / f"bad-{stem}.safetensors").write_bytes(b"x")
+        (directory / f"taken-{stem}.safetensors.lock").touch()
+        (directory / f"{stem}-error.safetensors.error").write_text('{"reason": "\\ud800 \\u001b[31m"}')
+        os.utime(directory / f"{stem}-error.safetensors.error", (0, 0))
+    (directory / "moved.safetensors.lock").unlink()
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["verify", "{}", "--jobs", "1"], 1),
+        (["verify", "{}", "--jobs", "1", "--json"], 1),
+        (["verify", "{}/none"], 2),
+        (["inspect", "{}"], 1),
+        (["inspect", "{}/x\udcff.safetensors"], 0),
+        (["inspect", "{}/none"], 2),
+        (["clean", "{}", "--dry-run", "--errors-older-than", "1d"], 0),
+        (["clean", "{}", "--errors-older-than", "1d"], 0),
+        (["clean", "{}/none"], 2),
+        (["nosuch\udcff"], 2),
+    ],
+    ids=lambda value: ascii(" ".join(value)) if isinstance(value, list) else None,
+)
+def test_names_of_any_bytes_are_spelt_out_on_every_output(strange: Path, words: list[str], code: int) -> None:
+    arguments = [os.fsencode(word.format(strange)) for word in words]
+    done = subprocess.run([*HSX, *arguments], capture_output=True, env={**os.environ, **STRICT}, timeout=300, check=False)
+    said = (done.stdout + done.stderr).decode()  # it is UTF-8
+    assert done.returncode == code, said
+    assert "Traceback" not in said
+    assert "\x1b" not in said
+    if words[0] == "clean" and code == 0 and "--dry-run" not in words:
+        assert not [name for name in os.listdir(strange) if name.startswith("taken") or name.endswith(".error")]
+
+
+# Outputs that take nothing
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "--version", "verify --help", "verify {}/rows --jobs 1", "verify {}/rows --json", "inspect {}/rows", "clean {}/rows"],
+)
+def test_an_output_on_a_full_disk_is_one_line_on_stderr(place: Path, words: str, buffered: bool) -> None:
+    environ = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}
+    with open("/dev/full", "w") as full:
+        command = [*HSX, *(word.format(place) for word in words.split())]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ, timeout=300, check=False)
+    said = [line for line in done.stderr.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
+    if words == "verify --help" and not buffered:  # argparse keeps it to itself
+        assert (done.returncode, said) == (0, [])
+        return
+    assert (done.returncode, len(said)) == (1, 1), done.stderr
+    assert "No space left on device" in said[0]
+
+
+# Ctrl-C
+
+
+def test_an_interrupted_command_ends_with_130_and_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_ascend_hsx.cli.clean.main", interrupted)
+    assert main(["clean", "."]) == 130
+    assert capsys.readouterr().err == "hsx clean: interrupted\n"
+
+
+STALLED = """
+import fcntl
+
+def look(path, checksum):
+    with open({began!r}, "wb") as began:
+        began.write(b"x")
+    with open({held!r}) as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+"""
+
+
+def test_verify_with_many_processes_is_interrupted_without_a_traceback_of_any(tmp_path: Path) -> None:
+    """A terminal sends the signal to all of them."""
+    os.mkfifo(tmp_path / "began")
+    began = os.open(tmp_path / "began", os.O_RDWR)
+    (tmp_path / "stalled.py").write_text(STALLED.format(began=str(tmp_path / "began"), held=str(tmp_path / "held")))
+    for number in range(6):
+        write(tmp_path / "rows", f"r{number}", rows_of(5))
+    code = "import sys, stalled; from vllm_ascend_hsx.cli import verify; verify.examine = stalled.look\n"
+    code += "from vllm_ascend_hsx.cli.main import main; sys.exit(main())"
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", code, "verify", str(tmp_path / "rows"), "--jobs", "2"]
+    with open(tmp_path / "held", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
+        assert os.read(began, 1)
+        os.killpg(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=120)
+    os.close(began)
+    said = [line for line in errors.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
+    assert (process.returncode, output, said) == (130, "", ["hsx verify: interrupted"])

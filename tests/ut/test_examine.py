@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from safetensors.torch import save_file
 from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader import check
 from vllm_ascend_hsx.reader.check import examine, files_in
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -53,6 +57,21 @@ def test_large_files_are_looked_at_in_blocks(tmp_path: Path, monkeypatch: pytest
     in_blocks = examine(whole.path, token_norms=True)
     assert in_blocks.token_norms == whole.token_norms
     assert in_blocks.norms == pytest.approx(whole.norms)
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To touch a page of a mapped file that has gone ends the process."""
+    path = write(tmp_path, "a", torch.zeros(200, 2, 4096, dtype=torch.bfloat16))
+    seen = []
+
+    def cut_off(first: int, *_: object) -> None:
+        seen.append(first)
+        os.truncate(path, 8192)
+
+    monkeypatch.setattr(check, "_BLOCK", 1 << 20)
+    monkeypatch.setattr(check, "_not_finite", cut_off)
+    assert "while it was read" in str(examine(path).problem)
+    assert seen == [0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -150,6 +169,23 @@ def test_verify_tells_of_requests_that_failed(tmp_path: Path, capsys: pytest.Cap
     assert verify.main([str(directory), "--jobs", "1"]) == 1
     assert "f.safetensors.error: the disk is full" in capsys.readouterr().out
     assert verify.main([str(directory), "--jobs", "1", "--allow-errors"]) == 0
+
+
+def test_verify_names_a_folder_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = a_directory(tmp_path)
+    write(directory / "closed", "a", rows_of(3))
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:  # permissions do not keep root out
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert verify.main([str(directory), "--jobs", "1"]) == 1
+    assert f"bad: {directory}/closed: it cannot be read: Permission denied" in capsys.readouterr().out
 
 
 def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

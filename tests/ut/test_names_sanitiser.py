@@ -9,6 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from vllm_ascend_hsx.generate.ledger import ledger_name
 from vllm_ascend_hsx.protocol.names import (
     COMPANION_ROOM,
     DATA_SUFFIX,
@@ -17,8 +18,10 @@ from vllm_ascend_hsx.protocol.names import (
     NAME_MAX,
     file_name,
     partial_name,
+    path_refusal,
     refusal,
 )
+from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, REMOVED, SHARDS_MARK, TAR, stem
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=400)  # surrogates, NUL and control characters included
 HOSTILE = st.text("aA0._-~/\\\0 \n\té\ud800\u202e‮", max_size=12)
@@ -128,3 +131,24 @@ def test_no_data_file_has_the_name_of_a_companion(request_id: str, other: str) -
 )
 def test_a_name_from_elsewhere_is_refused_with_the_reason(name: str, words: str) -> None:
     assert words in str(refusal(name))
+
+
+@pytest.mark.parametrize(
+    "ours",
+    [
+        SHARDS_MARK,
+        REMOVED,
+        *(stem("0123abcd", 0) + suffix for suffix in (TAR, INDEX, MANIFEST)),
+        ledger_name(1, 0),
+        ledger_name(4, 2),
+        *("x.safetensors" + suffix for suffix in ("", LOCK_SUFFIX, ERROR_SUFFIX)),
+    ],
+)
+@pytest.mark.parametrize("path", ["{}/x.safetensors", "a/{}/x.safetensors", "{}/b/x.safetensors"])
+def test_no_directory_takes_the_name_of_a_file_of_ours(ours: str, path: str) -> None:
+    assert "is called like a file" in str(path_refusal(path.format(ours)))
+
+
+@pytest.mark.parametrize("folder", ["hsx-run1", "shards", "a.tar.d", "json", "v1.2"])
+def test_a_directory_may_be_called_almost_like_one(folder: str) -> None:
+    assert path_refusal(f"{folder}/x.safetensors") is None

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
-from vllm_ascend_hsx.sinks.leftovers import Cleaning
+from vllm_ascend_hsx.sinks.leftovers import Cleaning, Done
 
 _SHOWN = 20  # names; the rest is counted
-_AGE = re.compile(r"(\d{1,6})([smhd])")
+_AGE = re.compile(r"([0-9]{1,6})([smhd])")
+_WOULD: dict[Done, str] = {"removed": "would remove", "sealed": "would seal"}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -46,15 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         dir_fd = os.open(options.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         problem = f"{options.directory} cannot be opened: {error.strerror}. Name the directory that the server stores files in."
-        print(f"hsx clean: {problem}", file=sys.stderr)
+        say(f"hsx clean: {problem}", error=True)
         return 2
     shown = 0
 
-    def tell(path: str) -> None:
+    def tell(done: Done, path: str) -> None:
         nonlocal shown
         shown += 1
         if shown <= _SHOWN:
-            print(f"{'would remove' if options.dry_run else 'removed'} {options.directory / path}")
+            say(f"{_WOULD[done] if options.dry_run else done} {options.directory / path}")
 
     cleaning = Cleaning(dir_fd, dry_run=options.dry_run, tell=tell)
     try:
@@ -72,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     would = "would be " if options.dry_run else ""
     print(cleaning.words(would + "sealed: {}", would + "removed: {}") or "nothing to remove")
     if cleaning.problems:
-        print(f"hsx clean: {cleaning.first_problem} ({cleaning.problems} problems in all)", file=sys.stderr)
+        say(f"hsx clean: {cleaning.first_problem} ({cleaning.problems} problems in all)", error=True)
     return 1 if cleaning.problems else 0
 
 

@@ -45,11 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         paths = _paths(options.path)
     except OSError as error:
-        console.print(f"hsx inspect: {options.path} cannot be read: {error}", style="red", markup=False, highlight=False)
+        console.tell(f"hsx inspect: {options.path} cannot be read: {error}", "red")
         return 2
     if not paths:
-        problem = f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files."
-        console.print(problem, style="red", markup=False, highlight=False)
+        console.tell(f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", "red")
         return 2
     found = [examine(path, token_norms=options.plot is not None) for path in paths[: options.limit]]
     if os.path.isdir(options.path):
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(console, found[0])
         if options.plot is not None and found[0].tokens:
             draw(found[0], options.plot)
-            console.print(f"drawn: {options.plot}", highlight=False, markup=False)
+            console.tell(f"drawn: {options.plot}")
     return 0 if all(each.problem is None for each in found) else 1
 
 
@@ -122,7 +121,7 @@ def draw(found: Examination, target: Path) -> None:
     figure, (lines, heat) = pyplot.subplots(2, 1, figsize=(10, 6), layout="constrained")
     for name, norms in zip(names, found.token_norms, strict=True):
         lines.plot(norms, label=f"layer {name}", linewidth=0.8)
-    lines.set(yscale="log", ylabel="norm of the row", title=found.path.name)
+    lines.set(yscale="log", ylabel="norm of the row", title=printable(found.path.name))
     lines.legend(fontsize="small")
     image = heat.imshow(found.token_norms, aspect="auto", norm="log", interpolation="nearest")
     heat.set(xlabel="token position", ylabel="layer", yticks=range(found.layers), yticklabels=names)

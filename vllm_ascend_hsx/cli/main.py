@@ -92,19 +92,29 @@ def usage() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code: 2 for a command line that is wrong, 141 if nobody reads what it prints."""
+    """Runs one command line and returns its exit code: 2 for a command line that is wrong, 1 if the system ends it, 130 if it is
+    interrupted, 141 if nobody reads what it prints."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = f"hsx {arguments[0]}" if arguments and arguments[0] in COMMANDS else "hsx"
+    output.escape_unwritable()
     try:
         try:
-            code = _run(list(sys.argv[1:] if argv is None else argv))
+            code = _run(arguments)
         except SystemExit:  # argparse, after a help or an error
             output.flush()
             raise
         output.flush()
         return code
-    except BrokenPipeError:
-        if not output.drop_unread():
-            raise
-        return output.UNREAD
+    except KeyboardInterrupt:
+        output.drop_full()
+        output.say(f"{name}: interrupted", error=True)
+        return output.INTERRUPTED
+    except OSError as error:
+        if isinstance(error, BrokenPipeError) and output.drop_unread():
+            return output.UNREAD
+        output.drop_full()
+        output.say(f"{name}: it cannot go on, or print: {error}", error=True)
+        return 1
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -116,7 +126,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     command = COMMANDS.get(arguments[0])
     if command is None:
-        print(f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}", file=sys.stderr)
+        output.say(f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}", error=True)
         return 2
     try:
         if command.at_work is None:

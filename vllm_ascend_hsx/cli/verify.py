@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -17,9 +18,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_ascend_hsx.cli.numbers import whole
-from vllm_ascend_hsx.cli.output import make_console
+from vllm_ascend_hsx.cli.output import OneConsole, make_console
 from vllm_ascend_hsx.protocol.checksum import names_checksum
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, printable
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.reader.check import Examination, examine, files_in, orphaned_locks
 from vllm_ascend_hsx.reader.load import failure_reason
 from vllm_ascend_hsx.reader.shard_check import shard_problems
@@ -65,6 +66,10 @@ class Tally:
         shape = (found.layer_ids, found.layers, found.hidden_size, found.dtype)
         self.shapes[shape] = self.shapes.get(shape, 0) + 1
 
+    def add_unreadable(self, error: OSError) -> None:
+        """Take note of a folder, of which nobody knows what it holds."""
+        self.bad.append((str(error.filename), f"it cannot be read: {error.strerror}"))
+
     def add_failure(self, path: Path) -> None:
         """Take note of an error file."""
         try:
@@ -97,9 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = make_console(stderr=options.json)
     try:
         paths = files_in(options.directory)
-        tally = Tally(orphans=[str(path) for path in orphaned_locks(options.directory)])
+        tally = Tally()
+        tally.orphans = [str(path) for path in orphaned_locks(options.directory, tally.add_unreadable)]
     except OSError as error:
-        console.print(f"hsx verify: {error}. Name the directory that holds the files.", style="red", markup=False, highlight=False)
+        console.tell(f"hsx verify: {error}. Name the directory that holds the files.", "red")
         return 2
     data = [path for path in paths if not path.name.endswith(ERROR_SUFFIX)]
     for path in paths:
@@ -108,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, problem in shard_problems(options.directory):
         tally.bad.append((str(path), problem))
     if not paths and not tally.bad and not tally.orphans:
-        console.print(f"hsx verify: {options.directory} has no files of hidden states.", style="red", markup=False, highlight=False)
+        console.tell(f"hsx verify: {options.directory} has no files of hidden states.", "red")
         return 2
     with _progress(console) as progress:
         task = progress.add_task("files", total=len(data))
@@ -121,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(console, tally)
         if tally.orphans:
             why = f"{len(tally.orphans)} locks without data: consumers took it, or a server died"
-            console.print(f"{why}; hsx clean {options.directory} removes them", highlight=False, markup=False, soft_wrap=True)
+            console.tell(f"{why}; hsx clean {options.directory} removes them")
     one_kind = len(tally.shapes) <= 1
     return 0 if not tally.bad and one_kind and (options.allow_errors or not tally.failed) else 1
 
@@ -133,8 +139,17 @@ def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[
         return
     # Not forked: torch has threads, and a fork of them may hang.
     with ProcessPoolExecutor(min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_one_thread) as pool:
-        for done in as_completed([pool.submit(look, path) for path in paths]):
-            yield done.result()
+        # A terminal interrupts the processes, too, which are to leave it to this one: they inherit what is blocked when they start.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            futures = [pool.submit(look, path) for path in paths]
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            for done in as_completed(futures):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _one_thread() -> None:
@@ -148,15 +163,14 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _show(console: Console, tally: Tally) -> None:
+def _show(console: OneConsole, tally: Tally) -> None:
     for title, problems in (("bad", tally.bad), ("failed", tally.failed)):
         for path, problem in problems[:_SHOWN]:
-            text = printable(f"{title}: {path}: {problem}")
-            console.print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+            console.tell(f"{title}: {path}: {problem}", "red")
         if len(problems) > _SHOWN:
             console.print(f"... and {len(problems) - _SHOWN} more {title}", style="red")
     for path in tally.orphans[:_SHOWN]:
-        console.print(printable(f"lock without data: {path}"), highlight=False, markup=False, soft_wrap=True)
+        console.tell(f"lock without data: {path}")
     for (layer_ids, layers, hidden, dtype), count in sorted(tally.shapes.items(), key=lambda each: -each[1]):
         console.print(f"{count} files of {layers} layers {list(layer_ids)} x {hidden} {dtype}", highlight=False, markup=False)
     if tally.tiny_tokens:

@@ -10,7 +10,7 @@ from typing import Any
 LONGEST_S = 24 * 3600  # upper bound of every timeout: poll() and threads take no number of seconds that is much larger
 LARGEST = 1 << 40  # upper bound of a size in bytes, of memory or a shard
 
-_SIZE = re.compile(r"^\s*(\d{1,30})\s*(B|KiB|MiB|GiB)?\s*$")
+_SIZE = re.compile(r"^\s*([0-9]{1,30})\s*(B|KiB|MiB|GiB)?\s*$")
 _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 

@@ -6,11 +6,14 @@ import hashlib
 import os
 import re
 
+from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, SHARDS_MARK, TAR
+
 DATA_SUFFIX = ".safetensors"
 LOCK_SUFFIX = ".lock"
 ERROR_SUFFIX = ".error"
 PARTIAL_SUFFIX = ".partial"
-_FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX)
+# Of all that servers, consumers and `hsx generate` (its ledger is called *.jsonl) make in a storage directory, but for the mark of shards.
+_FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX, TAR, INDEX, MANIFEST)
 MARK_SUFFIX = ".server"
 
 NAME_MAX = 255  # bytes of one path component on every Linux filesystem (NAME_MAX in linux/limits.h)
@@ -85,8 +88,8 @@ def path_refusal(path: str) -> str | None:
         return f"it leads through more than {MAX_DEPTH} directories"
     for folder in folders:
         problem = _component_refusal(folder)
-        if problem is None and folder.endswith(_FILE_SUFFIXES):
-            problem = "it ends like a file's, and would be in that file's way"
+        if problem is None and (folder == SHARDS_MARK or folder.endswith(_FILE_SUFFIXES)):
+            problem = "it is called like a file, and would be in that file's way"
         if problem is not None:
             return f"a directory's name in it cannot be used: {problem}"
     return refusal(name)

@@ -1,4 +1,4 @@
-"""Names of shards and the lines of their indexes: what the sink writes and readers understand."""
+"""The lines of a shard's index: what the sink writes and readers understand."""
 
 from __future__ import annotations
 
@@ -12,15 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_ascend_hsx.protocol.names import path_refusal
+from vllm_ascend_hsx.protocol.shard_names import INDEX, parse_name
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
 
-# Says that there are shards in a directory: a reader that misses a file need not read all names to know that there are none.
-SHARDS_MARK = "hsx-shards"
-# An index of no shard, to which consumers add the names of members that are not to be seen any more.
-REMOVED = "hsx-removed.jsonl"
-TAR, INDEX, MANIFEST = ".tar", ".jsonl", ".json"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")  # most names; the others are looked at for longer
-_SHARD = re.compile(r"(hsx-([0-9a-f]{8})-[0-9]{6,9})(\.tar|\.jsonl|\.json)")
 
 
 @dataclass(frozen=True)
@@ -51,17 +46,6 @@ class Gone:
 
     name: str
     time_ns: int
-
-
-def stem(token: str, number: int) -> str:
-    """What the three names of a shard have in common."""
-    return f"hsx-{token}-{number:06d}"
-
-
-def parse_name(name: str) -> tuple[str, str, str] | None:
-    """Stem, token and suffix of one of a shard's files; None: `name` is none."""
-    match = _SHARD.fullmatch(name)
-    return match and (match[1], match[2], match[3])
 
 
 def encode(line: Member | Gone) -> bytes:

@@ -102,7 +102,8 @@ def _read_entry(fd: int, start: int) -> Entry | None:
             position += BLOCK + round_up(info.size, BLOCK)
             info = _read_info(fd, position)
         size = int(records.get("size", info.size))
-        if info.type != tarfile.REGTYPE or not is_count(start + size):
+        # One that did not end behind its start would have the walk go in a circle.
+        if info.type != tarfile.REGTYPE or not is_count(size) or not is_count(start + size):
             return None
         return Entry(records.get("path", info.name), start, position + BLOCK, size)
     except (tarfile.HeaderError, ValueError):  # its end, or nothing that was written whole

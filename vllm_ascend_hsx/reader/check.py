@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_hsx.protocol.checksum import names_checksum
-from vllm_ascend_hsx.protocol.format import layer_ids_of, num_prompt_tokens_of
+from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, Header, TensorInfo, layer_ids_of, num_prompt_tokens_of
 from vllm_ascend_hsx.protocol.lock import is_left_over
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
-from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, is_decided, load
+from vllm_ascend_hsx.reader.load import HiddenStatesError, checked, difference, is_decided, model_dtype, read_others
 from vllm_ascend_hsx.reader.quantized import LEAST_SCALE, dequantized
 from vllm_ascend_hsx.reader.shards import shards_of
+from vllm_ascend_hsx.reader.tensors import read_tensor, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -80,67 +81,72 @@ def examine(
     """
     path = Path(path)
     try:
-        states = load(path, timeout, mmap=True, dequantize=False)
-        if checksum and names_checksum(states.metadata):
-            load(path, timeout, mmap=True, verify=True, dequantize=False)
+        with checked(path, timeout) as (place, header):
+            if checksum and names_checksum(header.metadata) and (problem := difference(place, header)):
+                raise HiddenStatesError(path, problem)
+            return _describe(path, place.fd, header, finite, token_norms)
     except HiddenStatesError as error:
         return Examination(path, error.reason)
     except TimeoutError:
         return Examination(path, "a server is still writing it")
     except OSError as error:
         return Examination(path, f"it cannot be read: {error.strerror or error}")
-    return _describe(path, states, finite, token_norms)
 
 
-def _describe(path: Path, states: HiddenStates, finite: bool, keep: bool) -> Examination:
-    rows = states.hidden_states
+def _describe(path: Path, fd: int, header: Header, finite: bool, keep: bool) -> Examination:
+    """Read rows some at a time, and map nothing: a file that is cut off meanwhile would end the process. Raises FormatError or OSError."""
+    rows = header.tensors[HIDDEN_STATES]
+    token_ids, scales = read_others(fd, header, mmap=False)
+    metadata = header.metadata
     tokens, layers, hidden = rows.shape
     sums = [0.0] * layers
     all_norms: list[list[float]] = [[] for _ in range(layers)]
     problem = None
-    for first, block, norms in _norms(states):
+    for first, block, norms in _norms(fd, rows, scales, metadata):
         if finite and problem is None:
             problem = _not_finite(first, block, norms)
         for layer in range(layers):
             sums[layer] += float(norms[:, layer].sum())
             if keep:
                 all_norms[layer] += norms[:, layer].tolist()
-    metadata = states.metadata
     layer_ids = tuple(layer_ids_of(metadata) or ())
     prompt_tokens = num_prompt_tokens_of(metadata)
     return Examination(
         path,
-        problem or _contradiction(states, layer_ids, prompt_tokens),
+        problem or _contradiction(layers, token_ids, layer_ids, prompt_tokens),
         tokens,
         prompt_tokens,
         layers,
         hidden,
-        _dtype_words(states),
+        _words(torch_dtype(rows.dtype)) if scales is None else f"{_words(model_dtype(metadata))} in {_words(torch_dtype(rows.dtype))}",
         layer_ids,
-        rows.nbytes + (0 if states.scales is None else states.scales.nbytes),
+        rows.end - rows.begin + (0 if scales is None else scales.nbytes),
         tuple(total / tokens if tokens else 0.0 for total in sums),
         tuple(map(tuple, all_norms)) if keep else (),
-        0 if states.scales is None else int((states.scales <= LEAST_SCALE).sum()),
+        0 if scales is None else int((scales <= LEAST_SCALE).sum()),
         metadata,
     )
 
 
-def _dtype_words(states: HiddenStates) -> str:
-    words = str(states.dtype).removeprefix("torch.")
-    return words if states.scales is None else f"{words} in {str(states.hidden_states.dtype).removeprefix('torch.')}"
+def _words(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _norms(states: HiddenStates) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _norms(
+    fd: int, rows: TensorInfo, scales: torch.Tensor | None, metadata: Mapping[str, str]
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """(first token, its and the next tokens' rows, their Euclidean norms as float32 [tokens, layers]), some tokens at a time."""
     import torch
 
-    rows, scales = states.hidden_states, states.scales
     tokens, layers, hidden = rows.shape
-    step = max(1, _BLOCK // max(1, layers * hidden * rows.element_size()))
+    row_bytes = (rows.end - rows.begin) // max(1, tokens)
+    step = max(1, _BLOCK // max(1, row_bytes))
     for first in range(0, tokens, step):
-        block = rows[first : first + step]
+        last = min(first + step, tokens)
+        part = TensorInfo(rows.dtype, (last - first, layers, hidden), rows.begin + first * row_bytes, rows.begin + last * row_bytes)
+        block = read_tensor(fd, part, mapped=False)
         if scales is not None:
-            block = dequantized(block, scales[first : first + step], states.dtype)
+            block = dequantized(block, scales[first:last], model_dtype(metadata))
         yield first, block, torch.linalg.vector_norm(block.float(), dim=-1)
 
 
@@ -158,26 +164,27 @@ def _not_finite(first: int, rows: torch.Tensor, norms: torch.Tensor) -> str | No
     return f"the row of token {first + token} in layer {layer} is not finite"
 
 
-def _contradiction(states: HiddenStates, layer_ids: tuple[int, ...], prompt_tokens: int | None) -> str | None:
+def _contradiction(layers: int, token_ids: torch.Tensor, layer_ids: tuple[int, ...], prompt_tokens: int | None) -> str | None:
     """What in the metadata does not fit the tensors."""
-    tokens, layers, _ = states.hidden_states.shape
+    tokens = len(token_ids)
     if layer_ids and len(layer_ids) != layers:
         return f"it names {len(layer_ids)} layer ids and has {layers} layers"
     if prompt_tokens is not None and not 0 <= prompt_tokens <= tokens:
         return f"it says that {prompt_tokens} of its {tokens} tokens are the prompt's"
-    if tokens and int(states.token_ids.min()) < 0:
+    if tokens and int(token_ids.min()) < 0:
         return "it has a negative token id"
     return None
 
 
-def orphaned_locks(directory: str | Path) -> list[Path]:
+def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
     """The locks below a directory that nobody holds and beside which there is neither data nor an error, in the order of their paths.
 
-    Raises:
-        OSError: it cannot be read.
+    Args:
+        directory: where to look.
+        on_error: called for each folder that cannot be read, which is passed over.
     """
     found: list[Path] = []
-    for folder, inside, names in os.walk(directory):
+    for folder, inside, names in os.walk(directory, onerror=on_error):
         inside[:] = [name for name in inside if not name.startswith(".")]
         there = set(names)
         for name in names:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -96,7 +96,12 @@ class HiddenStates(NamedTuple):
         """The model's: that of the hidden states, or what they are dequantised to (bfloat16 if the file does not say)."""
         if self.scales is None:
             return self.hidden_states.dtype
-        return torch_dtype(self.metadata.get("dtype", "BF16"))
+        return model_dtype(self.metadata)
+
+
+def model_dtype(metadata: Mapping[str, str]) -> torch.dtype:
+    """What the rows of a file with scales are dequantised to."""
+    return torch_dtype(metadata.get("dtype", "BF16"))
 
 
 def load(
@@ -126,27 +131,39 @@ def load(
             and whose leftovers another one has removed.
         OSError: it cannot be read, or there is no memory for it.
     """
-    path = Path(path)
-    place = open_stored(path, timeout)
-    fd = place.fd
-    try:
-        header = read_header(fd, place.offset, place.size)
-        check_tensors(header)
-        if problem := quantization_problem(header):
-            raise FormatError(problem)
-        if problem := member_problem(place, header) or (_difference(place, header) if verify else None):
-            raise HiddenStatesError(path, problem)
-        hidden_states = read_tensor(fd, header.tensors[HIDDEN_STATES], mmap)
-        token_ids = read_tensor(fd, header.tensors[TOKEN_IDS], mmap).long()  # as they are, unless another producer wrote int32
-        scales = read_tensor(fd, header.tensors[SCALES], mmap) if SCALES in header.tensors else None
-    except FormatError as error:
-        raise HiddenStatesError(path, f"this is not a file of hidden states: {error}") from error
-    finally:
-        os.close(fd)
+    with checked(Path(path), timeout) as (place, header):
+        if verify and (problem := difference(place, header)):
+            raise HiddenStatesError(Path(path), problem)
+        hidden_states = read_tensor(place.fd, header.tensors[HIDDEN_STATES], mmap)
+        token_ids, scales = read_others(place.fd, header, mmap)
     states = HiddenStates(hidden_states, token_ids, header.metadata, scales)
     if scales is not None and dequantize:
         states = states._replace(hidden_states=dequantized(hidden_states, scales, states.dtype))
     return states
+
+
+@contextmanager
+def checked(path: Path, timeout: float | None) -> Iterator[tuple[Place, Header]]:
+    """What `load` opens, and the header, which is one of hidden states. Raises as `load`, also for a FormatError of the block."""
+    place = open_stored(path, timeout)
+    try:
+        header = read_header(place.fd, place.offset, place.size)
+        check_tensors(header)
+        if problem := quantization_problem(header):
+            raise FormatError(problem)
+        if problem := member_problem(place, header):
+            raise HiddenStatesError(path, problem)
+        yield place, header
+    except FormatError as error:
+        raise HiddenStatesError(path, f"this is not a file of hidden states: {error}") from error
+    finally:
+        os.close(place.fd)
+
+
+def read_others(fd: int, header: Header, mmap: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token ids, and scales if there are some. Raises as read_tensor."""
+    token_ids = read_tensor(fd, header.tensors[TOKEN_IDS], mmap).long()  # as they are, unless another producer wrote int32
+    return token_ids, read_tensor(fd, header.tensors[SCALES], mmap) if SCALES in header.tensors else None
 
 
 def open_stored(path: Path, timeout: float | None) -> Place:
@@ -274,7 +291,7 @@ def failure_reason(path: Path) -> str:
     return f"the server reports a failure that cannot be understood: {content[:200]!r}"
 
 
-def _difference(place: Place, header: Header) -> str | None:
+def difference(place: Place, header: Header) -> str | None:
     """What speaks against the file being as it was written, or None if nothing does."""
     stated = stated_checksum(header.content, header.metadata)
     if stated is None:

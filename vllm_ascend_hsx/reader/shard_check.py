@@ -8,19 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_all, read_regular
-from vllm_ascend_hsx.protocol.shard_index import (
-    INDEX,
-    MANIFEST,
-    REMOVED,
-    TAR,
-    Gone,
-    decode,
-    members_by_offset,
-    parse_name,
-    split_lines,
-    whole_lines,
-)
+from vllm_ascend_hsx.protocol.shard_index import Gone, decode, members_by_offset, split_lines, whole_lines
 from vllm_ascend_hsx.protocol.shard_manifest import manifest
+from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, REMOVED, TAR, parse_name
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.protocol.tar import END, HOLE, walk
 

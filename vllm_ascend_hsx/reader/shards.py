@@ -17,20 +17,8 @@ from typing import NamedTuple
 from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, NotAFileError, open_regular
 from vllm_ascend_hsx.protocol.format import TOKEN_IDS, Header, valid_unicode
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
-from vllm_ascend_hsx.protocol.shard_index import (
-    INDEX,
-    MANIFEST,
-    REMOVED,
-    SHARDS_MARK,
-    TAR,
-    Gone,
-    Member,
-    decode,
-    encode,
-    parse_name,
-    split_lines,
-    whole_lines,
-)
+from vllm_ascend_hsx.protocol.shard_index import Gone, Member, decode, encode, split_lines, whole_lines
+from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, REMOVED, SHARDS_MARK, TAR, parse_name
 from vllm_ascend_hsx.protocol.tar import is_headed
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ import os
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -32,10 +33,13 @@ from vllm_ascend_hsx.protocol.names import (
     token_of_mark,
     token_of_partial,
 )
+from vllm_ascend_hsx.protocol.shard_names import TAR
 from vllm_ascend_hsx.sinks.shard_recovery import recover_shard, unsealed_shards
 from vllm_ascend_hsx.sinks.storage import open_folder
 
 logger = logging.getLogger(__name__)
+
+Done: TypeAlias = Literal["removed", "sealed"]
 
 _DATA_LOCK = DATA_SUFFIX + LOCK_SUFFIX
 _DATA_ERROR = DATA_SUFFIX + ERROR_SUFFIX
@@ -74,7 +78,7 @@ class Cleaning:
     Args:
         dir_fd: the directory.
         dry_run: change nothing, and count what would be changed.
-        tell: called with the path below the directory of each thing that is removed, or the stem of a shard that is sealed.
+        tell: called with what is done, and the path below the directory of what it is done to: a file, or the tar file of a shard.
 
     Attributes:
         servers: how many had died.
@@ -82,7 +86,7 @@ class Cleaning:
         problems, first_problem: what went wrong.
     """
 
-    def __init__(self, dir_fd: int, *, dry_run: bool = False, tell: Callable[[str], None] = lambda path: None) -> None:
+    def __init__(self, dir_fd: int, *, dry_run: bool = False, tell: Callable[[Done, str], None] = lambda done, path: None) -> None:
         self._dir_fd = dir_fd
         self._dry_run = dry_run
         self._tell = tell
@@ -163,7 +167,8 @@ class Cleaning:
             if dir_fd >= 0:
                 try:
                     for name in _errors(dir_fd):
-                        with self.noting(f"could not remove {name!r}"):
+                        # Another one that cleans up may be faster.
+                        with self.noting(f"could not remove {name!r}"), suppress(FileNotFoundError):
                             self._remove_error(dir_fd, folder, name, before)
                 finally:
                     os.close(dir_fd)
@@ -179,7 +184,7 @@ class Cleaning:
                 if not self._dry_run:
                     os.unlink(name, dir_fd=dir_fd)
                 self.hidden += 1
-                self._tell(os.path.join(folder, name))
+                self._tell("removed", os.path.join(folder, name))
             if self.problems > problems:
                 stuck.add(token)
         for name in locks:
@@ -196,7 +201,7 @@ class Cleaning:
                 if not self._dry_run:
                     self.requests += recover_shard(self._dir_fd, token, stem)
                 self.shards += 1
-                self._tell(stem)
+                self._tell("sealed", stem + TAR)
             if self.problems > problems:
                 stuck.add(token)
         return stuck
@@ -227,7 +232,7 @@ class Cleaning:
                 if not self._dry_run:
                     end = held.remove
                 self.locks += 1
-                self._tell(os.path.join(folder, name))
+                self._tell("removed", os.path.join(folder, name))
         finally:
             end()
 
@@ -248,7 +253,7 @@ class Cleaning:
                 if not self._dry_run:
                     os.unlink(name, dir_fd=dir_fd)
                 self.errors += 1
-                self._tell(os.path.join(folder, name))
+                self._tell("removed", os.path.join(folder, name))
         finally:
             if held is not None:
                 (held.release if self._dry_run or _exists(dir_fd, data) or _exists(dir_fd, name) else held.remove)()

@@ -15,7 +15,8 @@ from pathlib import Path
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.names import file_name, partial_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.protocol.shard_index import SHARDS_MARK, follow, stem
+from vllm_ascend_hsx.protocol.shard_index import follow
+from vllm_ascend_hsx.protocol.shard_names import SHARDS_MARK, stem
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink

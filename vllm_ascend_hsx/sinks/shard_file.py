@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_hsx.protocol.files import describe, write_at
 from vllm_ascend_hsx.protocol.format import PAGE
-from vllm_ascend_hsx.protocol.shard_index import INDEX, TAR, Gone, Member, encode, now_ns
+from vllm_ascend_hsx.protocol.shard_index import Gone, Member, encode, now_ns
+from vllm_ascend_hsx.protocol.shard_names import INDEX, TAR
 from vllm_ascend_hsx.protocol.tar import BLOCK, HOLE, data_offset, headers, round_up
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.shard_seal import seal

@@ -13,8 +13,9 @@ from contextlib import suppress
 
 from vllm_ascend_hsx.protocol.files import read_all, write_at
 from vllm_ascend_hsx.protocol.format import PAGE
-from vllm_ascend_hsx.protocol.shard_index import INDEX, MANIFEST, TAR, Member, bad_lines, members_by_offset, parse_name, whole_lines
-from vllm_ascend_hsx.protocol.tar import HOLE, Entry, headers, round_up, walk
+from vllm_ascend_hsx.protocol.shard_index import Member, bad_lines, members_by_offset, whole_lines
+from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, TAR, parse_name
+from vllm_ascend_hsx.protocol.tar import HOLE, Entry, data_offset, headers, round_up, walk
 from vllm_ascend_hsx.sinks.shard_seal import seal
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import punch_hole
@@ -69,13 +70,12 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> int:
         lines = whole_lines(content)
         if bad := bad_lines(lines):  # each may be of a member, which must not become a hole
             raise OSError(errno.EUCLEAN, f"{len(bad)} lines of its index cannot be understood, first line {bad[0]}")
+        members, gone = members_by_offset(lines)
+        end, others = _compare(fd, members, gone)
         if len(lines) < len(content):
             os.ftruncate(index_fd, len(lines))
-        members, gone = members_by_offset(lines)
-        end = _tidy(fd, members, gone, storage.file_mode)
-        lost = [member for member in members.values() if member.offset + member.size > end and member.offset not in gone]
-        if lost:
-            raise OSError(errno.EUCLEAN, f"{lost[0].name!r} and {len(lost) - 1} others are in its index, and the tar file ends before them")
+        for entry in others:
+            _make_hole(fd, entry, storage.file_mode)
         seal(storage, token, stem, fd, index_fd, end, True, "recovery")
         return len(members)
     finally:
@@ -84,30 +84,43 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> int:
             os.close(index_fd)
 
 
-def _tidy(fd: int, members: dict[int, Member], gone: Collection[int], mode: int) -> int:
-    """Make holes of what is no member; returns the end of the last member or hole."""
-    end = 0
+def _compare(fd: int, members: dict[int, Member], gone: Collection[int]) -> tuple[int, list[Entry]]:
+    """Where the last member or hole ends, and what is to become a hole; changes nothing.
+
+    Raises:
+        OSError: the tar file does not lead to all members that the index names, or has no room for the headers of a hole.
+    """
+    size = os.fstat(fd).st_size
+    missed = {offset: member for offset, member in members.items() if offset not in gone}
+    end, others = 0, []
     for entry in walk(fd):
         member = members.get(entry.offset)
-        if member is not None and (entry.name, entry.size) != (member.name, member.size):
-            if member.offset not in gone:
-                raise OSError(errno.EUCLEAN, f"its index has {member.name!r} at byte {entry.offset}, where {entry.name!r} is")
-            member = None
-        if member is None:
-            if entry.name != HOLE:  # its server died before the line
-                _make_hole(fd, entry, mode)
-            begin, last = round_up(entry.offset, PAGE), entry.end // PAGE * PAGE
-            if begin < last:
-                punch_hole(fd, begin, last - begin)
+        if member is None or (entry.name, entry.size) != (member.name, member.size):
+            if entry.offset in missed:
+                raise OSError(errno.EUCLEAN, f"its index has {missed[entry.offset].name!r} at byte {entry.offset}, where {entry.name!r} is")
+            if entry.end > size:  # it died between the headers and the space for what they announce
+                break
+            if entry.name != HOLE and entry.offset < data_offset(entry.start, HOLE, entry.end - entry.offset):
+                raise OSError(errno.EUCLEAN, f"{entry.name!r} at byte {entry.offset} has no room for the headers of a hole")
+            others.append(entry)
+        elif entry.offset + entry.size <= size:
+            missed.pop(entry.offset, None)
         end = entry.end
-    if end > os.fstat(fd).st_size:  # it died between the headers and the space for what they announce
-        os.ftruncate(fd, end)
-    return end
+    if missed:
+        first = next(iter(missed.values()))
+        problem = f"{first.name!r} and {len(missed) - 1} others are in its index, and the tar file does not lead to them"
+        raise OSError(errno.EUCLEAN, problem)
+    return end, others
 
 
 def _make_hole(fd: int, entry: Entry, mode: int) -> None:
-    data = headers(HOLE, entry.end - entry.offset, entry.offset - entry.start, mode, int(time.time()))
-    write_at(fd, memoryview(data), entry.start)
+    """Have an entry that is no member be a hole, with its space given back to the disk."""
+    if entry.name != HOLE:  # its server died before the line
+        data = headers(HOLE, entry.end - entry.offset, entry.offset - entry.start, mode, int(time.time()))
+        write_at(fd, memoryview(data), entry.start)
+    begin, last = round_up(entry.offset, PAGE), entry.end // PAGE * PAGE
+    if begin < last:
+        punch_hole(fd, begin, last - begin)
 
 
 def _remove_if_empty(storage: Storage, stem: str) -> None:

@@ -8,8 +8,8 @@ from typing import Literal
 
 from vllm_ascend_hsx.protocol.files import read_all, write_at
 from vllm_ascend_hsx.protocol.names import partial_name
-from vllm_ascend_hsx.protocol.shard_index import INDEX, MANIFEST, TAR
 from vllm_ascend_hsx.protocol.shard_manifest import manifest
+from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, TAR
 from vllm_ascend_hsx.protocol.tar import END
 from vllm_ascend_hsx.sinks.storage import Storage
 
