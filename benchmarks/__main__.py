@@ -6,6 +6,7 @@ Where torch_npu is not installed it runs itself on one emulated NPU.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 from benchmarks import ROOT
 from vllm_ascend_hsx.doctor.storage import filesystem_of
 
-PARTS = ("host", "latency", "engine", "step", "slow_storage")
+PARTS = ("host", "latency", "engine", "step", "slow_storage", "capacity")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     import torch_npu  # noqa: F401 - brings torch.npu
     from rich.console import Console
 
-    from benchmarks import engine, host_path, latency, machine, per_step, report, slow_storage
+    from benchmarks import capacity, engine, host_path, latency, machine, per_step, report, slow_storage
     from benchmarks.goals import Results
     from benchmarks.ours import ring_bytes
     from benchmarks.rows import MINIMAX_M2, Source, npu
@@ -81,8 +82,12 @@ def run(arguments: argparse.Namespace) -> int:
     slow = None
     if "slow_storage" in arguments.parts:
         slow = slow_storage.run(slow_storage.QUICK if arguments.quick else slow_storage.FULL, arguments.memory, show)
+    capacities = None
+    if "capacity" in arguments.parts:  # last: it patches vLLM in this process
+        logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells of every plan
+        capacities = capacity.run(show)
     loads = (load, machine.load_average())
-    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps, slow)
+    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps, slow, capacities)
     report.show(console, results)
     if arguments.merge and arguments.output is not None:
         results = report.merge(results, arguments.output, arguments.parts)

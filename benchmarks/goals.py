@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import engine, latency, per_step, slow_storage
+from benchmarks import capacity, engine, latency, per_step, slow_storage
 from benchmarks.host_path import (
     COPIED,
     DIRECT,
@@ -39,6 +39,7 @@ class Results:
     engine: engine.Result | None
     step: per_step.Result | None
     slow_storage: slow_storage.Result | None
+    capacity: capacity.Result | None
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def size_rows(directory: Path) -> Rows:
         preset = PRESETS[name]
         sizes = []
         for quantization in ("none", "fp8"):
-            row_format = RowFormat((0, 1, 2, 3), preset.config["hidden_size"], "BF16", quantization=quantization)
+            row_format = RowFormat((0, 1, 2, 3), preset.hidden_size, "BF16", quantization=quantization)
             path = directory / f"{name}-{quantization}.safetensors"
             with FileSink(directory, row_format) as sink:
                 file = sink.open(path.stem, path, TOKENS)

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import engine, latency, per_step, slow_storage, words
+from benchmarks import capacity, engine, latency, per_step, slow_storage, words
 from benchmarks.engine import OFF
 from benchmarks.goals import MIB, Results, judge
 from benchmarks.host_path import COPIED, DIRECT, DURABLY, OURS, PINNED, RAW, VLLM, Cell
@@ -37,6 +37,8 @@ def tables(results: Results) -> list[TABLE]:
         shown.append(step_table(results.step))
     if results.slow_storage is not None:
         shown.append(slow_storage_table(results.slow_storage))
+    if results.capacity is not None:
+        shown.append(capacity_table(results.capacity))
     return shown
 
 
@@ -124,6 +126,16 @@ def slow_storage_table(result: slow_storage.Result) -> TABLE:
     return "a stream that is not extracted, beside prompts that are", headings, rows
 
 
+def capacity_table(result: capacity.Result) -> TABLE:
+    rows = [
+        [each.model, each.layout, *(f"{number:,}" for number in (each.block_size, each.blocks, each.tokens)), f"{each.kept:.2%}"]
+        if not each.reason
+        else [each.model, each.layout, "", "", "", "does not start"]
+        for each in result.cells
+    ]
+    return "KV cache", ["model", "layout", "block size", "blocks", "tokens", "kept"], rows
+
+
 def show(console: Console, results: Results) -> None:
     """Print all tables."""
     if not console.is_terminal:
@@ -178,6 +190,8 @@ def markdown(results: Results) -> str:
     if results.slow_storage is not None:
         table = found.pop(slow_storage_table(results.slow_storage)[0])
         parts += ["## Slow storage", _slow_storage_words(results.slow_storage), table]
+    if results.capacity is not None:
+        parts += ["## KV cache", _capacity_words(results.capacity), found.pop(capacity_table(results.capacity)[0])]
     assert not found, found.keys()
     return "\n\n".join(parts) + "\n"
 
@@ -218,4 +232,17 @@ def _step_words(result: per_step.Result) -> str:
         request=result.per_request * 1e6,
         begins=result.per_beginning * 1e6,
         slope=result.per_1000_tokens * 1e6,
+    )
+
+
+def _capacity_words(result: capacity.Result) -> str:
+    options = result.options
+    refused = [each for each in result.cells if each.reason]
+    refusals = "".join(f" {each.layout.capitalize()} does not start for {each.model}: {each.reason}." for each in refused)
+    return words.CAPACITY.format(
+        memory=result.kv_bytes >> 30,
+        tensor_parallel=options.tensor_parallel,
+        length=options.max_model_len,
+        step=options.max_num_batched_tokens,
+        refusals=refusals,
     )

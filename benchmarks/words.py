@@ -68,3 +68,8 @@ SLOW_STORAGE = f"""One request that is not extracted streams its tokens, and bes
 Storage takes a share of what prompts make when it is fast ({{needed}}); os.pwrite waits in its turn. «No extraction»: the same prompts,
 each of which opts out. Prompts that are held back are answered later, so that the stream has the engine for itself: its
 gaps are then shorter than without extraction. Machine: {{machine}}."""
+
+CAPACITY = """What is left of the KV cache of a server with {memory} GiB per NPU for it, TP={tensor_parallel}, requests of
+{length:,} tokens and steps of {step:,}, with four layers extracted: counted by vLLM's own planner with vllm-ascend's patches, of the
+KVCacheSpecs that the layers of a model make; nothing is timed. «hsx»: staging is taken from the memory. «Upstream»: vLLM's
+ExampleHiddenStatesConnector, whose rows are in the KV cache. «Tokens» is what a server logs as the size of its KV cache.{refusals}"""

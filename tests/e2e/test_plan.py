@@ -1,4 +1,4 @@
-"""`hsx plan` says what engines do: the same blocks for the same memory, and the configuration that vLLM makes of the presets."""
+"""What `hsx plan` and the benchmark of capacity say is what engines do, and the presets are what vLLM makes of their config.json."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 from harness import HERE, EngineSession, process_environment
 from tiny_hybrid import build_qwen3_5_moe
 
+from benchmarks.model_shape import LayerKind, shape_of
+from benchmarks.preset_configs import CONFIGS
 from vllm_ascend_hsx.cli import plan as command
-from vllm_ascend_hsx.plan.presets import PRESETS
-from vllm_ascend_hsx.plan.shape import LayerKind, read_shape
+from vllm_ascend_hsx.plan.shape import read_shape
 
 LAYER_IDS = (1, 2, 4)
 MEMORY = 96 << 20
@@ -42,20 +45,38 @@ def engine_facts(directory: Path, model: Path, **options: Any) -> dict[str, Any]
         return session.facts
 
 
+def planner_facts(directories: Sequence[str], **options: int) -> dict[str, Any]:
+    """By directory, of a process of its own on the emulated NPU: vLLM's configuration, and the KV cache by the benchmark."""
+    done = subprocess.run(
+        [sys.executable, str(HERE / "plan_configs.py"), json.dumps(options), *directories],
+        env={**os.environ, **process_environment(npus=4)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        cwd=HERE.parents[1],
+    )
+    line = next((line for line in done.stdout.splitlines() if line.startswith("configs:")), None)
+    assert line is not None, done.stdout[-4000:]
+    found: dict[str, Any] = json.loads(line.removeprefix("configs:"))
+    return found
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_engine_has_the_blocks_that_the_plan_says_for_the_same_memory(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
-    planned = hsx_plan(models[kind], tp=1, max_model_len=512, max_num_batched_tokens=64, kv_memory=MEMORY)
-    staging = planned["staging_bytes"]
+def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
+    staging = hsx_plan(models[kind], tp=1, max_num_batched_tokens=64, kv_memory=MEMORY)["staging_bytes"]
     assert staging == 2 * 64 * 3 * 256 * 2
-    # With kv_cache_memory_bytes an engine takes what it is given; from ours the plan takes the staging slots first.
-    for name, options, memory in (
+    options = {"tensor_parallel": 1, "max_model_len": 512, "max_num_batched_tokens": 64, "kv_bytes": MEMORY, "staging_bytes": staging}
+    (counted,) = planner_facts([str(models[kind])], **options).values()
+    # With kv_cache_memory_bytes an engine takes what it is given; from ours the benchmark takes the staging slots first.
+    for name, more, memory in (
         ("plain", {"extract": False}, MEMORY),
         ("hsx", {}, MEMORY - staging),
         ("upstream", {"ours": False}, MEMORY),
     ):
-        facts = engine_facts(tmp_path / name, models[kind], kv_cache_memory_bytes=memory, **MODELS[kind], **options)
-        capacity = planned["layouts"][name]["capacity"]
+        facts = engine_facts(tmp_path / name, models[kind], kv_cache_memory_bytes=memory, **MODELS[kind], **more)
+        capacity = counted["capacities"][name]
         assert facts["num_gpu_blocks"] == capacity["num_blocks"], name
         assert facts["kv_bytes"] == capacity["num_blocks"] * capacity["block_bytes"], name
         assert sorted(map(len, facts["kv_groups"])) == sorted(layers for layers, _ in capacity["groups"]), name
@@ -67,18 +88,18 @@ def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(tiny_qwen3:
     options = {"max_num_batched_tokens": 2048, "max_model_len": 512}
     plain = engine_facts(tmp_path / "plain", tiny_qwen3, extract=False, **options)
     ours = engine_facts(tmp_path / "ours", tiny_qwen3, **options)
-    planned = hsx_plan(tiny_qwen3, tp=1, **options)
+    planned = hsx_plan(tiny_qwen3, tp=1, max_num_batched_tokens=2048, kv_memory=plain["kv_bytes"])
     taken = planned["staging_bytes"] + planned["collected_bytes"]
-    block_bytes = planned["layouts"]["plain"]["capacity"]["block_bytes"]
-    assert plain["kv_bytes"] == plain["num_gpu_blocks"] * block_bytes
+    block_bytes = plain["kv_bytes"] // plain["num_gpu_blocks"]
     lost = plain["num_gpu_blocks"] - ours["num_gpu_blocks"]
     assert abs(lost * block_bytes - taken) <= block_bytes
+    assert abs(ours["kv_bytes"] / plain["kv_bytes"] - planned["kept_at_least"]) <= block_bytes / plain["kv_bytes"]
 
 
-def test_the_presets_are_configurations_of_which_vllm_makes_what_the_plan_assumes(tmp_path: Path) -> None:
-    directories = {str(tmp_path / name): name for name in PRESETS}
+def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchmark_assume(tmp_path: Path) -> None:
+    directories = {str(tmp_path / name): name for name in CONFIGS}
     for directory, name in directories.items():
-        config = PRESETS[name].config
+        config = CONFIGS[name]
         if config["model_type"].endswith("_text"):
             config = {
                 "architectures": config["architectures"],
@@ -88,28 +109,19 @@ def test_the_presets_are_configurations_of_which_vllm_makes_what_the_plan_assume
             }
         Path(directory).mkdir()
         (Path(directory) / "config.json").write_text(json.dumps(config))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "plan_configs.py"), *directories],
-        env={**os.environ, **process_environment(npus=4)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("configs:")), None)
-    assert line is not None, done.stdout[-4000:]
     defaults = command.parse_arguments(["MODEL"])
-    for directory, made in json.loads(line.removeprefix("configs:")).items():
+    options = {"tensor_parallel": 4, "max_model_len": 8192, "max_num_batched_tokens": defaults.max_num_batched_tokens}
+    for directory, made in planner_facts(list(directories), **options, kv_bytes=30 << 30, staging_bytes=0).items():
         name = directories[directory]
-        shape = read_shape(name)
-        capacity = made["plan"]["layouts"]["plain"]["capacity"]
+        shape, planned = shape_of(CONFIGS[name]), read_shape(name)
+        assert read_shape(directory) == replace(planned, name=name), "with the text part on top"
+        capacity = made["capacities"]["plain"]
         assert made["block_size"] == capacity["block_size"], name
         assert made["enable_prefix_caching"] is not shape.is_hybrid, name
-        assert (made["hidden_size"], made["num_layers"], made["dtype"]) == (shape.hidden_size, shape.num_layers, shape.dtype), name
+        assert (made["hidden_size"], made["num_layers"], made["dtype"]) == (planned.hidden_size, planned.num_layers, planned.dtype), name
         assert made["head_size"] == shape.head_dim, name
         assert made["attention_layers"] == sum(kind is not LayerKind.LINEAR for kind in shape.layers), name
         assert made["max_num_batched_tokens"] == defaults.max_num_batched_tokens
-        assert made["gpu_memory_utilization"] == defaults.gpu_memory_utilization
         assert made["max_concurrent_batches"] == 2
         if shape.is_hybrid:
             layers = capacity["groups"][0][0]
@@ -117,5 +129,5 @@ def test_the_presets_are_configurations_of_which_vllm_makes_what_the_plan_assume
             assert made["mamba_block_size"] == capacity["groups"][1][1], name
         else:
             pairs = 1 if shape.is_latent else 2
-            page = made["block_size"] * made["num_kv_heads"] * made["head_size"] * pairs * shape.dtype_bytes
-            assert page * shape.num_layers == capacity["block_bytes"], name
+            page = made["block_size"] * made["num_kv_heads"] * made["head_size"] * pairs * 2
+            assert page * planned.num_layers == capacity["block_bytes"], name

@@ -15,11 +15,12 @@ import torch_npu  # noqa: F401 - brings torch.npu
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import engine, goals, host_path, latency, measure, peers, per_step, report, shards, slow_storage
+from benchmarks import capacity, engine, goals, host_path, latency, measure, peers, per_step, report, shards, slow_storage
 from benchmarks.host_path import COPIED, DURABLY, OURS, PINNED, RAW, VLLM, Cell, Figures
 from benchmarks.measure import Cost
 from benchmarks.ours import Ours
 from benchmarks.rows import MINIMAX_M2, TINY, Load, Source, assert_files_are_right, token_ids
+from benchmarks.server_config import EngineOptions
 
 STEP_TOKENS = 32
 SOURCE_TOKENS = 96
@@ -67,6 +68,12 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
             {slow_storage.WAIT: 3.0 * (1 << 20)},
             slow_storage.FULL,
             "a small one",
+        ),
+        # test_capacity.py makes them.
+        capacity=capacity.Result(
+            EngineOptions(),
+            30 << 30,
+            [capacity.Cell("small", "hsx", 128, 9, 1152, 0.99), capacity.Cell("small", "upstream", 0, 0, 0, 0.0, "Error: no")],
         ),
     )
 
@@ -283,9 +290,8 @@ def cell_with(of_raw: float, tokens: int = 2048, view: str = PINNED) -> Cell:
 
 
 def judged(cells: list[Cell], goal: str) -> goals.Verdict:
-    (verdict,) = [
-        each for each in goals.judge(goals.Results({}, (0, 0), 1 << 20, cells, {}, [], None, None, None)) if each.goal.startswith(goal)
-    ]
+    results = goals.Results({}, (0, 0), 1 << 20, cells, {}, [], None, None, None, None)
+    (verdict,) = [each for each in goals.judge(results) if each.goal.startswith(goal)]
     return verdict
 
 
@@ -315,6 +321,7 @@ def test_the_report_has_every_table_and_its_words(results: goals.Results, tmp_pa
         assert "| " + " | ".join(headings) + " |" in words, title
         assert all(len(row) == len(headings) for row in rows), title
     assert "because" in words
+    assert "Upstream does not start for small: Error: no." in words and "| small | upstream |  |  |  | does not start |" in words
     assert not re.search(r"/tmp|/work|/home|\{|nan", words)
 
 
@@ -323,7 +330,7 @@ def test_a_part_that_was_measured_again_takes_the_place_of_the_old_one_alone(res
     assert results.slow_storage is not None
     (cell,) = results.slow_storage.cells
     again = replace(results.slow_storage, cells=[replace(cell, longest=1.5)])
-    alone = goals.Results({}, (1.0, 1.0), 0, [], {}, [], None, None, again)
+    alone = goals.Results({}, (1.0, 1.0), 0, [], {}, [], None, None, again, None)
     merged = report.merge(alone, tmp_path, ["slow_storage"])
     assert merged == replace(results, slow_storage=again)
     report.write(merged, tmp_path)

@@ -499,11 +499,11 @@ def test_a_target_that_no_test_has_served_is_not_called_ok(tmp_path: Path) -> No
     assert found.what_to_do.startswith("Compare its rows with transformers first: hsx demo --device npu --model ")
 
 
-def test_a_target_that_the_plan_does_not_know_can_still_be_extracted(tmp_path: Path) -> None:
-    model = config_json(tmp_path, architectures=["Qwen3ForCausalLM"], layer_types=["kda"], num_hidden_layers=1)
+def test_a_target_that_cannot_be_planned_can_still_be_extracted(tmp_path: Path) -> None:
+    model = config_json(tmp_path, architectures=["Qwen3ForCausalLM"], num_hidden_layers=1)
     found = by_name(check_target(model))
     assert found["model"].verdict == "ok"
-    assert found["plan"].verdict == "note" and "kda" in found["plan"].found
+    assert found["plan"].verdict == "note" and "says nothing of hidden_size" in found["plan"].found
 
 
 # The command

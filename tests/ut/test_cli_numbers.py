@@ -30,10 +30,7 @@ WHOLE = {
     (*GENERATE, "--rank"): (0, 10**6 - 1),
     (*GENERATE, "--include-output-tokens", "--max-tokens"): (1, 2**31 - 1),
     **{(*PLAN, option): (1, 4096) for option in ("--tp", "--dp")},
-    **{
-        (*PLAN, option): (1, 10**9)
-        for option in ("--max-model-len", "--max-num-batched-tokens", "--block-size", "--prompt-tokens")
-    },
+    **{(*PLAN, option): (1, 10**9) for option in ("--max-num-batched-tokens", "--prompt-tokens")},
     (*PLAN, "--staging-slots"): (1, 8),
     **{("demo", "--device", "npu", "--model", ".", option): (1, 4096) for option in ("--data-parallel-size", "--tensor-parallel-size")},
     ("inspect", "{dir}", "--limit"): (1, 10**9),
@@ -44,13 +41,11 @@ FLOATS = {
     (*GENERATE, "--request-timeout"): (None, DAY),
     (*GENERATE, "--retry-delay"): (None, DAY),
     (*PLAN, "--prefill-speed"): (None, 1e12),
-    (*PLAN, "--memory", "64GiB", "--gpu-memory-utilization"): (None, 1.0),
     ("demo", "--start-timeout"): (None, DAY),
     ("demo", "--request-timeout"): (None, DAY),
 }
 SIZES = {
-    **{(*PLAN, option): (0, TIB) for option in ("--kv-memory", "--memory", "--ring")},
-    **{(*PLAN, "--memory", "64GiB", option): (0, TIB) for option in ("--weights", "--reserve")},
+    **{(*PLAN, option): (0, TIB) for option in ("--kv-memory", "--ring")},
     ("emulate", "--hbm"): (32 << 20, TIB),
 }
 NOT_NUMBERS = ["nan", "inf", "1e300", "1e30", "9" * 30, "9" * 400, "9" * 5000, "-1", "True", "", "0x10", "1 000", "many"]
@@ -129,16 +124,12 @@ def test_more_emulated_npus_than_there_can_be_are_refused_before_anything_is_bui
 @pytest.mark.parametrize(
     "words",
     [
-        "--max-model-len 1000000000",
         "--max-num-batched-tokens 1000000000",
         "--prompt-tokens 1000000000 --prefill-speed 1000000000000",
-        "--block-size 1000000000",
         "--kv-memory 1024GiB --ring 1024GiB",
         "--kv-memory 0",
-        "--memory 1024GiB --weights 0 --reserve 0 --gpu-memory-utilization 0.000000001",
         "--dp 4096",
-        "--max-num-batched-tokens 1 --max-model-len 1",
-        "--block-size 1",
+        "--max-num-batched-tokens 1",
     ],
 )
 def test_a_plan_with_any_number_within_the_bounds_is_a_plan_or_a_refusal(words: str, capsys: pytest.CaptureFixture[str]) -> None:

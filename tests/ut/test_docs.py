@@ -137,7 +137,7 @@ def test_the_json_options_are_accepted(command: Command) -> None:
     assert speculative == speculative_config(layer_ids)
     assert transfer == kv_transfer_config(transfer["kv_connector_extra_config"]["shared_storage_path"])
     HsxConfig.parse(transfer["kv_connector_extra_config"])
-    (layers,) = (each.config["num_hidden_layers"] for each in PRESETS.values() if each.repository == command.model)
+    (layers,) = (each.layers for each in PRESETS.values() if each.repository == command.model)
     assert validate_layer_ids(layer_ids, layers) == (2, layers // 2, layers - 3, layers)
 
 

@@ -13,7 +13,6 @@ from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.plan.presets import PRESETS
-from vllm_ascend_hsx.plan.server_config import Layout
 from vllm_ascend_hsx.protocol.api import EXTRACT_KEY, OUTPUT_KEY
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.target import validate_layer_ids
@@ -121,17 +120,26 @@ def test_the_plan_command_shows_a_plan(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.startswith("MiniMaxAI/MiniMax-M2: layers 2, 31, 59, 62 of 62, TP=8 x DP=2 on 16 NPUs")
 
 
-def test_the_kv_cache_that_is_left_is_what_the_planner_says() -> None:
+def test_the_kv_cache_that_is_left_is_what_the_benchmark_says() -> None:
+    """test_capacity.py compares the benchmark's page with vLLM's planner."""
+    counted = json.loads((ROOT / "docs" / "performance.json").read_text())["capacity"]
+    options = counted["options"]
+    conditions = (counted["kv_bytes"] >> 30, options["tensor_parallel"], options["max_model_len"], options["max_num_batched_tokens"])
+    assert conditions == (30, 4, 8192, 2048)
+    kept = {(cell["model"], cell["layout"]): "does not start" if cell["reason"] else f"{cell['kept']:.2%}" for cell in counted["cells"]}
     table = re.findall(r"^\| (\S+) \| (\S+) % \| (.+?) \|$", README, re.MULTILINE)
     assert [name.lower() for name, _, _ in table] == list(PRESETS)
     for name, ours, upstream in table:
-        words = [name.lower(), "--kv-memory", "30GiB", "--tp", "4", "--max-model-len", "8192"]
-        layouts = plan.plan(plan.parse_arguments(words)).layouts
-        shown = [f"{each.kept:.2%}".replace("%", " %") if each.capacity else "does not start" for each in layouts.values()]
-        assert shown == ["100.00 %", f"{ours} %", upstream]
-        exception = re.search(rf"hsx keeps (\S+) % for {name} ", README)
-        least = layouts[Layout.HSX].kept_at_least
-        assert f"{least:.2%}" == f"{exception[1]}%" if exception else least > 0.99
+        model = PRESETS[name.lower()].repository
+        assert (f"{ours}%", upstream.replace(" %", "%")) == (kept[model, "hsx"], kept[model, "upstream"])
+
+
+def test_what_is_kept_at_least_is_what_the_plan_says() -> None:
+    least = {name: plan.plan(plan.parse_arguments([name, "--kv-memory", "30GiB"])).kept_at_least for name in PRESETS}
+    exception = re.search(r"hsx keeps (\S+) % for DeepSeek-V3\s+and more than 99 % for the others", README)
+    assert exception is not None
+    assert 0 <= least.pop("deepseek-v3") - float(exception[1]) / 100 < 1e-4
+    assert min(least.values()) > 0.99
 
 
 def test_every_make_command_is_a_target() -> None:

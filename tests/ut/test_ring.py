@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.drafter.ring import FreeRows, PinnedRing
+from vllm_ascend_hsx.drafter.ring_shape import ring_shape
 
 ROW_SHAPE, DTYPE = (3, 8), torch.bfloat16
 ROW_BYTES = 48
@@ -88,7 +89,7 @@ TestAllocatorLife = AllocatorLife.TestCase
 
 @pytest.mark.parametrize(("rows", "rows_per_piece"), [(2, 1), (10, 1), (40, 5), (800_000, (4 << 20) // ROW_BYTES)])
 def test_a_ring_holds_all_the_rows_it_has_bytes_for(rows: int, rows_per_piece: int) -> None:
-    assert PinnedRing.shape_for(rows * ROW_BYTES + ROW_BYTES - 1, ROW_BYTES) == (rows, rows_per_piece)
+    assert ring_shape(rows * ROW_BYTES + ROW_BYTES - 1, ROW_BYTES) == (rows, rows_per_piece)
 
 
 def test_a_ring_is_pinned_begins_at_a_page_and_its_runs_lie_side_by_side() -> None:

@@ -60,9 +60,9 @@ COMMANDS: dict[str, Command] = {
         "reading files",
     ),
     "plan": Command(
-        "show what extraction costs: memory, KV cache, disk and bandwidth",
+        "show what extraction costs: memory, disk and bandwidth",
         "vllm_ascend_hsx.cli.plan:main",
-        "asking vLLM's planner",
+        "reading the model's configuration",
     ),
     "serve": Command(
         "start vllm serve so that it extracts",

@@ -50,8 +50,7 @@ def check_target(model: str) -> Iterator[Finding]:
         remedy = "Extraction does not need it; start a server, which logs the size of its KV cache."
         yield Finding(TOPIC, "plan", "note", f"`hsx plan` cannot reckon it: {error.problem}", remedy)
         return
-    layer_bytes = shape.hidden_size * shape.dtype_bytes
-    found = f"{shape.num_layers} layers x {shape.hidden_size}, {shape.dtype}: {layer_bytes:,} bytes per token and layer"
+    found = f"{shape.num_layers} layers x {shape.hidden_size}, {shape.dtype}: {shape.layer_bytes:,} bytes per token and layer"
     yield Finding(TOPIC, "plan", "ok", found, f"`hsx plan {model}` shows what extraction costs.")
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfigError
+from vllm_ascend_hsx.drafter.ring_shape import ring_shape
 
 _PAGE = 4096  # what direct I/O may want memory to be aligned to
 
@@ -113,12 +114,9 @@ class PinnedRing:
         HsxConfigError: the host has no such memory.
     """
 
-    MIN_PIECES = 8  # rows of a step are written while the rest of them are copied
-    MAX_PIECE_BYTES = 4 << 20
-
     def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
         self.row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
-        self.num_rows, self.rows_per_piece = self.shape_for(num_bytes, self.row_bytes)
+        self.num_rows, self.rows_per_piece = ring_shape(num_bytes, self.row_bytes)
         # Shorter runs are left until their neighbours are free: else a full ring would be given out in ever
         # smaller parts, and written in ever smaller writes.
         self._least = max(1, self.rows_per_piece // 16)
@@ -135,14 +133,6 @@ class PinnedRing:
         self._changed = threading.Condition()  # guards the next two
         self._free = FreeRows(self.num_rows)
         self._least_free = self.num_rows
-
-    @classmethod
-    def shape_for(cls, num_bytes: int, row_bytes: int) -> tuple[int, int]:
-        """How many rows, and how many of them a piece has at most. Raises ValueError: fewer than two rows fit."""
-        rows = num_bytes // row_bytes
-        if rows < 2:
-            raise ValueError(f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes")
-        return rows, max(1, min(rows // cls.MIN_PIECES, cls.MAX_PIECE_BYTES // row_bytes))
 
     @property
     def free_rows(self) -> int:

@@ -1,1 +1,1 @@
-"""What extraction costs before a server is started: memory, KV cache, disk, bandwidth. Used by `hsx plan`."""
+"""What extraction costs before a server is started: memory, disk, bandwidth. Arithmetic; used by `hsx plan`."""

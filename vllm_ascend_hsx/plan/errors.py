@@ -1,4 +1,4 @@
-"""The ways in which a plan cannot be made."""
+"""The way in which a plan cannot be made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,3 @@ class PlanError(ValueError):
         self.option = option
         self.problem = problem
         super().__init__(f"{option} {value}: {problem}; {remedy}")
-
-
-class PlannerMissingError(RuntimeError):
-    """vLLM or vllm-ascend, whose planner is asked, is not installed here."""

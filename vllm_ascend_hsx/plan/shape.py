@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,7 @@ from vllm_ascend_hsx.plan.presets import PRESETS
 
 MODEL = "MODEL"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-KNOWN = "hsx plan knows full, sliding-window and latent attention (MLA) and GatedDeltaNet"
-# Fields of models whose KV cache is made of something else; what it is.
-_UNKNOWN_CACHES = {
-    "index_topk": "sparse attention with an indexer",
-    "compress_ratios": "compressed attention",
-    "linear_attn_config": "Kimi's delta attention",
-    "hybrid_override_pattern": "Mamba layers",
-    "layers_block_type": "Mamba layers",
-    "attn_layer_period": "Mamba layers",
-    "mamba_d_state": "Mamba layers",
-    "state_size": "Mamba layers",
-    "num_kv_shared_layers": "layers that share a KV cache",
-    "global_head_dim": "layers with heads of different sizes",
-    "block_configs": "layers of different kinds",
-}
-
-
-class LayerKind(Enum):
-    """What a layer keeps in the KV cache."""
-
-    FULL = "full_attention"
-    SLIDING = "sliding_attention"
-    LATENT = "latent_attention"
-    LINEAR = "linear_attention"
-
-
-@dataclass(frozen=True)
-class DeltaNet:
-    """The sizes of GatedDeltaNet's state. `ssm_dtype` is that of the recurrent state, or "auto" for the model's."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    conv_kernel: int
-    ssm_dtype: str
+_LARGEST = 10**9
 
 
 @dataclass(frozen=True)
@@ -57,55 +21,33 @@ class ModelShape:
 
     Attributes:
         name: what it is called in what is shown.
-        architecture, model_type: from config.json.
-        dtype: "bfloat16", "float16" or "float32", in which it is served.
+        num_layers: decoder layers.
         hidden_size: elements of a hidden state.
-        layers: what each decoder layer keeps.
-        num_heads, num_kv_heads, head_dim: of attention; for latent attention one head of `kv_lora_rank + qk_rope_head_dim`.
-        sliding_window: tokens, if a layer is SLIDING.
-        delta_net: if a layer is LINEAR.
-        config: the fields of config.json, those of its text part on top.
+        dtype: "bfloat16", "float16" or "float32", in which it is served.
     """
 
     name: str
-    architecture: str
-    model_type: str
-    dtype: str
+    num_layers: int
     hidden_size: int
-    layers: tuple[LayerKind, ...]
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    sliding_window: int | None
-    delta_net: DeltaNet | None
-    config: dict[str, Any]
+    dtype: str
 
     @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
-    def is_hybrid(self) -> bool:
-        """vLLM's word for a model that has state besides a KV cache."""
-        return self.delta_net is not None
-
-    @property
-    def is_latent(self) -> bool:
-        return LayerKind.LATENT in self.layers
-
-    @property
-    def dtype_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+    def layer_bytes(self) -> int:
+        """Of one token's hidden state after one layer."""
+        return self.hidden_size * DTYPE_BYTES[self.dtype]
 
 
 def read_shape(model: str, dtype: str = "auto") -> ModelShape:
     """The shape of a preset, or of the model whose directory or config.json is given.
 
     Raises:
-        PlanError: no such preset or file, not a config.json, or a model whose KV cache is not known here.
+        PlanError: no such preset or file, not a config.json, or one that does not say what is needed.
     """
     name, content = read_config(model)
-    return _shape(name, model, {**content, **(content.get("text_config") or {})}, dtype)
+    text = content.get("text_config")
+    config = {**content, **(text if isinstance(text, dict) else {})}
+    layers, hidden = (_integer(model, config, field) for field in ("num_hidden_layers", "hidden_size"))
+    return ModelShape(name, layers, hidden, _dtype(model, config, dtype))
 
 
 def read_config(model: str) -> tuple[str, dict[str, Any]]:
@@ -131,66 +73,6 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
     return file.absolute().parent.name, content
 
 
-def _shape(name: str, model: str, config: dict[str, Any], dtype: str) -> ModelShape:
-    for field, what in _UNKNOWN_CACHES.items():
-        if config.get(field):
-            raise PlanError(MODEL, model, f"has {what} ({field})", KNOWN)
-    layers = _layers(model, config)
-    heads = _integer(model, config, "num_attention_heads")
-    hidden = _integer(model, config, "hidden_size")
-    if LayerKind.LATENT in layers:
-        kv_heads, head_dim = 1, _integer(model, config, "kv_lora_rank") + _integer(model, config, "qk_rope_head_dim")
-    else:
-        kv_heads = _integer(model, config, "num_key_value_heads", heads)
-        head_dim = _integer(model, config, "head_dim", hidden // heads)
-        if config.get("v_head_dim", head_dim) != head_dim:
-            raise PlanError(MODEL, model, "has values of another size than keys (v_head_dim)", KNOWN)
-    delta_net = None
-    if LayerKind.LINEAR in layers:
-        delta_net = DeltaNet(
-            num_key_heads=_integer(model, config, "linear_num_key_heads"),
-            num_value_heads=_integer(model, config, "linear_num_value_heads"),
-            key_head_dim=_integer(model, config, "linear_key_head_dim"),
-            value_head_dim=_integer(model, config, "linear_value_head_dim"),
-            conv_kernel=_integer(model, config, "linear_conv_kernel_dim"),
-            ssm_dtype=config.get("mamba_ssm_dtype") or "auto",
-        )
-    return ModelShape(
-        name=name,
-        architecture=(config.get("architectures") or [""])[0],
-        model_type=config.get("model_type", ""),
-        dtype=_dtype(model, config, dtype),
-        hidden_size=hidden,
-        layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        sliding_window=_integer(model, config, "sliding_window") if LayerKind.SLIDING in layers else None,
-        delta_net=delta_net,
-        config=config,
-    )
-
-
-def _layers(model: str, config: dict[str, Any]) -> tuple[LayerKind, ...]:
-    count = _integer(model, config, "num_hidden_layers")
-    if config.get("kv_lora_rank"):
-        return (LayerKind.LATENT,) * count
-    names = config.get("layer_types")
-    if names is None and (interval := config.get("full_attention_interval")):
-        names = ["full_attention" if (index + 1) % interval == 0 else "linear_attention" for index in range(count)]
-    if names is None:
-        # A model without layer_types has one kind of attention (vllm/model_executor/layers/attention/attention.py, 0.23.0).
-        sliding = config.get("sliding_window") and config.get("use_sliding_window", True)
-        names = ["sliding_attention" if sliding else "full_attention"] * count
-    known = {kind.value for kind in LayerKind} - {LayerKind.LATENT.value}
-    strange = sorted(set(map(str, names)) - known)
-    if strange or 0 in (config.get("attn_type_list") or []):
-        raise PlanError(MODEL, model, f"has layers of another kind ({', '.join(strange) or 'attn_type_list'})", KNOWN)
-    if len(names) != count:
-        raise PlanError(MODEL, model, f"has {count} layers and {len(names)} layer_types", "give the config.json as it was published")
-    return tuple(LayerKind(name) for name in names)
-
-
 def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:
     """As vllm/config/model.py:1996 (_resolve_auto_dtype) of 0.23.0: float32 is served as bfloat16 unless it was asked for."""
     if dtype != "auto":
@@ -201,10 +83,9 @@ def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:
     return "bfloat16" if found == "float32" else found
 
 
-def _integer(model: str, config: dict[str, Any], field: str, default: int | None = None) -> int:
+def _integer(model: str, config: dict[str, Any], field: str) -> int:
     value = config.get(field)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        problem = "says nothing of" if value is None else f"has {value!r} for"
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
+        problem = "says nothing of" if value is None else f"has {value!r:.40} for"
         raise PlanError(MODEL, model, f"{problem} {field}", "give the config.json of a decoder model, as it was published")
     return value

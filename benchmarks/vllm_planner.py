@@ -8,16 +8,12 @@ vllm/v1/core/kv_cache_utils.py, MR vllm_ascend/worker/model_runner_v1.py. Nothin
 from __future__ import annotations
 
 import importlib
-import os
-import sys
 import traceback
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
-from vllm_ascend_hsx.plan.errors import PlannerMissingError
-from vllm_ascend_hsx.plan.server_config import EngineOptions, Layout, UnknownFieldError, delta_net_state, num_drafts, server_config
-from vllm_ascend_hsx.plan.shape import LayerKind, ModelShape
+from benchmarks.model_shape import LayerKind, ModelShape
+from benchmarks.server_config import EngineOptions, Layout, UnknownFieldError, delta_net_state, num_drafts, server_config
 
 PLANNER = "vllm.v1.core.kv_cache_utils"
 SPECS = "vllm.v1.kv_cache_interface"
@@ -46,37 +42,15 @@ class Capacity:
 
 
 class LayoutError(Exception):
-    """vLLM's planner refuses the configuration: a server does not start with it. The message is its reason.
-
-    Attributes:
-        memory: whether the reason is that there is too little of it.
-    """
-
-    def __init__(self, reason: str, *, memory: bool = False) -> None:
-        self.memory = memory
-        super().__init__(reason)
+    """vLLM's planner refuses the configuration: a server does not start with it. The message is its reason."""
 
 
 def load() -> None:
     """Import vLLM with vllm-ascend's patches applied, as a server on Ascend has them.
 
     Reason: vllm-ascend replaces a part of the planner (patch/platform/patch_kv_cache_utils.py) and the alignment of hybrid models
-    (patch_mamba_config.py) when its general plugins are loaded. It cannot be imported without torch_npu; where there is none, the emulated
-    one is put on the path of this process, for its import alone: no device is used.
-
-    Raises:
-        PlannerMissingError: vllm or vllm-ascend is not installed.
+    (patch_mamba_config.py) when its general plugins are loaded.
     """
-    if missing := [name for name in ("vllm", "vllm_ascend") if find_spec(name) is None]:
-        raise PlannerMissingError(
-            f"hsx plan asks vLLM's own planner, and {' and '.join(missing)} is not installed here: "
-            "install vllm 0.23.0 with vllm-ascend 0.23.0, or set up the emulated NPU with `make setup`"
-        )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    if find_spec("torch_npu") is None:
-        from vllm_ascend_hsx.emulator.launch import SITE
-
-        sys.path.insert(0, str(SITE))
     from vllm_ascend.utils import adapt_patch
 
     adapt_patch(is_global_patch=True)
@@ -108,11 +82,7 @@ def plan_layout(shape: ModelShape, options: EngineOptions, layout: Layout, num_e
     except UnknownFieldError:
         raise
     except Exception as error:  # whatever it is, it is what the server would end with
-        # KCU:713 (_check_enough_kv_cache_memory)
-        memory = isinstance(error, ValueError) and ("KV cache is needed" in str(error) or "No available memory" in str(error))
-        raise LayoutError(_reason(error), memory=memory) from error
-    if layout is Layout.UPSTREAM and not shape.is_hybrid:
-        _require_own_tensor(cache, CACHE_ONLY.format(shape.num_layers))
+        raise LayoutError(_reason(error)) from error
     return Capacity(
         block_size=config.cache_config.block_size,
         num_blocks=cache.num_blocks,
@@ -120,20 +90,6 @@ def plan_layout(shape: ModelShape, options: EngineOptions, layout: Layout, num_e
         groups=tuple((len(group.layer_names), group.kv_cache_spec.block_size) for group in cache.kv_cache_groups),
         tokens=int(concurrency * options.max_model_len),
     )
-
-
-def _require_own_tensor(cache: Any, name: str) -> None:
-    """Refuse what passes the planner and stops the runner.
-
-    Reason: a layer that shares a tensor with the drafter's gets one tensor (MR:4119) where MR:4542 unpacks a pair of keys and values, but
-    for models with Mamba layers, where all have one.
-    """
-    for tensor in cache.kv_cache_tensors:
-        if name in tensor.shared_by and len(tensor.shared_by) > 1:
-            raise LayoutError(
-                "ValueError: too many values to unpack (expected 2), in _reshape_kv_cache_tensors "
-                "(vllm_ascend/worker/model_runner_v1.py): hidden states share a tensor with attention"
-            )
 
 
 def _specs(shape: ModelShape, config: Any, layout: Layout, num_extracted: int) -> dict[str, Any]:
@@ -153,7 +109,7 @@ def _specs(shape: ModelShape, config: Any, layout: Layout, num_extracted: int) -
     if layout is Layout.UPSTREAM:
         interface = importlib.import_module(SPECS)
         # vllm/model_executor/models/extract_hidden_states.py:285: a head per layer that is extracted.
-        specs[CACHE_ONLY.format(shape.num_layers)] = interface.HiddenStateCacheSpec(
+        specs[CACHE_ONLY.format(len(shape.layers))] = interface.HiddenStateCacheSpec(
             block_size=config.cache_config.block_size,
             num_kv_heads=num_extracted,
             head_size=shape.hidden_size,
@@ -176,10 +132,7 @@ def _attention_spec(shape: ModelShape, kind: LayerKind, config: Any) -> Any:
     }
     if kind is LayerKind.LATENT:
         return importlib.import_module(ASCEND_SPECS).AscendMLAAttentionSpec(**sizes)
-    interface = importlib.import_module(SPECS)
-    if kind is LayerKind.SLIDING:
-        return interface.SlidingWindowSpec(sliding_window=shape.sliding_window, **sizes)
-    return interface.FullAttentionSpec(**sizes)
+    return importlib.import_module(SPECS).FullAttentionSpec(**sizes)
 
 
 def _state_spec(shape: ModelShape, config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A server's configuration as vLLM's planner reads it, made of a plan's options: a stand-in for VllmConfig, which needs a server's model.
+"""A server's configuration as vLLM's planner reads it: a stand-in for VllmConfig, which needs a server's model.
 
 Checked against vllm 0.23.0 and vllm-ascend 0.23.0. It has the fields of VllmConfig that are read on the way to a KV cache. Nothing is
 imported before it is needed: vLLM takes seconds.
@@ -12,8 +12,8 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.model_shape import ModelShape
 from vllm_ascend_hsx.config import METHOD
-from vllm_ascend_hsx.plan.shape import ModelShape
 
 MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"
 MAMBA_CONFIG = "vllm_ascend.patch.platform.patch_mamba_config"
@@ -29,13 +29,11 @@ class Layout(Enum):
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What of a server's options the KV cache depends on. `block_size` is None for vLLM's choice; tokens are counted in tokens."""
+    """What of a server's options the KV cache depends on."""
 
-    tensor_parallel: int
-    max_model_len: int
-    max_num_batched_tokens: int
-    block_size: int | None
-    prefix_caching: bool
+    tensor_parallel: int = 4
+    max_model_len: int = 8192
+    max_num_batched_tokens: int = 2048
 
 
 class UnknownFieldError(AttributeError):
@@ -47,14 +45,8 @@ class _Fields(SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         raise UnknownFieldError(
-            f"hsx plan gives vLLM no {name!r}, which it reads; it was checked against vllm 0.23.0 and vllm-ascend 0.23.0: install these"
+            f"vLLM reads {name!r}, which this lacks; it was checked against vllm 0.23.0 and vllm-ascend 0.23.0: install these"
         )
-
-
-def step_tokens(options: EngineOptions, layout: Layout) -> int:
-    """Most tokens of one step. Upstream has no chunked prefill (vllm/config/vllm.py:764), so that one takes a whole request."""
-    batched = options.max_num_batched_tokens
-    return max(batched, options.max_model_len) if layout is Layout.UPSTREAM else batched
 
 
 def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> Any:
@@ -62,17 +54,18 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
 
     * `speculative_config`: none without extraction. Upstream has one draft token, hence one more Mamba state per request; our plugin
       makes it none (compat.drafts.schedule_no_drafts).
-    * Upstream goes without chunked prefill, and a hybrid model then without prefix caching (vllm/model_executor/models/config.py:372).
+    * Upstream goes without chunked prefill (vllm/config/vllm.py:764), so that one step takes a whole request.
+    * Prefix caching is vLLM's default: off for hybrid models (vllm/config/model.py:1852, is_prefix_caching_supported).
     * `block_size`: vllm-ascend's refresh_block_size (utils.py:1369) makes it 128; that of a hybrid model follows from its state.
     """
     torch = importlib.import_module("torch")
-    upstream = layout is Layout.UPSTREAM
+    upstream, batched = layout is Layout.UPSTREAM, options.max_num_batched_tokens
     drafts = {Layout.PLAIN: None, Layout.HSX: 0, Layout.UPSTREAM: 1}[layout]
     config = _Fields(
         cache_config=_Fields(
-            block_size=options.block_size,
+            block_size=None,
             cache_dtype="auto",
-            enable_prefix_caching=options.prefix_caching and not (upstream and shape.is_hybrid),
+            enable_prefix_caching=not shape.is_hybrid,
             mamba_block_size=None,
             mamba_cache_dtype="auto",
             mamba_cache_mode="none",
@@ -99,7 +92,7 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
         scheduler_config=_Fields(
             disable_hybrid_kv_cache_manager=False,
             enable_chunked_prefill=not upstream,
-            max_num_batched_tokens=step_tokens(options, layout),
+            max_num_batched_tokens=max(batched, options.max_model_len) if upstream else batched,
         ),
         speculative_config=None
         if drafts is None

@@ -1,0 +1,89 @@
+"""Part (f), how much KV cache is left: with no extraction, ours and vLLM's own layout, by vLLM's planner with vllm-ascend's patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks import vllm_planner
+from benchmarks.model_shape import ModelShape, shape_of
+from benchmarks.preset_configs import CONFIGS
+from benchmarks.server_config import EngineOptions, Layout
+from benchmarks.vllm_planner import Capacity, LayoutError
+from vllm_ascend_hsx.cli import plan
+from vllm_ascend_hsx.plan.presets import PRESETS
+
+KV_BYTES = 30 << 30
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model with a layout.
+
+    Attributes:
+        block_size: tokens per block of the attention layers. blocks: vLLM's num_gpu_blocks.
+        tokens: what the server logs as the size of its KV cache.
+        kept: tokens as a share of those with no extraction; 0 if it does not start, as then the others are.
+        reason: why it does not start.
+    """
+
+    model: str
+    layout: str
+    block_size: int
+    blocks: int
+    tokens: int
+    kept: float
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """By model and layout; each server has the same options and `kv_bytes` per NPU for its KV cache without extraction."""
+
+    options: EngineOptions
+    kv_bytes: int
+    cells: list[Cell]
+
+
+def run(show: Callable[[str], None]) -> Result:
+    """Ask for every preset, with the layers that `hsx plan` takes by default."""
+    vllm_planner.load()
+    options, cells = EngineOptions(), []
+    for name, preset in PRESETS.items():
+        words = f"--tp {options.tensor_parallel} --max-num-batched-tokens {options.max_num_batched_tokens} --kv-memory {KV_BYTES}"
+        planned = plan.plan(plan.parse_arguments([name, *words.split()]))
+        made = capacities(shape_of(CONFIGS[name]), options, len(planned.request.layer_ids), KV_BYTES, planned.staging_bytes)
+        plain = made[Layout.PLAIN]
+        if isinstance(plain, LayoutError):
+            raise plain
+        cells += [_cell(preset.repository, layout, each, plain.tokens) for layout, each in made.items()]
+        show(f"{preset.repository}: {', '.join(f'{cell.layout} {cell.kept:.2%}' for cell in cells[-len(made) :])}")
+    return Result(options, KV_BYTES, cells)
+
+
+def capacities(
+    shape: ModelShape, options: EngineOptions, num_extracted: int, kv_bytes: int, staging_bytes: int
+) -> dict[Layout, Capacity | LayoutError]:
+    """The KV cache with each layout; staging is taken from ours. vllm_planner.load must have been called.
+
+    Args:
+        shape: the target.
+        options: of the server.
+        num_extracted: layers that are extracted.
+        kv_bytes: memory of an NPU for the KV cache, without extraction.
+        staging_bytes: of our staging slots.
+    """
+    found: dict[Layout, Capacity | LayoutError] = {}
+    for layout in Layout:
+        left = kv_bytes - staging_bytes if layout is Layout.HSX else kv_bytes
+        try:
+            found[layout] = vllm_planner.plan_layout(shape, options, layout, num_extracted, left)
+        except LayoutError as error:
+            found[layout] = error
+    return found
+
+
+def _cell(model: str, layout: Layout, found: Capacity | LayoutError, plain_tokens: int) -> Cell:
+    if isinstance(found, LayoutError):
+        return Cell(model, layout.value, 0, 0, 0, 0.0, str(found))
+    return Cell(model, layout.value, found.block_size, found.num_blocks, found.tokens, found.tokens / plain_tokens)

@@ -1,0 +1,125 @@
+"""What the benchmark of capacity gets of vLLM's planner, against numbers made by hand, and that docs/performance.md has it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import capacity, report, vllm_planner
+from benchmarks.model_shape import shape_of
+from benchmarks.preset_configs import CONFIGS
+from benchmarks.server_config import EngineOptions, Layout, UnknownFieldError
+from benchmarks.vllm_planner import Capacity, LayoutError
+from vllm_ascend_hsx.cli import plan
+from vllm_ascend_hsx.plan.presets import PRESETS
+
+PAGE = Path(__file__).parents[2] / "docs" / "performance.json"
+OPTIONS = EngineOptions()
+# A token has 2 layers x keys and values x 2 heads x 16 elements x 2 bytes = 256 bytes of KV cache, a block of 128 tokens 32 KiB.
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "dtype": "bfloat16",
+}
+DENSE_OPTIONS = EngineOptions(tensor_parallel=1, max_model_len=256, max_num_batched_tokens=128)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner() -> None:
+    vllm_planner.load()
+
+
+@pytest.fixture(scope="module")
+def measured(planner: None) -> capacity.Result:
+    return capacity.run(lambda text: None)
+
+
+def counted(config: dict[str, Any], options: EngineOptions, kv_bytes: int, staging_bytes: int, layers: int) -> list[Capacity]:
+    found = capacity.capacities(shape_of(config), options, layers, kv_bytes, staging_bytes)
+    return [each for each in found.values() if isinstance(each, Capacity)]
+
+
+def test_a_dense_model_by_hand() -> None:
+    """32 blocks in 1 MiB. Staging of 96 KiB takes three. Upstream's block is 128 x 384 bytes larger, so there are 12."""
+    found = counted(DENSE, DENSE_OPTIONS, 1 << 20, 96 << 10, 3)
+    assert [each.num_blocks for each in found] == [32, 29, 12]
+    assert [each.tokens for each in found] == [32 * 128, 29 * 128, 12 * 128]
+
+
+def test_tensor_parallel_ranks_share_the_kv_cache() -> None:
+    one, two = (counted(DENSE, replace(DENSE_OPTIONS, tensor_parallel=ranks), 1 << 20, 0, 3)[0] for ranks in (1, 2))
+    assert two.num_blocks == 2 * one.num_blocks
+
+
+def test_a_hybrid_model_by_hand() -> None:
+    plain, *_ = counted(CONFIGS["qwen3-next-80b-a3b"], OPTIONS, 30 << 30, 0, 4)
+    state, keys = 8 * 128 * 128 * 2, 256 * 2  # recurrent state of a layer; keys of a token
+    convolution = (2 * 16 * 128 + 32 * 128) // 4 * 3 * 2
+    assert plain.block_size == state // keys == 512
+    page = 512 * 2 * keys + convolution
+    assert plain.block_bytes == 12 * page
+    assert plain.num_blocks == (30 << 30) // (12 * page)
+    assert plain.groups == ((12, 512), *3 * ((12, 8192),))
+    # A request of 8,192 tokens takes 16 blocks of attention and one state of each of the three groups.
+    assert plain.tokens == int(plain.num_blocks / 19 * 8192)
+
+
+def test_defect_17_upstream_has_a_page_in_every_tensor_for_a_block_of_rows_and_a_state_for_drafts() -> None:
+    plain, ours, upstream = counted(CONFIGS["qwen3-next-80b-a3b"], replace(OPTIONS, max_model_len=512), 30 << 30, 64 << 20, 4)
+    # Of 512 tokens: one block of attention and three states; upstream has six states, and 16 blocks of 33 tokens with hidden states.
+    assert plain.tokens == int(plain.num_blocks / 4 * 512)
+    assert ours.tokens == int(ours.num_blocks / 4 * 512)
+    assert upstream.tokens == int(upstream.num_blocks / (1 + 6 + 16) * 512)
+    assert (ours.block_bytes, ours.groups) == (plain.block_bytes, plain.groups)
+    assert upstream.groups[-1] == (1, 33)
+
+
+def test_what_the_stand_in_lacks_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = vllm_planner.server_config
+
+    def without_parallel_config(*arguments: Any) -> Any:
+        config = made(*arguments)
+        del config.parallel_config
+        return config
+
+    monkeypatch.setattr(vllm_planner, "server_config", without_parallel_config)
+    with pytest.raises(UnknownFieldError, match="vLLM reads 'parallel_config', which this lacks"):
+        counted(DENSE, DENSE_OPTIONS, 1 << 20, 0, 3)
+
+
+def test_too_little_memory_is_a_refusal_with_vllm_s_reason() -> None:
+    (plain, *_) = capacity.capacities(shape_of(DENSE), DENSE_OPTIONS, 3, 1 << 10, 0).values()
+    assert isinstance(plain, LayoutError) and str(plain).startswith("ValueError: ")
+
+
+def test_performance_md_has_what_the_planner_says(measured: capacity.Result) -> None:
+    assert json.loads(PAGE.read_text())["capacity"] == json.loads(json.dumps(asdict(measured)))
+    text = PAGE.with_suffix(".md").read_text()
+    _, headings, rows = report.capacity_table(measured)
+    assert all(f"| {' | '.join(line)} |\n" in text for line in (headings, *rows))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_ours_keeps_the_share_that_the_plan_says_to_a_block(name: str, measured: capacity.Result) -> None:
+    plain, ours, upstream = (cell for cell in measured.cells if cell.model == PRESETS[name].repository)
+    assert abs(ours.kept - plan.plan(plan.parse_arguments([name])).kept) <= 1 / plain.blocks
+    if name == "deepseek-v3":
+        assert upstream.reason == "AttributeError: 'HiddenStateCacheSpec' object has no attribute 'scale_dim'"
+    else:
+        assert 0.034 <= upstream.kept <= 0.721
+    assert (plain.layout, ours.layout, upstream.layout) == tuple(layout.value for layout in Layout)
+
+
+@pytest.mark.parametrize(("name", "kv_cache"), [("minimax-m2", 63488), ("deepseek-v3", 70272)])
+def test_bytes_of_a_token_in_the_kv_cache_are_the_published_ones(name: str, kv_cache: int) -> None:
+    plain, *_ = counted(CONFIGS[name], OPTIONS, 30 << 30, 0, 4)
+    assert plain.block_bytes == 128 * kv_cache

@@ -1,0 +1,132 @@
+"""The plan: bytes of hidden states, staging, collected layers, ring and files, and the share of the KV cache's memory that is kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.drafter.ring_shape import ring_shape
+from vllm_ascend_hsx.plan.errors import PlanError
+from vllm_ascend_hsx.plan.shape import ModelShape
+from vllm_ascend_hsx.protocol.format import FileLayout
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.target import validate_layer_ids
+
+PROMPTS = 1000
+_SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_REQUEST_ID = "cmpl-" + 40 * "0"  # as long as those of the API server; a file's header holds it
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Attributes:
+        shape: the target.
+        layer_ids: residual streams that are extracted.
+        tensor_parallel, data_parallel: of the server.
+        max_num_batched_tokens: most tokens of one step.
+        kv_bytes: memory of an NPU for the KV cache, without extraction.
+        staging_slots, ring_bytes: of our connector, per NPU.
+        prompt_tokens: of a prompt whose file is reckoned.
+        prefill_speed: tokens per second of the whole server.
+        quantization: how rows are stored; in the memory of NPU and host they are as the model computed them.
+    """
+
+    shape: ModelShape
+    layer_ids: tuple[int, ...]
+    tensor_parallel: int
+    data_parallel: int
+    max_num_batched_tokens: int
+    kv_bytes: int
+    staging_slots: int
+    ring_bytes: int
+    prompt_tokens: int
+    prefill_speed: float
+    quantization: Literal["none", "fp8"] = "none"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request costs; bytes, and per NPU where nothing else is said. Each rank holds whole rows, however heads are cut.
+
+    Attributes:
+        row_bytes: hidden states of one token.
+        staging_bytes: device memory of the staging slots.
+        collected_bytes: what the target holds until its forward is done: a tensor for each extracted layer below the last. It adds to the
+            peak of activations that vLLM measures, with any extraction, if the peak is in the last layers; else it adds less.
+        ring_bytes: pinned host memory, whole rows.
+        kept: share of the memory for the KV cache that is left for it.
+        kept_at_least: the same when the collected layers are taken from it in full.
+        prompts_bytes: files of 1,000 prompts.
+        write_bytes_per_second: of all NPUs together, at the given prefill speed.
+    """
+
+    request: Request
+    row_bytes: int
+    staging_bytes: int
+    collected_bytes: int
+    ring_bytes: int
+    kept: float
+    kept_at_least: float
+    prompts_bytes: int
+    write_bytes_per_second: float
+
+    @property
+    def num_npus(self) -> int:
+        return self.request.tensor_parallel * self.request.data_parallel
+
+
+def make_plan(request: Request) -> Plan:
+    """Reckon a request.
+
+    Raises:
+        PlanError: an input that cannot be used.
+    """
+    shape, ids, step = request.shape, request.layer_ids, request.max_num_batched_tokens
+    file = FileLayout(_row_format(request), _REQUEST_ID)
+    row_bytes = len(ids) * shape.layer_bytes
+    staging = request.staging_slots * step * row_bytes
+    collected = sum(layer_id < shape.num_layers for layer_id in ids) * step * shape.layer_bytes
+    if staging >= request.kv_bytes:
+        problem = f"the staging slots alone take {staging / 2**20:,.1f} MiB"
+        remedy = "give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers"
+        raise PlanError("--kv-memory", request.kv_bytes, problem, remedy)
+    return Plan(
+        request=request,
+        row_bytes=row_bytes,
+        staging_bytes=staging,
+        collected_bytes=collected,
+        ring_bytes=_ring_rows(request.ring_bytes, row_bytes) * row_bytes,
+        kept=1 - staging / request.kv_bytes,
+        kept_at_least=max(0.0, 1 - (staging + collected) / request.kv_bytes),
+        prompts_bytes=PROMPTS * file.file_size(request.prompt_tokens),
+        write_bytes_per_second=request.prefill_speed * (file.file_size(1) - file.file_size(0)),
+    )
+
+
+def _row_format(request: Request) -> RowFormat:
+    shape, ids = request.shape, request.layer_ids
+    shown = ",".join(map(str, ids))
+    try:
+        validate_layer_ids(ids, shape.num_layers)
+    except HsxConfigError as error:
+        remedy = f"give distinct ids from 0 (the embedding output) to {shape.num_layers} (after the last layer)"
+        raise PlanError("--layers", shown, error.problem, remedy) from None
+    try:
+        return RowFormat(ids, shape.hidden_size, _SAFETENSORS_DTYPES[shape.dtype], shape.name, request.quantization)
+    except ValueError as error:
+        raise PlanError("--layers", shown, str(error).rstrip("."), "choose others") from None
+
+
+def _ring_rows(ring_bytes: int, row_bytes: int) -> int:
+    try:
+        HsxConfig.parse({"shared_storage_path": "/", "pinned_ring_bytes": int(ring_bytes)})
+    except HsxConfigError as error:
+        raise PlanError("--ring", ring_bytes, "the connector does not take it", str(error)) from None
+    try:
+        return ring_shape(ring_bytes, row_bytes)[0]
+    except ValueError:
+        problem = f"a row has {row_bytes} bytes and two must fit"
+        raise PlanError("--ring", ring_bytes, problem, f"give at least {2 * row_bytes}") from None
