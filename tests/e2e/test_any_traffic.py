@@ -178,5 +178,5 @@ def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(engine: st
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert min(OnThisStage.totals[outcome] for outcome in ("committed", "failed", "aborted")) > runs // 4, OnThisStage.totals
+    assert min(OnThisStage.totals[outcome] for outcome in ("committed", "failed", "aborted")) >= max(1, runs // 40), OnThisStage.totals
     print(f"{runs} runs: {dict(OnThisStage.totals)}, {len(stage.session.preemptions)} preemptions")

@@ -497,6 +497,20 @@ def test_with_validate_files_that_are_there_are_checked_and_bad_ones_made_anew(b
     bench.check(list(range(6)))
 
 
+def test_with_validate_a_file_that_cannot_be_read_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.run()[0] == 0
+    whole = contents(bench.output)
+
+    def refuse(path: Path) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_ascend_hsx.generate.collect.open_regular", refuse)
+        code, printed = bench.run("--validate")
+    assert code == 1 and "hs_0.safetensors cannot be read: Input/output error (EIO)" in " ".join(printed.split())
+    assert contents(bench.output) == whole
+
+
 def test_with_validate_a_file_of_another_row_is_found_out(bench: Bench) -> None:
     assert bench.run()[0] == 0
     os.replace(bench.output / "hs_1.safetensors", bench.output / "hs_3.safetensors")

@@ -26,6 +26,7 @@ from vllm_ascend_hsx.generate.output import Output
 from vllm_ascend_hsx.generate.progress import Progress
 from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.generate.servers import Answered, Servers
+from vllm_ascend_hsx.protocol.files import NotAFileError, describe
 from vllm_ascend_hsx.reader.load import remove
 
 SETTLE_SECONDS = 10.0  # for a server to let go of the file of a request that was given up
@@ -194,13 +195,20 @@ class Generation:
         return [self._output.path / row_file(row.index)] if self._options.in_place else []
 
     async def _is_right(self, row: Row) -> bool:
-        """Whether the row's file is as it has to be; if not, it is removed."""
+        """Return True if the row's file is as it has to be; remove it if its content is not.
+
+        Raises:
+            RunError: it cannot be read. That says nothing of what is in it, so it stays.
+        """
+        path = self._output.path / row_file(row.index)
         try:
             await self._in_pool(self._collector.examine, row.index, self._expected(row, None))
-        except (CheckError, OSError) as error:
-            self._progress.say(f"{row_file(row.index)}: {error}; it is asked for again")
-            await self._in_pool(remove, self._output.path / row_file(row.index))
+        except (CheckError, FileNotFoundError, NotAFileError) as error:
+            self._progress.say(f"{path.name}: {error}; it is asked for again")
+            await self._in_pool(remove, path)
             return False
+        except OSError as error:
+            raise RunError(describe(f"{path} cannot be read", error)) from error
         return True
 
     async def _take_leftovers(self, row: Row, paths: list[Path]) -> Examined | None:
