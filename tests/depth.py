@@ -12,7 +12,12 @@ _EMULATOR = ("vllm_ascend_hsx/emulator", "tests/ut/emulator", "requirements/emul
 
 def depth(full: int) -> int:
     """Return how many examples, kills or requests a random search takes: `full`, or a quarter of it."""
-    return full if os.environ.get(VARIABLE) else -(-full // 4)
+    return full if is_long() else -(-full // 4)
+
+
+def is_long() -> bool:
+    """Return True where `--long` was given."""
+    return bool(os.environ.get(VARIABLE))
 
 
 def emulator_is_verified() -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from depth import depth
+from depth import depth, is_long
 from harness import EngineSession, Request, tokens
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -178,5 +178,7 @@ def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(engine: st
             suppress_health_check=list(HealthCheck),
         ),
     )
-    assert min(OnThisStage.totals[outcome] for outcome in ("committed", "failed", "aborted")) >= max(1, runs // 40), OnThisStage.totals
+    # In a short search the first, simple examples outweigh the others.
+    least = runs // 4 if asked or is_long() else 0
+    assert min(OnThisStage.totals[outcome] for outcome in ("committed", "failed", "aborted")) > least, OnThisStage.totals
     print(f"{runs} runs: {dict(OnThisStage.totals)}, {len(stage.session.preemptions)} preemptions")
