@@ -270,6 +270,16 @@ def test_each_row_is_written_once_and_no_other_device_memory_is_used() -> None:
     assert torch.npu.max_memory_allocated(DEVICE) == allocated
 
 
+def test_steps_take_the_slots_in_turn(pipeline: Callable[..., Pipeline]) -> None:
+    """With one slot in use a step would wait for the copy of the one before."""
+    staging = pipeline(slots=3).staging
+    taken = []
+    for number in range(6):
+        staging.write([layer.to(DEVICE) for layer in target_output(4, number)], [Span("a", 4 * number, 4, 0)])
+        taken.append(staging.take())
+    assert taken == [*staging.slots, *staging.slots]
+
+
 def test_closing_waits_until_no_copy_reads_a_slot() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
