@@ -36,7 +36,8 @@ COPIED = (
     "Makefile",
     "mkdocs.yml",
 )
-TIMEOUT_S = 900  # a mutant that hangs its tests is noticed
+TEST_TIMEOUT_S = 120  # for one test: a mutant may hang it
+TIMEOUT_S = 900  # a mutant that hangs pytest itself is noticed
 
 
 class Mutant(NamedTuple):
@@ -87,6 +88,7 @@ def is_caught(mutant: Mutant, copy: Path) -> bool:
             "-q",
             "-p",
             "no:cacheprovider",
+            f"--timeout={TEST_TIMEOUT_S}",
             *(f"tests/{each}" for each in mutant.tests),
         ]
         environ = {
