@@ -89,6 +89,7 @@ def is_caught(mutant: Mutant, copy: Path) -> bool:
             "-p",
             "no:cacheprovider",
             f"--timeout={TEST_TIMEOUT_S}",
+            "--timeout-method=thread",  # ends the process: what hangs a test may hang its end, too
             *(f"tests/{each}" for each in mutant.tests),
         ]
         environ = {
