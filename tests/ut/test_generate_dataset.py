@@ -347,6 +347,19 @@ def test_a_file_that_changes_between_check_and_use_is_told(tmp_path: Path) -> No
         list(dataset.rows())
 
 
+def test_no_row_is_given_once_its_file_has_changed(tmp_path: Path) -> None:
+    """It would be sent under the number of a row of the content that was checked."""
+    path = write_jsonl(tmp_path / "d.jsonl", [{"token_ids": [number]} for number in range(3000)])
+    dataset = open_dataset(path)
+    dataset.check()
+    rows = dataset.rows()
+    given = [next(rows)]
+    write_jsonl(path, [{"token_ids": [number]} for number in range(3000)][::-1])
+    with pytest.raises(DatasetError, match="put back what was checked and call again, or give what it is now an --output of its own"):
+        given += rows
+    assert [list(row.token_ids or ()) for row in given] == [[0]]
+
+
 def test_a_large_dataset_is_read_in_little_memory(tmp_path: Path) -> None:
     import tracemalloc
 

@@ -123,6 +123,23 @@ def test_rows_of_other_layers_are_refused(bench: Bench) -> None:
     check(bench, [0, 1, 2])
 
 
+@pytest.mark.parametrize("options", [(), ("--validate",)], ids=["as it is", "validated"])
+def test_rows_of_a_run_that_ended_before_its_first_answer_say_which_layers_there_are(bench: Bench, options: tuple[str, ...]) -> None:
+    assert bench.run(IN_PLACE, "--limit", 2)[0] == 0
+    ledger = bench.output / "ledger.jsonl"
+    ledger.write_text("".join(line for line in ledger.read_text().splitlines(True) if '"server"' not in line and '"row"' not in line))
+
+    async def other_layers(exchange: Exchange) -> None:
+        with bench.server.make_sink(bench.server.storage, RowFormat((2, 0), 8, "BF16", "tiny"), FileOptions()) as sink:
+            await bench.server.answer(exchange, await bench.server.publish(exchange, await bench.server.begin(exchange, sink)))
+
+    bench.server.do_ok = other_layers  # type: ignore[method-assign]
+    code, printed = bench.run(IN_PLACE, "--max-retries", 0, *options)
+    assert code == 1
+    assert "and the others hold BF16 [3, 8] of layers [2, 0, 3]" in " ".join(printed.split())
+    check(bench, [0, 1])
+
+
 def test_a_server_that_names_its_files_itself_is_told_at_once(bench: Bench) -> None:
     refusal = "kv_transfer_params.hidden_states_path is 'hs_0.safetensors', but this server names its files itself; leave it out, or have "
     refusal += "the server started with kv_connector_extra_config.allow_custom_save_path=true"

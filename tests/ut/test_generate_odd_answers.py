@@ -173,6 +173,15 @@ def test_an_odd_answer_is_the_failure_of_its_row_alone(bench: Bench, server: Odd
     assert bench.lines()[2]["status"] == "failed"
 
 
+@pytest.mark.parametrize("charset", ["hex", "undefined", "rot13", "idna", "zlib"])
+def test_a_charset_that_is_none_is_the_failure_of_its_row_alone(bench: Bench, server: OddServer, charset: str) -> None:
+    server.status, server.body, server.stores = 500, b"na\xefve", False
+    server.headers = f"Content-Type: text/plain; charset={charset}\r\n"
+    code, printed = bench.run("--max-retries", 0, records=[{"prompt": str(row)} for row in range(4)])
+    assert (code, bench.rows) == (1, [0, 1, 3])
+    assert "Traceback" not in printed and "na\ufffdve" in printed
+
+
 @pytest.mark.parametrize("trial", [True, False], ids=["trial", "row"])
 def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(bench: Bench, server: OddServer, trial: bool) -> None:
     server.trial, server.fails = trial, ESCAPES.replace("\ud800", "")

@@ -137,7 +137,7 @@ class Client:
         try:
             return parse(response.content)
         except ValueError as error:
-            raise RequestError(f"{url} answers no JSON: {_shown(response.text)} ({error})", fault=Fault.ILL) from error
+            raise RequestError(f"{url} answers no JSON: {_shown(_text(response))} ({error})", fault=Fault.ILL) from error
 
 
 def _refused(url: str, response: httpx.Response) -> Exception:
@@ -156,7 +156,12 @@ def _message(response: httpx.Response) -> str:
         error = parse(response.content)["error"]
         return _shown(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
-        return _shown(response.text) or response.reason_phrase
+        return _shown(_text(response)) or response.reason_phrase
+
+
+def _text(response: httpx.Response) -> str:
+    """The body as text, whatever charset the answer names: httpx would take every codec of Python's, such as hex."""
+    return response.content.decode(errors="replace")
 
 
 def _retry_after(response: httpx.Response) -> float | None:

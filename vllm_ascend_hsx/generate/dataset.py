@@ -59,14 +59,15 @@ class Dataset(ABC):
             if isinstance(row, DatasetError):
                 raise row
             if row is not None:
+                # Before each: a row of another content would be stored under the number of this one.
+                self.check_unchanged("put back what was checked and call again, or give what it is now an --output of its own")
                 yield row
-        self.check_unchanged()
 
-    def check_unchanged(self) -> None:
-        """Raises DatasetError: a file is not the one that was checked."""
+    def check_unchanged(self, remedy: str = "call again when it is complete") -> None:
+        """Raises DatasetError: a file is not the one that this object was made for."""
         for path, before, now in zip(self.files, self._stamp, self._stat(), strict=True):
             if before != now:
-                raise DatasetError(str(path), "it was changed while it was read; call again when it is complete")
+                raise DatasetError(str(path), f"it was changed while it was read; {remedy}")
 
     def check(self, report: Callable[[int], None] = lambda rows: None) -> Checked:
         """Read and check every row.

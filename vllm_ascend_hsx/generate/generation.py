@@ -17,7 +17,7 @@ from vllm_ascend_hsx.generate.dataset import Dataset
 from vllm_ascend_hsx.generate.errors import InputError, RequestError, RunError
 from vllm_ascend_hsx.generate.examine import CheckError, Examined, Expected, ServerFacts
 from vllm_ascend_hsx.generate.in_place import InPlaceCollector, remove_companions
-from vllm_ascend_hsx.generate.ledger import Entry
+from vllm_ascend_hsx.generate.ledger import REMEDY, Entry
 from vllm_ascend_hsx.generate.leftovers import find_leftovers, remove_leftovers
 from vllm_ascend_hsx.generate.names import RequestNames, row_file
 from vllm_ascend_hsx.generate.options import Options
@@ -107,6 +107,8 @@ class Generation:
     async def _work(self) -> None:
         try:
             await self._find_leftovers()
+            if self._servers.facts is None:
+                self._servers.facts = await self._in_pool(self._facts_of_finished)
             if self._unfinished:
                 await self._unless_stopped(self._servers.meet(self._backoff))
             if self._options.validate:
@@ -118,6 +120,23 @@ class Generation:
         rows = self._dataset.rows(self._is_wanted)
         turn = asyncio.Lock()
         await asyncio.gather(*(self._worker(rows, turn) for _ in range(2 * self._options.concurrency)))
+
+    def _facts_of_finished(self) -> ServerFacts | None:
+        """What the rows that are there have in common, where no server line says it: their run ended before its first answer.
+
+        Raises:
+            InputError: nothing; they come from several servers.
+        """
+        found: dict[ServerFacts, int] = {}
+        for row in sorted(self._output.finished):
+            with suppress(CheckError, OSError):  # `--validate` finds it
+                found.setdefault(self._collector.facts(row), row)
+        if len(found) > 1:
+            (one, first), (other, second) = list(found.items())[:2]
+            raise InputError(
+                f"{self._output.path} holds rows of several servers: row {first} is {one}, row {second} is {other}; {REMEDY}"
+            )
+        return next(iter(found), None)
 
     def _check_ledger(self) -> None:
         """Whether one file at least comes from the server that the ledger names: a file that differs from that is removed.

@@ -98,7 +98,8 @@ class Progress(ABC):
 
     def say(self, text: str) -> None:
         """Something that a user should know now."""
-        self._console.print(printable(text), style="yellow", markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError):  # as in `Lines`; what matters is in the ledger, too
+            self._console.print(printable(text), style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     @abstractmethod
     def _advance(self, finished: bool) -> None: ...
@@ -157,7 +158,7 @@ class Lines(Progress):
         self._finished += finished
 
     def _tell(self) -> None:
-        with suppress(BrokenPipeError):  # nobody reads them; rows are made all the same
+        with suppress(OSError):  # nobody reads them, or their disk is full; rows are made all the same
             while not self._over.wait(LINE_SECONDS):
                 self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
 

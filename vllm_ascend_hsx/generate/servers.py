@@ -16,7 +16,7 @@ from vllm_ascend_hsx.generate.collect import Collector
 from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint
 from vllm_ascend_hsx.generate.errors import Fault, InputError, NoFileError, RequestError, RunError
 from vllm_ascend_hsx.generate.examine import ServerFacts
-from vllm_ascend_hsx.generate.ledger import Ledger
+from vllm_ascend_hsx.generate.ledger import REMEDY, Ledger
 from vllm_ascend_hsx.generate.names import RequestNames
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import Row
@@ -194,6 +194,8 @@ class Servers:
             self._noted.add(url)
 
     def _note(self, url: str, model: str, facts: ServerFacts, directory: Path) -> None:
+        if self._ledger.content.server is None and self.facts not in (None, facts):
+            raise InputError(f"{url}: {directory} holds rows of another server: {self.facts}, and this one's are {facts}; {REMEDY}")
         try:
             self._ledger.note_server({"model": model, **facts.as_json()}, str(directory))
         except InputError as error:
