@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import tempfile
 from collections import Counter
@@ -161,7 +162,9 @@ def test_another_directory_than_the_servers_is_told_at_once(tmp_path: Path, caps
         code, printed = bench.run(IN_PLACE)
         said = " ".join(printed.split())
         assert code == 2
-        assert f"the server stores a row as {tmp_path}/store/hs_0.safetensors, and it has to be {tmp_path}/out/hs_0.safetensors" in said
+        # Of the rows that are under way at first any may be the one that is sent.
+        stored = rf"the server stores a row as {tmp_path}/store/hs_(\d)\.safetensors, and it has to be {tmp_path}/out/hs_\1\.safetensors"
+        assert re.search(stored, said), said
         assert "--map-path SERVER=HERE" in said
         assert sum(server.asked.values()) == 1
 
