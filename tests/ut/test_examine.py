@@ -218,6 +218,18 @@ def test_inspect_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert words in said
 
 
+@pytest.mark.parametrize("plot", [False, True])
+def test_inspect_shows_a_file_that_names_fewer_layers_than_it_has(tmp_path: Path, plot: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    if plot:
+        pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
+    path = tmp_path / "x.safetensors"
+    save_file({"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, path, {"layer_ids": "[7]"})
+    assert main(["inspect", str(path), *(["--plot", str(tmp_path / "x.png")] if plot else [])]) == 1
+    said = capsys.readouterr().out
+    for words in ("it names 1 layer ids and has 2 layers", "layer #0", "layer #1"):
+        assert words in said
+
+
 @pytest.mark.parametrize("suffix", ["", ".error"])
 def test_inspect_of_a_request_that_failed_shows_its_reason(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     with FileSink(tmp_path, FORMAT) as sink:

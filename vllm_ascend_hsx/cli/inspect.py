@@ -92,12 +92,18 @@ def _show(console: Console, found: Examination) -> None:
         prompt = "" if found.prompt_tokens is None else f" ({found.prompt_tokens} of the prompt)"
         table.add_row("tokens", f"{found.tokens}{prompt}")
         table.add_row("rows", f"{found.layers} layers x {found.hidden_size} {found.dtype}, {found.num_bytes / 1e6:.1f} MB")
-        for layer, norm in enumerate(found.norms):
-            name = f"layer {found.layer_ids[layer]}" if found.layer_ids else f"layer #{layer}"
-            table.add_row(name, f"mean norm {norm:.4g}")
+        for name, norm in zip(_layer_names(found), found.norms, strict=True):
+            table.add_row(f"layer {name}", f"mean norm {norm:.4g}")
     for key, value in found.metadata.items():
         table.add_row(_plain(key), _plain(value))
     console.print(table)
+
+
+def _layer_names(found: Examination) -> list[str]:
+    """The ids of the layers, or their positions: a file may name none, or, if it is bad, another number of them than it has."""
+    if len(found.layer_ids) == found.layers:
+        return [str(layer_id) for layer_id in found.layer_ids]
+    return [f"#{layer}" for layer in range(found.layers)]
 
 
 def _plain(text: str, style: str = "") -> Text:
@@ -117,7 +123,7 @@ def draw(found: Examination, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [str(layer_id) for layer_id in found.layer_ids] or [f"#{layer}" for layer in range(found.layers)]
+    names = _layer_names(found)
     figure, (lines, heat) = pyplot.subplots(2, 1, figsize=(10, 6), layout="constrained")
     for name, norms in zip(names, found.token_norms, strict=True):
         lines.plot(norms, label=f"layer {name}", linewidth=0.8)
