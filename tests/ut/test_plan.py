@@ -186,6 +186,7 @@ def test_rows_that_no_file_can_hold_are_refused_with_their_layers(tmp_path: Path
     ("content", "says"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON (it nests too deep)"),
         ("[]", "not a JSON object"),
         ("{}", "says nothing of num_hidden_layers"),
         (json.dumps({**DENSE, "text_config": "none", "num_hidden_layers": None}), "says nothing of num_hidden_layers"),
@@ -207,6 +208,41 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         read_shape(str(tmp_path))
 
 
+@pytest.mark.parametrize("model", ["~nosuchuser/x", "x" * 300, "{}/loop"])
+def test_a_path_that_leads_nowhere_is_one_line_and_code_two(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert command.main([model.format(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hsx plan: MODEL ") and said.count("\n") == 1
+
+
+def test_a_config_that_cannot_be_read_is_one_line_and_code_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    model = write(tmp_path, DENSE)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    assert command.main([model]) == 2
+    assert capsys.readouterr().err == f"hsx plan: MODEL {model}: cannot be read (Permission denied); give the config.json of a model\n"
+
+
+def test_a_published_config_may_have_a_number_that_is_not_finite(tmp_path: Path) -> None:
+    """As the time_step_limit of models with Mamba layers, which transformers writes so."""
+    assert read_shape(write(tmp_path, {**DENSE, "time_step_limit": [0.0, float("inf")]})).num_layers == 2
+
+
+@pytest.mark.parametrize(("name", "shown"), [("[red]x", "[red]x"), ("\x1b[31mx", "\\x1b[31mx")])
+def test_the_name_of_a_directory_is_shown_as_it_is(name: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / name).mkdir()
+    assert command.main([str(tmp_path / name)]) == 2
+    assert shown in capsys.readouterr().err
+    write(tmp_path / name, DENSE)
+    assert command.main([str(tmp_path / name)]) == 0
+    assert capsys.readouterr().out.startswith(f"{shown}: layers ")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -214,6 +250,10 @@ def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
         (["minimax-m2", "--staging-slots", "9"], "argument --staging-slots: '9' is not a whole number from 1 to 8"),
         (["minimax-m2", "--kv-memory", "many"], "argument --kv-memory: 'many' is not a size"),
         (["minimax-m2", "--layers", "a"], "argument --layers: 'a' is not a list of ids"),
+        (["minimax-m2", "--layers", "2,\u0663"], "argument --layers: '2,\u0663' is not a list of ids"),
+        (["minimax-m2", "--layers", "1_0"], "argument --layers: '1_0' is not a list of ids"),
+        (["minimax-m2", "--prefill-speed", "1_000"], "'1_000' is not a number above 0"),
+        (["minimax-m2", "--prefill-speed", "\u0663"], "'\u0663' is not a number above 0"),
         (["minimax-m2", "--prefill-speed", "-1"], "'-1' is not a number above 0 and at most 1000000000000"),
     ],
 )

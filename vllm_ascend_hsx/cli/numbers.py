@@ -29,7 +29,7 @@ def positive(most: float) -> Callable[[str], float]:
 
     def parse(text: str) -> float:
         try:
-            value = float(text)
+            value = float(text) if text.isascii() and "_" not in text else 0.0  # float() takes what Python code may have
         except ValueError:
             value = 0.0
         if not 0 < value <= most:  # nan is neither

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
 from vllm_ascend_hsx.cli.numbers import positive, size, whole
-from vllm_ascend_hsx.cli.output import make_console
+from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
 from vllm_ascend_hsx.plan.errors import PlanError
@@ -27,10 +27,9 @@ DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slo
 
 def layer_ids(text: str) -> tuple[int, ...]:
     """Comma-separated ids."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids; give comma-separated numbers, such as 2,31,59,62") from None
+    if not re.fullmatch(r"\s*-?\d{1,30}\s*(,\s*-?\d{1,30}\s*)*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids; give comma-separated numbers, such as 2,31,59,62")
+    return tuple(int(part) for part in text.split(","))
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -71,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         result = plan(options)
     except PlanError as error:
-        print(f"hsx plan: {error}", file=sys.stderr)
+        say(f"hsx plan: {error}", error=True)
         return 2
     if options.json:
         print(json.dumps(asdict(result), indent=2))
@@ -105,15 +104,14 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(sorted({layer for layer in (2, num_layers // 2, num_layers - 3, num_layers) if 0 < layer <= num_layers}))
 
 
-def show(console: Console, result: Plan) -> None:
+def show(console: OneConsole, result: Plan) -> None:
     """Prints the plan as a table."""
     request, shape = result.request, result.request.shape
     ids = ", ".join(map(str, request.layer_ids))
-    console.print(
+    console.tell(
         f"{shape.name}: layers {ids} of {shape.num_layers}, TP={request.tensor_parallel} x DP={request.data_parallel} "
         f"on {result.num_npus} NPUs, {shape.dtype}",
-        style="bold",
-        highlight=False,
+        "bold",
     )
     stored = "" if request.quantization == "none" else f", rows as {request.quantization}"
     rate = result.write_bytes_per_second / 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,15 +60,19 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
     if model in PRESETS:
         preset = PRESETS[model]
         return preset.repository, preset.config
-    path = Path(model).expanduser()
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        problem = "the directory has no config.json" if path.is_dir() else "neither a preset nor a file"
+    path = Path(os.path.expanduser(model))  # unlike Path's, it raises nothing for a user that is not there
+    directory = os.path.isdir(path)
+    file = path / "config.json" if directory else path
+    if not os.path.isfile(file):
+        problem = "the directory has no config.json" if directory else "neither a preset nor a file"
         raise PlanError(MODEL, model, problem, f"give a model's directory, its config.json, or one of: {', '.join(PRESETS)}")
     try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise PlanError(MODEL, model, f"not JSON ({error})", "give the config.json of a model") from None
+        content = json.loads(file.read_bytes())  # not strict: models with Mamba layers are published with an Infinity
+    except OSError as error:
+        raise PlanError(MODEL, model, f"cannot be read ({error.strerror or error})", "give the config.json of a model") from None
+    except (ValueError, RecursionError) as error:
+        problem = "it nests too deep" if isinstance(error, RecursionError) else str(error)
+        raise PlanError(MODEL, model, f"not JSON ({problem})", "give the config.json of a model") from None
     if not isinstance(content, dict):
         raise PlanError(MODEL, model, "not a JSON object", "give the config.json of a model")
     return file.absolute().parent.name, content
