@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from test_examine import rows_of, write
@@ -223,8 +225,9 @@ def look(path, checksum):
 """
 
 
-def test_verify_with_many_processes_is_interrupted_without_a_traceback_of_any(tmp_path: Path) -> None:
-    """A terminal sends the signal to all of them."""
+@pytest.fixture
+def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, TextIO]]:
+    """A `hsx verify` of six files with two processes that wait for a lock: command, environment, what it says that it began, the lock."""
     os.mkfifo(tmp_path / "began")
     began = os.open(tmp_path / "began", os.O_RDWR)
     (tmp_path / "stalled.py").write_text(STALLED.format(began=str(tmp_path / "began"), held=str(tmp_path / "held")))
@@ -233,13 +236,63 @@ def test_verify_with_many_processes_is_interrupted_without_a_traceback_of_any(tm
     code = "import sys, stalled; from vllm_ascend_hsx.cli import verify; verify.examine = stalled.look\n"
     code += "from vllm_ascend_hsx.cli.main import main; sys.exit(main())"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [sys.executable, "-c", code, "verify", str(tmp_path / "rows"), "--jobs", "2"]
     with open(tmp_path / "held", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
-        assert os.read(began, 1)
-        os.killpg(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=120)
+        yield [sys.executable, "-c", code, "verify", str(tmp_path / "rows"), "--jobs", "2"], environ, began, held
     os.close(began)
+
+
+@pytest.mark.parametrize(
+    ("number", "to_all", "released", "code", "says"),
+    [
+        (signal.SIGINT, True, True, 130, ["hsx verify: interrupted"]),  # as a terminal does
+        (signal.SIGTERM, False, True, 143, ["hsx verify: terminated"]),
+        (signal.SIGTERM, True, False, 143, ["hsx verify: terminated"]),  # as timeout does
+        (signal.SIGKILL, False, False, -9, []),
+    ],
+)
+def test_a_signal_ends_verify_and_all_its_processes_without_a_traceback_of_any(
+    stalled: tuple[list[str], dict[str, str], int, TextIO], number: int, to_all: bool, released: bool, code: int, says: list[str]
+) -> None:
+    command, environ, began, held = stalled
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True)
+    try:
+        assert os.read(began, 1) and os.read(began, 1)
+        (os.killpg if to_all else os.kill)(process.pid, number)
+        if released:
+            fcntl.flock(held, fcntl.LOCK_UN)
+        output, errors = process.communicate(timeout=60)  # each process has the pipes open
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     said = [line for line in errors.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
-    assert (process.returncode, output, said) == (130, "", ["hsx verify: interrupted"])
+    assert (process.returncode, output, "Traceback" in errors) == (code, "", False)
+    assert said == says or number == signal.SIGKILL  # Python's own process tells what was left then
+
+
+KILLED = """
+import os, signal
+from vllm_ascend_hsx.reader.check import examine
+
+def look(path, checksum):
+    if path.name == "r5.safetensors":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return examine(path, checksum=checksum)
+"""
+
+
+def test_verify_shows_what_it_has_if_one_of_its_processes_is_killed(tmp_path: Path) -> None:
+    """As the system does if memory is short."""
+    (tmp_path / "stalled.py").write_text(KILLED)
+    for number in range(6):
+        write(tmp_path / "rows", f"r{number}", rows_of(5))
+    code = "import sys, stalled; from vllm_ascend_hsx.cli import verify; verify.examine = stalled.look\n"
+    code += "from vllm_ascend_hsx.cli.main import main; sys.exit(main())"
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, "-c", code, "verify", str(tmp_path / "rows"), "--jobs", "2", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300, check=False)
+    said = [line for line in done.stderr.splitlines() if not SIGN_OF_LIFE.fullmatch(line)]
+    assert (done.returncode, len(said)) == (1, 1), done.stderr
+    result = json.loads(done.stdout)
+    assert result["good"] + result["unseen"] == 6 and result["unseen"] > 0
+    assert f"one of its processes was killed, perhaps for want of memory: {result['unseen']} files have no verdict" in said[0]

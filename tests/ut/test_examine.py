@@ -278,6 +278,26 @@ def test_inspect_draws_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["a", "$\\frac$"])
+def test_inspect_draws_rows_without_a_norm_and_any_name(tmp_path: Path, value: float, name: str) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
+    path = tmp_path / f"{name}.safetensors"
+    save_file({"hidden_states": torch.full((3, 2, 8), value), "token_ids": torch.arange(3)}, path)
+    assert main(["inspect", str(path), "--plot", str(tmp_path / "a.PNG")]) == (0 if value == 0 else 1)
+    assert (tmp_path / "a.PNG").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("name", ["x.foo", "x", ".png", "folder.png"])
+def test_a_picture_of_no_format_is_refused_with_its_option(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        inspect.main([str(write(tmp_path, "a", rows_of(5))), "--plot", str(tmp_path / name)])
+    assert ended.value.code == 2
+    assert f"--plot {tmp_path / name}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

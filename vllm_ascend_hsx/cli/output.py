@@ -18,6 +18,7 @@ from vllm_ascend_hsx.protocol.names import printable
 
 UNREAD = 128 + signal.SIGPIPE  # the exit code, as a shell gives it to a program that the signal has ended
 INTERRUPTED = 128 + signal.SIGINT
+TERMINATED = 128 + signal.SIGTERM
 SILENCE_S = 1.0
 
 

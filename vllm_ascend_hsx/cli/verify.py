@@ -7,18 +7,22 @@ import json
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_ascend_hsx.cli.numbers import whole
-from vllm_ascend_hsx.cli.output import OneConsole, make_console
+from vllm_ascend_hsx.cli.output import TERMINATED, OneConsole, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.reader.check import Examination, examine, files_in, orphaned_locks
@@ -39,6 +43,7 @@ class Tally:
         shapes: the kinds of files there are, (layer ids, layers, hidden size, dtype), with their number.
         tokens, num_bytes: of the good ones.
         tiny_tokens, tiny_files: quantised rows that were too small for their scale, and how many files have some.
+        unseen: data files without a verdict.
     """
 
     good: int = 0
@@ -51,6 +56,7 @@ class Tally:
     num_bytes: int = 0
     tiny_tokens: int = 0
     tiny_files: int = 0
+    unseen: int = 0
 
     def add(self, found: Examination) -> None:
         """Take note of a data file."""
@@ -116,10 +122,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not paths and not tally.bad and not tally.orphans:
         console.tell(f"hsx verify: {options.directory} has no files of hidden states.", "red")
         return 2
-    with _progress(console) as progress:
+    tally.unseen = len(data)
+    with _progress(console) as progress, _ended_by_sigterm():
         task = progress.add_task("files", total=len(data))
         for found in _examinations(data, options.jobs, not options.no_checksum):
             tally.add(found)
+            tally.unseen -= 1
             progress.update(task, advance=1)
     if options.json:
         print(json.dumps(_as_json(tally)))
@@ -128,34 +136,68 @@ def main(argv: Sequence[str] | None = None) -> int:
         if tally.orphans:
             why = f"{len(tally.orphans)} locks without data: consumers took it, or a server died"
             console.tell(f"{why}; hsx clean {options.directory} removes them")
+    if tally.unseen:
+        killed = f"one of its processes was killed, perhaps for want of memory: {tally.unseen} files have no verdict"
+        say(f"hsx verify: {killed}; try fewer --jobs", error=True)
     one_kind = len(tally.shapes) <= 1
-    return 0 if not tally.bad and one_kind and (options.allow_errors or not tally.failed) else 1
+    return 0 if not tally.bad and not tally.unseen and one_kind and (options.allow_errors or not tally.failed) else 1
 
 
 def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[Examination]:
+    """What is found of each file, in any order; nothing of those that are left when a process is killed."""
     look = partial(examine, checksum=checksum)
     if jobs == 1 or len(paths) < 2:
         yield from map(look, paths)
         return
     # Not forked: torch has threads, and a fork of them may hang.
-    with ProcessPoolExecutor(min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_one_thread) as pool:
+    with ProcessPoolExecutor(min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_begin_process) as pool:
         # A terminal interrupts the processes, too, which are to leave it to this one: they inherit what is blocked when they start.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        futures = []
         try:
-            futures = [pool.submit(look, path) for path in paths]
+            with suppress(BrokenProcessPool):  # those before it say so, too
+                for path in paths:
+                    futures.append(pool.submit(look, path))
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         try:
             for done in as_completed(futures):
-                yield done.result()
+                if not isinstance(done.exception(), BrokenProcessPool):
+                    yield done.result()
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _one_thread() -> None:
+def _begin_process() -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
 
     torch.set_num_threads(1)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has: it would wait for more files for good."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Have SIGTERM end the block as Ctrl-C does, with the processes that it has started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except SystemExit:
+        say("hsx verify: terminated", error=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _progress(console: Console) -> Progress:
@@ -205,4 +247,5 @@ def _as_json(tally: Tally) -> dict[str, object]:
         "tokens": tally.tokens,
         "bytes": tally.num_bytes,
         "tiny_tokens": tally.tiny_tokens,
+        "unseen": tally.unseen,
     }
