@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,19 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     if options.plot is not None and os.path.isdir(options.path):
         parser.error(f"--plot draws one file, and {options.path} is a directory: name a file in it")
+    if options.plot is not None and (problem := _no_picture(options.plot)):
+        parser.error(f"--plot {printable(str(options.plot))} {problem}")
     return options
+
+
+def _no_picture(target: Path) -> str | None:
+    """Why no picture can be written there, or None."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    if os.path.isdir(target):
+        return "is a directory: name a file in it"
+    formats = FigureCanvasBase.get_supported_filetypes()
+    return None if target.suffix[1:].lower() in formats else f"is of no known format: let its name end with one of .{', .'.join(formats)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"... and {len(paths) - options.limit} more; --limit {len(paths)} shows them", highlight=False)
     else:
         _show(console, found[0])
-        if options.plot is not None and found[0].tokens:
+        if options.plot is not None and found[0].tokens and found[0].layers:
             draw(found[0], options.plot)
             console.tell(f"drawn: {options.plot}")
     return 0 if all(each.problem is None for each in found) else 1
@@ -127,9 +140,12 @@ def draw(found: Examination, target: Path) -> None:
     figure, (lines, heat) = pyplot.subplots(2, 1, figsize=(10, 6), layout="constrained")
     for name, norms in zip(names, found.token_norms, strict=True):
         lines.plot(norms, label=f"layer {name}", linewidth=0.8)
-    lines.set(yscale="log", ylabel="norm of the row", title=printable(found.path.name))
+    # A logarithm of nothing else has limits.
+    scale = "log" if any(0 < norm < math.inf for norms in found.token_norms for norm in norms) else "linear"
+    lines.set(yscale=scale, ylabel="norm of the row")
+    lines.set_title(printable(found.path.name), parse_math=False)
     lines.legend(fontsize="small")
-    image = heat.imshow(found.token_norms, aspect="auto", norm="log", interpolation="nearest")
+    image = heat.imshow(found.token_norms, aspect="auto", norm=scale, interpolation="nearest")
     heat.set(xlabel="token position", ylabel="layer", yticks=range(found.layers), yticklabels=names)
     figure.colorbar(image, ax=heat, label="norm of the row")
     figure.savefig(target, dpi=120)
