@@ -190,6 +190,9 @@ def _ended_by_sigterm() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(TERMINATED)
 
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield
+        return
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
