@@ -187,11 +187,12 @@ def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_stil
         engine.step(started(engine.start(name, 3)), [])
     assert engine.worker._reasons.waiting in (2, 3), "one may have been taken from those that wait"
     assert caplog.text.count(SILENT) >= 9
-    assert "c8.safetensors.error will not be there: 3 others wait" in caplog.text
+    dropped = caplog.text.count(".safetensors.error will not be there: 3 others wait")
+    assert dropped in (5, 6), "the writer may take the first reason at any step"
     answer(engine, storage)
     engine.close()
     left = [name for name in refused if Path(f"{engine.path(name)}.error").exists()]
-    assert 3 <= len(left) <= 4, "one is in the storage's hands, and as many as may wait do"
+    assert len(left) == len(refused) - dropped
 
 
 def test_a_reason_does_not_take_the_place_of_what_a_client_has_chosen_or_already_has(
