@@ -306,14 +306,14 @@ def test_a_goal_is_met_only_if_every_cell_meets_it_and_names_its_limit_if_not() 
     assert judged([cell_with(0.91), cell_with(0.95)], goal).limit == ""
     missed = judged([cell_with(0.91), cell_with(0.89)], goal)
     assert missed.met == "in 1 of 2 cells"
-    assert "more than its raw write" in missed.limit
+    assert "more CPU time than its raw write" in missed.limit
     assert judged([cell_with(0.1, tokens=128), replace(cell_with(0.1), evenly=True), cell_with(0.95)], goal).met == "yes"
 
 
 def test_what_is_beyond_a_raw_write_is_named_as_the_limit() -> None:
     verdict = judged([cell_with(0.9, view=COPIED)], "from 2,048 tokens on at least 4 times")
     assert verdict.met == "in 0 of 1 cells"
-    assert "3.0 x in the middle cell, 4 x in 0 of 1" in verdict.limit
+    assert "3.0 x in the median cell, 4 x in 0 of 1" in verdict.limit
 
 
 def test_the_report_has_every_table_and_its_words(results: goals.Results, tmp_path: Path) -> None:

@@ -376,7 +376,7 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
 
 
 @pytest.mark.parametrize("name", [None, "a.safetensors"], ids=["an id that is used again", "a name that is chosen again"])
-def test_a_request_waits_for_the_file_of_one_that_has_ended_and_hears_nothing_of_its_outcome(name: str | None) -> None:
+def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome(name: str | None) -> None:
     """An engine that has nothing to do asks no worker, so a file can be complete long before the scheduler knows it."""
     scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
     params = name and {"hidden_states_path": name}
