@@ -25,7 +25,8 @@ LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 UPSTREAM_CONNECTOR = "ExampleHiddenStatesConnector"
 # What VLLM_PLUGINS chooses from (vllm/plugins/__init__.py, 0.23.0).
 _PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("platform", "general", "io_processor", "stat_logger"))
-LAST_WORDS_S = 5.0  # seconds that a worker takes at most, behind drain_timeout_s, to leave a reason in place of files that are not complete
+# Seconds, after drain_timeout_s, in which a worker writes the error files of unfinished requests.
+FAILURE_REPORT_TIMEOUT_S = 5.0
 
 class HsxConfigError(ValueError):
     """An option that cannot be used; the message names the option, its value and the remedy."""
@@ -174,7 +175,7 @@ class HsxConfig(BaseModel):
     @property
     def close_timeout_s(self) -> float:
         """Seconds that a worker takes at most to stop once no step runs."""
-        return self.drain_timeout_s + LAST_WORDS_S
+        return self.drain_timeout_s + FAILURE_REPORT_TIMEOUT_S
 
     @field_validator("file_mode", mode="before")
     @classmethod

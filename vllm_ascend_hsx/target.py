@@ -15,14 +15,14 @@ class ExtractionTarget:
     Attributes:
         model: the target's name or path, for the file's metadata.
         layer_ids: residual-stream ids in the user's order; id i is the stream after i layers, `num_layers` the one before the final norm.
-        collected: for each entry of `layer_ids` its place in the list that the target returns, which is in ascending layer order.
+        layer_order: for each entry of `layer_ids` its place in the list that the target returns, which is in ascending layer order.
         hidden_size: elements per row and layer.
         max_tokens: most tokens that one step can hold (`max_num_batched_tokens`).
     """
 
     model: str
     layer_ids: tuple[int, ...]
-    collected: tuple[int, ...]
+    layer_order: tuple[int, ...]
     hidden_size: int
     max_tokens: int
 
@@ -94,7 +94,7 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
     return ExtractionTarget(
         model=model.served_model_name if isinstance(model.served_model_name, str) else model.model,
         layer_ids=layer_ids,
-        collected=tuple(ascending.index(layer_id) for layer_id in layer_ids),
+        layer_order=tuple(ascending.index(layer_id) for layer_id in layer_ids),
         hidden_size=model.get_hidden_size(),
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )

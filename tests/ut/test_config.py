@@ -145,7 +145,7 @@ def test_the_target_returns_layers_ascending_and_the_file_has_the_users_order() 
     target = read_target(vllm_config((34, 2, 36)))
     assert target.layer_ids == (34, 2, 36)
     # The target collects 2, 34, 36; the first layer of a row, 34, is the second of these.
-    assert target.collected == (1, 0, 2)
+    assert target.layer_order == (1, 0, 2)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from vllm_ascend_hsx.connector.latency import BUCKETS, mean_seconds
+from vllm_ascend_hsx.connector.histogram import BUCKETS, mean_seconds
 from vllm_ascend_hsx.connector.stats import HsxStats
 
 PREFIX = "vllm:hsx_"
@@ -74,7 +74,7 @@ class HsxPromMetrics(KVConnectorPromMetrics):
         """Add what one engine did since the last call.
 
         Histograms are handed one value per observation, since their classes take nothing else: the mean of its bucket, which leaves the
-        counts and the sum those of the true values. There are as many as pieces and files since the last step.
+        counts and the sum those of the true values. There are as many as chunks and files since the last step.
         """
         stats = HsxStats(data=transfer_stats_data)
         for series in BYTES:

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
-from vllm_ascend_hsx.connector.latency import NUM_BUCKETS, bucket_of, quantile
+from vllm_ascend_hsx.connector.histogram import NUM_BUCKETS, bucket_of, quantile
 from vllm_ascend_hsx.sinks.base import SinkError
 
 # Kinds of failures that no errno names.
@@ -131,7 +131,7 @@ class StatsRecorder:
         self._taken_gauges = (0.0, 0)
 
     def copied(self, num_bytes: int, seconds: float) -> None:
-        """One piece came from the device into pinned memory, `seconds` after its copy was issued."""
+        """One chunk came from the device into pinned memory, `seconds` after its copy was issued."""
         self._observe("copy", seconds, "copied_bytes", num_bytes)
 
     def wrote(self, num_bytes: int, seconds: float) -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from openai import OpenAI
 
-from vllm_ascend_hsx.connector.latency import quantile
+from vllm_ascend_hsx.connector.histogram import quantile
 
 PREFIX = "vllm:hsx_"
 NOT_EXTRACTED = {"kv_transfer_params": {"hidden_states": False}}

@@ -32,7 +32,7 @@ class AscendExtractHiddenStatesModel(nn.Module):
             hidden_size=target.hidden_size,
             dtype=start_up.dtype,
             device=torch.get_default_device(),
-            collected=target.collected,
+            layer_order=target.layer_order,
         )
         # vLLM reads a layer's index from its name: ours comes behind the target's.
         index = str(vllm_config.model_config.get_total_num_hidden_layers())

@@ -106,7 +106,7 @@ class PinnedRing:
         row_shape, dtype: of one row.
 
     Attributes:
-        num_rows: rows that it holds. rows_per_piece: the longest run that is given out.
+        num_rows: rows that it holds. rows_per_chunk: the longest run that is given out.
         data: all of it, as bytes.
 
     Raises:
@@ -116,10 +116,10 @@ class PinnedRing:
 
     def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
         self.row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
-        self.num_rows, self.rows_per_piece = ring_shape(num_bytes, self.row_bytes)
+        self.num_rows, self.rows_per_chunk = ring_shape(num_bytes, self.row_bytes)
         # Shorter runs are left until their neighbours are free: else a full ring would be given out in ever
         # smaller parts, and written in ever smaller writes.
-        self._least = max(1, self.rows_per_piece // 16)
+        self._least = max(1, self.rows_per_chunk // 16)
         self.num_bytes = self.num_rows * self.row_bytes
         try:
             whole = torch.empty(self.num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
@@ -145,13 +145,13 @@ class PinnedRing:
         return 1 - least / self.num_rows
 
     def acquire(self, wish: int, before_waiting: Callable[[], None] = lambda: None) -> Run:
-        """Take up to `wish` rows, at most `rows_per_piece`; wait for some. One thread calls this.
+        """Take up to `wish` rows, at most `rows_per_chunk`; wait for some. One thread calls this.
 
         Args:
             wish: rows that are wanted.
             before_waiting: called if there is not enough free memory now.
         """
-        wish = min(wish, self.rows_per_piece)
+        wish = min(wish, self.rows_per_chunk)
         with self._changed:
             taken = self._free.take(wish, self._least)
             if taken is None:

@@ -1,4 +1,4 @@
-"""Spans: which rows belong to which token positions of which request, in a batch, in a slot, in a piece of one."""
+"""Spans: which rows belong to which token positions of which request, in a batch, in a slot, in a chunk of one."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
     return ranges
 
 
-def part_of(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+def split_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     """What staged rows [start, end) hold; `row` of the spans is counted from `start`."""
     inside = []
     for span in spans:

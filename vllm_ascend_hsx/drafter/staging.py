@@ -4,8 +4,8 @@ The order that must hold, and what keeps it:
 * the copy reads a slot after it was written           copy stream waits for `slot.written`
 * a slot is written again after its copy was issued    the host waits for `slot.issued` (the copier may be behind a full ring)
 * ... and after that copy has run                      compute stream waits for `slot.copied`, on the device
-* a writer reads pinned memory after the copy has run  the writer waits in `Piece.wait`
-* pinned memory is copied into after it was read       `Piece.release`, called by each of its readers
+* a writer reads pinned memory after the copy has run  the writer waits in `HostChunk.wait`
+* pinned memory is copied into after it was read       `HostChunk.release`, called by each of its readers
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.drafter.ring import PinnedRing
-from vllm_ascend_hsx.drafter.spans import Span, merge_rows, part_of
+from vllm_ascend_hsx.drafter.spans import Span, merge_rows, split_spans
 
 
 def _npu() -> Any:
@@ -64,7 +64,7 @@ class StagingCache:
         num_layers, hidden_size: shape of a row.
         dtype: the target's dtype; rows are never converted.
         device: the worker's NPU.
-        collected: for each layer of a row its place in the target's list (see ExtractionTarget).
+        layer_order: for each layer of a row its place in the target's list (see ExtractionTarget).
     """
 
     def __init__(
@@ -76,10 +76,10 @@ class StagingCache:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        collected: Sequence[int],
+        layer_order: Sequence[int],
     ) -> None:
         self.rows = torch.empty((num_slots, max_tokens, num_layers, hidden_size), dtype=dtype, device=device)
-        self.collected = tuple(collected)
+        self.layer_order = tuple(layer_order)
         self.slots = [StagingSlot(self.rows[index]) for index in range(num_slots)]
         self._next = 0
         self._filled: StagingSlot | None = None
@@ -98,10 +98,10 @@ class StagingCache:
         Raises:
             ValueError: layers or dtype are not what the staging was made for.
         """
-        if len(target_rows) != len(self.collected) or target_rows[0].dtype != self.rows.dtype:
+        if len(target_rows) != len(self.layer_order) or target_rows[0].dtype != self.rows.dtype:
             raise ValueError(
                 f"the target returned {len(target_rows)} layers of {target_rows[0].dtype}, "
-                f"expected {len(self.collected)} of {self.rows.dtype}"
+                f"expected {len(self.layer_order)} of {self.rows.dtype}"
             )
         slot = self.slots[self._next]
         if not self.wait_for_slot(slot, spans):
@@ -112,7 +112,7 @@ class StagingCache:
         at = 0
         for row, count in merge_rows(spans):
             # One launch, and no temporary: it writes where the rows are to stand.
-            torch.stack([target_rows[source][row : row + count] for source in self.collected], dim=1, out=slot.rows[at : at + count])
+            torch.stack([target_rows[source][row : row + count] for source in self.layer_order], dim=1, out=slot.rows[at : at + count])
             at += count
         at, staged = 0, []
         for span in spans:
@@ -129,13 +129,13 @@ class StagingCache:
 
 
 @dataclass
-class Piece:
+class HostChunk:
     """Rows of one slot on their way to the host.
 
     Attributes:
         rows: pinned [rows, layers, hidden]; a span's are valid once `wait` has returned, until their `release`.
         data: their bytes.
-        spans: what it holds; `Span.row` counts rows of the piece.
+        spans: what it holds; `Span.row` counts rows of the chunk.
         copied: recorded on the copy stream behind the copy.
         issued_at: when the copy was issued, by time.perf_counter.
     """
@@ -188,7 +188,7 @@ class Copier:
     Args:
         ring: where the rows go.
         device: the worker's NPU.
-        deliver: called with each piece, from this thread, once its copy has been issued.
+        deliver: called with each chunk, from this thread, once its copy has been issued.
         on_error: called with the spans of the slot, the number of its rows that were not delivered, and the exception when a copy could not
             be issued; these rows are lost and someone must say so.
     """
@@ -197,7 +197,7 @@ class Copier:
         self,
         ring: PinnedRing,
         device: torch.device,
-        deliver: Callable[[Piece], None],
+        deliver: Callable[[HostChunk], None],
         on_error: Callable[[Sequence[Span], int, Exception], None],
     ) -> None:
         self._ring = ring
@@ -273,12 +273,12 @@ class Copier:
                         copied = _npu().Event()
                         copied.record(self._stream)
                     except Exception:
-                        # No piece will release it, and a ring without memory stops every later request. The copy may have been issued.
+                        # No chunk will release it, and a ring without memory stops every later request. The copy may have been issued.
                         self._stream.synchronize()
                         self._ring.free(run.first, count)
                         raise
-                    spans = part_of(slot.spans, begin, begin + count)
-                    self._deliver(Piece(run.rows, run.data, spans, copied, self._ring, run.first))
+                    spans = split_spans(slot.spans, begin, begin + count)
+                    self._deliver(HostChunk(run.rows, run.data, spans, copied, self._ring, run.first))
                     self._delivered += count
             finally:
                 # Also behind a failure: whatever was issued may still be reading the slot.

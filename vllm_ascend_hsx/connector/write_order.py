@@ -12,10 +12,10 @@ Positions = tuple[int, float]  # [first, end) of tokens
 EVERY_POSITION: Positions = (0, math.inf)
 
 
-class RowOrder:
+class WriteOrder:
     """Work on rows [first, end) waits for earlier work on any of them, whether that runs or waits itself; all other work may run at once.
 
-    A request computes its rows in order, so its pieces can be written by several threads. Only after a preemption does it come back to rows
+    A request computes its rows in order, so its chunks can be written by several threads. Only after a preemption does it come back to rows
     that may still be on their way to the file.
 
     Args:
