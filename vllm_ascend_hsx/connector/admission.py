@@ -85,6 +85,7 @@ class RankLoad:
     """What a rank has yet to write, as known to the scheduler.
 
     The sources are its last report and the requests started since.
+
     A fluid model predicts whether memory suffices. Rows of prompts arrive at P bytes per second,
     and those of generated tokens at D, one row per step and request. Storage takes W. Of F bytes
     that arrive at rate P, F * (1 - W / P) are in memory when the last one has arrived. Unknown

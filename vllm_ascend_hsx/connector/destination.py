@@ -17,18 +17,15 @@ class Destination(ABC):
     """What the scheduler must know of a sink.
 
     Attributes:
-        directory: directory of the files, which may be overridden by a request if that is allowed.
-            None if the sink writes no files.
+        directory: directory of the files, in which a request may choose its file if that is
+            allowed. None if the sink writes no files.
     """
 
     directory: Path | None = None
 
     @abstractmethod
     def of(self, request_id: str) -> Path:
-        """Return the default path of a request's rows, as the sink takes it.
-
-        It is unique to the id.
-        """
+        """Return the default path of a request's rows, for the sink. Each id has its own."""
 
     @abstractmethod
     def answer(self, path: str, tokens: int, include_output: bool) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class RequestLimits:
             return
         self._silent_until = now + _LOG_SECONDS
         others = (
-            f" ({self._unlogged} others were refused since the last such line)"
+            f" ({self._unlogged} others were refused since the last log line)"
             if self._unlogged
             else ""
         )

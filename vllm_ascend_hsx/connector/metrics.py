@@ -31,7 +31,7 @@ BYTES = (
     _Series(
         "written_bytes",
         "written_bytes",
-        "Bytes of hidden states written to files, those of files that failed later included.",
+        "Bytes of hidden states written to files, including files that failed later.",
     ),
     _Series(
         "published_bytes", "published_bytes", "Bytes of hidden states in files that were published."
@@ -43,13 +43,13 @@ SECONDS = (
         "backpressure_ns",
         "Time in which at least one new request was held back for storage.",
     ),
-    _Series("stall_seconds", "stall_ns", "Time that steps waited for storage, of all workers."),
+    _Series("stall_seconds", "stall_ns", "Time that steps waited for storage, over all workers."),
 )
-FILES = _Series("files", "", "Files of hidden states that were decided, by outcome.")
+FILES = _Series("files", "", "Finished files of hidden states, by outcome.")
 FAILURES = _Series(
     "failures",
     "failures",
-    "Files of hidden states that failed, by the name of the errno or another word for the reason.",
+    "Failed files of hidden states, by errno name or other reason.",
 )
 REQUESTS_HELD = _Series(
     "requests_held", "requests_held", "New requests that are held back for storage."
@@ -72,12 +72,12 @@ BY_RANK = (
     ),
 )
 LATENCIES = (
-    _Series("copy_seconds", "copy", "From the issue of a copy from the device to its completion."),
-    _Series("write_seconds", "write", "Of one write of hidden states to a file."),
+    _Series("copy_seconds", "copy", "Time from the issue of a device copy to its completion."),
+    _Series("write_seconds", "write", "Duration of one write of hidden states to a file."),
     _Series(
         "publish_seconds",
         "publish",
-        "From the last row of a file on the host to the file under its name.",
+        "Time from a file's last row on the host to its publication.",
     ),
 )
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_FORGET_S = 1.0  # seconds of full load after which half of the estimate is new
+_FORGET_S = 1.0  # time constant, in seconds of full load, with which old writes fade
 _WINDOW = 4  # steps of a moving average; an engine launches one or two steps ahead of its device
 _DECAY = 0.999  # factor by which a peak decays with each step
 _REMEMBERED = 16  # steps

@@ -139,9 +139,7 @@ def _ring_rows(ring_bytes: int, row_bytes: int) -> int:
     try:
         HsxConfig.parse({"shared_storage_path": "/", "pinned_ring_bytes": int(ring_bytes)})
     except HsxConfigError as error:
-        raise PlanError(
-            "--ring", ring_bytes, "the connector does not take it", str(error)
-        ) from None
+        raise PlanError("--ring", ring_bytes, "the connector refuses it", str(error)) from None
     try:
         return ring_shape(ring_bytes, row_bytes)[0]
     except ValueError:

@@ -104,8 +104,8 @@ def _read_path(value: object, server: ServerParams) -> Path:
         )
     if not server.allow_path:
         raise ParamsError(
-            f"{said}, but this server names its files itself; leave it out, or have the server "
-            f"started with kv_connector_extra_config.{PATH_OPTION}=true"
+            f"{said}, but this server names its files itself; leave it out, or start the server "
+            f"with kv_connector_extra_config.{PATH_OPTION}=true"
         )
     remedy = (
         f"use a path below {server.directory} that ends with .safetensors, absolute or relative to "

@@ -27,7 +27,7 @@ def deadline_after(timeout: float | None) -> float | None:
         return None
     if isinstance(timeout, bool) or not timeout >= 0:  # false for NaN too
         raise ValueError(
-            f"timeout={timeout!r}: give seconds, 0 or more; None or math.inf waits for ever"
+            f"timeout={timeout!r}: give seconds, 0 or more; None or math.inf waits forever"
         )
     return None if timeout >= threading.TIMEOUT_MAX else time.monotonic() + timeout
 

@@ -227,7 +227,7 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
     try:
         entries = parse(content[_LENGTH.size :])
         if not isinstance(entries, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         metadata = check_metadata(entries.pop("__metadata__", {}))
         tensors = {
             name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()
@@ -251,7 +251,7 @@ def layer_ids_of(metadata: Mapping[str, str]) -> list[int] | None:
     except ValueError:
         ids = None
     if not isinstance(ids, list) or not all(map(is_count, ids)):
-        raise FormatError(f"layer_ids={_short(text)} is no list of layers")
+        raise FormatError(f"layer_ids={_short(text)} is not a list of layers")
     return ids
 
 
@@ -259,14 +259,14 @@ def num_prompt_tokens_of(metadata: Mapping[str, str]) -> int | None:
     """Return the number of prompt tokens, None if absent. Raises FormatError if invalid."""
     text = metadata.get("num_prompt_tokens")
     if text is not None and not _COUNT.fullmatch(text):
-        raise FormatError(f"num_prompt_tokens={_short(text)} is no number of tokens")
+        raise FormatError(f"num_prompt_tokens={_short(text)} is not a number of tokens")
     return None if text is None else int(text)
 
 
 def check_metadata(value: object) -> dict[str, str]:
     """Return the metadata of a request. Raises ValueError if they are invalid."""
     if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise ValueError("its metadata are no texts")
+        raise ValueError("its metadata are not all strings")
     "".join((*value, *value.values())).encode()  # a lone surrogate raises a ValueError
     layer_ids_of(value)
     num_prompt_tokens_of(value)

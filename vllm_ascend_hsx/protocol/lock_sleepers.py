@@ -63,7 +63,7 @@ def sleep_on(path: Path, fd: int, deadline: float, release: Release) -> None:
         OSError: if its filesystem has no flock.
     """
     if time.monotonic() >= deadline or not _sleeper_of(path, fd, release).join_until(deadline):
-        raise TimeoutError(f"{path}: still locked by its writer when the time to wait was over")
+        raise TimeoutError(f"{path}: still locked by its writer after the timeout")
 
 
 def _sleeper_of(path: Path, fd: int, release: Release) -> _Sleeper:

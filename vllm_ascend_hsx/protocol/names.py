@@ -95,13 +95,13 @@ def path_refusal(path: str) -> str | None:
     """Return why `path`, relative to the storage directory, cannot name a data file, or None."""
     *folders, name = path.split("/", MAX_DEPTH + 1)
     if len(folders) > MAX_DEPTH:
-        return f"it leads through more than {MAX_DEPTH} directories"
+        return f"it has more than {MAX_DEPTH} directories"
     for folder in folders:
         problem = _component_refusal(folder)
         if problem is None and (folder == SHARDS_MARK or folder.endswith(_FILE_SUFFIXES)):
-            problem = "it is called like a file, and would be in that file's way"
+            problem = "its name is reserved for files"
         if problem is not None:
-            return f"a directory's name in it cannot be used: {problem}"
+            return f"one of its directories cannot be used: {problem}"
     return refusal(name)
 
 

@@ -87,7 +87,7 @@ def find(
     if len(best) > 1:
         raise LookupError(
             f"{response_id!r} is the id of several requests: {', '.join(sorted(best))}. Give each "
-            "request an id of its own."
+            "request its own id."
         )
     if not best:
         raise FileNotFoundError(

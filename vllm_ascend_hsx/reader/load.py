@@ -202,15 +202,15 @@ def open_stored(path: Path, timeout: float | None) -> Place:
             if not os.path.exists(lock_path):
                 raise FileNotFoundError(
                     errno.ENOENT,
-                    "no hidden states, no lock and no error are there; was the request aborted, "
+                    "there are no hidden states, lock or error; was the request aborted, "
                     "or did its server die?",
                     str(path),
                 )
             if is_left_over(lock_path, partial(is_decided, path)):
                 raise HiddenStatesError(
                     path,
-                    "the server died before the file was complete: it left the lock file, which "
-                    "nobody holds, and no data",
+                    "the server died before the file was complete: it left an unheld lock file "
+                    "and no data",
                 )
             # Between two checks a server has started or finished the file.
     except NotAFileError as error:

@@ -35,9 +35,9 @@ def quantization_problem(header: Header) -> str | None:
     states, scales = header.tensors[HIDDEN_STATES], header.tensors.get(SCALES)
     said = header.metadata.get("quantization")
     if said not in (None, *QUANTIZATIONS.values()):
-        return f"its rows are quantised as {said!r}, which is not known here"
+        return f"its rows are quantised as {said!r}, which is unknown"
     if scales is None:
-        return None if said is None else f"it says that its rows are {said}, and has no {SCALES}"
+        return None if said is None else f"its rows are {said}, but it has no {SCALES}"
     if (
         states.dtype != FP8_DTYPE
         or scales.dtype != "F32"
@@ -51,5 +51,5 @@ def quantization_problem(header: Header) -> str | None:
     return (
         None
         if before in ROW_DTYPES
-        else f"it says that its rows were {before} before they were quantised"
+        else f"its rows were quantised from {before}, which is not supported"
     )

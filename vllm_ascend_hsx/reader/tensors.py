@@ -100,7 +100,7 @@ def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
     except RuntimeError as error:
         raise OSError(
             errno.ENOMEM,
-            f"there is no memory for a tensor of {size} bytes; mmap=True reads what is used",
+            f"not enough memory for a tensor of {size} bytes; mmap=True reads only used pages",
         ) from error
     _read_at(fd, buffer.numpy().data, info.begin)
     return buffer.view(dtype).reshape(info.shape)

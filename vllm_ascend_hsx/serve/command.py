@@ -159,8 +159,8 @@ def _arguments(vllm_arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
             continue
         option, equals, value = argument.partition("=")
         name, dot, field = option.partition(".")
-        behind = vllm_arguments[index + 1] if index + 1 < len(vllm_arguments) else ""
-        yield _SHORT.get(name, name).replace("_", "-") + dot + field, value if equals else behind
+        following = vllm_arguments[index + 1] if index + 1 < len(vllm_arguments) else ""
+        yield _SHORT.get(name, name).replace("_", "-") + dot + field, value if equals else following
 
 
 def _values(vllm_arguments: Sequence[str]) -> dict[str, str]:
@@ -174,7 +174,7 @@ def _refuse_what_cannot_be(vllm_arguments: Sequence[str]) -> None:
             raise ServeError(
                 option,
                 value,
-                "says what hsx serve says",
+                "is set by hsx serve",
                 "leave it out, or start vllm serve with the options that --dry-run prints",
             )
         field = name.removeprefix("--").replace("-", "_")
@@ -198,7 +198,7 @@ def _notes(target: Model) -> tuple[str, ...]:
     if target.architecture in ARCHITECTURES:
         return ()
     return (
-        f"{target.architecture or 'a model that names no class'} is not among vLLM's targets that "
-        "collect hidden states; if a plugin of yours serves it, the server will tell before it "
-        "loads weights",
+        f"{target.architecture or 'a model without a class'} is not among vLLM's targets that "
+        "collect hidden states; if another plugin adds it, the server checks it before it loads "
+        "weights",
     )

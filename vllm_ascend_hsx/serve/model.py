@@ -88,5 +88,5 @@ def _ask_vllm(
         first_line = str(error).strip().partition("\n")[0]
         remedy = "give a directory, or a name that vllm serve takes"
         raise ServeError(
-            "MODEL", name, f"its config.json cannot be had: {first_line}", remedy
+            "MODEL", name, f"its config.json cannot be read: {first_line}", remedy
         ) from None
