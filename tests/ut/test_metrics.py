@@ -23,7 +23,7 @@ from vllm.v1.metrics import ray_wrappers
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ascend_hsx.connector.connector import AscendHiddenStatesConnector
-from vllm_ascend_hsx.connector.latency import BUCKETS
+from vllm_ascend_hsx.connector.histogram import BUCKETS
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder, StatsRecorder
 

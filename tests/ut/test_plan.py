@@ -162,7 +162,7 @@ def test_it_needs_neither_torch_nor_vllm_nor_the_emulator(model: str, tmp_path: 
         (["minimax-m2", "--kv-memory", "96MiB"], ["--kv-memory 96MiB: the staging slots alone take 96.0 MiB", "lower --max-num-batched"]),
         (["minimax-m2", "--kv-memory", "0"], ["--kv-memory 0: the staging slots", "give more"]),
         (["minimax-m2", "--ring", "10000"], ["--ring 10000: a row has 24576 bytes", "at least 49152"]),
-        (["minimax-m2", "--ring", "1B"], ["--ring 1B: the connector does not take it", "greater than or equal to 4096"]),
+        (["minimax-m2", "--ring", "1B"], ["--ring 1B: the connector refuses it", "greater than or equal to 4096"]),
         (["minimax-m2", "--ring", "0.03125MiB"], ["--ring 0.03125MiB: a row has 24576 bytes", "at least 49152"]),
     ],
 )

@@ -132,12 +132,12 @@ def test_a_target_too_small_for_a_rule_is_refused_with_what_the_rule_gives() -> 
 @pytest.mark.parametrize(
     ("vllm", "words"),
     [
-        (("--speculative-config", "{}"), "--speculative-config {}: says what hsx serve says"),
-        (("-sc", "{}"), "says what hsx serve says"),
-        (("--speculative_config.method=mtp",), "--speculative-config.method mtp: says what hsx serve says"),
-        (("--spec-method", "mtp"), "says what hsx serve says"),
-        (("--kv-transfer-config={}",), "what hsx serve says; leave it out, or start vllm serve with the options that --dry-run prints"),
-        (("--model", "other"), "says what hsx serve says"),
+        (("--speculative-config", "{}"), "--speculative-config {}: is set by hsx serve"),
+        (("-sc", "{}"), "is set by hsx serve"),
+        (("--speculative_config.method=mtp",), "--speculative-config.method mtp: is set by hsx serve"),
+        (("--spec-method", "mtp"), "is set by hsx serve"),
+        (("--kv-transfer-config={}",), "is set by hsx serve; leave it out, or start vllm serve with the options that --dry-run prints"),
+        (("--model", "other"), "is set by hsx serve"),
         (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size 2: leaves each stage with the hidden states of its own layers only"),
         (("-pp", "2"), "--pipeline-parallel-size 2: "),
         (("--decode_context_parallel_size=2",), "--decode-context-parallel-size 2: has not been shown to keep the order"),
@@ -278,7 +278,7 @@ def test_an_option_that_is_nearly_ours_is_not_taken_for_vllms(word: str, ours: s
         parse_arguments(["MODEL", word, "x"])
     assert left.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{word.partition('=')[0]}: did you mean {ours}? An option of vllm serve goes behind --" in said
+    assert f"{word.partition('=')[0]}: did you mean {ours}? Options of vllm serve go after --" in said
 
 
 @pytest.mark.parametrize("words", [[*VLLM, "MODEL"], ["--enforce-eager", "MODEL"], ["--port=1", "--out", "/d", "MODEL"]])

@@ -1,4 +1,4 @@
-"""Where the rows of a request go, and what its response says of that: a path or, in a Mooncake store, a handle."""
+"""Where rows go, and what the response says: a path or, in a Mooncake store, a handle."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from vllm_ascend_hsx.settings import StartUp
 
 
 class Destination(ABC):
-    """What the scheduler has to know of a sink.
+    """What the scheduler must know of a sink.
 
     Attributes:
-        directory: that files go to, of which a request may choose one if it is allowed to; None if there are no files.
+        directory: directory of the files, in which a request may choose its file if that is
+            allowed. None if the sink writes no files.
     """
 
     directory: Path | None = None
 
     @abstractmethod
     def of(self, request_id: str) -> Path:
-        """Where the rows of a request go that chooses nothing itself: what its sink is given as its path. Two ids never share one."""
+        """Return the default path of a request's rows, for the sink. Each id has its own."""
 
     @abstractmethod
     def answer(self, path: str, tokens: int, include_output: bool) -> dict[str, Any]:
-        """What the response says, but for an error.
+        """Return the response's `kv_transfer_params`, without an error.
 
         Args:
-            path: where the rows go.
-            tokens: how many of them there are.
-            include_output: whether rows of generated tokens were wanted.
+            path: destination of the rows.
+            tokens: number of rows.
+            include_output: whether rows of generated tokens are extracted.
         """
 
 
 class InDirectory(Destination):
-    """A file below a directory.
+    """A file in a directory.
 
     Args:
         directory: as the administrator wrote it.
@@ -55,10 +56,10 @@ class InDirectory(Destination):
 
 
 class InStore(Destination):
-    """An object of a Mooncake store.
+    """An object in a Mooncake store.
 
     Args:
-        row_format: of its rows.
+        row_format: format of its rows.
     """
 
     def __init__(self, row_format: RowFormat) -> None:
@@ -72,5 +73,9 @@ class InStore(Destination):
 
 
 def make_destination(start_up: StartUp) -> Destination:
-    """Where the sink of these settings puts rows."""
-    return InStore(start_up.row_format) if start_up.config.sink == "mooncake" else InDirectory(start_up.directory)
+    """Return the destination that belongs to the configured sink."""
+    return (
+        InStore(start_up.row_format)
+        if start_up.config.sink == "mooncake"
+        else InDirectory(start_up.directory)
+    )

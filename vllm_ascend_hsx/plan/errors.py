@@ -1,10 +1,10 @@
-"""The way in which a plan cannot be made."""
+"""The error of an invalid plan."""
 
 from __future__ import annotations
 
 
 class PlanError(ValueError):
-    """An input that cannot be planned with; the message names the option, its value, the problem and the remedy."""
+    """An input is invalid. The message names option, value, problem and remedy."""
 
     def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:
         self.option = option

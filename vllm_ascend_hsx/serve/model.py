@@ -1,4 +1,4 @@
-"""What `hsx serve` has to know of a model before there is a server: how many layers it has, and of what class it is."""
+"""Read number of layers and class of a model before the server starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Model(NamedTuple):
 
     Attributes:
         num_layers: decoder layers.
-        architecture: its class, from config.json; empty if it names none.
+        architecture: its class, from config.json; empty if there is none.
     """
 
     num_layers: int
@@ -22,26 +22,33 @@ class Model(NamedTuple):
 
 
 def read_model(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Model:
-    """Read config.json of a model.
+    """Read a model's config.json.
 
     Args:
-        name: a directory, or a repository's name; for that vLLM is asked.
+        name: a directory, or a repository's name, which vLLM resolves.
         trust_remote_code, revision: as for vllm serve.
 
     Raises:
-        ServeError: there is no such model, or its config does not say what is needed.
+        ServeError: if there is no such model, or its config lacks a needed field.
     """
     directory = Path(name).expanduser()
     if directory.is_dir():
         whole = _read(name, directory / "config.json")
         text = {**whole, **(whole.get("text_config") or {})}
     elif name.startswith((".", "/", "~")):
-        raise ServeError("MODEL", name, "there is no such directory", "give the directory of a model, or a repository's name")
+        raise ServeError(
+            "MODEL",
+            name,
+            "there is no such directory",
+            "give the directory of a model, or a repository's name",
+        )
     else:
         whole, text = _ask_vllm(name, trust_remote_code, revision)
     num_layers = text.get("num_hidden_layers")
     if not isinstance(num_layers, int) or num_layers < 1:
-        raise ServeError("MODEL", name, "its config.json has no num_hidden_layers", "give a language model")
+        raise ServeError(
+            "MODEL", name, "its config.json has no num_hidden_layers", "give a language model"
+        )
     return Model(num_layers, next(iter(whole.get("architectures") or ()), ""))
 
 
@@ -49,22 +56,37 @@ def _read(name: str, file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ServeError("MODEL", name, "the directory has no config.json", "give the directory of a model") from None
+        raise ServeError(
+            "MODEL", name, "the directory has no config.json", "give the directory of a model"
+        ) from None
     except ValueError as error:
-        raise ServeError("MODEL", name, f"its config.json is not JSON ({error})", "give the directory of a model") from None
+        raise ServeError(
+            "MODEL", name, f"its config.json is not JSON ({error})", "give the directory of a model"
+        ) from None
     if not isinstance(content, dict):
-        raise ServeError("MODEL", name, "its config.json is not an object", "give the directory of a model")
+        raise ServeError(
+            "MODEL", name, "its config.json is not an object", "give the directory of a model"
+        )
     return content
 
 
-def _ask_vllm(name: str, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _ask_vllm(
+    name: str, trust_remote_code: bool, revision: str | None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
         from vllm_ascend_hsx.compat.models import published_config
 
         return published_config(name, trust_remote_code=trust_remote_code, revision=revision)
     except ModuleNotFoundError as error:
-        raise ServeError("MODEL", name, f"only vLLM could fetch it, and {error.name} is not installed", "give a directory") from None
+        raise ServeError(
+            "MODEL",
+            name,
+            f"only vLLM could fetch it, and {error.name} is not installed",
+            "give a directory",
+        ) from None
     except (OSError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0]
         remedy = "give a directory, or a name that vllm serve takes"
-        raise ServeError("MODEL", name, f"its config.json cannot be had: {first_line}", remedy) from None
+        raise ServeError(
+            "MODEL", name, f"its config.json cannot be read: {first_line}", remedy
+        ) from None
