@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm_ascend_hsx.protocol import names
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.shard_index import Gone, Member, now_ns
+from vllm_ascend_hsx.protocol.shard_index import Gone, Member
 from vllm_ascend_hsx.protocol.tar import headers
 from vllm_ascend_hsx.sinks import directory_sink, home, leftovers, shard
 from vllm_ascend_hsx.sinks.data_file import DataFile, Spare
@@ -110,12 +110,12 @@ def without_a_mark() -> None:
 def with_a_line_before_its_member_is_complete() -> None:
     append = Shard.append
 
-    def publish_and_append(self: Any, data: Any, name: str, tokens: int, request_id: str) -> None:
+    def publish_and_append(self: Any, data: Any, name: str, tokens: int, request_id: str, time_ns: int) -> None:
         offset = self.end + len(headers(self.end, name, data.size, 0, 0))
         index_end = self._index_end
-        self.add_line(Member(name, offset, data.size, tokens, request_id, data.checksum, now_ns()))
+        self.add_line(Member(name, offset, data.size, tokens, request_id, data.checksum, time_ns - 1))
         self._index_end = index_end
-        append(self, data, name, tokens, request_id)
+        append(self, data, name, tokens, request_id, time_ns)
 
     Shard.append = publish_and_append  # type: ignore[method-assign]
 

@@ -381,9 +381,9 @@ def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
     file.write(0, make_rows(0, 200))
     shard = sink._shards[sink._home]._shard
     assert shard is not None
-    with open(where / f"{shard.stem}.tar", "ab") as tar:
+    with open(where / f"{shard._stem}.tar", "ab") as tar:
         tar.write(headers(shard.end, "unsaid.safetensors", 50_000, 0o640, 0) + bytes(30_000))
-    with open(where / f"{shard.stem}.jsonl", "ab") as index:
+    with open(where / f"{shard._stem}.jsonl", "ab") as index:
         index.write(b'{"name":"unsaid.safetensors","off')
     # What the kernel does when a process dies: descriptors go, and with them the locks.
     for each in sink._files.values():
@@ -391,7 +391,7 @@ def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
         each._lock.release()
     assert sink._home._mark is not None
     sink._home._mark.leave()
-    return shard.stem, paths
+    return shard._stem, paths
 
 
 def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_nothing(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +16,10 @@ from vllm_ascend_hsx.protocol.tar import BLOCK, is_headed, round_up
 
 # Most names; the others are examined in path_refusal.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")
+_TICK_NS = 50_000_000  # a filesystem's clock may lag behind the system's by this much
+# A file that was changed later, some three years before the last time that a line can have, was
+# touched by somebody with another aim.
+_LATEST_NS = LARGEST - 10**17
 
 
 @dataclass(frozen=True)
@@ -117,41 +119,14 @@ def end_of_members(fd: int, index: bytes) -> int:
     return end
 
 
-_TICK_NS = 50_000_000  # a filesystem's clock may lag behind the system's by this much
-# A file that was changed later, some three years before the last time that a line can have, was
-# touched by somebody with another aim.
-_LATEST_NS = LARGEST - 10**17
-
-
-class _Clock:
-    """Nanoseconds since the epoch, strictly increasing within a process."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._last = 0
-
-    def not_before(self, time_ns: int) -> None:
-        """Return only later times from now on: the system's clock may have been set back."""
-        with self._mutex:
-            self._last = max(self._last, time_ns)
-
-    def now(self) -> int:
-        with self._mutex:
-            self._last = max(self._last + 1, time.time_ns())
-            return self._last
-
-
-_clock = _Clock()
-now_ns = _clock.now
-
-
-def follow(dir_fd: int) -> None:
-    """Make `now_ns` later than all index lines of a directory. Raises OSError: it cannot be read."""
+def latest_ns(dir_fd: int) -> int:
+    """Return a time that no line of the indexes in a directory exceeds. Raises OSError: it cannot be read."""
+    latest = 0
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             parts = parse_name(entry.name)
             if parts is not None and parts[2] == INDEX:
                 with suppress(FileNotFoundError):
                     changed = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns
-                    if changed < _LATEST_NS:
-                        _clock.not_before(changed + _TICK_NS)
+                    latest = max(latest, changed if changed < _LATEST_NS else 0)
+    return latest + _TICK_NS

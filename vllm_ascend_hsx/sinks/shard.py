@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.names import file_name, partial_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.protocol.shard_index import Gone, follow, now_ns
+from vllm_ascend_hsx.protocol.shard_index import Gone, latest_ns
 from vllm_ascend_hsx.protocol.shard_names import SHARDS_MARK, stem
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions, Spare
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
@@ -74,7 +75,7 @@ class ShardSink(DirectorySink):
         if not is_spare:
             data.withdraw()  # its descriptor keeps the bytes; after the index line nothing may fail
         with shards.current() as shard:
-            shard.append(data, file.relative, tokens, file.request_id)
+            shard.append(data, file.relative, tokens, file.request_id, shards.now_ns())
         if is_spare:
             shards.spares.append(data.detach())
 
@@ -88,8 +89,9 @@ class ShardSink(DirectorySink):
         # The name's member may be this request's own already.
         is_here = file.predecessor is not None and file.predecessor.home is file.home
         if not is_unique and not is_here:
-            with self._shards_of(file.home).current() as shard:
-                shard.add_line(Gone(file.relative, now_ns()))
+            shards = self._shards_of(file.home)
+            with shards.current() as shard:
+                shard.add_line(Gone(file.relative, shards.now_ns()))
         return set_file_aside(file)
 
     def leave(self, home: Home) -> None:
@@ -101,7 +103,6 @@ class ShardSink(DirectorySink):
     def _shards_of(self, home: Home) -> _Shards:
         with self._mutex_of_shards:
             if home not in self._shards:
-                follow(home.storage.fd)
                 self._shards[home] = _Shards(home, self._shard_bytes, self.options.durability == "fdatasync")
             return self._shards[home]
 
@@ -126,8 +127,9 @@ class _Shards:
         self._durable = durable
         self._numbers = itertools.count()
         self._hidden_numbers = itertools.count()
-        self._appending = threading.Lock()  # one append at a time; guards the next one
+        self._appending = threading.Lock()  # one append at a time; guards the next two
         self._shard: Shard | None = None
+        self._time_ns = latest_ns(home.storage.fd)
 
     def hidden_file(self) -> str | Spare:
         """Return a hidden file to write over, or the name of a new one."""
@@ -135,6 +137,11 @@ class _Shards:
             return self.spares.pop()
         except IndexError:
             return partial_name(f"hsx-{next(self._hidden_numbers)}", self._home.token)
+
+    def now_ns(self) -> int:
+        """Return a time later than that of any line before, though the system's clock may have been set back."""
+        self._time_ns = max(self._time_ns + 1, time.time_ns())
+        return self._time_ns
 
     @contextmanager
     def current(self) -> Iterator[Shard]:
@@ -169,7 +176,7 @@ class _Shards:
             os.close(storage.create(SHARDS_MARK))
         for _ in range(_ATTEMPTS):
             with suppress(FileExistsError):
-                return Shard(storage, self._home.token, stem(self._home.token, next(self._numbers)), self._durable)
+                return Shard.create(storage, self._home.token, stem(self._home.token, next(self._numbers)), self._durable)
         raise FileExistsError("every shard's name was taken by somebody else")
 
     def _seal(self) -> None:

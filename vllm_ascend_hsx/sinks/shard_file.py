@@ -17,7 +17,7 @@ from typing import Literal
 
 from vllm_ascend_hsx.protocol.files import read_all, write_at
 from vllm_ascend_hsx.protocol.names import partial_name
-from vllm_ascend_hsx.protocol.shard_index import Gone, Member, encode, now_ns
+from vllm_ascend_hsx.protocol.shard_index import Gone, Member, encode
 from vllm_ascend_hsx.protocol.shard_manifest import manifest
 from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, TAR
 from vllm_ascend_hsx.protocol.tar import END, headers
@@ -35,32 +35,48 @@ class Shard:
         storage: the directory.
         token: part of the names of hidden files.
         stem: of the shard's names.
+        fds: its index and its tar file, open for reading and writing; closed with this object.
         durable: sync what is appended, data first, then the index.
+        index_end: bytes of the index, all of them whole lines.
+        end: bytes of the tar file that the members of the index take.
 
     Attributes:
-        stem: of its names.
-        end: bytes of the tar file that members take.
         is_sound: False once the index could not be written: no line may be added any more.
-
-    Raises:
-        FileExistsError: one of its names is taken.
-        OSError: it cannot be created.
     """
 
-    def __init__(self, storage: Storage, token: str, stem: str, durable: bool) -> None:
-        self.end = 0
+    def __init__(
+        self,
+        storage: Storage,
+        token: str,
+        stem: str,
+        fds: tuple[int, int],
+        durable: bool,
+        index_end: int = 0,
+        end: int = 0,
+    ) -> None:
+        self.end = end
         self.is_sound = True
         self._storage = storage
         self._token = token
-        self.stem = stem
+        self._stem = stem
+        self._index_fd, self._fd = fds
         self._durable = durable
-        self._index_end = 0
+        self._index_end = index_end
+
+    @classmethod
+    def create(cls, storage: Storage, token: str, stem: str, durable: bool) -> Shard:
+        """Make a new shard.
+
+        Raises:
+            FileExistsError: one of its names is taken.
+            OSError: it cannot be created.
+        """
         # In this order: `recover_shard` takes a tar file without an index for one that lost it.
-        self._index_fd = storage.create(stem + INDEX)
+        index_fd = storage.create(stem + INDEX)
         try:
-            self._fd = storage.create(stem + TAR)
+            return cls(storage, token, stem, (index_fd, storage.create(stem + TAR)), durable)
         except OSError:
-            os.close(self._index_fd)
+            os.close(index_fd)
             storage.unlink(stem + INDEX)
             raise
 
@@ -68,20 +84,20 @@ class Shard:
         """Return whether its files have names. What is written to a removed file is lost without an error."""
         return bool(os.fstat(self._fd).st_nlink and os.fstat(self._index_fd).st_nlink)
 
-    def append(self, data: DataFile, name: str, tokens: int, request_id: str) -> None:
+    def append(self, data: DataFile, name: str, tokens: int, request_id: str, time_ns: int) -> None:
         """Append a file as a member and publish it.
 
         Args:
             data: the file, complete and open.
             name: of the member.
-            tokens, request_id: for its line.
+            tokens, request_id, time_ns: for its line.
 
         Raises:
             OSError: no reader sees it, and what was before it is as it was.
         """
         head = headers(self.end, name, data.size, self._storage.file_mode, int(time.time()))
         offset = self.end + len(head)
-        member = Member(name, offset, data.size, tokens, request_id, data.checksum, now_ns())
+        member = Member(name, offset, data.size, tokens, request_id, data.checksum, time_ns)
         try:
             write_at(self._fd, memoryview(head), self.end)
             copy_into(data.fd, data.size, self._fd, offset)
@@ -113,69 +129,46 @@ class Shard:
         self.is_sound = True
         self._index_end += len(data)
 
-    def seal(self) -> None:
-        """Seal and close it. Raises OSError: the next server must seal it."""
+    def seal(self, sealed_by: Literal["server", "recovery"] = "server") -> None:
+        """End the tar file, write the manifest, and close the shard; remove a shard whose index is empty.
+
+        Raises:
+            OSError: it could not be done, which the next server must do.
+        """
         try:
             if not self.is_there():
-                logger.error("%s was removed by somebody while it was written", self.stem + TAR)
-                return
-            os.ftruncate(self._index_fd, self._index_end)  # first: a line must lead to a member
-            fds = self._fd, self._index_fd
-            seal(self._storage, self._token, self.stem, *fds, self.end, self._durable, "server")
+                logger.error("%s was removed by somebody while it was written", self._stem + TAR)
+            elif not self._index_end:
+                self._storage.unlink(self._stem + TAR)
+                self._storage.unlink(self._stem + INDEX)
+            else:
+                os.ftruncate(self._index_fd, self._index_end)  # first: a line must lead to a member
+                os.ftruncate(self._fd, self.end)
+                os.ftruncate(self._fd, self.end + len(END))
+                if self._durable:
+                    os.fdatasync(self._fd)
+                    os.fdatasync(self._index_fd)
+                self._write_manifest(sealed_by)
         finally:
             os.close(self._fd)
             os.close(self._index_fd)
 
-
-def seal(
-    storage: Storage,
-    token: str,
-    stem: str,
-    fd: int,
-    index_fd: int,
-    end: int,
-    durable: bool,
-    sealed_by: Literal["server", "recovery"],
-) -> None:
-    """End the tar file of a shard and write its manifest; remove a shard whose index is empty.
-
-    Args:
-        storage: the directory.
-        token: for a hidden name.
-        stem: of the shard's names.
-        fd, index_fd: its tar file, and its index, whose lines are complete.
-        end: of the last member.
-        durable: sync all of it.
-        sealed_by: for the manifest.
-
-    Raises:
-        OSError: it could not be done.
-    """
-    index = read_all(index_fd)
-    if not index:
-        storage.unlink(stem + TAR)
-        storage.unlink(stem + INDEX)
-        return
-    os.ftruncate(fd, end)
-    os.ftruncate(fd, end + len(END))
-    if durable:
-        os.fdatasync(fd)
-        os.fdatasync(index_fd)
-    name = stem + MANIFEST
-    hidden = partial_name(name, token)
-    text = json.dumps(manifest(fd, index, sealed_by), indent=1) + "\n"
-    storage.unlink(hidden)  # of a server that died while it sealed this one
-    manifest_fd = storage.create(hidden)
-    try:
+    def _write_manifest(self, sealed_by: str) -> None:
+        name = self._stem + MANIFEST
+        hidden = partial_name(name, self._token)
+        text = json.dumps(manifest(self._fd, read_all(self._index_fd), sealed_by), indent=1) + "\n"
+        self._storage.unlink(hidden)  # of a server that died while it sealed this shard
+        fd = self._storage.create(hidden)
         try:
-            write_at(manifest_fd, memoryview(text.encode("ascii")), 0)
-            if durable:
-                os.fdatasync(manifest_fd)
-        finally:
-            os.close(manifest_fd)
-        storage.rename(hidden, name)
-    except OSError:
-        storage.unlink(hidden)
-        raise
-    if durable:
-        storage.sync()
+            try:
+                write_at(fd, memoryview(text.encode("ascii")), 0)
+                if self._durable:
+                    os.fdatasync(fd)
+            finally:
+                os.close(fd)
+            self._storage.rename(hidden, name)
+        except OSError:
+            self._storage.unlink(hidden)
+            raise
+        if self._durable:
+            self._storage.sync()

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from vllm_ascend_hsx.protocol.files import read_all
 from vllm_ascend_hsx.protocol.shard_index import Member, decode, end_of_members, split_lines
 from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, TAR, parse_name
-from vllm_ascend_hsx.sinks.shard_file import seal
+from vllm_ascend_hsx.sinks.shard_file import Shard
 from vllm_ascend_hsx.sinks.storage import Storage
 
 
@@ -42,27 +42,27 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> int:
             was changed.
     """
     storage = Storage(dir_fd, 0o600)  # the caller closes it
-    index_fd = storage.open(stem + INDEX, os.O_RDWR)
-    fd = -1
+    fds = []
     try:
-        content = read_all(index_fd)
+        fds.append(storage.open(stem + INDEX, os.O_RDWR))
+        content = read_all(fds[0])
         lines = content[: content.rfind(b"\n") + 1]
         try:
-            fd = storage.open(stem + TAR, os.O_RDWR)
+            fds.append(storage.open(stem + TAR, os.O_RDWR))
         except FileNotFoundError:  # it died between two calls when it made or removed the shard
             if lines:
                 raise
             storage.unlink(stem + INDEX)
             return 0
         try:
-            end = end_of_members(fd, lines)
+            end = end_of_members(fds[1], lines)
         except ValueError as error:
             raise OSError(errno.EUCLEAN, str(error)) from error
-        os.ftruncate(index_fd, len(lines))
-        storage.file_mode = os.fstat(fd).st_mode & 0o777
-        seal(storage, token, stem, fd, index_fd, end, True, "recovery")
+        storage.file_mode = os.fstat(fds[1]).st_mode & 0o777
+        shard = Shard(storage, token, stem, (fds[0], fds[1]), True, len(lines), end)
+        fds.clear()
+        shard.seal("recovery")
         return sum(isinstance(decode(line), Member) for line in split_lines(lines))
     finally:
-        os.close(index_fd)
-        if fd >= 0:
+        for fd in fds:
             os.close(fd)
