@@ -114,7 +114,7 @@ class HsxConfig(BaseModel):
     io: Literal["buffered", "direct"] = Field(
         default="buffered",
         description="'direct' writes rows past the page cache (O_DIRECT): less processor time and memory, for local disks; 'buffered' is "
-        "faster where the page cache has room, and works everywhere.",
+        "faster where the page cache has room, and works everywhere. Shards are always 'buffered'.",
     )
     durability: Literal["none", "fdatasync"] = Field(
         default="none",

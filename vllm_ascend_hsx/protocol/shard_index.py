@@ -16,6 +16,7 @@ from vllm_ascend_hsx.protocol.tar import BLOCK, is_headed, round_up
 
 # Most names; the others are examined in path_refusal.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
 _TICK_NS = 50_000_000  # a filesystem's clock may lag behind the system's by this much
 # A file that was changed later, some three years before the last time that a line can have, was
 # touched by somebody with another aim.
@@ -62,7 +63,7 @@ def encode(line: Member | Gone) -> bytes:
     values: dict[str, Any] = vars(line)
     if isinstance(line, Gone):
         values = {**values, "gone": True}
-    return json.dumps(values, separators=(",", ":")).encode("ascii") + b"\n"
+    return _ENCODER.encode(values).encode("ascii") + b"\n"
 
 
 def decode(line: bytes) -> Member | Gone | None:

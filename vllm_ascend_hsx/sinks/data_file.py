@@ -43,12 +43,11 @@ class FileOptions:
 
 
 class Spare(NamedTuple):
-    """A hidden file of `size` bytes that can take the rows of another request; `direct_fd` may be -1."""
+    """A hidden file of `size` bytes, open for buffered I/O, that can take the rows of another request."""
 
     hidden: str
     size: int
     fd: int
-    direct_fd: int
 
 
 class DataFile:
@@ -96,11 +95,11 @@ class DataFile:
         self._reserved = False
         self._end = 0  # of what was written
         self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
+        self._direct_fd = -1
         if isinstance(hidden, Spare):
-            self.hidden, self._end, self.fd, self._direct_fd = hidden  # what is after the rows will be cut off
+            self.hidden, self._end, self.fd = hidden  # what is after the rows will be cut off
             return
         self.hidden = hidden
-        self._direct_fd = -1
         self.fd = storage.create(hidden)
         try:
             if options.io == "direct":
@@ -170,13 +169,15 @@ class DataFile:
                 raise
 
     def detach(self) -> Spare:
-        """Hand over the hidden file with its descriptors."""
-        fds, self.fd, self._direct_fd = (self.fd, self._direct_fd), -1, -1
-        return Spare(self.hidden, self.size, *fds)
+        """Hand over the hidden file with its descriptor; `withdraw` and `close` do nothing then."""
+        spare = Spare(self.hidden, self.size, self.fd)
+        self.hidden, self.fd = "", -1
+        return spare
 
     def withdraw(self) -> None:
         """Remove the file. Writes may be in flight. Raises OSError."""
-        self._storage.unlink(self.hidden)
+        if self.hidden:
+            self._storage.unlink(self.hidden)
 
     def close(self) -> None:
         """Close it, if it is open. Raises OSError: the system reports now that an earlier write failed."""

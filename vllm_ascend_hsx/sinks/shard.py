@@ -45,6 +45,8 @@ class ShardSink(DirectorySink):
 
     Args:
         shard_bytes: size at which a shard is sealed and the next one begun.
+
+    Of the options, `io` has no effect: rows go through the page cache.
     """
 
     keeps_locks = False
@@ -58,16 +60,17 @@ class ShardSink(DirectorySink):
         *,
         shard_bytes: int,
     ) -> None:
-        super().__init__(directory, row_format, options, memory)
+        # A copy goes through the page cache. Past it, rows would go to the disk, back, and to the disk again.
+        super().__init__(directory, row_format, replace(options, io="buffered"), memory)
+        self._file_options = replace(self.options, durability="none")  # it becomes durable in its shard
         self._shard_bytes = shard_bytes
         self._mutex_of_shards = threading.Lock()
         self._shards: dict[Home, _Shards] = {}
 
     def make_data(self, file: RequestFile) -> DataFile:
         layout = FileLayout(self.row_format, file.request_id)
-        options = replace(self.options, durability="none")  # it becomes durable in its shard
         hidden = self._shards_of(file.home).hidden_file()
-        return DataFile(file.home.storage, "", hidden, layout, options, file.expected_tokens, file.home.filesystem)
+        return DataFile(file.home.storage, "", hidden, layout, self._file_options, file.expected_tokens, file.home.filesystem)
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
         shards = self._shards_of(file.home)
@@ -160,15 +163,14 @@ class _Shards:
         """Seal the last shard and remove the spares; problems are logged and left to the next server."""
         with self._appending:
             self._seal()
-        for hidden, _, *fds in self.spares:
-            for fd in fds:
-                with suppress(OSError):  # nobody needs what is in it, or there is no second descriptor
-                    os.close(fd)
+        for spare in self.spares:
+            with suppress(OSError):  # the rows in it are in a shard
+                os.close(spare.fd)
             try:
-                self._home.storage.unlink(hidden)
+                self._home.storage.unlink(spare.hidden)
             except OSError as error:
                 self._home.tidy = False
-                logger.error("%s", describe(f"{hidden} could not be removed", error))
+                logger.error("%s", describe(f"{spare.hidden} could not be removed", error))
 
     def _make(self) -> Shard:
         storage = self._home.storage
