@@ -129,7 +129,7 @@ class HsxConfig(BaseModel):
         default="buffered",
         description="'direct' bypasses the page cache (O_DIRECT): less CPU time and memory, "
         "for local disks. 'buffered' is faster while the page cache has room, and works "
-        "everywhere.",
+        "everywhere. Shards are always 'buffered'.",
     )
     durability: Literal["none", "fdatasync"] = Field(
         default="none",

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from vllm_ascend_hsx.protocol import names
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.shard_index import Member, now_ns
-from vllm_ascend_hsx.protocol.tar import HOLE
-from vllm_ascend_hsx.sinks import file, home, leftovers
-from vllm_ascend_hsx.sinks.data_file import DataFile
+from vllm_ascend_hsx.protocol.shard_index import Gone, Member
+from vllm_ascend_hsx.protocol.tar import headers
+from vllm_ascend_hsx.sinks import directory_sink, home, leftovers, shard
+from vllm_ascend_hsx.sinks.data_file import DataFile, Spare
+from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
-from vllm_ascend_hsx.sinks.shard_data import RowsInPlace
 from vllm_ascend_hsx.sinks.shard_file import Shard
 
 
@@ -27,7 +28,6 @@ def shown_before_it_is_complete() -> None:
     def rename_and_publish(self: Any, *args: Any) -> None:
         if self._data is not None:
             self._data.publish()
-            self._data._hidden = self._data._name
         publish(self, *args)
 
     RequestFile._publish = rename_and_publish  # type: ignore[method-assign]
@@ -39,7 +39,7 @@ def written_under_its_own_name() -> None:
     def partial_name(name: str, token: str) -> str:
         return name if name.endswith(names.DATA_SUFFIX) else names.partial_name(name, token)
 
-    file.partial_name = partial_name
+    directory_sink.partial_name = partial_name
 
 
 def without_a_lock() -> None:
@@ -52,7 +52,7 @@ def without_a_lock() -> None:
 
 
 def with_an_earlier_file_left_in_place() -> None:
-    file.FileSink.set_aside = lambda *args: None  # type: ignore[method-assign]
+    FileSink.set_aside = lambda *args: None  # type: ignore[method-assign]
 
 
 def without_the_checksum_of_rows_behind_the_last_token() -> None:
@@ -108,37 +108,45 @@ def without_a_mark() -> None:
 
 
 def with_a_line_before_its_member_is_complete() -> None:
-    complete = RowsInPlace.complete
+    append = Shard.append
 
-    def publish_and_complete(self: Any, token_ids: Any, *args: Any) -> None:
-        shard, taken = self._reserved()
-        size = self._layout.file_size(len(token_ids))
-        shard.publish(Member(self._name, taken.offset, size, len(token_ids), self._request_id, "", now_ns()))
-        complete(self, token_ids, *args)
+    def publish_and_append(self: Any, data: Any, name: str, tokens: int, request_id: str, time_ns: int) -> None:
+        offset = self.end + len(headers(self.end, name, data.size, 0, 0))
+        index_end = self._index_end
+        self.add_line(Member(name, offset, data.size, tokens, request_id, data.checksum, time_ns - 1))
+        self._index_end = index_end
+        append(self, data, name, tokens, request_id, time_ns)
 
-    RowsInPlace.complete = publish_and_complete  # type: ignore[method-assign]
+    Shard.append = publish_and_append  # type: ignore[method-assign]
 
 
-def without_the_headers_of_holes() -> None:
-    write = Shard._write_headers
+def with_appends_side_by_side() -> None:
+    start = shard._Shards.__init__
 
-    def only_members(self: Any, name: str, *args: Any) -> None:
-        if name != HOLE:
-            write(self, name, *args)
+    def without_a_lock(self: Any, *args: Any) -> None:
+        start(self, *args)
+        self._appending = nullcontext()
 
-    Shard._write_headers = only_members  # type: ignore[method-assign]
+    shard._Shards.__init__ = without_a_lock  # type: ignore[method-assign]
 
 
 def without_the_line_that_an_earlier_member_is_gone() -> None:
-    Shard.say_gone = lambda self, name: True  # type: ignore[method-assign]
+    add = Shard.add_line
+    Shard.add_line = lambda self, line: None if isinstance(line, Gone) else add(self, line)  # type: ignore[method-assign]
 
 
-def with_more_given_back_than_is_ones_own() -> None:
-    def cut(self: Any, taken: Any) -> None:
-        self._cut_off(taken.start)
-        self._end = taken.start
+def with_a_hidden_file_that_serves_two_requests_at_a_time() -> None:
+    detach = DataFile.detach
 
-    Shard._give_back = cut  # type: ignore[method-assign]
+    def keep(self: Any) -> Spare:
+        spare = detach(self)
+        kept.append(spare)
+        return spare
+
+    kept: list[Spare] = []
+    DataFile.detach = keep  # type: ignore[method-assign]
+    hidden_file = shard._Shards.hidden_file
+    shard._Shards.hidden_file = lambda self: kept[0] if kept else hidden_file(self)  # type: ignore[method-assign]
 
 
 def _all(*functions: Callable[[], None]) -> dict[str, Callable[[], None]]:
@@ -158,7 +166,7 @@ TOGETHER: dict[str, Callable[[], None]] = _all(with_cleaning_that_ignores_marks,
 MUTATIONS = ALONE | TOGETHER
 OF_SHARDS: dict[str, Callable[[], None]] = _all(
     with_a_line_before_its_member_is_complete,
-    without_the_headers_of_holes,
+    with_appends_side_by_side,
     without_the_line_that_an_earlier_member_is_gone,
-    with_more_given_back_than_is_ones_own,
+    with_a_hidden_file_that_serves_two_requests_at_a_time,
 )

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Generator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.names import token_of_mark
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.shard_index import Gone, Member, decode
-from vllm_ascend_hsx.protocol.tar import END, HOLE, Entry, walk
+from vllm_ascend_hsx.protocol.tar import END
 from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks import system
 
@@ -95,21 +95,32 @@ def is_held(lock: Path) -> bool:
     return False
 
 
+class Entry(NamedTuple):
+    """A member of a tar file."""
+
+    name: str
+    offset: int
+    size: int
+
+
 def walked(directory: Path, stems: Collection[str] | None = None) -> dict[str, list[Entry]]:
-    """The members and holes of each shard in a directory, or of some, by its stem; AssertionError: they do not stand one behind the other,
-    or tarfile sees others."""
+    """Return the members of each shard in a directory, or of some, by its stem, as tarfile sees them.
+
+    Raises:
+        AssertionError: they are not what the index says, or something else is in the tar file.
+    """
     found = {}
     for path in sorted(path for path in directory.glob("hsx-*.tar") if stems is None or path.stem in stems):
-        with open(path, "rb") as file:
-            entries = list(walk(file.fileno()))
-            assert [entry.start for entry in entries] == [0, *(entry.end for entry in entries)][: len(entries)]
-            assert all(entry.offset % PAGE == 0 or entry.name == HOLE for entry in entries)
-            rest = os.fstat(file.fileno()).st_size - (entries[-1].end if entries else 0)
-            sealed = path.with_suffix(".json").exists()
-            assert rest == (len(END) if sealed else 0), f"{path}: {rest} bytes behind the last member"
-        if entries or sealed:
+        sealed = path.with_suffix(".json").exists()
+        entries = []
+        if path.stat().st_size:
             with tarfile.open(path) as tar:
-                assert [(info.name, info.offset_data, info.size) for info in tar] == [(e.name, e.offset, e.size) for e in entries]
+                entries = [Entry(info.name, info.offset_data, info.size) for info in tar]
+        assert all(entry.offset % PAGE == 0 for entry in entries)
+        members = [line for line in lines_of(directory, path.stem) if isinstance(line, Member)]
+        assert entries == [Entry(member.name, member.offset, member.size) for member in members]
+        end = members[-1].end if members else 0
+        assert path.stat().st_size == end + (len(END) if sealed else 0)
         found[path.stem] = entries
     return found
 
@@ -158,11 +169,10 @@ class Traced:
 
 def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
     """Let `checkpoint` see every system call of the sinks that need a directory, and of nothing else in the process."""
-    of_sinks = ("data_file", "request_file", "storage", "home", "shard", "shard_data", "shard_file", "shard_seal")
+    of_sinks = ("data_file", "request_file", "storage", "home", "shard", "shard_file")
     for module in (*(f"sinks.{name}" for name in of_sinks), "protocol.checksum", "protocol.files", "protocol.lock"):
         monkeypatch.setattr(f"vllm_ascend_hsx.{module}.os", Traced(os, checkpoint))
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.reserve", Traced(system, checkpoint).reserve)
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_data.copy_into", Traced(system, checkpoint).copy_into)
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.copy_into", Traced(system, checkpoint).copy_into)
     monkeypatch.setattr("vllm_ascend_hsx.protocol.lock.fcntl", Traced(fcntl, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.reserve", Traced(system, checkpoint).reserve)
 

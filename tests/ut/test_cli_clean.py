@@ -119,15 +119,14 @@ def test_shards_of_a_dead_server_are_sealed(tmp_path: Path, capsys: pytest.Captu
     killed(lambda: publish(ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20), tmp_path, "a-0123abcd"))
     assert main(["clean", str(tmp_path), "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert "would be sealed: 1 shard\n" in output
+    assert "would be sealed: 1 shard, would be removed: 1 hidden file\n" in output
     assert f"would seal {tmp_path}/hsx-" in output
     assert not list(tmp_path.glob("hsx-*.json"))
     assert main(["clean", str(tmp_path)]) == 0
     assert len(list(tmp_path.glob("hsx-*.json"))) == 1
     output = capsys.readouterr().out
-    assert "sealed: 1 shard with 1 request\n" in output
+    assert "sealed: 1 shard with 1 request, removed: 1 hidden file\n" in output
     assert f"sealed {next(tmp_path.glob('*.tar'))}\n" in output
-    assert "removed " not in output.replace("removed: ", "")
     assert load(tmp_path / "a-0123abcd.safetensors", 0).token_ids.shape == (3,)
 
 

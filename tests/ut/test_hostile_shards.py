@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hostile import make_outside, snapshot
-from sink_harness import FORMAT, as_version_1, lines_of, token_ids
+from sink_harness import FORMAT, Entry, as_version_1, lines_of, token_ids, walked
 from test_shards import make_rows, publish
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
@@ -25,7 +25,7 @@ from vllm_ascend_hsx.generate.examine import examine as examine_row
 from vllm_ascend_hsx.generate.output import _rows
 from vllm_ascend_hsx.protocol.names import mark_name
 from vllm_ascend_hsx.protocol.shard_index import Member, encode
-from vllm_ascend_hsx.protocol.tar import END, HOLE, Entry, _comment, _record, headers, walk
+from vllm_ascend_hsx.protocol.tar import BLOCK, END
 from vllm_ascend_hsx.reader.check import examine, files_in
 from vllm_ascend_hsx.reader.load import HiddenStatesError, open_stored, remove
 from vllm_ascend_hsx.reader.shard_check import shard_problems
@@ -219,133 +219,107 @@ def test_a_member_among_the_removals_hides_nothing(storage: Path) -> None:
     assert len(list(open_dir(storage))) == 6
 
 
-@pytest.mark.parametrize("size", [-(2**40), -1, 2**70, 2**63 - 1, "back to the first", "back to the one before", "back to itself"])
-@pytest.mark.parametrize("kind", ["ustar", "pax"])
-def test_the_headers_of_a_tar_file_cannot_lead_in_a_circle(storage: Path, size: int | str, kind: str) -> None:
-    tar = next(storage.glob("*.tar"))
-    entries = _walk(tar)
-    entry = entries[2]
-    if isinstance(size, str):
-        size = {"first": entries[0], "before": entries[1], "itself": entry}[size.split()[-1]].start - entry.offset
-    claim_size(tar, entry, size, kind)
-    before = tar.read_bytes()
-    assert [each.start for each in _walk(tar)[:2]] == [each.start for each in entries[:2]]
-    assert all(each.end > each.start for each in _walk(tar))
-    assert list(shard_problems(storage))
-    leave_to_recovery(storage)
-    FileSink(storage, FORMAT).close()
-    assert tar.read_bytes() == before, "its index names a member that the tar file does not lead to"
+# Tar files that are not what their indexes say
 
 
-COVERED: dict[str, Callable[[int, Entry], int]] = {
-    "all that follows": lambda size, entry: size - entry.offset - 1024,
-    "half of the next member": lambda size, entry: entry.size + 4096 + 2048,
-    "more than the file has": lambda size, entry: 2**40,
-}
+def flip_a_header(tar: Path, entry: Entry) -> None:
+    change(tar, entry.offset - 300, lambda data: bytes([data[0] ^ 1]))
 
 
-@pytest.mark.parametrize("covered", COVERED)
-@pytest.mark.parametrize("called", [name(3), HOLE])
-def test_what_no_line_names_takes_no_member_with_it_when_a_shard_is_sealed(
-    storage: Path, covered: str, called: str, caplog: pytest.LogCaptureFixture
+def flip_the_comment(tar: Path, entry: Entry) -> None:
+    change(tar, entry.offset - 600, lambda data: bytes([data[0] ^ 1]))
+
+
+def claim_another_size(tar: Path, entry: Entry) -> None:
+    """Of the member, in a header that is valid for tar readers."""
+
+    def claim(block: bytes) -> bytes:
+        block = block[:124] + b"%011o\0" % (entry.size + 4096) + block[136:148] + b" " * 8 + block[156:]
+        return block[:148] + b"%06o\0 " % sum(block) + block[156:]
+
+    change(tar, entry.offset - BLOCK, claim, BLOCK)
+
+
+def end_within_the_last_member(tar: Path, entry: Entry) -> None:
+    os.truncate(tar, tar.stat().st_size - 700)
+
+
+def flip_a_line(tar: Path, entry: Entry) -> None:
+    index = tar.with_suffix(".jsonl")
+    change(index, index.read_bytes().index(b'"offset":') - 1, lambda data: bytes([data[0] ^ 1]))
+
+
+def lose_a_line(tar: Path, entry: Entry) -> None:
+    index = tar.with_suffix(".jsonl")
+    index.write_bytes(b"".join(index.read_bytes().splitlines(keepends=True)[2:]))
+
+
+def name_what_is_far_away(tar: Path, entry: Entry) -> None:
+    with open(tar.with_suffix(".jsonl"), "ab") as index:
+        index.write(line("far.safetensors", offset=2**61, size=2**61))
+
+
+def lose_the_index(tar: Path, entry: Entry) -> None:
+    tar.with_suffix(".jsonl").unlink()
+
+
+def change(path: Path, offset: int, how: Callable[[bytes], bytes], size: int = 1) -> None:
+    with open(path, "r+b") as file:
+        os.pwrite(file.fileno(), how(os.pread(file.fileno(), size, offset)), offset)
+
+
+DAMAGE = (
+    flip_a_header, flip_the_comment, claim_another_size, end_within_the_last_member, flip_a_line, lose_a_line, name_what_is_far_away,
+    lose_the_index,
+)  # fmt: skip
+CHOSEN = {"once": [0, 1, 2, 3, 4, 5], "again": [0, 1, 0, 2, 3, 1]}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("label", CHOSEN)
+def test_the_next_server_takes_nothing_away_from_a_shard_that_is_not_what_its_index_says(
+    tmp_path: Path, label: str, damage: Callable[[Path, Entry], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tar, index = next(storage.glob("*.tar")), index_of(storage)
-    entry = _walk(tar)[3]
-    index.write_bytes(b"".join(each for each in index.read_bytes().splitlines(keepends=True) if b"r3-" not in each) + b"torn")
-    claim_size(tar, entry, COVERED[covered](tar.stat().st_size, entry), called=called)
-    before = tar.read_bytes(), index.read_bytes()
-    leave_to_recovery(storage)
-    FileSink(storage, FORMAT).close()
-    assert (tar.read_bytes(), index.read_bytes()) == before
-    assert "the tar file does not lead to them" in caplog.text
-    for i in (0, 1, 2, 4, 5):
-        load(storage / name(i), 0, verify=True)
-
-
-@pytest.mark.parametrize("size", [4096, 2**40])
-def test_headers_whose_space_is_not_there_are_cut_off_behind_the_last_member(storage: Path, size: int) -> None:
-    tar, index = next(storage.glob("*.tar")), index_of(storage)
-    entry = _walk(tar)[5]
-    index.write_bytes(b"".join(each for each in index.read_bytes().splitlines(keepends=True) if b"r5-" not in each))
-    claim_size(tar, entry, size)
-    os.truncate(tar, entry.offset + min(size - 1, entry.size))
-    leave_to_recovery(storage)
-    FileSink(storage, FORMAT).close()
-    assert tar.stat().st_size == entry.start + len(END)
-    assert list(shard_problems(storage)) == []
-    assert len(list(open_dir(storage))) == 5
-
-
-def test_a_shard_that_ends_within_a_member_is_not_sealed(storage: Path) -> None:
-    tar = next(storage.glob("*.tar"))
-    os.truncate(tar, _walk(tar)[5].end - 700)
-    before = tar.read_bytes()
-    leave_to_recovery(storage)
-    FileSink(storage, FORMAT).close()
-    assert tar.read_bytes() == before
-    assert not list(storage.glob("hsx-*.json"))
-
-
-def test_a_hole_behind_a_request_of_fewer_rows_is_one_for_recovery_too(tmp_path: Path) -> None:
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
-        short = sink.open("short", tmp_path / "short.safetensors", 500, may_grow=False)
-        short.write(0, make_rows(0, 3))
-        publish(sink, tmp_path, "next")
-        short.commit(token_ids(3), 3)
-    next(tmp_path.glob("hsx-*.json")).unlink()
-    hole = next(entry for entry in _walk(next(tmp_path.glob("*.tar"))) if entry.name == HOLE)
-    assert hole.offset - hole.start == 512
-    leave_to_recovery(tmp_path)
+    tar = leave_dead(tmp_path, [f"hs_{i}" for i in CHOSEN[label]])
+    damage(tar, walked(tmp_path)[tar.stem][2])
+    before = snapshot(tmp_path)
+    assert list(shard_problems(tmp_path))
     FileSink(tmp_path, FORMAT).close()
-    assert list(tmp_path.glob("hsx-*.json"))
+    assert {**snapshot(tmp_path), ".": before["."]} == before
+    assert f"could not seal {tar.stem}" in caplog.text
+
+
+def test_names_that_were_used_again_are_sealed(tmp_path: Path) -> None:
+    tar = leave_dead(tmp_path, ["hs_0", "hs_1", "hs_0"])
+    FileSink(tmp_path, FORMAT).close()
+    assert json.loads(tar.with_suffix(".json").read_text())["members"] == 3
     assert list(shard_problems(tmp_path)) == []
 
 
-def test_headers_without_room_for_those_of_a_hole_are_left_as_they_are(storage: Path) -> None:
-    """Of more than 8 GiB: the size of a hole would need a header of its own, where a base-256 number needs none."""
-    tar, index = next(storage.glob("*.tar")), index_of(storage)
-    end = _walk(tar)[5].end
-    os.truncate(tar, end)
-    with open(tar, "r+b") as file:
-        os.pwrite(file.fileno(), headers("x", 0, 512, 0o600, 0), end)
-        claim_size(tar, Entry("x", end, end + 512, 0), 2**33)
-        file.truncate(end + 512 + 2**33)
-    leave_to_recovery(storage)
-    FileSink(storage, FORMAT).close()
-    assert tar.stat().st_size == end + 512 + 2**33
-    assert [each.name for each in _walk(tar)] == [*(name(i) for i in range(6)), "x"]
-    assert index.exists()
+@pytest.mark.parametrize("left", [1, 600, 5000, 70_000])
+def test_what_follows_the_last_member_of_the_index_is_cut_off(tmp_path: Path, left: int) -> None:
+    tar = leave_dead(tmp_path, ["hs_0", "hs_1"])
+    whole = tar.read_bytes()
+    tar.write_bytes(whole + (whole * 3)[:left])
+    with open(tar.with_suffix(".jsonl"), "ab") as index:
+        index.write(b"torn")
+    FileSink(tmp_path, FORMAT).close()
+    assert tar.read_bytes() == whole + END
+    assert list(shard_problems(tmp_path)) == []
 
 
-def claim_size(tar: Path, entry: Entry, size: int, kind: str = "ustar", called: str = "") -> None:
-    """Have the headers of an entry say that it is of so many bytes, and is called so."""
-    with open(tar, "r+b") as file:
-        block = bytearray(os.pread(file.fileno(), 512, entry.offset - 512))
-        block[124:136] = (size % (1 << 88) | ((0xFF if size < 0 else 0x80) << 88)).to_bytes(12, "big")
-        if kind == "pax":
-            room = entry.offset - entry.start - 1024
-            record = _record("size", str(size))
-            pax = headers(HOLE, 0, room + 1024, 0o600, 0)[:512]
-            os.pwrite(file.fileno(), pax + (record + _comment(room - len(record))), entry.start)
-            block[124:136] = b"%011o\0" % entry.size
-        block[0:100] = called.encode().ljust(100, b"\0") if called else block[0:100]
-        block[148:156] = b" " * 8
-        block[148:156] = b"%06o\0 " % sum(block)
-        os.pwrite(file.fileno(), block, entry.offset - 512)
-
-
-def leave_to_recovery(storage: Path) -> None:
-    """As the server of the shard that is not sealed would if it had died."""
-    (storage / mark_name(index_of(storage).name.split("-")[1])).touch()
-
-
-def _walk(tar: Path) -> list[Any]:
-    with open(tar, "rb") as file:
-        found = []
-        for entry in walk(file.fileno()):
-            found.append(entry)
-            assert len(found) < 1000
-        return found
+def leave_dead(storage: Path, ids: list[str]) -> Path:
+    """The tar file of a shard of these requests, which chose their names, as a server leaves it that is killed."""
+    with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
+        for number, chosen in enumerate(ids):
+            file = sink.open(f"x{number}", storage / f"{chosen}.safetensors", 3)
+            file.write(0, make_rows(0, 3, number))
+            file.commit(token_ids(3), 3)
+    tar = next(storage.glob("hsx-*.tar"))
+    tar.with_suffix(".json").unlink()
+    os.truncate(tar, tar.stat().st_size - len(END))
+    (storage / mark_name(tar.stem.split("-")[1])).touch()
+    return tar
 
 
 # Lines that lead to another request
@@ -451,60 +425,6 @@ def test_a_manifest_that_makes_no_sense_is_one_problem(tmp_path: Path, change: C
     ((_, problem),) = shard_problems(tmp_path)
     assert words in problem
     assert len(list(open_dir(tmp_path))) == 1
-
-
-# The next server, where a shard of a dead one is not what its index says
-
-
-def leave_dead(storage: Path, ids: list[str]) -> Path:
-    """The tar file of a shard of these requests, which chose their names, as a server leaves it that is killed."""
-    with ShardSink(storage, FORMAT, shard_bytes=MIB) as sink:
-        for number, chosen in enumerate(ids):
-            file = sink.open(f"x{number}", storage / f"{chosen}.safetensors", 3)
-            file.write(0, make_rows(0, 3, number))
-            file.commit(token_ids(3), 3)
-    tar = next(storage.glob("hsx-*.tar"))
-    tar.with_suffix(".json").unlink()
-    (storage / mark_name(tar.stem.split("-")[1])).touch()
-    return tar
-
-
-def flip_a_header(tar: Path) -> None:
-    entry = _walk(tar)[2]
-    content = bytearray(tar.read_bytes())
-    content[entry.offset - 300] ^= 1
-    tar.write_bytes(content)
-
-
-def flip_a_line(tar: Path) -> None:
-    index = tar.with_suffix(".jsonl")
-    content = bytearray(index.read_bytes())
-    content[content.index(b'"offset":') - 1] ^= 1
-    index.write_bytes(content)
-
-
-def lose_the_index(tar: Path) -> None:
-    tar.with_suffix(".jsonl").unlink()
-
-
-@pytest.mark.parametrize("damage", [flip_a_header, flip_a_line, lose_the_index])
-@pytest.mark.parametrize("ids", [[f"hs_{i}" for i in range(6)], ["hs_0", "hs_1", "hs_0", "hs_2", "hs_3", "hs_1"]], ids=["once", "again"])
-def test_the_next_server_takes_nothing_away_from_a_shard_that_is_not_what_its_index_says(
-    tmp_path: Path, ids: list[str], damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    tar = leave_dead(tmp_path, ids)
-    damage(tar)
-    before = snapshot(tmp_path)
-    FileSink(tmp_path, FORMAT).close()
-    assert {**snapshot(tmp_path), ".": before["."]} == before
-    assert f"could not seal {tar.stem}" in caplog.text
-
-
-def test_names_that_were_used_again_are_sealed(tmp_path: Path) -> None:
-    tar = leave_dead(tmp_path, ["hs_0", "hs_1", "hs_0"])
-    FileSink(tmp_path, FORMAT).close()
-    assert json.loads(tar.with_suffix(".json").read_text())["members"] == 3
-    assert list(shard_problems(tmp_path)) == []
 
 
 def test_an_index_from_the_far_future_hides_nothing_that_is_written_after_it(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.integrations.speculators import HsxTransfer
 from vllm_ascend_hsx.protocol.names import mark_name
 from vllm_ascend_hsx.protocol.shard_index import Gone, Member, decode, encode
-from vllm_ascend_hsx.protocol.tar import HOLE
+from vllm_ascend_hsx.protocol.tar import headers
 from vllm_ascend_hsx.reader.check import examine, files_in
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
 from vllm_ascend_hsx.reader.shard_check import shard_problems
@@ -58,14 +58,11 @@ def rows_of(path: Path, **options: bool) -> np.ndarray:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
-    """Two sealed shards, one of them with a hole and folders, and a plain file beside them."""
+    """Two sealed shards, one of them with folders, and a plain file beside them."""
     where = tmp_path / "storage"
     with ShardSink(where, FORMAT, shard_bytes=20_000) as sink:
-        doomed = sink.open("doomed", where / "doomed.safetensors", 4, may_grow=False)
-        doomed.write(0, make_rows(0, 4))
         for i in range(5):
             publish(sink, where, f"r{i}", 3 + i, version=i)
-        doomed.discard()
         publish(sink, where, "folder/in/r5", 8, version=5)
     with FileSink(where, FORMAT) as files:
         publish(files, where, "s", 2, version=9)
@@ -86,7 +83,7 @@ def test_load_takes_the_path_of_a_response_whether_rows_are_in_a_file_or_in_a_sh
     assert np.array_equal(rows_of(storage / "folder/in/r5-0123abcd.safetensors", mmap=mmap), make_rows(0, 8, 5))
     assert np.array_equal(rows_of(storage / "s-0123abcd.safetensors", mmap=mmap), make_rows(0, 2, 9))
     with pytest.raises(FileNotFoundError, match="was the request aborted"):
-        load(storage / "doomed.safetensors", 0)
+        load(storage / "never.safetensors", 0)
 
 
 def test_changes_to_mapped_tensors_stay_private(storage: Path) -> None:
@@ -338,15 +335,15 @@ def test_verify_finds_a_member_that_was_changed(storage: Path, capsys: pytest.Ca
 
 
 DAMAGE = {
-    "a line is missing": ("jsonl", lambda data: b"\n".join([*data.split(b"\n")[:-2], b""]), "is not in the index"),
-    "a line names another": ("jsonl", lambda data: data.replace(b'"name":"r0', b'"name":"q0'), "is not in the index"),
+    "a line is missing": ("jsonl", lambda data: data[: data.rindex(b"{")], "does not end after the last member of its index"),
+    "a line names another": ("jsonl", lambda data: data.replace(b'"name":"r0', b'"name":"q0'), "and the tar file has not"),
     "a line too many": ("jsonl", lambda data: data + data.replace(b'"offset":', b'"offset":9'), "and the tar file has not"),
     "another count": ("json", lambda data: data.replace(b'"members": ', b'"members": 1'), "its manifest says members="),
     "no manifest": ("json", lambda data: b"[]", "its manifest cannot be understood"),
     "another checksum": ("jsonl", lambda data: data.replace(b'"request_id":"r0', b'"request_id":"q0'), "its manifest says index_checksum="),
-    "something behind it": ("tar", lambda data: data[:-4] + b"more", "does not end behind its last member"),
-    "cut off": ("tar", lambda data: data[:-600], "does not end behind its last member"),
-    "an empty index": ("jsonl", lambda data: b"", "is not in the index"),
+    "something behind it": ("tar", lambda data: data[:-4] + b"more", "does not end after the last member of its index"),
+    "cut off": ("tar", lambda data: data[:-600], "does not end after the last member of its index"),
+    "an empty index": ("jsonl", lambda data: b"", "does not end after the last member of its index"),
 }
 
 
@@ -373,33 +370,28 @@ def test_verify_misses_a_file_of_a_shard(storage: Path, gone: str, words: str) -
 
 
 def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
-    """A shard with two members, a request that was being written, and one that was published but for its line.
+    """A shard with two members, a request that was being written, and one that was appended but for its line.
 
     Returns:
         Its stem, and the paths of its members.
     """
     sink = ShardSink(where, FORMAT, FileOptions(), shard_bytes=MIB)
-    paths = [publish(sink, where, "a", 3)]
-    for name in ("never", "unsaid"):
-        file = sink.open(f"{name}-0123abcd", where / f"{name}-0123abcd.safetensors", 200, may_grow=False)
-        file.write(0, make_rows(0, 200))
-        if name == "unsaid":
-            data = file._data
-            assert data is not None
-            data.complete(token_ids(200), 200, None)
-    paths.append(publish(sink, where, "b", 5))
-    doomed = sink.open("torn-0123abcd", where / "torn-0123abcd.safetensors", 3, may_grow=False)
-    doomed.write(0, make_rows(0, 3))
-    stem = next(where.glob("*.tar")).stem
-    with open(where / f"{stem}.jsonl", "ab") as file:
-        file.write(b'{"name":"torn-0123abcd.safetensors","off')
+    paths = [publish(sink, where, name, tokens) for name, tokens in (("a", 3), ("b", 5))]
+    file = sink.open("never-0123abcd", where / "never-0123abcd.safetensors", 200, may_grow=False)
+    file.write(0, make_rows(0, 200))
+    shard = sink._shards[sink._home]._shard
+    assert shard is not None
+    with open(where / f"{shard._stem}.tar", "ab") as tar:
+        tar.write(headers(shard.end, "unsaid.safetensors", 50_000, 0o640, 0) + bytes(30_000))
+    with open(where / f"{shard._stem}.jsonl", "ab") as index:
+        index.write(b'{"name":"unsaid.safetensors","off')
     # What the kernel does when a process dies: descriptors go, and with them the locks.
     for each in sink._files.values():
         assert each._lock is not None
         each._lock.release()
     assert sink._home._mark is not None
     sink._home._mark.leave()
-    return stem, paths
+    return shard._stem, paths
 
 
 def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_nothing(tmp_path: Path) -> None:
@@ -412,14 +404,14 @@ def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_no
     FileSink(tmp_path, FORMAT).close()  # any sink does it
     said = json.loads((tmp_path / f"{stem}.json").read_text())
     assert (said["sealed_by"], said["members"], said["tokens"]) == ("recovery", 2, 8)
-    assert os.stat(tmp_path / f"{stem}.tar").st_blocks < before, "space of what was never published is given back"
-    assert [entry.name for entry in walked(tmp_path)[stem] if entry.name != HOLE] == [path.name for path in paths]
+    assert os.stat(tmp_path / f"{stem}.tar").st_blocks < before, "what was never published is cut off"
+    assert [entry.name for entry in walked(tmp_path)[stem]] == [path.name for path in paths]
     assert list(shard_problems(tmp_path)) == []
     assert listing(tmp_path) == ["hsx-" + name for name in (f"{stem[4:]}.json", f"{stem[4:]}.jsonl", f"{stem[4:]}.tar", "shards")]
     for path, tokens in zip(paths, (3, 5), strict=True):
         assert np.array_equal(rows_of(path, verify=True), make_rows(0, tokens))
     state = {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)}
-    # As if the one that sealed it had died before the manifest was there.
+    # As if the server that sealed it had died before the manifest was there.
     (tmp_path / f"{stem}.json").unlink()
     (tmp_path / mark_name(stem.split("-")[1])).touch()
     ShardSink(tmp_path, FORMAT, shard_bytes=MIB).close()
@@ -444,7 +436,7 @@ def test_a_server_that_is_killed_while_it_seals_leaves_the_rest_to_the_next_one(
         assert [rows_of(where / path.name, verify=True).shape[0] for path in paths] == [3, 5], "readers need no sealing"
         ShardSink(where, FORMAT, shard_bytes=MIB).close()
         assert list(shard_problems(where)) == []
-        assert [entry.name for entry in walked(where)[stem] if entry.name != HOLE] == [path.name for path in paths]
+        assert [entry.name for entry in walked(where)[stem]] == [path.name for path in paths]
         assert json.loads((where / f"{stem}.json").read_text())["members"] == 2
         assert listing(where) == [f"{stem}.json", f"{stem}.jsonl", f"{stem}.tar", "hsx-shards"]
         if survived:
@@ -497,7 +489,7 @@ def test_a_shard_that_contradicts_its_index_is_not_touched(tmp_path: Path, caplo
     assert member_bytes(tmp_path, "b-0123abcd.safetensors") is not None
 
 
-@pytest.mark.parametrize("kept", ["tar", "jsonl", "both"])
+@pytest.mark.parametrize("kept", ["jsonl", "both"])
 def test_a_shard_that_was_just_being_made_is_removed(tmp_path: Path, kept: str) -> None:
     for suffix in ("tar", "jsonl") if kept == "both" else (kept,):
         (tmp_path / f"hsx-0badcafe-000000.{suffix}").touch()
@@ -548,10 +540,7 @@ def test_the_page_names_the_keys_that_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", ["read", "slice"])
 def test_the_code_of_the_page_reads_a_shard_without_this_package(tmp_path: Path, label: str) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
-        doomed = sink.open("doomed", tmp_path / "doomed.safetensors", 9, may_grow=False)
-        doomed.write(0, make_rows(0, 9))
         publish(sink, tmp_path, "a", 4)
-        doomed.discard()
     names: dict[str, Any] = {"shard": next(tmp_path.glob("*.tar")), "index": next(tmp_path.glob("*.jsonl"))}
     exec(code(label), names)
     assert np.array_equal(names["tensors"]["hidden_states"].view(torch.uint16).numpy(), make_rows(0, 4))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +12,24 @@ from typing import Any
 from vllm_ascend_hsx.protocol.names import path_refusal
 from vllm_ascend_hsx.protocol.shard_names import INDEX, parse_name
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
+from vllm_ascend_hsx.protocol.tar import BLOCK, is_headed, round_up
 
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")  # most names; the others are looked at for longer
+# Most names; the others are examined in path_refusal.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")
+_ENCODER = json.JSONEncoder(separators=(",", ":"))
+_TICK_NS = 50_000_000  # a filesystem's clock may lag behind the system's by this much
+# A file that was changed later, some three years before the last time that a line can have, was
+# touched by somebody with another aim.
+_LATEST_NS = LARGEST - 10**17
 
 
 @dataclass(frozen=True)
 class Member:
-    """A request in a shard, as its line in the index says.
+    """A request in a shard, as its line in the index describes it.
 
     Attributes:
         name: path that a file of it would have below the storage directory.
-        offset, size: of the safetensors file that it is, in bytes of the shard.
+        offset, size: of its safetensors file, in bytes of the shard.
         tokens: its rows.
         request_id: as in the file's metadata.
         checksum: as in the file's metadata; empty if that has none.
@@ -39,25 +44,30 @@ class Member:
     checksum: str
     time_ns: int
 
+    @property
+    def end(self) -> int:
+        """Offset of the next member's headers."""
+        return round_up(self.offset + self.size, BLOCK)
+
 
 @dataclass(frozen=True)
 class Gone:
-    """Says that an earlier member of this name is not to be seen any more."""
+    """Hides the earlier members of a name."""
 
     name: str
     time_ns: int
 
 
 def encode(line: Member | Gone) -> bytes:
-    """A line of an index."""
+    """Return a line of an index."""
     values: dict[str, Any] = vars(line)
     if isinstance(line, Gone):
         values = {**values, "gone": True}
-    return json.dumps(values, separators=(",", ":")).encode("ascii") + b"\n"
+    return _ENCODER.encode(values).encode("ascii") + b"\n"
 
 
 def decode(line: bytes) -> Member | Gone | None:
-    """What a line of an index says; None if it makes no sense, or names what no file below the directory could be called."""
+    """Read a line of an index; None if it is invalid, or its name cannot be that of a data file."""
     try:
         values = parse(line)
     except ValueError:
@@ -65,7 +75,9 @@ def decode(line: bytes) -> Member | Gone | None:
     if not isinstance(values, dict) or values.get("gone", True) is not True:
         return None
     name, time_ns = values.get("name"), values.get("time_ns")
-    if not isinstance(name, str) or not is_count(time_ns) or not (_PLAIN_NAME.fullmatch(name) or path_refusal(name) is None):
+    if not isinstance(name, str) or not is_count(time_ns):
+        return None
+    if not _PLAIN_NAME.fullmatch(name) and path_refusal(name) is not None:
         return None
     if "gone" in values:
         return Gone(name, time_ns)
@@ -79,70 +91,43 @@ def decode(line: bytes) -> Member | Gone | None:
 
 
 def split_lines(content: bytes) -> list[bytes]:
-    """The lines of an index, all of which are whole."""
+    """Return the lines of an index without their newlines; a last line without one is left out."""
     return content.split(b"\n")[:-1]
 
 
-def whole_lines(content: bytes) -> bytes:
-    """Without a last line whose end was not written."""
-    return content[: content.rfind(b"\n") + 1]
+def end_of_members(fd: int, index: bytes) -> int:
+    """Return where the last member ends in a tar file that must hold the members of its index.
 
+    Args:
+        fd: the tar file.
+        index: the content of the index.
 
-def members_by_offset(lines: bytes) -> tuple[dict[int, Member], set[int]]:
-    """The members that the lines of an index say are in its tar file, by their offset, and the offsets of those that a later line says are
-    gone: such a member may have become a hole. A name that is used again is said to be gone before its next member's line."""
-    members: dict[int, Member] = {}
-    gone: set[int] = set()
-    offsets: dict[str, list[int]] = {}
-    for line in map(decode, split_lines(lines)):
+    Raises:
+        ValueError: a line is invalid, or the members do not follow one another as the index says.
+        OSError: the tar file cannot be read.
+    """
+    lines = [decode(line) for line in split_lines(index)]
+    if bad := [number for number, line in enumerate(lines, 1) if line is None]:
+        raise ValueError(f"{len(bad)} of the {len(lines)} lines of its index cannot be used, first line {bad[0]}")
+    end = 0
+    for line in lines:
         if isinstance(line, Member):
-            members[line.offset] = line
-            gone.discard(line.offset)  # the place of one that became a hole may be given out again
-            offsets.setdefault(line.name, []).append(line.offset)
-        elif line is not None:
-            gone.update(offset for offset in offsets.pop(line.name, ()) if members[offset].name == line.name)
-    return members, gone
+            if not is_headed(fd, line.offset, line.name, line.size, end):
+                raise ValueError(f"its index has {line.name!r} at byte {line.offset}, and the tar file has not")
+            end = line.end
+    if (size := os.fstat(fd).st_size) < end:
+        raise ValueError(f"its index has members up to byte {end}, and the tar file has {size} bytes")
+    return end
 
 
-def bad_lines(lines: bytes) -> list[int]:
-    """The numbers of the lines of an index that make no sense, from 1."""
-    return [number for number, line in enumerate(split_lines(lines), 1) if decode(line) is None]
-
-
-_TICK_NS = 50_000_000  # a filesystem's clock may be so much behind the system's
-# A file that was changed later, some three years before the last time that a line can have, was touched by somebody with another aim.
-_LATEST_NS = LARGEST - 10**17
-
-
-class _Clock:
-    """Nanoseconds since the epoch that are never the same twice, nor fewer than before, in one process."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._last = 0
-
-    def not_before(self, time_ns: int) -> None:
-        """Say nothing earlier from now on: the system's clock may have been set back."""
-        with self._mutex:
-            self._last = max(self._last, time_ns)
-
-    def now(self) -> int:
-        with self._mutex:
-            self._last = max(self._last + 1, time.time_ns())
-            return self._last
-
-
-_clock = _Clock()
-now_ns = _clock.now
-
-
-def follow(dir_fd: int) -> None:
-    """Have `now_ns` be later than the lines of all indexes in a directory. Raises OSError: it cannot be read."""
+def latest_ns(dir_fd: int) -> int:
+    """Return a time that no line of the indexes in a directory exceeds. Raises OSError: it cannot be read."""
+    latest = 0
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             parts = parse_name(entry.name)
             if parts is not None and parts[2] == INDEX:
                 with suppress(FileNotFoundError):
                     changed = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns
-                    if changed < _LATEST_NS:
-                        _clock.not_before(changed + _TICK_NS)
+                    latest = max(latest, changed if changed < _LATEST_NS else 0)
+    return latest + _TICK_NS

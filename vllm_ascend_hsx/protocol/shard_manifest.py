@@ -1,4 +1,4 @@
-"""The manifest of a shard: what it says, derived from the shard's tar file and index."""
+"""The manifest of a shard, derived from its tar file and index."""
 
 from __future__ import annotations
 
@@ -6,25 +6,32 @@ from typing import Any
 
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.checksum import Digest
-from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, PRODUCER, FormatError, layer_ids_of, read_header
+from vllm_ascend_hsx.protocol.format import (
+    HIDDEN_STATES,
+    PRODUCER,
+    FormatError,
+    layer_ids_of,
+    read_header,
+)
 from vllm_ascend_hsx.protocol.shard_index import Member, decode, split_lines
-from vllm_ascend_hsx.protocol.tar import HOLE, walk
 
 SHARD_FORMAT_VERSION = "1"
-# What of a member's metadata is its own.
-_OF_ONE = ("format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "checksum")
+# Metadata of a member that differ between the members of a shard.
+_OF_ONE = (
+    "format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "checksum",
+)  # fmt: skip
 
 
 def manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:
-    """What the manifest of a shard says.
+    """Return the manifest of a shard.
 
     Args:
         fd: its tar file.
         index: the content of its index.
-        sealed_by: who ended it.
+        sealed_by: "server" or "recovery".
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the tar file cannot be read, or its first member is damaged.
     """
     lines = split_lines(index)
     members = [line for line in map(decode, lines) if isinstance(line, Member)]
@@ -38,7 +45,6 @@ def manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:
         "members": len(members),
         "tokens": sum(member.tokens for member in members),
         "bytes": sum(member.size for member in members),
-        "hole_bytes": sum(entry.size for entry in walk(fd) if entry.name == HOLE),
         "index_lines": len(lines),
         "index_checksum": digest.hexdigest(),
         "sealed_by": sealed_by,
@@ -46,14 +52,12 @@ def manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:
 
 
 def _in_common(fd: int, member: Member) -> dict[str, Any]:
-    """What is the same for all members of a server, from the header of one of them."""
+    """Return what the header of a member says of all members of its server."""
     try:
         header = read_header(fd, member.offset, member.size)
-    except FormatError as error:
-        raise OSError(f"the member {member.name!r} is not what its line says: {error}") from error
-    states = header.tensors.get(HIDDEN_STATES)
-    if states is None:
-        raise OSError(f"the member {member.name!r} has no {HIDDEN_STATES}")
+        states = header.tensors[HIDDEN_STATES]
+    except (FormatError, KeyError) as error:
+        raise OSError(f"the member {member.name!r} is not what its line says: {error!r}") from error
     common: dict[str, Any] = {key: value for key, value in header.metadata.items() if key not in _OF_ONE}
     if "layer_ids" in common:
         common["layer_ids"] = layer_ids_of(header.metadata)

@@ -6,9 +6,8 @@ import ctypes
 import mmap
 import os
 import threading
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -43,11 +42,73 @@ class FileOptions:
     checksum: Literal["crc32c", "none"] = "crc32c"
 
 
-class RequestData(ABC):
-    """What a request's rows become, from the first of them until it can be seen or has gone. `write` may be called from several threads,
-    not for the same rows at the same time; the rest belongs to one."""
+class Spare(NamedTuple):
+    """A hidden file of `size` bytes, open for buffered I/O, that can take the rows of another request."""
 
-    @abstractmethod
+    hidden: str
+    size: int
+    fd: int
+
+
+class DataFile:
+    """A file under its hidden name, until readers know it by its own or it is gone.
+
+    Several threads may call `write`, not for the same rows at the same time; the other methods belong to one thread.
+
+    Args:
+        storage: the directory.
+        name: the file's.
+        hidden: its name until it is published, or a spare file to write over.
+        layout: where everything stands.
+        options: how to write.
+        expected_tokens: rows to reserve space for; there may be more or less in the end.
+        filesystem: what it is on.
+
+    Attributes:
+        hidden: its present name.
+        fd: open for reading and writing; -1 when closed.
+        size, checksum: of the complete file; the checksum is empty if there is none.
+
+    Raises:
+        OSError: the file cannot be created, or not for direct I/O.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        name: str,
+        hidden: str | Spare,
+        layout: FileLayout,
+        options: FileOptions,
+        expected_tokens: int,
+        filesystem: Filesystem,
+    ) -> None:
+        self._storage = storage
+        self._name = name
+        self.size = 0
+        self.checksum = ""
+        self._layout = layout
+        self._options = options
+        self._filesystem = filesystem
+        self._expected_size = layout.file_size(expected_tokens) if expected_tokens else 0
+        self._mutex = threading.Lock()  # guards the next two
+        self._reserved = False
+        self._end = 0  # of what was written
+        self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
+        self._direct_fd = -1
+        if isinstance(hidden, Spare):
+            self.hidden, self._end, self.fd = hidden  # what is after the rows will be cut off
+            return
+        self.hidden = hidden
+        self.fd = storage.create(hidden)
+        try:
+            if options.io == "direct":
+                self._direct_fd = storage.open_direct(hidden, self.fd)
+        except BaseException:
+            self.close()
+            storage.unlink(hidden)
+            raise
+
     def write(self, first: int, data: memoryview) -> None:
         """Put rows at their place; the first ones reserve space for all that are expected.
 
@@ -58,10 +119,20 @@ class RequestData(ABC):
         Raises:
             OSError: they could not be written, or not all of them; or there is no space for all.
         """
+        offset = self._layout.row_offset(first)
+        self._make_room(offset + data.nbytes)
+        # Before the write, which then finds the rows in the processor's cache.
+        checksum = 0 if self._checksum is None else self._checksum.begin_write(offset, data)
+        write_at(self._fd_for(data, offset), data, offset)
+        if self._checksum is not None:
+            self._checksum.end_write(offset, data.nbytes, checksum)
+        if self._options.durability == "fdatasync" and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
+            start_writeback(self.fd, offset, data.nbytes)
 
-    @abstractmethod
     def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
-        """Write what stands around the rows, cut off what stands behind, and make it durable if that is wanted. No write is in flight.
+        """Write header and token ids, cut off what follows them, and make the file durable if that is asked for.
+
+        No write is in flight.
 
         Args:
             token_ids: int64 [tokens]; all their rows have been written.
@@ -71,98 +142,25 @@ class RequestData(ABC):
         Raises:
             OSError: the system could not do it, or reports now that an earlier write failed.
         """
-
-    @abstractmethod
-    def publish(self) -> None:
-        """Have readers see what is complete, and keep it if it is to be durable. Raises OSError: then they do not see it."""
-
-    @abstractmethod
-    def withdraw(self) -> None:
-        """It is not to be published: have no trace of it in the directory. Writes may be in flight. Raises OSError."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free what it holds, if it holds anything; no write is in flight. Raises OSError."""
-
-
-class DataFile(RequestData):
-    """A file under its hidden name, which becomes the one that readers know.
-
-    Args:
-        storage: the directory.
-        name: the file's.
-        hidden: its name until it is published.
-        layout: where everything stands.
-        options: how to write.
-        expected_tokens: rows to reserve space for; there may be more or less in the end.
-        filesystem: what it is on.
-
-    Raises:
-        OSError: the file cannot be created, or not for direct I/O.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        name: str,
-        hidden: str,
-        layout: FileLayout,
-        options: FileOptions,
-        expected_tokens: int,
-        filesystem: Filesystem,
-    ) -> None:
-        self._storage = storage
-        self._name = name
-        self._hidden = hidden
-        self._layout = layout
-        self._options = options
-        self._filesystem = filesystem
-        self._expected_size = layout.file_size(expected_tokens) if expected_tokens else 0
-        self._mutex = threading.Lock()  # guards the next two
-        self._reserved = False
-        self._end = 0  # of what was written
-        self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
-        self._direct_fd = -1
-        self._fd = storage.create(hidden)
-        try:
-            if options.io == "direct":
-                self._direct_fd = storage.open_direct(hidden, self._fd)
-        except BaseException:
-            self.close()
-            storage.unlink(hidden)
-            raise
-
-    def write(self, first: int, data: memoryview) -> None:
-        offset = self._layout.row_offset(first)
-        self._make_room(offset + data.nbytes)
-        # Before the write, which then finds the rows in the processor's cache.
-        checksum = 0 if self._checksum is None else self._checksum.begin_write(offset, data)
-        write_at(self._fd_for(data, offset), data, offset)
-        if self._checksum is not None:
-            self._checksum.end_write(offset, data.nbytes, checksum)
-        if self._options.durability == "fdatasync" and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
-            start_writeback(self._fd, offset, data.nbytes)
-
-    def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
         tokens = len(token_ids)
         tail = memoryview(self._layout.tail(token_ids, scales))
         end = self._layout.row_offset(tokens)
         header = self._layout.header(tokens, num_prompt_tokens, self._checksum is not None)
         if self._checksum is not None:
-            header, _ = self._checksum.finish(self._fd, end, tail).stamp(header)
-        write_at(self._fd, tail, end)
-        write_at(self._fd, memoryview(header), 0)
-        size = self._layout.file_size(tokens)
-        if max(self._end, self._expected_size) > size:
-            os.ftruncate(self._fd, size)
+            header, self.checksum = self._checksum.finish(self.fd, end, tail).stamp(header)
+        write_at(self.fd, tail, end)
+        write_at(self.fd, memoryview(header), 0)
+        self.size = self._layout.file_size(tokens)
+        if max(self._end, self._expected_size) > self.size:
+            os.ftruncate(self.fd, self.size)
         if self._options.durability == "fdatasync":
-            os.fdatasync(self._fd)
-        # Before the rename: a network filesystem may report a failed write only now.
-        self.close()
+            os.fdatasync(self.fd)
 
     def publish(self) -> None:
-        self._storage.rename(self._hidden, self._name)
-        self._hidden = self._name  # what is withdrawn, if it turns out to be where no reader looks
+        """Give the complete file its name, durably if that is asked for. Raises OSError: it does not have it."""
+        self.close()  # a network filesystem may report a failed write only now
+        self._storage.rename(self.hidden, self._name)
+        self.hidden = self._name  # what is withdrawn, if it turns out to be where no reader looks
         if self._options.durability == "fdatasync":
             try:
                 self._storage.sync()
@@ -170,12 +168,20 @@ class DataFile(RequestData):
                 self._storage.unlink(self._name)  # what may not survive must not be seen
                 raise
 
+    def detach(self) -> Spare:
+        """Hand over the hidden file with its descriptor; `withdraw` and `close` do nothing then."""
+        spare = Spare(self.hidden, self.size, self.fd)
+        self.hidden, self.fd = "", -1
+        return spare
+
     def withdraw(self) -> None:
-        self._storage.unlink(self._hidden)
+        """Remove the file. Writes may be in flight. Raises OSError."""
+        if self.hidden:
+            self._storage.unlink(self.hidden)
 
     def close(self) -> None:
         """Close it, if it is open. Raises OSError: the system reports now that an earlier write failed."""
-        fds, self._fd, self._direct_fd = (self._direct_fd, self._fd), -1, -1
+        fds, self.fd, self._direct_fd = (self._direct_fd, self.fd), -1, -1
         try:
             if fds[0] >= 0:
                 os.close(fds[0])
@@ -187,7 +193,7 @@ class DataFile(RequestData):
         with self._mutex:
             self._end = max(self._end, end)
             if not self._reserved and self._expected_size and self._filesystem.reserves:
-                reserve(self._fd, self._expected_size)
+                reserve(self.fd, self._expected_size)
                 if self._direct_fd >= 0:
                     # ext4 writes rows behind a reserved page that nobody has written yet at half the speed: in 4 ms instead of 2 for 4 MiB.
                     write_at(self._direct_fd, memoryview(mmap.mmap(-1, self._layout.data_start)), 0)
@@ -195,7 +201,7 @@ class DataFile(RequestData):
 
     def _fd_for(self, data: memoryview, offset: int) -> int:
         """Direct I/O takes only what is aligned; the ring is. Other memory, and rows of another size, go through the page cache."""
-        return self._direct_fd if self._direct_fd >= 0 and is_aligned(data, offset, self._filesystem) else self._fd
+        return self._direct_fd if self._direct_fd >= 0 and is_aligned(data, offset, self._filesystem) else self.fd
 
 
 def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:

@@ -11,11 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.files import describe
+from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, below, path_refusal
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, below, partial_name, path_refusal
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError
-from vllm_ascend_hsx.sinks.data_file import FileOptions, RequestData
+from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.sinks.home import Home
 from vllm_ascend_hsx.sinks.one_end import fail_all
@@ -47,9 +48,7 @@ class DirectorySink(Sink):
 
     keeps_locks = True
 
-    def __init__(
-        self, directory: Path, row_format: RowFormat, options: FileOptions = _DEFAULTS, memory: memoryview | None = None
-    ) -> None:
+    def __init__(self, directory: Path, row_format: RowFormat, options: FileOptions = _DEFAULTS, memory: memoryview | None = None) -> None:
         self.row_format = row_format
         self.options = options
         # Writes to the page cache hold the file's lock, and those that wait for it keep a core busy: two at a time cost twice the CPU time
@@ -70,9 +69,25 @@ class DirectorySink(Sink):
         """Part of the names of its hidden files."""
         return self._home.token
 
+    def make_data(self, file: RequestFile) -> DataFile:
+        """Make the hidden file of a request, whose first rows have arrived. Raises OSError."""
+        layout = FileLayout(self.row_format, file.request_id)
+        hidden = partial_name(file.name, file.home.token)
+        filesystem, expected = file.home.filesystem, file.expected_tokens
+        return DataFile(file.storage, file.name, hidden, layout, self.options, expected, filesystem)
+
     @abstractmethod
-    def make_data(self, file: RequestFile) -> RequestData:
-        """A place for the rows of a request, of which the first have come. Raises OSError."""
+    def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
+        """Show a complete request to readers.
+
+        Args:
+            file: the request.
+            data: its hidden file, complete and closed.
+            tokens: its rows.
+
+        Raises:
+            OSError: readers do not see it.
+        """
 
     @abstractmethod
     def set_aside(self, file: RequestFile) -> Callable[[], None] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.names import partial_name
 from vllm_ascend_hsx.sinks.data_file import DataFile
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
@@ -15,10 +14,8 @@ from vllm_ascend_hsx.sinks.request_file import RequestFile
 class FileSink(DirectorySink):
     """Publishes a file per request."""
 
-    def make_data(self, file: RequestFile) -> DataFile:
-        layout = FileLayout(self.row_format, file.request_id)
-        hidden = partial_name(file.name, file.home.token)
-        return DataFile(file.storage, file.name, hidden, layout, self.options, file.expected_tokens, file.home.filesystem)
+    def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
+        data.publish()
 
     def move(self, file: RequestFile, successor: RequestFile) -> None:
         file.storage.move(file.name, successor.storage)

@@ -17,7 +17,7 @@ from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, partial_name
 from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
 from vllm_ascend_hsx.sinks.base import SinkError
-from vllm_ascend_hsx.sinks.data_file import RequestData
+from vllm_ascend_hsx.sinks.data_file import DataFile
 from vllm_ascend_hsx.sinks.home import Home
 from vllm_ascend_hsx.sinks.one_end import OneEndFile, State
 from vllm_ascend_hsx.sinks.spans import Interval, describe_missing
@@ -32,7 +32,8 @@ class Owner(Protocol):
     row_format: RowFormat
     keeps_locks: bool
 
-    def make_data(self, file: RequestFile) -> RequestData: ...
+    def make_data(self, file: RequestFile) -> DataFile: ...
+    def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None: ...
     def follow(self, file: RequestFile) -> RequestFile | None: ...
     def move(self, file: RequestFile, successor: RequestFile) -> None: ...
     def forget(self, file: RequestFile) -> None: ...
@@ -74,7 +75,7 @@ class RequestFile(OneEndFile):
         self.predecessor: RequestFile | None = None  # this request in the folder that its path led to before
         self._sink = sink
         self._lock = lock
-        self._data: RequestData | None = None  # both guarded by _condition
+        self._data: DataFile | None = None  # both guarded by _condition
         self._write_error: str | None = None
         self._successor: RequestFile | None = None  # this request in the folder that its path leads to now
 
@@ -104,7 +105,7 @@ class RequestFile(OneEndFile):
 
     # Writing
 
-    def _begin_write(self) -> RequestData:
+    def _begin_write(self) -> DataFile:
         with self._condition:
             self._require_open()
             if self._data is None:
@@ -140,7 +141,7 @@ class RequestFile(OneEndFile):
         if self._data is None:
             self._data = self._sink.make_data(self)
         self._data.complete(token_ids, num_prompt_tokens, self._encoder.scales(tokens))
-        self._data.publish()
+        self._sink.publish(self, self._data, tokens)
         self._successor = self._sink.follow(self)
         if self._successor is not None:
             try:

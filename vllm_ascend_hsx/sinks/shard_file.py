@@ -1,289 +1,174 @@
-"""One shard while it grows: ranges that become members or holes, the lines of its index, and its sealing.
+"""One shard: members are appended to its tar file, and a line of its index publishes each; then it is sealed.
 
-At every instant the tar file can be walked from its first byte to its last member, whoever dies: a range has the headers of a hole before
-its first byte is written, and those of a member when all of it is there. What makes it a member for readers is its line in the index.
+The tar file holds the members of the index, in the order of their lines, and nothing else before its
+end. What is after the last of them belongs to an append that did not finish: the next append writes over
+it, and sealing cuts it off.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
-import mmap
 import os
-import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import Literal
 
-from vllm_ascend_hsx.protocol.files import describe, write_at
-from vllm_ascend_hsx.protocol.format import PAGE
-from vllm_ascend_hsx.protocol.shard_index import Gone, Member, encode, now_ns
-from vllm_ascend_hsx.protocol.shard_names import INDEX, TAR
-from vllm_ascend_hsx.protocol.tar import BLOCK, HOLE, data_offset, headers, round_up
-from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.shard_seal import seal
-from vllm_ascend_hsx.sinks.system import punch_hole, reserve
-
-if TYPE_CHECKING:
-    from vllm_ascend_hsx.sinks.home import Home
+from vllm_ascend_hsx.protocol.files import read_all, write_at
+from vllm_ascend_hsx.protocol.names import partial_name
+from vllm_ascend_hsx.protocol.shard_index import Gone, Member, encode
+from vllm_ascend_hsx.protocol.shard_manifest import manifest
+from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, TAR
+from vllm_ascend_hsx.protocol.tar import END, headers
+from vllm_ascend_hsx.sinks.data_file import DataFile
+from vllm_ascend_hsx.sinks.storage import Storage
+from vllm_ascend_hsx.sinks.system import copy_into
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Range:
-    """Bytes of a shard that belong to one request.
-
-    Attributes:
-        name: of the request, as a file's path below the storage directory.
-        start: of its headers.
-        offset: of its data, at a page.
-        end: behind its last byte.
-        named: whether its headers may be those of a member.
-    """
-
-    name: str
-    start: int
-    offset: int
-    end: int
-    named: bool = False
-
-
 class Shard:
-    """A shard that is open for writing. Every range that is reserved must be given to `release`, once.
+    """A shard that is open for appending, by one thread at a time. `seal` ends it.
 
     Args:
-        home: the directory.
-        stem: of its names.
-        options: how to write.
-        limit: bytes from which on no more ranges are given out.
+        storage: the directory.
+        token: part of the names of hidden files.
+        stem: of the shard's names.
+        fds: its index and its tar file, open for reading and writing; closed with this object.
+        durable: sync what is appended, data first, then the index.
+        index_end: bytes of the index, all of them whole lines.
+        end: bytes of the tar file that the members of the index take.
 
     Attributes:
-        fd, direct_fd: the tar file; the second bypasses the page cache, or is -1.
-
-    Raises:
-        FileExistsError: something is called so.
-        OSError: it cannot be created.
+        is_sound: False once the index could not be written: no line may be added any more.
     """
 
-    def __init__(self, home: Home, stem: str, options: FileOptions, limit: int) -> None:
-        self._home = home
+    def __init__(
+        self,
+        storage: Storage,
+        token: str,
+        stem: str,
+        fds: tuple[int, int],
+        durable: bool,
+        index_end: int = 0,
+        end: int = 0,
+    ) -> None:
+        self.end = end
+        self.is_sound = True
+        self._storage = storage
+        self._token = token
         self._stem = stem
-        self._options = options
-        self._durable = options.durability == "fdatasync"
-        self._limit = limit
-        self._mutex = threading.Lock()  # guards everything but the index
-        self._end = 0
-        self._users = 0  # ranges that are undecided, and lines that are being written
-        self._retired = False  # no more ranges
-        self._abandoned = False  # not to be sealed
-        self._sealed = False
-        self._broken = False  # something behind its end could not be taken away, so nothing can be put there
-        self._spoiled = False  # a range that was given back has the headers of a member
-        self._index_mutex = threading.Lock()
-        self._index_end = 0
-        self.fd = self.direct_fd = self._index_fd = -1
-        storage = home.storage
-        self.fd = storage.create(stem + TAR)
+        self._index_fd, self._fd = fds
+        self._durable = durable
+        self._index_end = index_end
+
+    @classmethod
+    def create(cls, storage: Storage, token: str, stem: str, durable: bool) -> Shard:
+        """Make a new shard.
+
+        Raises:
+            FileExistsError: one of its names is taken.
+            OSError: it cannot be created.
+        """
+        # In this order: `recover_shard` takes a tar file without an index for one that lost it.
+        index_fd = storage.create(stem + INDEX)
         try:
-            if options.io == "direct":
-                self.direct_fd = storage.open_direct(stem + TAR, self.fd)
-            self._index_fd = storage.create(stem + INDEX)
-            try:
-                if self._durable:
-                    storage.sync()
-            except BaseException:
-                storage.unlink(stem + INDEX)
-                raise
-        except BaseException:
-            storage.unlink(stem + TAR)
-            self._close()
+            return cls(storage, token, stem, (index_fd, storage.create(stem + TAR)), durable)
+        except OSError:
+            os.close(index_fd)
+            storage.unlink(stem + INDEX)
             raise
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing of it is undecided, and nothing will be."""
-        return self._sealed
+    def is_there(self) -> bool:
+        """Return whether its files have names. What is written to a removed file is lost without an error."""
+        return bool(os.fstat(self._fd).st_nlink and os.fstat(self._index_fd).st_nlink)
 
-    def reserve(self, name: str, size: int, first_bytes: int) -> Range | None:
-        """Bytes for a request's data, with their space on the disk; None: this shard has ended.
-
-        Args:
-            name: the request's.
-            size: of its data.
-            first_bytes: how many of them come before the rows.
-
-        Raises:
-            OSError: there is no space for them, or the headers could not be written.
-        """
-        with self._mutex:
-            if self._retired or self._broken or self._is_full():
-                return None
-            if not self._is_there():
-                self._broken = True
-                return None
-            start = self._end
-            offset = data_offset(start, name, size)
-            # What is written past the page cache shares no page with what others write through it at the same time.
-            end = round_up(offset + size, PAGE if self.direct_fd >= 0 else BLOCK)
-            try:
-                self._write_headers(HOLE, end - offset, start, offset)
-                if self._home.filesystem.reserves:
-                    reserve(self.fd, end - offset, offset)
-                else:
-                    os.ftruncate(self.fd, end)
-                if self.direct_fd >= 0:  # as DataFile does
-                    write_at(self.direct_fd, memoryview(mmap.mmap(-1, round_up(first_bytes, PAGE))), offset)
-            except OSError:
-                self._cut_off(start)
-                raise
-            self._end = end
-            self._users += 1
-            return Range(name, start, offset, end)
-
-    def complete(self, taken: Range, size: int) -> None:
-        """Have the range be a member of so many bytes, which have all been written, and durable if that is wanted; not yet in the index.
-
-        Raises:
-            OSError: it could not be done, or the system reports now that an earlier write failed.
-        """
-        end = round_up(taken.offset + size, BLOCK)
-        if end < taken.end:  # a hole behind it before the member ends there
-            self._write_headers(HOLE, taken.end - end - BLOCK, end, end + BLOCK)
-        taken.named = True
-        self._write_headers(taken.name, size, taken.start, taken.offset)
-        if end < taken.end:
-            with self._mutex:
-                if taken.end == self._end:
-                    os.ftruncate(self.fd, end)
-                    self._end = taken.end = end
-        if end < taken.end:
-            self._punch(end + BLOCK, taken.end)
-        if self._durable:
-            os.fdatasync(self.fd)
-
-    def publish(self, member: Member) -> None:
-        """Add a member to the index. Raises OSError: it is not there, or not to stay; readers do not see it."""
-        if not self._is_there():
-            raise OSError(errno.ENOENT, "somebody has removed the shard that it is in")
-        self._append(member)
-
-    def say_gone(self, name: str) -> bool:
-        """Have readers see no earlier member of a name. False: this shard has ended. Raises OSError."""
-        with self._mutex:
-            if self._retired or self._broken or self._is_full() or not self._is_there():
-                return False
-            self._users += 1
-        try:
-            self._append(Gone(name, now_ns()))
-        finally:
-            self._leave()
-        return True
-
-    def release(self, taken: Range, published: bool) -> None:
-        """The range is decided: it is a member, or nobody's any more. Seals the shard if it was the last one.
-
-        Raises:
-            OSError: it could not be given back; then the shard is as a server that died would leave it.
-        """
-        try:
-            if not published:
-                with self._mutex:
-                    self._give_back(taken)
-        finally:
-            self._leave()
-
-    def retire(self, abandon: bool = False) -> None:
-        """Give no more ranges, and seal the shard as soon as all of them are decided.
+    def append(self, data: DataFile, name: str, tokens: int, request_id: str, time_ns: int) -> None:
+        """Append a file as a member and publish it.
 
         Args:
-            abandon: if some are not decided now, it is left for the next server: the directory is about to be closed.
+            data: the file, complete and open.
+            name: of the member.
+            tokens, request_id, time_ns: for its line.
+
+        Raises:
+            OSError: no reader sees it, and what was before it is as it was.
         """
-        with self._mutex:
-            self._retired = True
-            self._users += 1
-            if abandon and self._users > 1 and not self._sealed:
-                self._abandoned = True
-                self._home.tidy = False
-        self._leave()
-
-    def _is_there(self) -> bool:
-        """Whether its files have names: what is written to a file that somebody has removed is lost without an error."""
-        return bool(os.fstat(self.fd).st_nlink and os.fstat(self._index_fd).st_nlink)
-
-    def _is_full(self) -> bool:
-        return self._end >= self._limit
-
-    def _leave(self) -> None:
-        """One user less; the last one seals it if it has ended."""
-        with self._mutex:
-            self._users -= 1
-            if self._users or self._sealed or not (self._retired or self._broken or self._is_full()):
-                return
-            self._retired = self._sealed = True
+        head = headers(self.end, name, data.size, self._storage.file_mode, int(time.time()))
+        offset = self.end + len(head)
+        member = Member(name, offset, data.size, tokens, request_id, data.checksum, time_ns)
         try:
-            if not self._is_there():
-                logger.error("%s was removed by somebody while it was written", self._stem + TAR)
-                return
-            if self._spoiled:
-                raise OSError(errno.EIO, "it has headers of a request that has no rows")
-            if not self._abandoned:
-                seal(self._home.storage, self._home.token, self._stem, self.fd, self._index_fd, self._end, self._durable, "server")
-        except OSError as error:  # of no request
-            self._home.tidy = False
-            logger.error("%s", describe(f"{self._stem}{TAR} could not be sealed, which the next server will do", error))
-        finally:
-            self._close()
-
-    def _append(self, line: Member | Gone) -> None:
-        with self._index_mutex:
-            data = encode(line)
-            # If not all of it can be written, the next line is written over what was: readers pass over a last line that has no end.
-            write_at(self._index_fd, memoryview(data), self._index_end)
-            self._index_end += len(data)
-        if self._durable:
-            try:
-                os.fdatasync(self._index_fd)
-            except OSError:
-                if isinstance(line, Member):  # what may not survive must not be seen
-                    with self._index_mutex:
-                        data = encode(Gone(line.name, now_ns()))
-                        write_at(self._index_fd, memoryview(data), self._index_end)
-                        self._index_end += len(data)
-                raise
-
-    def _give_back(self, taken: Range) -> None:
-        if self._abandoned:  # the next server may have sealed it already
-            return
-        if taken.named:
-            self._spoiled = True
-            self._write_headers(HOLE, taken.end - taken.offset, taken.start, taken.offset)
-            self._spoiled = False
-        if taken.end == self._end:
-            self._cut_off(taken.start)
-            if not self._broken:
-                self._end = taken.start
-                return
-        self._punch(taken.offset, taken.end)
-
-    def _cut_off(self, end: int) -> None:
-        try:
-            os.ftruncate(self.fd, end)
+            write_at(self._fd, memoryview(head), self.end)
+            copy_into(data.fd, data.size, self._fd, offset)
+            os.ftruncate(self._fd, member.end)
+            if self._durable:
+                os.fdatasync(self._fd)
         except OSError:
-            self._broken = True
+            with suppress(OSError):  # the next append and sealing do without
+                os.ftruncate(self._fd, self.end)
+            raise
+        self.add_line(member)
+        self.end = member.end
 
-    def _punch(self, begin: int, end: int) -> None:
-        """Whole pages only: the rest of the first and the last one is somebody else's."""
-        begin, end = round_up(begin, PAGE), end // PAGE * PAGE
-        if begin < end:
-            punch_hole(self.fd, begin, end - begin)
+    def add_line(self, line: Member | Gone) -> None:
+        """Add a line to the index.
 
-    def _write_headers(self, name: str, size: int, start: int, offset: int) -> None:
-        write_at(self.fd, memoryview(headers(name, size, offset - start, self._options.mode, int(time.time()))), start)
+        Raises:
+            OSError: it could not be written, or is not durable. Readers may see it until the shard is sealed.
+        """
+        data = encode(line)
+        self.is_sound = False
+        if not self.is_there():
+            raise OSError(errno.ENOENT, "somebody has removed the shard")
+        write_at(self._index_fd, memoryview(data), self._index_end)
+        if self._durable:
+            os.fdatasync(self._index_fd)
+            if not self._index_end:
+                self._storage.sync()  # the names of the shard
+        self.is_sound = True
+        self._index_end += len(data)
 
-    def _close(self) -> None:
-        fds = (self.direct_fd, self.fd, self._index_fd)
-        self.direct_fd = self.fd = self._index_fd = -1
-        for fd in fds:
-            if fd >= 0:
+    def seal(self, sealed_by: Literal["server", "recovery"] = "server") -> None:
+        """End the tar file, write the manifest, and close the shard; remove a shard whose index is empty.
+
+        Raises:
+            OSError: it could not be done, which the next server must do.
+        """
+        try:
+            if not self.is_there():
+                logger.error("%s was removed by somebody while it was written", self._stem + TAR)
+            elif not self._index_end:
+                self._storage.unlink(self._stem + TAR)
+                self._storage.unlink(self._stem + INDEX)
+            else:
+                os.ftruncate(self._index_fd, self._index_end)  # first: a line must lead to a member
+                os.ftruncate(self._fd, self.end)
+                os.ftruncate(self._fd, self.end + len(END))
+                if self._durable:
+                    os.fdatasync(self._fd)
+                    os.fdatasync(self._index_fd)
+                self._write_manifest(sealed_by)
+        finally:
+            os.close(self._fd)
+            os.close(self._index_fd)
+
+    def _write_manifest(self, sealed_by: str) -> None:
+        name = self._stem + MANIFEST
+        hidden = partial_name(name, self._token)
+        text = json.dumps(manifest(self._fd, read_all(self._index_fd), sealed_by), indent=1) + "\n"
+        self._storage.unlink(hidden)  # of a server that died while it sealed this shard
+        fd = self._storage.create(hidden)
+        try:
+            try:
+                write_at(fd, memoryview(text.encode("ascii")), 0)
+                if self._durable:
+                    os.fdatasync(fd)
+            finally:
                 os.close(fd)
+            self._storage.rename(hidden, name)
+        except OSError:
+            self._storage.unlink(hidden)
+            raise
+        if self._durable:
+            self._storage.sync()

@@ -11,41 +11,37 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
 _IN_MEMORY = (0x01021994, 0x858458F6)  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
-_PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE and FALLOC_FL_KEEP_SIZE of linux/falloc.h
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)  # of copy_file_range, where read and write may do
 _BLOCK = 4 << 20
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write dirty pages, wait for none
 
 
-def reserve(fd: int, num_bytes: int, offset: int = 0) -> None:
-    """Give a file its size, `offset + num_bytes`, and the space of the bytes from `offset` on where the filesystem can promise it.
+def reserve(fd: int, num_bytes: int) -> None:
+    """Give a file its size, and the space for it where the filesystem can promise it.
 
     Unlike `os.posix_fallocate` it never writes zeros in place of a promise, which would write every row twice.
 
     Raises:
         OSError: no space (ENOSPC), over quota (EDQUOT), or the size cannot be set.
     """
-    while _libc.fallocate(fd, 0, offset, num_bytes):
+    while _libc.fallocate(fd, 0, 0, num_bytes):
         number = ctypes.get_errno()
         if number in (errno.EOPNOTSUPP, errno.ENOSYS):
-            os.ftruncate(fd, offset + num_bytes)
+            os.ftruncate(fd, num_bytes)
             return
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
 
 
-def punch_hole(fd: int, offset: int, num_bytes: int) -> None:
-    """Give the space of some bytes back to the disk, where the filesystem can; they read as zeros then. The file's size stays."""
-    _libc.fallocate(fd, _PUNCH_HOLE, offset, num_bytes)
+def copy_into(source: int, size: int, target: int, offset: int) -> None:
+    """Copy the first `size` bytes of a file to `offset` in another, in the kernel or as a reflink where that is possible.
 
-
-def copy_into(source: int, target: int, offset: int) -> None:
-    """Copy all of a file to a place in another one, inside the kernel where it can; neither descriptor's position matters.
+    Neither descriptor's position matters.
 
     Raises:
         OSError: it could not be read or written.
     """
-    position, size = 0, os.fstat(source).st_size
+    position = 0
     while position < size:
         try:
             copied = os.copy_file_range(source, target, size - position, position, offset + position)
