@@ -27,7 +27,6 @@ from oracle import Oracle, Reference, Served
 
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_mark
 from vllm_ascend_hsx.protocol.shard_names import MANIFEST, SHARDS_MARK, TAR, parse_name
-from vllm_ascend_hsx.protocol.tar import HOLE
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.reader.shards import shards_of
 
@@ -175,7 +174,7 @@ def members_of_sealed_tars(storage: Path) -> set[str]:
     for path in storage.glob(f"hsx-*{TAR}"):
         assert path.with_suffix(MANIFEST).exists(), f"{path.name} is not sealed"
         with tarfile.open(path) as archive:
-            found += [member.name for member in archive if member.name != HOLE]
+            found += [member.name for member in archive]
     assert len(found) == len(set(found))
     return set(found)
 
