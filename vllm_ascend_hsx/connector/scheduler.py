@@ -173,7 +173,7 @@ class ExtractionScheduler:
         rank = self._least_loaded()
         load = self._loads[rank]
         # Requests start in order. If small ones could overtake, large ones would wait forever. vLLM
-        # offers the first ones first.
+        # asks about new requests before held ones.
         first = not self._held or place <= self._held[0]
         # A rank whose storage is stuck refuses the request at once, so that it does not wait
         # indefinitely.
