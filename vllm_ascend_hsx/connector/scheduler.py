@@ -256,7 +256,7 @@ class ExtractionScheduler:
 
         Returns:
             The response's `kv_transfer_params`: where the rows are, and the error if it is already
-            known. None if the request is not extracted or has ended before.
+            known. None if there is nothing to report, and for a request that has ended before.
         """
         request_id = request.request_id
         if reason := self._refused.pop(request_id, None):
