@@ -173,7 +173,7 @@ class ExtractionScheduler:
         rank = self._least_loaded()
         load = self._loads[rank]
         # Requests start in order. If small ones could overtake, large ones would wait forever. vLLM
-        # offers the first ones first.
+        # asks about new requests before held ones.
         first = not self._held or place <= self._held[0]
         # A rank whose storage is stuck refuses the request at once, so that it does not wait
         # indefinitely.
@@ -256,7 +256,7 @@ class ExtractionScheduler:
 
         Returns:
             The response's `kv_transfer_params`: where the rows are, and the error if it is already
-            known. None if the request is not extracted or has ended before.
+            known. None if there is nothing to report, and for a request that has ended before.
         """
         request_id = request.request_id
         if reason := self._refused.pop(request_id, None):

@@ -1,27 +1,35 @@
-"""An Ascend NPU on a CPU: lets the unmodified vllm-ascend wheel run without hardware.
+"""An Ascend NPU on a CPU: runs the unmodified vllm-ascend wheel without hardware.
 
-Started by ``hsx emulate [--npus N] [--hbm SIZE] [--late] -- CMD...`` (launch.py), which only sets the environment: the directory
-``site/`` comes first on PYTHONPATH, so that every child process finds the emulated ``torch_npu`` there.
+``hsx emulate [--npus N] [--hbm SIZE] [--late] -- CMD...`` (launch.py) only sets environment
+variables. The directory ``site/`` comes first on PYTHONPATH, so every child process finds the
+emulated ``torch_npu`` there.
 
-What is emulated and what is not
-  * Memory is host memory; operators without a reference of their own run as their CPU kernels over the same bytes (csrc/fallback.h).
-  * Device memory is accounted per process and device against HSX_EMULATOR_HBM, without fragmentation (csrc/memory.h). Two
-    processes on one device do not see each other's use.
-  * Streams and events order work as on hardware (csrc/streams.h).
-  * hccl runs over gloo; ranks that disagree about an operator, shape or dtype fail with both named (csrc/hccl.h).
-  * A graph's capture runs nothing and its replays are work like any other, of one stream; no random numbers and no copies to the
-    host in it (csrc/recording.h, replay.h, graphs.h). torch.compile works where it needs neither npugraph_ex nor torchair.
-  * Memory pools of the user's own, handles between processes and profiling raise NotImplementedError with their name.
+Scope of the emulation
+* Memory is host memory. Operators without a reference of their own run as their CPU kernels on the
+  same bytes (csrc/fallback.h).
+* Device memory is accounted per process and device against HSX_EMULATOR_HBM, without fragmentation
+  (csrc/memory.h). Two processes on one device do not see each other's use.
+* Streams and events order work as on hardware (csrc/streams.h).
+* hccl runs over gloo. Ranks that disagree about an operator, shape or dtype fail with an error that
+  names both (csrc/hccl.h).
+* Capturing a graph runs nothing. Its replays are ordinary work of one stream, without random
+  numbers and copies to the host (csrc/recording.h, replay.h, graphs.h). torch.compile works if it
+  needs neither npugraph_ex nor torchair.
+* User-defined memory pools, handles between processes, and profiling raise NotImplementedError with
+  their name.
 
-Late mode (HSX_EMULATOR_LATE=1) makes a missing wait a failing test instead of luck
-  * Work on a stream other than the default one runs when something waits for it, not before. A copy into pinned memory is
-    invisible to the host until the host waits; a copy out of pinned memory reads it then. query() says no twice, and from the
-    third time on also runs one queued item, so that a polling loop ends.
-  * Two accesses to the same bytes from two streams, of which one writes, need an order (wait_stream, wait_event, a
-    synchronization of the host): without one the second raises RuntimeError "NPU stream race" with streams, operators and shape.
-    Tracking starts with the first stream that is made; accesses of the host itself cannot be seen.
-  * New device memory holds large finite garbage, new pinned memory 0xFF bytes (NaN). Memory freed while another
-    stream still reads it is overwritten with NaN when it may be allocated again (and a warning says so); while another stream
-    still writes it, that allocation raises.
-  * Operators without a shape function (Meta kernel) and collectives run at the call, after all that their stream has queued.
+Late mode (HSX_EMULATOR_LATE=1) makes every missing wait fail a test
+* Work on a stream other than the default one runs only when something waits for it. A copy into
+  pinned memory is invisible to the host until the host waits; a copy out of pinned memory reads it
+  at that time. query() returns False twice; from the third call on it also runs one queued item, so
+  that polling loops end.
+* Two accesses to the same bytes from two streams, at least one of which writes, must be ordered
+  (wait_stream, wait_event, or a synchronization of the host). Otherwise the second raises
+  RuntimeError "NPU stream race" with streams, operators and shape. Tracking starts with the first
+  stream that is created. Accesses by the host itself are not tracked.
+* New device memory holds large finite garbage; new pinned memory holds 0xFF bytes (NaN). If memory
+  is freed while another stream still reads it, it is overwritten with NaN once it may be allocated
+  again, with a warning. If another stream still writes it, that allocation raises.
+* Operators without a shape function (Meta kernel) and collectives run when they are called, after
+  all work queued on their stream.
 """

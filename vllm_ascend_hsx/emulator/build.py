@@ -1,4 +1,4 @@
-"""Compiles the C++ part of the emulated NPU once, into a cache, and says where it is."""
+"""Compile the C++ part of the emulated NPU once, into a cache."""
 
 from __future__ import annotations
 
@@ -16,32 +16,45 @@ from filelock import FileLock
 
 SOURCES = Path(__file__).parent / "csrc"
 MODULE = "hsx_npu"
-# Everything is one translation unit: torch's headers cost far more than our code.
+# One translation unit: most of the time is spent on torch's headers.
 FLAGS = (
-    *("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-interference-size"),
+    *(
+        "-std=c++20",
+        "-O1",
+        "-g0",
+        "-fPIC",
+        "-shared",
+        "-fvisibility=hidden",
+        "-Wno-interference-size",
+    ),
     f"-DTORCH_EXTENSION_NAME={MODULE}",
 )
 
 
 class BuildError(RuntimeError):
-    """The C++ part cannot be built; the message says why and what to do."""
+    """The C++ part cannot be built. The message has the reason and the remedy."""
 
 
 def cache_directory() -> Path:
-    """Where compiled files are kept: HSX_EMULATOR_CACHE, else the user's cache directory."""
+    """Return the cache directory: HSX_EMULATOR_CACHE, else one in the user's cache directory."""
     chosen = os.environ.get("HSX_EMULATOR_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ascend-hsx" / "emulator"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "vllm-ascend-hsx"
+        / "emulator"
+    )
 
 
 def library() -> Path:
-    """The compiled extension module, built first if it is not in the cache.
+    """Return the compiled extension module, and build it first if it is not in the cache.
 
-    Safe when several processes ask at once: one builds, the others wait.
+    May be called by several processes at once: one builds, the others wait.
 
     Raises:
-        BuildError: no compiler, no Python headers, no cache directory, or the compiler failed.
+        BuildError: if there is no compiler, no Python headers or no cache directory, or the
+            compiler failed.
     """
     import torch
 
@@ -62,7 +75,7 @@ def library() -> Path:
 
 
 def _key(torch_version: str) -> str:
-    """What the compiled file depends on, as a short name: sources, flags, torch, Python, compiler."""
+    """Return a short digest of sources, flags, torch, Python and compiler."""
     digest = hashlib.sha256()
     for part in (*FLAGS, torch_version, sys.version, sysconfig.get_platform(), _compiler_name()):
         digest.update(part.encode())
@@ -85,27 +98,48 @@ def _compile(target: Path, torch_root: Path) -> None:
         )
     headers = sysconfig.get_path("include")
     if not Path(headers, "Python.h").exists():
-        raise BuildError(f"emulated NPU: no Python headers in {headers}. Install them (Debian and Ubuntu: python3-dev)")
+        raise BuildError(
+            f"emulated NPU: no Python headers in {headers}. Install them (Debian and Ubuntu: "
+            "python3-dev)"
+        )
     handle, draft = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     command = [
         compiler,
         *FLAGS,
-        *(f"-I{path}" for path in (torch_root / "include", torch_root / "include/torch/csrc/api/include", headers)),
+        *(
+            f"-I{path}"
+            for path in (
+                torch_root / "include",
+                torch_root / "include/torch/csrc/api/include",
+                headers,
+            )
+        ),
         str(SOURCES / "npu.cpp"),
         "-o",
         draft,
         f"-L{torch_root / 'lib'}",
         *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
     ]
-    print("hsx: compiling the emulated NPU, once (half a minute to a minute) ...", file=sys.stderr, flush=True)
+    print(
+        "hsx: compiling the emulated NPU, once (half a minute to a minute) ...",
+        file=sys.stderr,
+        flush=True,
+    )
     started = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            # The last lines may be notes; the first error is the cause.
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-5:]
-            raise BuildError("emulated NPU: the compiler failed:\n" + "\n".join(errors[:10]) + "\ncommand: " + " ".join(command))
+            # The last lines may be notes. The first error is the cause.
+            errors = [
+                line for line in done.stderr.splitlines() if "error" in line
+            ] or done.stderr.splitlines()[-5:]
+            raise BuildError(
+                "emulated NPU: the compiler failed:\n"
+                + "\n".join(errors[:10])
+                + "\ncommand: "
+                + " ".join(command)
+            )
         os.chmod(draft, 0o644)
         os.replace(draft, target)
     finally:

@@ -1,4 +1,4 @@
-"""Which NPU: number, choice and properties of the devices."""
+"""Number, selection and properties of the devices."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from vllm_ascend_hsx.emulator.settings import Settings
 
 Device: TypeAlias = "torch.device | str | int | None"
 
-# One Atlas 800I A2 card; the numbers that software reads to choose kernels (vllm_ascend/utils.py:850 wants 220 to 225 for A2).
+# One Atlas 800I A2 card. Software chooses kernels by these numbers (vllm_ascend/utils.py:850
+# requires 220 to 225 for A2).
 SOC_VERSION = 222
 NAME = "Ascend910B3"
 
 
 @dataclass(frozen=True)
 class Properties:
-    """torch.npu.get_device_properties."""
+    """Result of torch.npu.get_device_properties."""
 
     name: str
     total_memory: int
@@ -30,7 +31,10 @@ class Properties:
 
 
 def index_of(device: Device) -> int:
-    """The device's index; of the current device for None and for "npu" without index. Raises ValueError for another type."""
+    """Return the device's index, for None and "npu" that of the current device.
+
+    Raises ValueError for another device type.
+    """
     if device is None:
         return core.current_device()
     if isinstance(device, int):
@@ -42,39 +46,42 @@ def index_of(device: Device) -> int:
 
 
 def device_count() -> int:
-    """How many NPUs ASCEND_RT_VISIBLE_DEVICES leaves of the emulated machine; fixed once a device has been used."""
+    """Return the number of NPUs visible by ASCEND_RT_VISIBLE_DEVICES.
+
+    It is fixed once a device was used.
+    """
     return core.device_count()
 
 
 def is_available() -> bool:
-    """Whether there is an NPU."""
+    """Return whether there is an NPU."""
     return device_count() > 0
 
 
 def current_device() -> int:
-    """The index of this thread's current device."""
+    """Return the index of this thread's current device."""
     return core.current_device()
 
 
 def set_device(device: Device) -> None:
-    """Makes it this thread's current device. Raises RuntimeError if there is no such device."""
+    """Set this thread's current device. Raises RuntimeError if there is no such device."""
     core.set_device(index_of(device))
 
 
 def synchronize(device: Device = None) -> None:
-    """Blocks until all work of all streams of the device is done."""
+    """Block until all work of all streams of the device has completed."""
     core.create_context()
     torch.accelerator.synchronize(index_of(device))
 
 
 def get_device_name(device: Device = None) -> str:
-    """The name of the chip that is emulated."""
+    """Return the name of the emulated chip."""
     index_of(device)
     return NAME
 
 
 def get_device_properties(device: Device = None) -> Properties:
-    """Name, memory and core counts of the device."""
+    """Return name, memory and core counts of the device."""
     index = index_of(device)
     if not 0 <= index < device_count():
         raise RuntimeError(f"Invalid NPU device id {index}: {device_count()} device(s) are visible")
@@ -82,12 +89,12 @@ def get_device_properties(device: Device = None) -> Properties:
 
 
 def get_soc_version() -> int:
-    """The number by which CANN knows the chip."""
+    """Return CANN's number of the chip."""
     return SOC_VERSION
 
 
 class device:
-    """``with torch.npu.device(d):`` d is the current device; afterwards the one before is again."""
+    """``with torch.npu.device(d):`` makes d the current device within the block."""
 
     def __init__(self, device: Device) -> None:
         self.idx = index_of(device)
@@ -103,7 +110,10 @@ class device:
 
 
 class device_of(device):
-    """``with torch.npu.device_of(t):`` the device of an npu tensor is the current one; no change for other tensors."""
+    """``with torch.npu.device_of(t):`` makes the device of an npu tensor current.
+
+    Ignores other tensors.
+    """
 
     def __init__(self, obj: torch.Tensor) -> None:
         super().__init__(obj.device if obj.device.type == "npu" else None)

@@ -1,6 +1,8 @@
-"""torch.npu's graphs: capture, replay, and what changes a captured graph's parameters. What they do is in csrc/graphs.h.
+"""torch.npu's graphs: capture, replay and updates of parameters.
 
-As torch_npu 2.10.0.post4 has them (torch_npu/npu/graphs.py, csrc/core/npu/NPUGraph.cpp).
+The implementation is in csrc/graphs.h.
+
+The API is that of torch_npu 2.10.0.post4 (torch_npu/npu/graphs.py, csrc/core/npu/NPUGraph.cpp).
 """
 
 from __future__ import annotations
@@ -24,74 +26,77 @@ def _not_implemented(name: str) -> NoReturn:
 
 
 def _place(stream: torch.Stream | None) -> tuple[int, int]:
-    """(device, stream id), of the current stream if none is given."""
+    """Return (device, stream id) of the given or the current stream."""
     stream = current_stream() if stream is None else stream
     return stream.device_index, stream.stream_id
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether what is launched on the current stream is recorded into a graph."""
+    """Return whether work launched on the current stream is recorded into a graph."""
     return core.capturing(core.current_device())
 
 
 def graph_pool_handle() -> PoolId:
-    """The id of a new memory pool, for graphs that share their memory."""
+    """Return the id of a new memory pool, for graphs that share memory."""
     return core.graph_pool_handle()
 
 
 class NPUGraph:
-    """What a stream was given while it was captured; replays run it on the same memory.
+    """Work of a stream, recorded by a capture. Replays run it on the same memory.
 
-    Not supported: random operators, copies to the host, a second stream, graphs in graphs, updates by ``update``.
+    Not supported: random operators, copies to the host, a second stream, nested graphs, and
+    ``update``.
     """
 
     def __init__(self) -> None:
         self._graph = core.Graph()
 
     def capture_begin(self, pool: PoolId | None = None, capture_error_mode: str = "global") -> None:
-        """From here on the current stream records.
+        """Start recording on the current stream.
 
         Args:
-            pool: of graph_pool_handle() or another graph's pool(); None: a pool of its own.
-            capture_error_mode: who may copy synchronously meanwhile: "global" nobody, "thread_local" other threads, "relaxed" all.
+            pool: from graph_pool_handle() or another graph's pool(); None for a new pool.
+            capture_error_mode: which threads may copy synchronously meanwhile: none ("global"),
+                other threads ("thread_local") or all ("relaxed").
 
         Raises:
-            RuntimeError: the current stream is the default one, another capture is under way, or the graph was captured already.
+            RuntimeError: if the current stream is the default one, another capture is active, or
+                the graph has been captured.
         """
         self._graph.begin(None if pool is None else tuple(pool), capture_error_mode)
 
     def capture_end(self) -> None:
-        """The current stream runs again what it is given. Raises RuntimeError if it is not the one that records."""
+        """Stop recording. Raises RuntimeError if the current stream is not the recording one."""
         self._graph.end()
 
     def replay(self) -> None:
-        """Launches what was captured on the current stream. Raises RuntimeError if nothing was."""
+        """Launch the captured work on the current stream. Raises RuntimeError if there is none."""
         self._graph.replay()
 
     def reset(self) -> None:
-        """Forgets what was captured and leaves the pool."""
+        """Delete the captured work and leave the pool."""
         self._graph.reset()
 
     def pool(self) -> PoolId:
-        """The id of the graph's memory pool."""
+        """Return the id of the graph's memory pool."""
         return self._graph.pool()
 
     def update(self, cpu_update_input: object) -> None:
-        """Not implemented."""
+        """Raise NotImplementedError."""
         _not_implemented("NPUGraph.update")
 
     def debug_dump(self, debug_path: str) -> None:
-        """Not implemented."""
+        """Raise NotImplementedError."""
         _not_implemented("NPUGraph.debug_dump")
 
 
 class graph:
-    """``with torch.npu.graph(g):`` captures what the block launches into the NPUGraph ``g``, on a stream that is current meanwhile.
+    """``with torch.npu.graph(g):`` captures the block's work into the NPUGraph ``g``.
 
     Args:
         npu_graph: the graph.
         pool: see NPUGraph.capture_begin.
-        stream: to capture on; None: one that all captures share.
+        stream: the stream to capture on; None for one that all captures share.
         auto_dispatch_capture: True is not implemented.
         capture_error_mode: see NPUGraph.capture_begin.
     """
@@ -135,46 +140,54 @@ class graph:
 
 
 class ExternalEvent:
-    """A flag on the device: a stream that waits for it goes on when another has recorded it; it stays set until a stream resets it.
+    """A flag on the device. Streams that wait for it continue once another stream has recorded it.
 
-    The wait and the reset may be captured, so that a replay stops until the host has launched the record.
+    It stays set until a stream resets it. Wait and reset may be captured, so that a replay stops
+    until the host has launched the record.
     """
 
     def __init__(self) -> None:
         self._event = core.External()
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        """Sets the flag when the stream (default: the current one) gets there."""
+        """Set the flag when the stream (default: the current one) reaches this point."""
         self._event.record(*_place(stream))
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """The stream does not go on before the flag is set.
+        """Make the stream wait for the flag.
 
         Raises:
-            RuntimeError: later, where the thread that launched the wait needs what comes behind it and nothing sets the flag.
+            RuntimeError: later, if the launching thread needs work that follows the wait and
+                nothing sets the flag.
         """
         self._event.wait(*_place(stream))
 
     def reset(self, stream: torch.Stream | None = None) -> None:
-        """Clears the flag when the stream gets there."""
+        """Clear the flag when the stream reaches this point."""
         self._event.reset(*_place(stream))
 
 
 def graph_task_group_begin(stream: torch.Stream) -> None:
-    """What the stream captures from here on belongs to a task group. Raises RuntimeError if it captures nothing."""
+    """Start a task group of work that the stream captures.
+
+    Raises RuntimeError if it does not capture.
+    """
     core.task_group_begin(*_place(stream))
 
 
 def graph_task_group_end(stream: torch.Stream) -> Any:
-    """Ends the task group and returns the handle by which it can be updated."""
+    """End the task group, and return the handle with which it can be updated."""
     return core.task_group_end(*_place(stream))
 
 
 def graph_task_update_begin(stream: torch.Stream, handle: Any) -> None:
-    """What the stream is given from here on replaces the group's tasks."""
+    """Start an update: further work of the stream replaces the group's tasks."""
     core.task_update_begin(*_place(stream), handle)
 
 
 def graph_task_update_end(stream: torch.Stream) -> None:
-    """Launches the update on the stream. Raises RuntimeError if the operators are not those that the group was captured with."""
+    """Launch the update on the stream.
+
+    Raises RuntimeError if its operators differ from the captured ones.
+    """
     core.task_update_end(*_place(stream))

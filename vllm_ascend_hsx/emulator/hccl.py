@@ -1,4 +1,4 @@
-"""The c10d backend "hccl": its options, its registration, and the gloo group that carries it (csrc/hccl.h)."""
+"""The c10d backend "hccl": options, registration, and the gloo group that it uses (csrc/hccl.h)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from vllm_ascend_hsx.emulator.native import core
 
-ProcessGroupHCCL: Any = core.ProcessGroupHCCL  # c10d.Backend; a class of csrc/hccl.h
+ProcessGroupHCCL: Any = core.ProcessGroupHCCL  # c10d.Backend, a class of csrc/hccl.h
 
 
 class Options(NativeBackend.Options):
@@ -26,12 +26,19 @@ class Options(NativeBackend.Options):
 
 
 def transport(store: Store, rank: int, size: int, options: object) -> tuple[NativeBackend, str]:
-    """The gloo group over which an hccl group works, and the name of its communicator; called by csrc/hccl.h.
+    """Return the gloo group of an hccl group and the name of its communicator.
+
+    Called by csrc/hccl.h.
 
     Args:
+        store, rank, size: of the hccl group.
         options: Options, a timeout as timedelta, or None.
     """
-    timeout = options if isinstance(options, timedelta) else getattr(options, "_timeout", dist.default_pg_timeout)
+    timeout = (
+        options
+        if isinstance(options, timedelta)
+        else getattr(options, "_timeout", dist.default_pg_timeout)
+    )
     gloo = dist.ProcessGroupGloo(PrefixStore("hccl", store), rank, size, timeout)
     if rank == 0:
         store.set("hccl/name", f"hccl_{uuid.uuid4().hex[:12]}")
@@ -46,7 +53,7 @@ def _create(group: Any, options: Any) -> Any:
 
 
 def register() -> None:
-    """Makes torch.distributed know "hccl" as the backend of npu tensors."""
+    """Register "hccl" with torch.distributed as the backend of npu tensors."""
     ProcessGroupHCCL.Options = Options
     dist.Backend.register_backend("hccl", _create, extended_api=True, devices=["npu"])
     dist.is_hccl_available = lambda: True  # type: ignore[attr-defined]

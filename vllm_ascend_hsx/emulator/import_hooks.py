@@ -1,4 +1,4 @@
-"""Applies a function to a module right after it has been imported, before its importer reads from it."""
+"""Apply a function to a module right after its import, before the importer reads from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Patch = Callable[[ModuleType], None]
 
 
 class _PatchingLoader(Loader):
-    """Another loader, and then a function."""
+    """Run another loader, then a function."""
 
     def __init__(self, loader: Loader, patch: Patch) -> None:
         self._loader = loader
@@ -31,13 +31,15 @@ class _PatchingLoader(Loader):
 
 
 class PatchingFinder(MetaPathFinder):
-    """Finds the modules that have a patch, through the other finders."""
+    """Find the modules that have a patch, using the other finders."""
 
     def __init__(self) -> None:
         self.patches: dict[str, Patch] = {}
         self._searching: set[str] = set()
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name not in self.patches or name in self._searching:
             return None
         self._searching.add(name)
@@ -45,7 +47,11 @@ class PatchingFinder(MetaPathFinder):
             spec = importlib.util.find_spec(name)
         finally:
             self._searching.discard(name)
-        if spec is not None and spec.loader is not None and not isinstance(spec.loader, _PatchingLoader):
+        if (
+            spec is not None
+            and spec.loader is not None
+            and not isinstance(spec.loader, _PatchingLoader)
+        ):
             spec.loader = _PatchingLoader(spec.loader, self.patches[name])
         return spec
 
@@ -54,10 +60,10 @@ _finder = PatchingFinder()
 
 
 def install(patches: Mapping[str, Patch]) -> None:
-    """Arranges for each module's patch to run after its import; at once where the module is imported already.
+    """Run each module's patch after its import, or at once if the module is already imported.
 
     Raises:
-        ValueError: a module has a patch already.
+        ValueError: if a module already has a patch.
     """
     for name, patch in patches.items():
         if name in _finder.patches:

@@ -1,4 +1,4 @@
-"""`hsx emulate`: runs a command with emulated Ascend NPUs; it only sets the environment, so that child processes inherit it."""
+"""`hsx emulate`: run a command with emulated Ascend NPUs by setting environment variables."""
 
 from __future__ import annotations
 
@@ -10,42 +10,54 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_ascend_hsx.emulator.settings import SettingError, Settings, parse_flag, parse_npus, parse_size
+from vllm_ascend_hsx.emulator.settings import (
+    SettingError,
+    Settings,
+    parse_flag,
+    parse_npus,
+    parse_size,
+)
 
 SITE = Path(__file__).parent / "site"
 
 
-def environment(npus: int = Settings.npus, hbm_bytes: int = Settings.hbm_bytes, late: bool = False) -> dict[str, str]:
-    """The variables to set for a process that is to run on emulated NPUs.
+def environment(
+    npus: int = Settings.npus, hbm_bytes: int = Settings.hbm_bytes, late: bool = False
+) -> dict[str, str]:
+    """Return the variables to set for a process that is to run on emulated NPUs.
 
-    They are additions to the present environment, from which PYTHONPATH and OMP_NUM_THREADS are carried over:
+    They extend the present environment, whose PYTHONPATH and OMP_NUM_THREADS are kept:
     ``subprocess.run(command, env={**os.environ, **environment(npus=4)})``.
 
     Args:
-        npus: how many NPUs the machine has, 1 to 64.
-        hbm_bytes: device memory of each, in bytes.
-        late: work on streams other than the default one runs as late as the API allows, and races are errors.
+        npus: number of NPUs, 1 to 64.
+        hbm_bytes: device memory of each NPU, in bytes.
+        late: whether work on streams other than the default one runs as late as the API allows, and
+            races are errors.
 
     Raises:
-        SettingError: a number out of range.
+        SettingError: if a number is out of range.
     """
     parse_npus("npus", str(npus))
     parse_size("hbm_bytes", str(hbm_bytes))
-    others = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p) != SITE]
+    others = [
+        p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p and Path(p) != SITE
+    ]
     return {
         "PYTHONPATH": os.pathsep.join([str(SITE), *others]),
         "HSX_EMULATOR_NPUS": str(npus),
         "HSX_EMULATOR_HBM": str(hbm_bytes),
         "HSX_EMULATOR_LATE": "1" if late else "0",
-        # Forked workers need not import vLLM again. As on hardware, a parent that has used a device cannot fork: the child is refused.
+        # Forked workers need not import vLLM again. As on hardware, a parent that has used a device
+        # cannot fork: its child is refused.
         "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork"),
-        # Each NPU is a process; more threads than cores only wait for each other.
+        # Each NPU is a process. More threads than cores only wait for each other.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `hsx emulate`. What is not given comes from the variables they set, if those are there."""
+    """Return the parser of `hsx emulate`. Defaults come from the variables that the options set."""
     environ = os.environ
     p = argparse.ArgumentParser(
         prog="hsx emulate",
@@ -53,31 +65,52 @@ def parser() -> argparse.ArgumentParser:
         usage="hsx emulate [--npus N] [--hbm SIZE] [--late] -- COMMAND [ARGUMENT ...]",
     )
     npus = environ.get("HSX_EMULATOR_NPUS", str(Settings.npus))
-    p.add_argument("--npus", default=npus, metavar="N", help="number of NPUs (default: %(default)s)")
+    p.add_argument(
+        "--npus", default=npus, metavar="N", help="number of NPUs (default: %(default)s)"
+    )
     size = environ.get("HSX_EMULATOR_HBM", f"{Settings.hbm_bytes >> 30}GiB")
-    p.add_argument("--hbm", default=size, metavar="SIZE", help="memory of each NPU, e.g. 512MiB (default: %(default)s)")
-    p.add_argument("--late", action="store_true", help="run work on side streams as late as the API allows, and make races errors")
-    p.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, after --")
+    p.add_argument(
+        "--hbm",
+        default=size,
+        metavar="SIZE",
+        help="memory of each NPU, e.g. 512MiB (default: %(default)s)",
+    )
+    p.add_argument(
+        "--late",
+        action="store_true",
+        help="run work on side streams as late as the API allows, and raise errors for races",
+    )
+    p.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, after --"
+    )
     return p
 
 
 def emulate(argv: Sequence[str]) -> int:
-    """Runs ``[options] -- command`` in this process's place; returns an exit code only when it cannot."""
+    """Replace this process by the command. Return an exit code only if that is impossible."""
     options = parser().parse_args(list(argv))
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        print("hsx emulate: no command given; put it after --, e.g. hsx emulate --npus 4 -- vllm serve MODEL", file=sys.stderr)
+        print(
+            "hsx emulate: no command given; put it after --, e.g. hsx emulate --npus 4 -- vllm "
+            "serve MODEL",
+            file=sys.stderr,
+        )
         return 2
     try:
-        late = options.late or parse_flag("HSX_EMULATOR_LATE", os.environ.get("HSX_EMULATOR_LATE", "0"))
-        added = environment(parse_npus("--npus", options.npus), parse_size("--hbm", options.hbm), late)
+        late = options.late or parse_flag(
+            "HSX_EMULATOR_LATE", os.environ.get("HSX_EMULATOR_LATE", "0")
+        )
+        added = environment(
+            parse_npus("--npus", options.npus), parse_size("--hbm", options.hbm), late
+        )
     except SettingError as error:
         print(f"hsx emulate: {error}", file=sys.stderr)
         return 2
     program = shutil.which(command[0])
     if program is None:
-        print(f"hsx emulate: there is no program {command[0]!r} on PATH", file=sys.stderr)
+        print(f"hsx emulate: {command[0]!r} is not on PATH", file=sys.stderr)
         return 127
     sys.stdout.flush()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what this becomes would inherit that
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ignored by Python, and inherited by the command
     os.execve(program, command, {**os.environ, **added})

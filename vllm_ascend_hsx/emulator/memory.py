@@ -1,4 +1,4 @@
-"""torch.npu's view of device memory. The accounting is in csrc/memory.h."""
+"""torch.npu's functions about device memory. The accounting is in csrc/memory.h."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from vllm_ascend_hsx.emulator.devices import Device, index_of
 from vllm_ascend_hsx.emulator.missing import NotEmulated
 from vllm_ascend_hsx.emulator.native import core
 
-# torch.accelerator's own functions, bound now: vllm-ascend replaces them by torch.npu's (patch_torch_accelerator.py:14).
+# torch.accelerator's own functions, bound early: vllm-ascend replaces them by torch.npu's
+# (patch_torch_accelerator.py:14).
 _stats = torch.accelerator.memory_stats
 _reset_peak = torch.accelerator.reset_peak_memory_stats
 _reset_accumulated = torch.accelerator.reset_accumulated_memory_stats
 
 
 def empty_cache() -> None:
-    """Hands reserved but unused memory back to the device."""
+    """Return reserved but unused memory to the device."""
     core.empty_cache()
 
 
 def mem_get_info(device: Device = None) -> tuple[int, int]:
-    """(free, total) bytes of the device. Free is what this process has not reserved."""
+    """Return (free, total) bytes of the device.
+
+    Memory is free if this process has not reserved it.
+    """
     core.create_context()
     return core.memory_info(index_of(device))
 
 
 def memory_stats(device: Device = None) -> OrderedDict[str, int]:
-    """Every counter by dotted name, e.g. "allocated_bytes.all.peak"; counts and bytes."""
+    """Return all counters by dotted name, e.g. "allocated_bytes.all.peak"; counts and bytes."""
     core.create_context()
     return _stats(index_of(device))
 
@@ -38,38 +42,38 @@ def _stat(name: str, device: Device) -> int:
 
 
 def memory_allocated(device: Device = None) -> int:
-    """Bytes in tensors."""
+    """Return the bytes in tensors."""
     return _stat("allocated_bytes.all.current", device)
 
 
 def max_memory_allocated(device: Device = None) -> int:
-    """The most bytes in tensors since the start or the last reset."""
+    """Return the most bytes in tensors since the start or the last reset."""
     return _stat("allocated_bytes.all.peak", device)
 
 
 def memory_reserved(device: Device = None) -> int:
-    """Bytes taken from the device, used or not."""
+    """Return the bytes reserved from the device, used or not."""
     return _stat("reserved_bytes.all.current", device)
 
 
 def max_memory_reserved(device: Device = None) -> int:
-    """The most bytes taken from the device since the start or the last reset."""
+    """Return the most bytes reserved from the device since the start or the last reset."""
     return _stat("reserved_bytes.all.peak", device)
 
 
 def reset_peak_memory_stats(device: Device = None) -> None:
-    """Peaks start again from the present values."""
+    """Reset peaks to the present values."""
     core.create_context()
     _reset_peak(index_of(device))
 
 
 def reset_max_memory_allocated(device: Device = None) -> None:
-    """As reset_peak_memory_stats."""
+    """Do the same as reset_peak_memory_stats."""
     reset_peak_memory_stats(device)
 
 
 def reset_accumulated_memory_stats(device: Device = None) -> None:
-    """Totals of allocated and freed start again from 0."""
+    """Reset the totals of allocated and freed memory to 0."""
     core.create_context()
     _reset_accumulated(index_of(device))
 

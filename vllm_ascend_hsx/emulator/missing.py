@@ -1,4 +1,4 @@
-"""What the emulator does not have: an error with the full name, at the access for a name nobody knows, at the call for a known one."""
+"""Errors for missing names: unknown ones fail on access, known ones when they are called."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ from typing import Any, NoReturn
 
 
 class UnknownName(AttributeError, NotImplementedError):
-    """A name the emulated torch_npu does not have. An AttributeError too, so that hasattr() answers truthfully."""
+    """A name that the emulated torch_npu lacks. Also an AttributeError, so that hasattr() works."""
 
 
 def unknown(module: str, name: str) -> NoReturn:
-    """Raises UnknownName for ``module.name``."""
+    """Raise UnknownName for ``module.name``."""
     raise UnknownName(f"{module}.{name} does not exist in the emulated NPU")
 
 
 class NotEmulated:
-    """Stands for a function or class that hardware has and the emulator has not: may be imported, raises when it is used."""
+    """A function or class of the hardware that is not emulated.
+
+    It can be imported but raises when used.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,7 +31,7 @@ class NotEmulated:
             raise AttributeError(name)
         return NotEmulated(f"{self._name}.{name}")
 
-    def __or__(self, _: Any) -> Any:  # stands in annotations: X | None
+    def __or__(self, _: Any) -> Any:  # used in annotations: X | None
         return Any
 
     __ror__ = __or__

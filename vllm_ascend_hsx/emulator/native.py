@@ -1,4 +1,4 @@
-"""Loads the C++ part and starts the emulated devices in this process."""
+"""Load the C++ part and start the emulated devices in this process."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def _load() -> ModuleType:
     return module
 
 
-# pybind module of csrc/npu.cpp; loaded once per process, when this module is first imported.
+# pybind module of csrc/npu.cpp, loaded once per process, by the first import of this module.
 core = _load()

@@ -121,18 +121,18 @@ __all__ = [
     "synchronize",
 ]
 
-# Settings that choose between ways of computing the same; the emulator has one way.
+# Settings that select between equivalent computations; the emulator has only one.
 config = SimpleNamespace(allow_internal_format=False)
 
 make_graphed_callables = NotEmulated("torch.npu.make_graphed_callables")
 
 
 def set_compile_mode(jit_compile: bool = False) -> None:
-    """Accepted without effect: the emulated NPU compiles no operators."""
+    """Do nothing: the emulated NPU compiles no operators."""
 
 
 def init() -> None:
-    """Makes this process use the devices; done by itself on first use."""
+    """Initialise the devices in this process. Called automatically on first use."""
     core.create_context()
 
 
@@ -140,7 +140,7 @@ _lazy_init = init
 
 
 def is_initialized() -> bool:
-    """Whether this process has used a device."""
+    """Return whether this process has used a device."""
     return core.context_created()
 
 
@@ -149,12 +149,12 @@ def _is_in_bad_fork() -> bool:
 
 
 def is_bf16_supported() -> bool:
-    """True."""
+    """Return True."""
     return True
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """The types that autocast may use."""
+    """Return the types that autocast may use."""
     return [torch.float16, torch.bfloat16, torch.float32]
 
 

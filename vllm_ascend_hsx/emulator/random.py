@@ -1,4 +1,4 @@
-"""torch.npu's random numbers: each NPU has a generator of its own, independent of the CPU's."""
+"""torch.npu's random numbers. Each NPU has its own generator, independent of the CPU's."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ def _generator(device: Device = None) -> torch.Generator:
 
 
 def manual_seed(seed: int) -> None:
-    """Seeds the current device."""
+    """Seed the current device."""
     _generator().manual_seed(int(seed))
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seeds every device alike."""
+    """Seed every device with the same number."""
     for index in range(device_count()):
         _generator(index).manual_seed(int(seed))
 
 
 def seed() -> None:
-    """Seeds the current device with a random number."""
+    """Seed the current device with a random number."""
     _generator().seed()
 
 
 def seed_all() -> None:
-    """Seeds every device alike with a random number."""
+    """Seed every device with the same random number."""
     manual_seed_all(_generator(0).seed())
 
 
 def initial_seed() -> int:
-    """The seed of the current device."""
+    """Return the seed of the current device."""
     return _generator().initial_seed()
 
 
 def get_rng_state(device: Device = None) -> torch.Tensor:
-    """The generator's state, a CPU tensor of bytes."""
+    """Return the generator's state, a CPU tensor of bytes."""
     return _generator(device).get_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Device = None) -> None:
-    """Sets a state that get_rng_state gave."""
+    """Set a state that get_rng_state returned."""
     _generator(device).set_state(new_state)
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """The states of all devices."""
+    """Return the states of all devices."""
     return [get_rng_state(index) for index in range(device_count())]
 
 
 def set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    """Sets the states of the devices, in order."""
+    """Set the states of the devices, in order."""
     for index, state in enumerate(new_states):
         set_rng_state(state, index)

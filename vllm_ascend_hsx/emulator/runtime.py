@@ -1,4 +1,4 @@
-"""Makes torch know the device "npu" and fills the package ``torch_npu``. Run when torch_npu is imported."""
+"""Register the device "npu" with torch and fill the package ``torch_npu``, when it is imported."""
 
 from __future__ import annotations
 
@@ -7,26 +7,39 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
+from torch.utils.backend_registration import (
+    generate_methods_for_privateuse1_backend,
+    rename_privateuse1_backend,
+)
 
-from vllm_ascend_hsx.emulator import graphs, hccl, import_hooks, memory, npu, ops, random, streams, torchvision_stub
+from vllm_ascend_hsx.emulator import (
+    graphs,
+    hccl,
+    import_hooks,
+    memory,
+    npu,
+    ops,
+    random,
+    streams,
+    torchvision_stub,
+)
 from vllm_ascend_hsx.emulator.missing import NotEmulated, unknown
 from vllm_ascend_hsx.emulator.native import core
 
-VERSION = "2.10.0.post4"  # the torch_npu that vllm-ascend 0.23.0 requires
+VERSION = "2.10.0.post4"  # the version that vllm-ascend 0.23.0 requires
 
 
 def install(package: ModuleType) -> None:
-    """Registers device, c10d backend and operators with torch, and gives the package its names and submodules.
+    """Register device, c10d backend and operators with torch, and fill the package.
 
     Args:
-        package: the module ``torch_npu`` that is being imported.
+        package: the module ``torch_npu``, which is being imported.
     """
     rename_privateuse1_backend("npu")
     torch._register_device_module("npu", npu)
     generate_methods_for_privateuse1_backend(for_storage=True)
     sys.modules["torch.npu"] = npu
-    torch.version.cann = "8.5.0"  # type: ignore[attr-defined]  # vllm_ascend/utils.py:484 asks whether there is one
+    torch.version.cann = "8.5.0"  # type: ignore[attr-defined]  # read by vllm_ascend/utils.py:484
     hccl.register()
     ops.register()
     import_hooks.install(ops.patch_hooks())
@@ -54,20 +67,31 @@ def _fill(package: ModuleType) -> None:
     _submodule(package, "npu", npu)
     for part in (graphs, memory, random, streams):
         _submodule(package, f"npu.{part.__name__.rpartition('.')[2]}", part)
-    _submodule(package, "_C", _weak_ref_tensor=core.weak_ref, _NPUTaskGroupHandle=graphs.TaskGroupHandle)
+    _submodule(
+        package, "_C", _weak_ref_tensor=core.weak_ref, _NPUTaskGroupHandle=graphs.TaskGroupHandle
+    )
     _submodule(package, "_C._distributed_c10d", ProcessGroupHCCL=hccl.ProcessGroupHCCL)
     _submodule(package, "op_plugin")
     _submodule(package, "op_plugin.atb")
-    # vllm-ascend calls it to load CANN's ATB operators; here they are declared with all others (ops.register).
+    # vllm-ascend calls this to load CANN's ATB operators. Here ops.register declares them with all
+    # others.
     _submodule(package, "op_plugin.atb._atb_ops", _register_atb_extensions=lambda: None)
-    _submodule(package, "_inductor")  # imported for its effect on torch.compile, of which there is none here
+    _submodule(package, "_inductor")  # imported for its effect on torch.compile; no effect here
     _submodule(package, "multiprocessing")
     _submodule(
-        package, "multiprocessing.reductions", rebuild_npu_tensor=NotEmulated(f"{name}.multiprocessing.reductions.rebuild_npu_tensor")
+        package,
+        "multiprocessing.reductions",
+        rebuild_npu_tensor=NotEmulated(f"{name}.multiprocessing.reductions.rebuild_npu_tensor"),
     )
     _submodule(package, "atb", npu_paged_cache_load=ops.find("npu_paged_cache_load"))
-    _submodule(package, "profiler", __getattr__=lambda wanted: _not_emulated(f"{name}.profiler", wanted))
-    _submodule(package, "profiler.dynamic_profile", step=NotEmulated(f"{name}.profiler.dynamic_profile.step"))
+    _submodule(
+        package, "profiler", __getattr__=lambda wanted: _not_emulated(f"{name}.profiler", wanted)
+    )
+    _submodule(
+        package,
+        "profiler.dynamic_profile",
+        step=NotEmulated(f"{name}.profiler.dynamic_profile.step"),
+    )
 
 
 def _not_emulated(module: str, name: str) -> NotEmulated:
@@ -76,7 +100,9 @@ def _not_emulated(module: str, name: str) -> NotEmulated:
     return NotEmulated(f"{module}.{name}")
 
 
-def _submodule(package: ModuleType, path: str, module: ModuleType | None = None, **names: Any) -> ModuleType:
+def _submodule(
+    package: ModuleType, path: str, module: ModuleType | None = None, **names: Any
+) -> ModuleType:
     full = f"{package.__name__}.{path}"
     if module is None:
         module = ModuleType(full, "Part of the emulated torch_npu.")

@@ -1,4 +1,4 @@
-"""What the environment asks of the emulated machine: number of NPUs, memory of each, late mode."""
+"""Settings of the emulated machine: number of NPUs, their memory, late mode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class SettingError(ValueError):
-    """An option that cannot be used; the message names the option, its value and the remedy."""
+    """An option cannot be used. The message names option, value and remedy."""
 
     def __init__(self, option: str, value: object, remedy: str) -> None:
         shown = repr(value[:40] + "..." if isinstance(value, str) and len(value) > 40 else value)
@@ -29,7 +29,7 @@ class Settings:
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Reads HSX_EMULATOR_NPUS, HSX_EMULATOR_HBM and HSX_EMULATOR_LATE. Raises SettingError."""
+        """Read HSX_EMULATOR_NPUS, HSX_EMULATOR_HBM and HSX_EMULATOR_LATE. Raises SettingError."""
         environ = os.environ
         return cls(
             parse_npus("HSX_EMULATOR_NPUS", environ.get("HSX_EMULATOR_NPUS", str(cls.npus))),
@@ -39,14 +39,17 @@ class Settings:
 
 
 def parse_npus(option: str, text: str) -> int:
-    """A number of NPUs, 1 to 64. Raises SettingError."""
+    """Parse a number of NPUs, 1 to 64. Raises SettingError."""
     if not text.strip().isdecimal() or len(text) > 30 or not 1 <= int(text) <= MAX_NPUS:
         raise SettingError(option, text, f"give a number from 1 to {MAX_NPUS}")
     return int(text)
 
 
 def parse_size(option: str, text: str) -> int:
-    """Bytes from a size such as 1073741824, 512MiB or 1.5G (units are powers of 1024). Raises SettingError."""
+    """Parse a size such as 1073741824, 512MiB or 1.5G (units are powers of 1024).
+
+    Raises SettingError.
+    """
     match = _SIZE.match(text)
     if match is None:
         raise SettingError(option, text, "give a size such as 512MiB or 2GiB")
@@ -58,7 +61,7 @@ def parse_size(option: str, text: str) -> int:
 
 
 def parse_flag(option: str, text: str) -> bool:
-    """True for 1, False for 0 or nothing. Raises SettingError."""
+    """Return True for 1, False for 0 or an empty text. Raises SettingError."""
     if text.strip() not in ("", "0", "1"):
         raise SettingError(option, text, "give 0 or 1")
     return text.strip() == "1"

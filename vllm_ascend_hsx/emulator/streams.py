@@ -1,4 +1,4 @@
-"""torch.npu.Stream and torch.npu.Event. The order they give work is in csrc/streams.h."""
+"""torch.npu.Stream and torch.npu.Event. The ordering of work is in csrc/streams.h."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from vllm_ascend_hsx.emulator.native import core
 
 
 class Stream(torch.Stream):
-    """A queue of work on one NPU. Work on different streams is unordered unless an event or a synchronization orders it."""
+    """A queue of work on one NPU.
+
+    Only events and synchronizations order work on different streams.
+    """
 
     def __new__(cls, device: Device = None, priority: int = 0, **kwargs: Any) -> Stream:
         if "stream_id" in kwargs:
@@ -19,15 +22,15 @@ class Stream(torch.Stream):
         return super().__new__(cls, device=torch.device("npu", index_of(device)), priority=priority)
 
     def wait_event(self, event: torch.Event) -> None:
-        """Work given to this stream from here on waits for the event; the host does not."""
+        """Make later work of this stream wait for the event. The host does not wait."""
         event.wait(self)
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """Work given to this stream from here on waits for all that the other stream has been given."""
+        """Make later work of this stream wait for all work that the other stream has been given."""
         self.wait_event(stream.record_event())
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        """Marks the present end of the stream's work with the event (a new one if none is given)."""
+        """Record the event (default: a new one) after the stream's present work."""
         if event is None:
             event = Event()
         event.record(self)
@@ -45,47 +48,66 @@ class Stream(torch.Stream):
 class Event(torch.Event):
     """A mark in a stream's work that other streams and the host can wait for."""
 
-    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Event:
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> Event:
         if interprocess:
-            raise NotImplementedError("torch.npu.Event(interprocess=True) is not implemented by the emulated NPU")
-        return super().__new__(cls, device=torch.device("npu", index_of(None)), enable_timing=enable_timing, blocking=blocking)
+            raise NotImplementedError(
+                "torch.npu.Event(interprocess=True) is not implemented by the emulated NPU"
+            )
+        return super().__new__(
+            cls,
+            device=torch.device("npu", index_of(None)),
+            enable_timing=enable_timing,
+            blocking=blocking,
+        )
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        """Marks the present end of the stream's work; of the current stream if none is given."""
+        """Record the event after the present work of the stream (default: the current one)."""
         super().record(current_stream() if stream is None else stream)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """Work given to the stream (default: the current one) from here on waits for the event; the host does not."""
+        """Make later work of the stream (default: the current one) wait for the event.
+
+        The host does not wait.
+        """
         super().wait(current_stream() if stream is None else stream)
 
     def elapsed_time(self, end_event: torch.Event) -> float:
-        """Milliseconds from this event to the other. Raises RuntimeError unless both have timing and have happened."""
+        """Return the milliseconds from this event to the other.
+
+        Raises RuntimeError unless both have timing and have completed.
+        """
         return core.elapsed_time(self.event_id, end_event.event_id)
 
 
 def _typed(stream: torch.Stream) -> Stream:
-    return Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+    return Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 def current_stream(device: Device = None) -> Stream:
-    """The stream that work of this thread goes to on the device (default: the current one)."""
+    """Return this thread's current stream of the device (default: the current device)."""
     return _typed(torch.accelerator.current_stream(index_of(device)))
 
 
 def default_stream(device: Device = None) -> Stream:
-    """The device's default stream, number 0."""
+    """Return the device's default stream, number 0."""
     index = index_of(device)
-    return Stream(stream_id=0, device_index=index, device_type=torch._C._autograd.DeviceType.PrivateUse1.value)
+    return Stream(
+        stream_id=0, device_index=index, device_type=torch._C._autograd.DeviceType.PrivateUse1.value
+    )
 
 
 def set_stream(stream: torch.Stream | None) -> None:
-    """Makes it the current stream of its device in this thread (and the device current); None changes nothing."""
+    """Make the stream and its device current in this thread. None changes nothing."""
     if stream is not None:
         torch.accelerator.set_stream(stream)
 
 
 class StreamContext:
-    """``with torch.npu.stream(s):`` work goes to s; afterwards device and streams are as before."""
+    """``with torch.npu.stream(s):`` makes s current. Device and streams are restored afterwards."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -105,5 +127,5 @@ class StreamContext:
 
 
 def stream(stream: torch.Stream | None) -> StreamContext:
-    """The context in which work goes to the stream; None: no change."""
+    """Return the context in which the stream is current. None changes nothing."""
     return StreamContext(stream)

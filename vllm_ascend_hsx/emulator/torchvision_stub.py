@@ -1,7 +1,7 @@
-"""Stands in for torchvision where none is installed: transformers and vLLM import it on paths that serve text only.
+"""A substitute for torchvision, which transformers and vLLM import even for text-only models.
 
-A torchvision built for another torch breaks those imports, and the emulated stack has no image models; so its names may be imported,
-and raise NotImplementedError when they are used.
+A torchvision built for another torch would break those imports, and the emulated stack has no image
+models. So its names can be imported, and raise NotImplementedError when used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from types import ModuleType
 
 from vllm_ascend_hsx.emulator.missing import NotEmulated
 
-# What torchvision itself no longer has (io/__init__.py, 0.29.2); datasets asks for it by import, to compare types with it.
+# Names that torchvision no longer has (io/__init__.py, 0.29.2). datasets tries to import them for
+# type comparisons.
 REMOVED = frozenset({"torchvision.io.VideoReader"})
 
 
@@ -40,7 +41,9 @@ class _Stub(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         ours = name.partition(".")[0] == "torchvision" and name not in REMOVED
         return ModuleSpec(name, self, is_package=True) if ours else None
 
@@ -52,6 +55,6 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Provides ``torchvision`` if nothing else does."""
+    """Provide ``torchvision`` if it is not installed."""
     if importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_Finder())

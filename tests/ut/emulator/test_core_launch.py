@@ -67,7 +67,7 @@ def test_torch_alone_brings_the_device() -> None:
         (("--npus", "65", "--", "true"), 2, "--npus='65' cannot be used"),
         (("--hbm", "huge", "--", "true"), 2, "--hbm='huge' cannot be used: give a size such as 512MiB or 2GiB"),
         (("--hbm", "1MiB", "--", "true"), 2, "at least 32MiB"),
-        (("--", "no-such-program"), 127, "there is no program 'no-such-program' on PATH"),
+        (("--", "no-such-program"), 127, "'no-such-program' is not on PATH"),
     ],
 )
 def test_a_command_line_that_cannot_be_used_gets_one_clear_line(
