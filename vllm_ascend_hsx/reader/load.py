@@ -295,9 +295,14 @@ def difference(place: Place, header: Header) -> str | None:
     """What speaks against the file being as it was written, or None if nothing does."""
     stated = stated_checksum(header.content, header.metadata)
     if stated is None:
-        algorithm = header.metadata.get("checksum_algorithm")
-        return f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm is {algorithm})"
+        return unverifiable(header)
     expected, digest = stated
     digest.read(place.fd, place.offset + len(header.content), place.offset + place.size)
     found = digest.hexdigest()
     return None if found == expected else f"it is not as it was written: its checksum is {found}, not {expected}"
+
+
+def unverifiable(header: Header) -> str:
+    """Return why a file has no checksum that can be compared."""
+    algorithm = header.metadata.get("checksum_algorithm")
+    return f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm is {algorithm})"

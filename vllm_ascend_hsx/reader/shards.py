@@ -309,6 +309,20 @@ def remove_member(path: Path) -> bool:
     return any([shards.remove(name) for shards, name in _shards_above(path)])
 
 
+def members_in(directory: Path) -> list[str]:
+    """Return the names of the members directly in a directory, in shards of it or of one above.
+
+    Raises:
+        OSError: the shards cannot be read.
+    """
+    found = []
+    for shards, name in _shards_above(directory / "_"):
+        folder = name[:-1]
+        names = [each.removeprefix(folder) for each in shards.members() if each.startswith(folder)]
+        found += [each for each in names if "/" not in each]
+    return found
+
+
 def shard_of(path: Path) -> Path | None:
     """The shard in which a file `path` is a member, or None. Raises OSError: it cannot be read."""
     for shards, name in _shards_above(path):
