@@ -391,6 +391,11 @@ class FakeServer:
         with self.make_sink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model), self.options) as other:
             await self.answer(exchange, await self.publish(exchange, await self.begin(exchange, other)))
 
+    async def do_drop_other_layers(self, exchange: Exchange) -> None:
+        with self.make_sink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model), self.options) as other:
+            await self.publish(exchange, await self.begin(exchange, other))
+        exchange.writer.close()
+
 
 def change_a_bit(path: Path) -> None:
     """Of the rows of a file, or of the member of a shard that has its name."""

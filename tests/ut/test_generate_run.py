@@ -189,6 +189,8 @@ CASES = {
     "corrupt": Case(["corrupt", "ok"], 2, options=("--validate",)),
     "rows-of-another-request": Case(["other-tokens"], 4, "failed", "of the prompt is 201 in it, and was 200"),
     "other-layers": Case(["other-layers", "ok"], 2),
+    "other-layers-for-ever": Case(["other-layers"], 4, "failed", "holds rows of another server: layer_ids was [2, 0, 3], is [2, 0]"),
+    "other-layers-and-no-answer": Case(["drop-other-layers", "ok"], 2),
     "an-answer-of-other-tokens-with-the-right-file": Case(["other-prompt"], 1),
     "other-tokens-were-computed": Case(["other-computed"], 4, "failed", "token 1 of the prompt is 1 in it, and was 201"),
     "everything-at-once": Case([500, "drop", "error-file", "ok"], 4),
@@ -710,7 +712,7 @@ def test_the_readme_s_command_does_what_it_says(bench: Bench, tmp_path: Path) ->
             tmp_path / "conversations.jsonl", [{"conversations": [{"from": "human", "value": str(row)}]} for row in range(9)]
         )
         command = found[1].replace("http://node1:8000", bench.server.url).replace("http://node2:8000", second.url)
-        words = shlex.split(command.replace("conversations.jsonl", str(data)).replace("/data/rows", str(bench.output)))
+        words = shlex.split(command.replace("conversations.jsonl", str(data)).replace("/data/hidden_states", str(bench.output)))
         done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words[1:]], text=True, capture_output=True, check=False)
         assert words[0] == "hsx" and done.returncode == 0, done.stderr
         assert second.asked + bench.server.asked == Counter(range(9))

@@ -67,3 +67,7 @@ class RequestError(Exception):
     def is_unreached(self) -> bool:
         """True if the request was never sent, so that it counts as no attempt."""
         return self.fault is Fault.DOWN and not self.lost
+
+
+class ForeignRowError(RequestError):
+    """A server wrote a row of another model or other layers than the other rows."""

@@ -9,10 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.generate.endpoints import Endpoint
-from vllm_ascend_hsx.generate.errors import Fault, InputError, RequestError, RunError
+from vllm_ascend_hsx.generate.errors import (
+    Fault,
+    ForeignRowError,
+    InputError,
+    RequestError,
+    RunError,
+)
 from vllm_ascend_hsx.generate.ledger import (
-    REMEDY,
     Ledger,
     differences,
     files_of_rows,
@@ -50,17 +54,17 @@ class RowFiles:
         """Return the path of a row's file on the servers' machines."""
         return os.path.join(self._server_output, row_file(row))
 
-    def check(self, row: int, expected: Expected, endpoint: Endpoint | None) -> Examination:
+    def check(self, row: int, expected: Expected, is_new: bool) -> Examination:
         """Check a row's file; wait for a server that is writing it.
 
         Args:
             row: of the dataset.
             expected: tokens, as far as they are known.
-            endpoint: whose answer says that the file is there; None to see if it is there.
+            is_new: False if this run has not requested the row.
 
         Raises:
             RequestError: the row has no file, or not the right one.
-            InputError: the file is right, but of another model or other layers than the others.
+            InputError: an older file is of another model or other layers than the others.
             RunError: the file cannot be read, which says nothing about what it holds.
         """
         path, options = self.path(row), self._options
@@ -83,40 +87,30 @@ class RowFiles:
             raise RequestError(error.reason, fault=Fault.DEGRADED) from error
         except OSError as error:
             raise RunError(describe(f"{path} cannot be read", error)) from error
-        self._compare(found, endpoint)
+        self._compare(found, is_new)
         if found.problem is not None:
             raise RequestError(found.problem, fault=Fault.DEGRADED)
         remove(path, keep_data=True)
         return found
 
-    def _compare(self, found: Examination, endpoint: Endpoint | None) -> None:
-        """Compare what a file says about its server with the other rows.
-
-        Raises:
-            RequestError: a server's file differs that has delivered others.
-            InputError: an older file differs, or a server's first, which is removed.
-        """
+    def _compare(self, found: Examination, is_new: bool) -> None:
+        """Compare what a file says about its server with the other rows. Raises as `check`."""
         server = _server_of(found)
         with self._mutex:
             if self._ledger.server is None and found.problem is None:
                 # The run that wrote the first rows may have died before it logged this.
-                older = None if endpoint is None else self._server_of_rows(found.path)
+                older = self._server_of_rows(found.path) if is_new else None
                 self._ledger.note_server(older or server)
         before = self._ledger.server
         if before is None or before == server:
             return
         changes = differences(before, server)
-        if endpoint is None:
-            raise InputError(
-                f"{found.path} is a row of another server than the ledger says: {changes}; "
-                "nothing was changed: name the right --output"
-            )
-        if endpoint.proven:
-            raise RequestError(f"another server wrote it: {changes}", fault=Fault.DEGRADED)
-        remove(found.path)
+        if is_new:
+            reason = f"{self._output} holds rows of another server: {changes}"
+            raise ForeignRowError(reason, fault=Fault.DEGRADED)
         raise InputError(
-            f"{endpoint.url}: {self._output} holds rows of another server: {changes}; serve the "
-            f"same model and layers, or {REMEDY}"
+            f"{found.path} is a row of another server than the ledger says: {changes}; nothing was "
+            "changed: name the right --output, or remove what is wrong"
         )
 
     def _server_of_rows(self, new: Path) -> dict[str, Any] | None:

@@ -16,13 +16,14 @@ from vllm_ascend_hsx.generate.dataset import Dataset
 from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint
 from vllm_ascend_hsx.generate.errors import (
     Fault,
+    ForeignRowError,
     InputError,
     RequestError,
     RunError,
     StoppedError,
 )
 from vllm_ascend_hsx.generate.files import RowFiles
-from vllm_ascend_hsx.generate.ledger import Ledger, Status
+from vllm_ascend_hsx.generate.ledger import REMEDY, Ledger, Status
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.outcome import SHOWN_FAILURES, Outcome
 from vllm_ascend_hsx.generate.progress import Progress
@@ -147,36 +148,41 @@ class Generation:
         """Return the row's file if it is right; wait for a server that is writing it."""
         work.problem = None
         try:
-            return await self._in_pool(self._files.check, work.row.index, work.expected, None)
+            return await self._check(work)
         except RequestError as error:
             work.problem = None if error.missing else error.reason
             return None
+
+    async def _check(self, work: Work) -> Examination:
+        is_new = work.attempts > 0
+        return await self._in_pool(self._files.check, work.row.index, work.expected, is_new)
 
     async def _attempt(self, work: Work) -> Examination:
         """Request the row and check its file. Raises RequestError, InputError."""
         async with self._leased_endpoint() as endpoint:
             if endpoint.model is None:
                 endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
-            row, path = work.row, self._files.server_path(work.row.index)
-            request = self._client.ask(endpoint.url, endpoint.model, row, path)
+            work.attempts, work.endpoint = work.attempts + 1, endpoint.url
+            path = self._files.server_path(work.row.index)
+            request = self._client.ask(endpoint.url, endpoint.model, work.row, path)
             try:
                 work.expected = await self._unless_stopped(request)
-                found = await self._in_pool(self._files.check, row.index, work.expected, endpoint)
+                found = await self._check(work)
             except RequestError as error:
-                self._count_attempt(work, endpoint, error)
+                work.attempts -= error.is_unreached
+                if not endpoint.proven:
+                    await self._refuse(work, endpoint, error)
                 raise
-            self._count_attempt(work, endpoint, None)
             endpoint.proven = True
             return found
 
-    def _count_attempt(self, work: Work, endpoint: Endpoint, error: RequestError | None) -> None:
-        """Count a request that was sent. Raises InputError: the server is set up wrongly."""
-        if error is not None and error.is_unreached:
-            return
-        work.attempts, work.endpoint = work.attempts + 1, endpoint.url
-        self.outcome.requests += 1
-        retries = self._options.max_retries
-        if error is not None and error.missing and not endpoint.proven and endpoint.failed >= retries:
+    async def _refuse(self, work: Work, endpoint: Endpoint, error: RequestError) -> None:
+        """Raise InputError for a new server that is set up wrongly."""
+        if isinstance(error, ForeignRowError):
+            await self._in_pool(self._files.remove, work.row.index, SETTLE_S)
+            remedy = f"serve the same model and layers, or {REMEDY}"
+            raise InputError(f"{endpoint.url}: {error.reason}; {remedy}") from error
+        if error.missing and endpoint.failed >= self._options.max_retries:
             raise InputError(error.reason) from error
 
     @asynccontextmanager
@@ -237,6 +243,7 @@ class Generation:
         self._count_error(reason)
 
     def _log(self, work: Work, status: Status, **facts: Any) -> None:
+        self.outcome.requests += work.attempts
         seconds = round(time.monotonic() - work.started, 3)
         facts |= {"seconds": seconds, "attempts": work.attempts, "endpoint": work.endpoint}
         self._ledger.append(work.row.index, status, **facts)
