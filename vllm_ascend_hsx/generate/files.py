@@ -90,7 +90,8 @@ class RowFiles:
         self._compare(found, is_new)
         if found.problem is not None:
             raise RequestError(found.problem, fault=Fault.DEGRADED)
-        remove(path, keep_data=True)
+        if is_new:
+            remove(path, keep_data=True)
         return found
 
     def _compare(self, found: Examination, is_new: bool) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -76,11 +77,12 @@ class Generation:
     ) -> None:
         self.outcome = outcome
         self._options = options
-        self._dataset = dataset
         self._ledger = ledger
         self._progress = progress
         self._files = RowFiles(options, ledger)
         self._balancer = Balancer(options.endpoints, options.retry_delay)
+        self._rows = dataset.rows(options.is_wanted)
+        self._mutex = threading.Lock()  # guards rows and counts of rows that were there
         self._errors_in_a_row = 0
         self._cancelled_by_stop: set[asyncio.Future[Any]] = set()
         outcome.endpoints = self._balancer.endpoints
@@ -89,11 +91,9 @@ class Generation:
         """Do all rows. The outcome says what stopped the run; only unexpected errors are raised."""
         started = time.monotonic()
         options = self._options
-        rows = self._dataset.rows(options.is_wanted)
-        turn = asyncio.Lock()
         with ThreadPoolExecutor(options.concurrency, "hsx-check") as self._pool:
             async with Client(options) as self._client:
-                await asyncio.gather(*(self._work(rows, turn) for _ in range(options.concurrency)))
+                await asyncio.gather(*(self._work() for _ in range(options.concurrency)))
             await self._tidy()
         self.outcome.seconds = time.monotonic() - started
         stopped = self.outcome.stopped_by
@@ -107,28 +107,35 @@ class Generation:
             for waiting in self._cancelled_by_stop:
                 waiting.cancel()
 
-    async def _work(self, rows: Iterator[Row], turn: asyncio.Lock) -> None:
+    async def _work(self) -> None:
         try:
-            while self.outcome.stopped_by is None:
-                async with turn:
-                    row = await self._in_pool(next, rows, None)
-                if row is None:
-                    return
-                await self._do(row)
+            while (work := await self._in_pool(self._next)) is not None:
+                await self._do(work)
         except StoppedError:
             return
         except Exception as error:  # noqa: BLE001 (the other workers stop; `run` raises it)
             self.stop(error)
 
-    async def _do(self, row: Row) -> None:
-        """Make the row's file unless it is there, in as many attempts as are allowed."""
+    def _next(self) -> Work | None:
+        """Return the next row without its file; log and count those that have it."""
         output = None if self._options.include_output_tokens else ()
-        work = Work(row, Expected(row.token_ids, output))
-        if await self._find(work):
-            return self._pass(work)
-        if work.problem is not None:
-            name = self._files.path(row.index).name
-            self._progress.say(f"{name}: {work.problem}; it is asked for again")
+        while self.outcome.stopped_by is None:
+            with self._mutex:
+                row = next(self._rows, None)
+            if row is None:
+                return None
+            work = Work(row, Expected(row.token_ids, output))
+            if self._find(work) is None:
+                if work.problem is not None:
+                    name = self._files.path(row.index).name
+                    self._progress.say(f"{name}: {work.problem}; it is asked for again")
+                return work
+            with self._mutex:
+                self._pass(work)
+        return None
+
+    async def _do(self, work: Work) -> None:
+        """Request a row, in as many attempts as are allowed."""
         while True:
             try:
                 return self._succeed(work, await self._attempt(work))
@@ -139,23 +146,23 @@ class Generation:
                 if not last:
                     self._progress.retried()
                     await self._unless_stopped(asyncio.sleep(self._delay(work, error)))
-                if (last or error.lost) and (found := await self._find(work)):
+                found = await self._in_pool(self._find, work) if last or error.lost else None
+                if found is not None:
                     return self._succeed(work, found)
                 if last:
                     return await self._fail(work, error.reason)
 
-    async def _find(self, work: Work) -> Examination | None:
+    def _find(self, work: Work) -> Examination | None:
         """Return the row's file if it is right; wait for a server that is writing it."""
         work.problem = None
         try:
-            return await self._check(work)
+            return self._check(work)
         except RequestError as error:
             work.problem = None if error.missing else error.reason
             return None
 
-    async def _check(self, work: Work) -> Examination:
-        is_new = work.attempts > 0
-        return await self._in_pool(self._files.check, work.row.index, work.expected, is_new)
+    def _check(self, work: Work) -> Examination:
+        return self._files.check(work.row.index, work.expected, is_new=work.attempts > 0)
 
     async def _attempt(self, work: Work) -> Examination:
         """Request the row and check its file. Raises RequestError, InputError."""
@@ -167,7 +174,7 @@ class Generation:
             request = self._client.ask(endpoint.url, endpoint.model, work.row, path)
             try:
                 work.expected = await self._unless_stopped(request)
-                found = await self._check(work)
+                found = await self._in_pool(self._check, work)
             except RequestError as error:
                 work.attempts -= error.is_unreached
                 if not endpoint.proven:

@@ -34,7 +34,7 @@ class Progress:
     ) -> None:
         self._console = console
         self._total = total
-        self._finished = self._failures = self._retries = 0
+        self._made = self._passed = self._failures = self._retries = 0
         self._now = now
         self._began = now()
         self._done: deque[tuple[float, int, int]] = deque()  # when; tokens, bytes
@@ -61,12 +61,12 @@ class Progress:
 
     def done(self, tokens: int, num_bytes: int) -> None:
         """Count a row that was made."""
+        self._made += 1
         self._done.append((self._now(), tokens, num_bytes))
-        self._finished += 1
 
     def passed(self) -> None:
-        """Count a row whose file was there."""
-        self._finished += 1
+        """Count a row whose file was there. Called by other threads than the rest."""
+        self._passed += 1
 
     def failed(self) -> None:
         """Count a row that failed for good."""
@@ -84,9 +84,10 @@ class Progress:
     def line(self) -> str:
         """Return what is shown now."""
         rows, tokens, num_bytes = self._rates()
-        left = self._total - self._finished - self._failures
+        finished = self._made + self._passed
+        left = self._total - finished - self._failures
         facts = [
-            f"{self._finished:,} of {self._total:,} rows",
+            f"{finished:,} of {self._total:,} rows",
             f"{rows:.1f} rows/s",
             f"{tokens:,.0f} tokens/s",
             f"{decimal(round(num_bytes))}/s",
@@ -111,7 +112,7 @@ class Progress:
         with suppress(OSError):
             while not self._over.wait(1.0 if is_terminal else LINE_S):
                 if is_terminal:
-                    completed = self._finished + self._failures
+                    completed = self._made + self._passed + self._failures
                     self._bar.update(self._task, completed=completed, description=self.line())
                 else:
                     self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
