@@ -283,7 +283,7 @@ def test_a_signal_ends_the_run_what_is_done_is_kept_and_nothing_is_left_behind(t
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    gone = threading.Event()
+    hanging, gone = threading.Event(), threading.Event()
 
     class Stuck(DeadlyServer):
         async def do_stuck(self, exchange: Exchange) -> None:
@@ -291,9 +291,11 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
             file = await self.begin(exchange)
             await self.answer(exchange, str(file.path))
             await self._loop.run_in_executor(None, wait_for_sleepers, Path(f"{file.path}.lock"))
+            await self._loop.run_in_executor(None, hanging.wait)
             os.kill(self.process.pid, signal.SIGINT)
 
         async def do_hang(self, exchange: Exchange) -> None:
+            hanging.set()
             await exchange.gone()  # the first signal has arrived
             gone.set()
 
