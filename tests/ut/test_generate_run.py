@@ -226,6 +226,12 @@ def test_a_row_that_failed_is_asked_for_again_by_the_next_run_and_no_other(bench
     assert {line["status"] for line in bench.lines().values()} == {"done"}
 
 
+def test_a_path_that_no_server_takes_is_told(bench: Bench) -> None:
+    bench.output /= "a\udcff"
+    code, printed = bench.run()
+    assert code == 2 and "refuses the path of a row's file" in printed and "Traceback" not in printed
+
+
 # When to stop
 
 

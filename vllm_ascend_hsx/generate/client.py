@@ -26,15 +26,17 @@ _CLOSED_TO_US = (401, 403)
 
 
 def check_url(url: str) -> None:
-    """Raises InputError: no request can be sent there."""
+    """Raise InputError if no request can be sent to an endpoint."""
+    problem = "there is no such host or port"
     try:
         parsed = httpx.URL(url)
         possible = parsed.host and (parsed.port is None or 0 < parsed.port < 2**16)
         parsed.host.encode("idna")  # as the system is asked for it
     except (httpx.InvalidURL, ValueError) as error:
-        raise InputError(f"--endpoint {url}: {error}; give the URL of a server, such as http://localhost:8000") from error
+        problem, possible = str(error), False
     if not possible:
-        raise InputError(f"--endpoint {url}: there is no such host or port; give the URL of a server, such as http://localhost:8000")
+        remedy = "give the URL of a server, such as http://localhost:8000"
+        raise InputError(f"--endpoint {url}: {problem}; {remedy}")
 
 
 class Client:
@@ -115,7 +117,10 @@ class Client:
     async def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
         seconds = self._options.request_timeout
         try:
-            request = self._http.request(method, url, json=body)
+            # In ASCII, whatever a path holds: httpx would encode it as UTF-8, which some have not.
+            content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+            headers = {"Content-Type": "application/json"}
+            request = self._http.request(method, url, content=content, headers=headers)
             response = await asyncio.wait_for(request, seconds)
         except (asyncio.TimeoutError, httpx.ReadTimeout) as error:
             reason = f"{url} did not answer within {seconds:g} s"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -33,6 +34,7 @@ class Fault(Enum):
     DOWN = "down"  # it does not answer
 
 
+@dataclass(eq=False)
 class RequestError(Exception):
     """One request for one row failed.
 
@@ -45,23 +47,15 @@ class RequestError(Exception):
         retry_after: seconds that the server asks to be left alone.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        *,
-        again: bool = True,
-        fault: Fault = Fault.NONE,
-        lost: bool = False,
-        missing: bool = False,
-        retry_after: float | None = None,
-    ) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.again = again
-        self.fault = fault
-        self.lost = lost
-        self.missing = missing
-        self.retry_after = retry_after
+    reason: str
+    again: bool = True
+    fault: Fault = Fault.NONE
+    lost: bool = False
+    missing: bool = False
+    retry_after: float | None = None
+
+    def __str__(self) -> str:
+        return self.reason
 
     @property
     def is_unreached(self) -> bool:
