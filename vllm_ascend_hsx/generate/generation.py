@@ -51,7 +51,7 @@ class Work:
     row: Row
     expected: Expected
     attempts: int = 0
-    endpoint: str | None = None
+    endpoint: Endpoint | None = None
     problem: str | None = None
     started: float = field(default_factory=time.monotonic)
 
@@ -169,7 +169,7 @@ class Generation:
         async with self._leased_endpoint() as endpoint:
             if endpoint.model is None:
                 endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
-            work.attempts, work.endpoint = work.attempts + 1, endpoint.url
+            work.attempts, work.endpoint = work.attempts + 1, endpoint
             path = self._files.server_path(work.row.index)
             request = self._client.ask(endpoint.url, endpoint.model, work.row, path)
             try:
@@ -179,8 +179,9 @@ class Generation:
                 work.attempts -= error.is_unreached
                 if not endpoint.proven:
                     await self._refuse(work, endpoint, error)
+                elif error.missing:  # a server without locks may publish after its answer
+                    error.fault = Fault.NONE
                 raise
-            endpoint.proven = True
             return found
 
     async def _refuse(self, work: Work, endpoint: Endpoint, error: RequestError) -> None:
@@ -234,6 +235,8 @@ class Generation:
     def _succeed(self, work: Work, found: Examination) -> None:
         self._log(work, "done", tokens=found.tokens, bytes=found.file_bytes)
         self._errors_in_a_row = 0
+        if work.endpoint is not None:
+            work.endpoint.proven = True
         self.outcome.done += 1
         self.outcome.tokens += found.tokens
         self.outcome.bytes += found.file_bytes
@@ -252,7 +255,8 @@ class Generation:
     def _log(self, work: Work, status: Status, **facts: Any) -> None:
         self.outcome.requests += work.attempts
         seconds = round(time.monotonic() - work.started, 3)
-        facts |= {"seconds": seconds, "attempts": work.attempts, "endpoint": work.endpoint}
+        url = None if work.endpoint is None else work.endpoint.url
+        facts |= {"seconds": seconds, "attempts": work.attempts, "endpoint": url}
         self._ledger.append(work.row.index, status, **facts)
 
     def _count_error(self, problem: str) -> None:
