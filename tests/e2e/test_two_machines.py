@@ -79,8 +79,8 @@ def cluster(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_the_rows_of_both_machines_are_right_and_found_from_either(cluster: Cluster, tiny_minimax_m2: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"token_ids": tokens(length, seed=row)}) + "\n" for row, length in enumerate(LENGTHS)))
-    # On the machine that answers no requests. Its directory is on the filesystem of the server's.
-    output = cluster.storage.parent / "rows"
+    # On the machine that answers no requests.
+    output = cluster.storage / "rows"
     generate = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate", "--data", str(data), "--output", str(output), "--validate"]
     command = cluster.second.command([*generate, "--endpoint", f"http://{cluster.first.address}:{PORT}"])
     done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300, check=False)
@@ -93,7 +93,7 @@ def test_the_rows_of_both_machines_are_right_and_found_from_either(cluster: Clus
     for row, length in enumerate(LENGTHS):
         comparison = compare_file(output / f"hs_{row}.safetensors", tiny_minimax_m2, tokens(length, seed=row), LAYER_IDS)
         assert comparison.matches, (row, comparison)
-    assert not [path for path in cluster.storage.iterdir() if not path.name.startswith(".")]
+    assert [path.name for path in cluster.storage.iterdir() if not path.name.startswith(".")] == ["rows"]
 
 
 def test_when_the_other_machine_dies_whoever_waits_for_its_rows_is_told(cluster: Cluster, tiny_minimax_m2: Path) -> None:

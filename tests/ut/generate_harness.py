@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -19,14 +19,17 @@ import numpy as np
 import numpy.typing as npt
 from sink_harness import wait_for_sleepers
 
+from vllm_ascend_hsx.generate.ledger import row_of_file
+from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.format import read_header
-from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.reader.shards import shards_of
+from vllm_ascend_hsx.reader.load import open_stored
+from vllm_ascend_hsx.reader.shards import members_in, shards_of
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
 
 LAYER_IDS = (2, 0, 3)
 HIDDEN = 8
@@ -39,15 +42,13 @@ class Seen:
     """A request that the server got.
 
     Attributes:
-        row: of the dataset, by the request's name; None for a trial request.
+        row: of the dataset, by the file that the request names.
         time: how often this row was asked for, this time included.
-        name: X-Request-Id.
-        endpoint: behind /v1/.
+        endpoint: after /v1/.
     """
 
-    row: int | None
+    row: int
     time: int
-    name: str
     endpoint: str
     body: dict[str, Any]
 
@@ -103,7 +104,7 @@ class FakeServer:
         storage: where files go.
         behave: what to do about a request: the name of a method do_*, or an HTTP status.
         at: told of the stages of a request: "asked", "begun" (its lock is held), "written" (its file is there), "answered".
-        seen: requests for rows. trials: others.
+        seen: requests for rows.
     """
 
     storage: Path
@@ -115,17 +116,18 @@ class FakeServer:
     options: FileOptions = field(default_factory=FileOptions)
     make_sink: Callable[[Path, RowFormat, FileOptions], DirectorySink] = FileSink
     api_key: str | None = None
+    allow_path: bool = True
     seen: list[Seen] = field(default_factory=list)
-    trials: list[Seen] = field(default_factory=list)
+    probes: int = 0
     most_at_once: int = 0
     port: int = 0
 
     def __enter__(self) -> FakeServer:
         row_format = RowFormat(self.layer_ids, HIDDEN, "BF16", self.model, self.quantization)
         self._sink = self.make_sink(self.storage, row_format, self.options)
-        self._times: Counter[int | None] = Counter()
-        self._answered: dict[int | None, asyncio.Event] = {}
-        self._hanging: dict[int | None, asyncio.Event] = {}
+        self._times: Counter[int] = Counter()
+        self._answered: dict[int, asyncio.Event] = {}
+        self._hanging: dict[int, asyncio.Event] = {}
         self._late: list[tuple[Exchange, RequestFile]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy = 0
@@ -157,7 +159,7 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     @property
-    def asked(self) -> Counter[int | None]:
+    def asked(self) -> Counter[int]:
         """How often each row was asked for."""
         return Counter(each.row for each in self.seen)
 
@@ -212,23 +214,29 @@ class FakeServer:
         if self.api_key is not None and headers.get("authorization") != f"Bearer {self.api_key}":
             return self.send(writer, 401, {"error": {"message": "Unauthorized"}})
         if path == "/v1/models":
+            self.probes += 1
             return self.send(writer, 200, {"data": [{"id": self.model}]})
         if path not in ("/v1/completions", "/v1/chat/completions"):
             return self.send(writer, 404, {"detail": "Not Found"})
-        name = headers["x-request-id"]
-        match = re.fullmatch(r"hsx-[0-9a-f]{12}-[0-9a-f]{4}-([0-9]+)-[0-9]+", name)
-        row = int(match[1]) if match else None
+        content = json.loads(body)
+        named = content["kv_transfer_params"]["hidden_states_path"]
+        row = row_of_file(os.path.basename(named))
+        assert row is not None
         self._times[row] += 1
-        seen = Seen(row, self._times[row], name, path.removeprefix("/v1/"), json.loads(body))
-        (self.trials if row is None else self.seen).append(seen)
+        seen = Seen(row, self._times[row], path.removeprefix("/v1/"), content)
+        self.seen.append(seen)
         await self._at(seen, "asked")
         if row in self._hanging:
             await self._hanging.pop(row).wait()
         for late in [each for each in self._late if each[0].seen.row == row]:
             self._late.remove(late)
             await self.publish(*late)
-        action = "ok" if row is None else self.behave(seen)
         exchange = Exchange(seen, reader, writer)
+        try:
+            self.path(seen)
+        except ParamsError as error:
+            return await self.answer(exchange, None, kv_transfer_params={"hidden_states_error": str(error)})
+        action = self.behave(seen)
         if isinstance(action, int):
             return self.send(writer, action, {"error": {"message": f"as the test wants: {action}"}})
         await getattr(self, "do_" + action.replace("-", "_"))(exchange)
@@ -251,23 +259,23 @@ class FakeServer:
         self._event(seen.row).set()
         await self._at(seen, "answered")
 
-    def _event(self, row: int | None) -> asyncio.Event:
+    def _event(self, row: int) -> asyncio.Event:
         return self._answered.setdefault(row, asyncio.Event())
 
     # Files
 
-    def internal_id(self, seen: Seen) -> str:
-        return f"chatcmpl-{seen.name}-0123abcd" if "messages" in seen.body else f"cmpl-{seen.name}-0-0123abcd"
-
     def path(self, seen: Seen) -> Path:
-        """Of the request's file."""
-        return self.storage / seen.body["kv_transfer_params"].get("hidden_states_path", file_name(self.internal_id(seen)))
+        """Of the request's file. Raises ParamsError."""
+        params = ServerParams(self.storage, allow_path=self.allow_path)
+        path = read_params(seen.body["kv_transfer_params"], params).path
+        assert path is not None
+        return path
 
     async def begin(self, exchange: Exchange, sink: DirectorySink | None = None) -> RequestFile:
         """The lock is held, the rows are written."""
         seen = exchange.seen
         sink = sink or self._sink
-        file = sink.open(self.internal_id(seen), self.path(seen), len(seen.stored))
+        file = sink.open(f"cmpl-{seen.row}-{seen.time}-0-0123abcd", self.path(seen), len(seen.stored))
         file.write(0, expected_rows(seen.stored, sink.row_format.num_layers))
         await self._at(seen, "begun")
         return file
@@ -292,7 +300,6 @@ class FakeServer:
     async def do_after_next(self, exchange: Exchange) -> None:
         """The answer comes after that of the next row."""
         path = await self.publish(exchange, await self.begin(exchange))
-        assert exchange.seen.row is not None
         await self._event(exchange.seen.row + 1).wait()
         await self.answer(exchange, path)
 
@@ -349,6 +356,18 @@ class FakeServer:
         path = await self.publish(exchange, await self.begin(exchange))
         await self.answer(exchange, path, prompt=[*exchange.seen.token_ids[:-1], 1])
 
+    async def do_other_computed(self, exchange: Exchange) -> None:
+        ids = [*exchange.seen.token_ids[:-1], 1]
+        file = await self.begin(exchange)
+        file.commit(np.asarray(ids, dtype=np.int64), len(ids))
+        await self.answer(exchange, str(file.path), prompt=ids)
+
+    async def do_answer_then_publish(self, exchange: Exchange) -> None:
+        file = await self.begin(exchange)
+        await self.answer(exchange, str(file.path))
+        await asyncio.sleep(0.05)
+        await self.publish(exchange, file)
+
     async def do_other_tokens(self, exchange: Exchange) -> None:
         """The file is another request's."""
         file = await self.begin(exchange)
@@ -369,8 +388,13 @@ class FakeServer:
         await self.answer(exchange, path)
 
     async def do_other_layers(self, exchange: Exchange) -> None:
-        with FileSink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model)) as other:
+        with self.make_sink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model), self.options) as other:
             await self.answer(exchange, await self.publish(exchange, await self.begin(exchange, other)))
+
+    async def do_drop_other_layers(self, exchange: Exchange) -> None:
+        with self.make_sink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model), self.options) as other:
+            await self.publish(exchange, await self.begin(exchange, other))
+        exchange.writer.close()
 
 
 def change_a_bit(path: Path) -> None:
@@ -398,26 +422,36 @@ def token_rows(count: int) -> list[dict[str, Any]]:
 
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+SINKS: dict[str, Callable[..., DirectorySink]] = {"files": FileSink, "shards": partial(ShardSink, shard_bytes=1 << 15)}
+
+
+def contents(output: Path) -> dict[str, Tensors]:
+    """(type, shape, bytes) of each tensor of each row's file or member; {} for other files."""
+    members = members_in(output)
+    names = [name for name in os.listdir(output) if not name.startswith((".", "hsx-"))]
+    assert not set(members) & set(names), "a file and a member have one name"
+    return {name: tensors_of(output / name) if row_of_file(name) is not None else {} for name in sorted([*members, *names])}
 
 
 def tensors_of(path: Path) -> Tensors:
     """(type, shape, bytes) of each tensor of a file."""
-    with open(path, "rb") as file:
-        data = file.read()
-        tensors = read_header(file.fileno()).tensors
-    return {name: (each.dtype, each.shape, data[each.begin : each.end]) for name, each in tensors.items()}
+    place = open_stored(path, 0)
+    try:
+        tensors = read_header(place.fd, place.offset, place.size).tensors
+        return {name: (each.dtype, each.shape, os.pread(place.fd, each.end - each.begin, each.begin)) for name, each in tensors.items()}
+    finally:
+        os.close(place.fd)
 
 
-def contents(output: Path) -> dict[str, Tensors]:
-    """Of each file of rows its tensors; of others that they are there."""
-    return {name: tensors_of(output / name) if name.endswith(".safetensors") else {} for name in sorted(os.listdir(output))}
+def right(ids: Sequence[int]) -> Tensors:
+    """The tensors of the right file of a row."""
+    rows, id_bytes = expected_rows(ids), b"".join(each.to_bytes(8, "little") for each in ids)
+    return {"hidden_states": ("BF16", rows.shape, rows.tobytes()), "token_ids": ("I64", (len(ids),), id_bytes)}
 
 
-def stored_rows(path: Path) -> tuple[list[int], npt.NDArray[np.uint16]]:
-    """(token ids, the bits of the rows) of a file."""
-    tensors = tensors_of(path)
-    _, shape, rows = tensors["hidden_states"]
-    return np.frombuffer(tensors["token_ids"][2], dtype="<i8").tolist(), np.frombuffer(rows, dtype="<u2").reshape(shape)
+def stored_ids(path: Path) -> list[int]:
+    """Token ids of a file."""
+    return np.frombuffer(tensors_of(path)["token_ids"][2], dtype="<i8").tolist()
 
 
 def ledger_lines(path: Path) -> list[dict[str, Any]]:

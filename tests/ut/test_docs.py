@@ -135,7 +135,9 @@ def test_the_json_options_are_accepted(command: Command) -> None:
     transfer = json.loads(command.options["--kv-transfer-config"])
     layer_ids = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert speculative == speculative_config(layer_ids)
-    assert transfer == kv_transfer_config(transfer["kv_connector_extra_config"]["shared_storage_path"])
+    extra = transfer["kv_connector_extra_config"]
+    chosen = {"allow_custom_save_path": True} if "allow_custom_save_path" in extra else {}  # migration.md does without
+    assert transfer == kv_transfer_config(extra["shared_storage_path"], **chosen)
     HsxConfig.parse(transfer["kv_connector_extra_config"])
     (layers,) = (each.layers for each in PRESETS.values() if each.repository == command.model)
     assert validate_layer_ids(layer_ids, layers) == (2, layers // 2, layers - 3, layers)

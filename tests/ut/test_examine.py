@@ -5,19 +5,23 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.cli.main import main
+from vllm_ascend_hsx.protocol.format import TensorInfo
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.reader import check
-from vllm_ascend_hsx.reader.check import examine, files_in
+from vllm_ascend_hsx.reader import check, tensors
+from vllm_ascend_hsx.reader.check import Expected, examine, files_in
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 
@@ -41,21 +45,20 @@ def write(directory: Path, name: str, rows: torch.Tensor, prompt: int | None = N
 
 def test_a_good_file_is_described(tmp_path: Path) -> None:
     rows = rows_of(50)
-    found = examine(write(tmp_path, "a", rows, prompt=40), token_norms=True)
+    found = examine(write(tmp_path, "a", rows, prompt=40), norms=True)
     assert (found.problem, found.verdict) == (None, "verified")
-    assert (found.tokens, found.prompt_tokens, found.layers, found.hidden_size, found.dtype) == (50, 40, 2, 8, "bfloat16")
-    assert found.layer_ids == (2, 4)
+    assert (found.tokens, found.prompt_tokens, found.kind) == (50, 40, ((2, 4), 2, 8, "bfloat16"))
     assert found.num_bytes == rows.nbytes
     norms = rows.float().norm(dim=-1)
     assert found.norms == pytest.approx(norms.mean(0).tolist())
-    assert np.allclose(found.token_norms, norms.T)
+    assert np.allclose(found.token_norms, norms)
 
 
 def test_large_files_are_looked_at_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = examine(write(tmp_path, "a", rows_of(50)), token_norms=True)
+    whole = examine(write(tmp_path, "a", rows_of(50)), norms=True)
     monkeypatch.setattr("vllm_ascend_hsx.reader.check._BLOCK", 100)
-    in_blocks = examine(whole.path, token_norms=True)
-    assert in_blocks.token_norms == whole.token_norms
+    in_blocks = examine(whole.path, norms=True)
+    assert np.array_equal(in_blocks.token_norms, whole.token_norms)
     assert in_blocks.norms == pytest.approx(whole.norms)
 
 
@@ -64,14 +67,14 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_bad_and_nothing_worse(tmp_pa
     path = write(tmp_path, "a", torch.zeros(200, 2, 4096, dtype=torch.bfloat16))
     seen = []
 
-    def cut_off(first: int, *_: object) -> None:
-        seen.append(first)
+    def cut_off(name: str, *_: object) -> None:
+        seen.append(name)
         os.truncate(path, 8192)
 
     monkeypatch.setattr(check, "_BLOCK", 1 << 20)
     monkeypatch.setattr(check, "_not_finite", cut_off)
     assert "while it was read" in str(examine(path).problem)
-    assert seen == [0]
+    assert seen == ["hidden_states"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -81,7 +84,7 @@ def test_a_value_that_is_not_finite_is_named(tmp_path: Path, value: float, monke
     rows[17, 1, 3] = value
     path = write(tmp_path, "a", rows)
     assert examine(path).problem == "the row of token 17 in layer 1 is not finite"
-    assert examine(path, finite=False).problem is None
+    assert check.check(path, data=False).problem is None
 
 
 def test_large_values_are_finite(tmp_path: Path) -> None:
@@ -100,7 +103,7 @@ def test_a_byte_that_changed_is_found_unless_checksums_are_left_out(tmp_path: Pa
 def test_a_file_of_another_producer_is_plausible(tmp_path: Path) -> None:
     save_file({"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, tmp_path / "x.safetensors")
     found = examine(tmp_path / "x.safetensors")
-    assert (found.problem, found.verdict, found.layer_ids, found.prompt_tokens) == (None, "plausible", (), None)
+    assert (found.problem, found.verdict, found.kind.layer_ids, found.prompt_tokens) == (None, "plausible", (), None)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +131,63 @@ def test_a_file_that_is_still_written_says_so(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         file = sink.open("a", tmp_path / "a.safetensors")
         assert examine(file.path).problem == "a server is still writing it"
+
+
+def spoil(at: int, to: bytes) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        data = bytearray(path.read_bytes())
+        data[at : at + len(to) if at + len(to) else None] = to
+        path.write_bytes(data)
+
+    return change
+
+
+KNOWN = {
+    "as expected": (Expected([0, 1, 2], [3]), None),
+    "nothing known": (Expected(None, None), None),
+    "a prompt alone": (Expected([0, 1, 2], None), None),
+    "another prompt": (Expected([0, 9, 2], [3]), "token 1 of the prompt is 1 in it, and was 9"),
+    "a longer prompt": (Expected([0, 1, 2, 3, 4], None), "it has 4 rows for the prompt of 5 tokens"),
+    "rows of an output": (Expected([0, 1], ()), "it has 2 rows for the generated tokens of 0 tokens"),
+    "another output": (Expected([0, 1], [2, 9]), "token 1 of the generated tokens is 3 in it, and was 9"),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_tokens_are_compared_with_what_is_known_before_rows_are_read(tmp_path: Path, name: str) -> None:
+    expected, problem = KNOWN[name]
+    path = write(tmp_path, "a", rows_of(4))
+    assert check.check(path, expected).problem == check.check(path, expected, data=False).problem == problem
+    spoil(4096, b"\x80\x7f")(path)  # infinity
+    assert check.check(path, expected, data=False).problem == problem
+    assert problem is None or check.check(path, expected).problem == problem
+    assert "its checksum" in str(check.check(path).problem)
+
+
+def test_each_byte_of_the_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "a", torch.zeros(50_000, 2, 8, dtype=torch.bfloat16))
+    reads: list[tuple[int, int]] = []
+
+    def read_at(fd: int, begin: int, end: int) -> memoryview:
+        reads.append((begin, end))
+        return tensors.read_at(fd, begin, end)
+
+    monkeypatch.setattr(check, "read_at", read_at)
+    assert examine(path, norms=True).problem is None
+    rows = sorted(each for each in reads if each[1] <= 4096 + 50_000 * 32)
+    assert [begin for begin, _ in rows] == [4096, *(end for _, end in rows[:-1])] and len(rows) > 1
+    assert rows[-1][1] == 4096 + 50_000 * 32
+
+
+@settings(deadline=None)
+@given(st.sampled_from(sorted(check._EXPONENTS)), st.binary(min_size=8, max_size=64))
+def test_finite_is_what_torch_says_it_is(dtype: str, data: bytes) -> None:
+    data = data[: len(data) // 8 * 8]
+    numbers = torch.frombuffer(bytearray(data), dtype=tensors.torch_dtype(dtype))
+    bad = (~numbers.to(torch.float64).isfinite()).nonzero()
+    info = TensorInfo(dtype, (len(numbers), 1, 1), 0, len(data))
+    found = check._not_finite("hidden_states", info, 0, memoryview(data))
+    assert found == (f"the row of token {int(bad[0])} in layer 0 is not finite" if len(bad) else None)
 
 
 # The commands

@@ -29,15 +29,12 @@ from test_shards import publish
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir, remove
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.examine import CheckError, Expected, ServerFacts
-from vllm_ascend_hsx.generate.examine import examine as examine_row
-from vllm_ascend_hsx.generate.ledger import Identity
-from vllm_ascend_hsx.generate.output import open_output
+from vllm_ascend_hsx.generate.ledger import Identity, open_ledger
 from vllm_ascend_hsx.protocol.checksum import stated_checksum
 from vllm_ascend_hsx.protocol.format import FormatError, metadata_of
 from vllm_ascend_hsx.protocol.mooncake_manifest import manifest, packed_layout, read_manifest
-from vllm_ascend_hsx.reader.check import examine, files_in
-from vllm_ascend_hsx.reader.load import HiddenStatesError, whole_file
+from vllm_ascend_hsx.reader.check import Expected, check, examine, files_in
+from vllm_ascend_hsx.reader.load import HiddenStatesError
 from vllm_ascend_hsx.reader.quantized import quantization_problem
 from vllm_ascend_hsx.reader.shard_check import shard_problems
 from vllm_ascend_hsx.reader.shards import Shards
@@ -179,12 +176,12 @@ def look_at_file(path: Path) -> None:
                 assert states.num_prompt_tokens >= 0
             assert states.dtype.is_floating_point
             assert states.token_ids.shape == states.hidden_states.shape[:1]
-    found = examine(path, token_norms=True)
+    found = examine(path, norms=True)
     assert found.verdict in ("bad", "verified", "plausible")
     with suppress(HiddenStatesError):
         HiddenStatesDataset([path], max_tokens=3)[0]
-    with open(path, "rb") as file, suppress(CheckError):
-        examine_row(whole_file(file.fileno()), Expected([1], [2], None), validate=True)
+    with suppress(HiddenStatesError):
+        check(path, Expected([1], [2]))
 
 
 def test_mutated_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -258,24 +255,22 @@ def test_mutated_shards(tmp_path: Path, request: pytest.FixtureRequest) -> None:
 
 def test_mutated_ledgers(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     identity = Identity({"sha256": "x", "rows": 9}, {"a": 1})
-    ledger = open_output(tmp_path, identity, 1, 0, False).ledger
-    ledger.note_server({"model": "m", "layer_ids": "[1]", "dtype": "BF16", "row_shape": [1, 8]}, "/data")
+    ledger = open_ledger(tmp_path, identity, 1, 0)
+    ledger.note_server({"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16"})
     ledger.close()
     path = tmp_path / "ledger.jsonl"
     with open(path, "ab") as file:
         for row in range(4):
-            file.write(b'{"row":%d,"status":"%s","path":"hs_%d.safetensors"}\n' % (row, (b"done", b"failed")[row % 2], row))
+            file.write(b'{"row":%d,"status":"%s"}\n' % (row, (b"done", b"failed")[row % 2]))
 
     def target(content: bytes) -> None:
         for name, world_size in (("ledger.jsonl", 1), ("ledger-1-of-2.jsonl", 2)):
             (tmp_path / name).write_bytes(content)
             with suppress(InputError):
-                output = open_output(tmp_path, identity, world_size, 0, False)
-                output.ledger.close()
-                if output.ledger.content.server is not None:
-                    ServerFacts.from_json(output.ledger.content.server)
-                assert all(isinstance(each, str) for each in output.directories)
-                assert len(output.finished) == 0
+                ledger = open_ledger(tmp_path, identity, world_size, 0)
+                ledger.close()
+                assert isinstance(ledger.server, dict | None)
+                assert len(ledger.logged) == 9
             for each in tmp_path.iterdir():
                 each.unlink()
 

@@ -88,19 +88,19 @@ def test_another_row_or_another_order_is_another_dataset(tmp_path: Path) -> None
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1), min_size=1))
 def test_token_ids_arrive_as_they_were_written(lists: list[list[int]]) -> None:
     rows = [read_row(index, "input_ids", json.loads(json.dumps(each))) for index, each in enumerate(lists)]
-    assert [row.body("m", 1, False)["prompt"] for row in rows] == lists
+    assert [row.body("m", 1, False, "p")["prompt"] for row in rows] == lists
     assert len({row.identity() for row in rows}) == len(set(map(tuple, lists)))
 
 
 def test_a_conversation_becomes_a_chat_and_its_end_says_whether_an_answer_is_wanted() -> None:
     complete, question = (read_row(0, "conversations", each["conversations"]) for each in CHATS)
     assert complete.endpoint == "chat/completions"
-    body = complete.body("m", 1, False)
+    body = complete.body("m", 1, False, "p")
     assert body["messages"] == [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
-    assert (body["add_generation_prompt"], question.body("m", 1, False)["add_generation_prompt"]) == (False, True)
+    assert (body["add_generation_prompt"], question.body("m", 1, False, "p")["add_generation_prompt"]) == (False, True)
     assert body["return_token_ids"] is True
     # A server that extracts only what is requested is asked, too.
-    assert body["kv_transfer_params"] == {"hidden_states": True, "include_output_tokens": False}
+    assert body["kv_transfer_params"] == {"hidden_states": True, "include_output_tokens": False, "hidden_states_path": "p"}
 
 
 def test_token_ids_are_sent_rather_than_the_conversation_that_they_were_made_from(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_whatever_a_file_holds_can_be_sent_or_is_refused_with_its_column(column:
     except RowError as error:
         assert str(error).startswith(column)
     else:
-        json.dumps(row.body("m", 1, False), allow_nan=False).encode()
+        json.dumps(row.body("m", 1, False, "p"), allow_nan=False).encode()
         assert row.identity()
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import select
-import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,14 +16,14 @@ from typing import Any, Literal, NamedTuple
 import pytest
 from fakes import generate_process
 from generate_harness import (
+    SINKS,
     Exchange,
     FakeServer,
     Seen,
+    Tensors,
     contents,
-    expected_rows,
     ledger_lines,
-    stored_rows,
-    tensors_of,
+    right,
     token_rows,
     write_jsonl,
 )
@@ -36,12 +32,11 @@ from hypothesis import strategies as st
 from sink_harness import wait_for_sleepers
 
 from vllm_ascend_hsx.generate import generation
-from vllm_ascend_hsx.generate.names import row_of_file
+from vllm_ascend_hsx.generate.ledger import row_of_file
 
 ROWS = 5
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(["fakes.generate_process"])
-SHM = Path("/dev/shm")
 
 
 class Death(NamedTuple):
@@ -95,14 +90,14 @@ class DeadlyServer(FakeServer):
 
 
 class Runs:
-    """Runs of one command, one after the other."""
+    """Runs of one command, one after the other, into the directory of a server of files or of shards."""
 
-    def __init__(self, root: Path, storage: Path, *options: str) -> None:
+    def __init__(self, root: Path, kind: str = "files") -> None:
         self.output = root / "out"
         self.log = root / "log"
-        self.server = DeadlyServer(storage)
+        self.server = DeadlyServer(self.output, make_sink=SINKS[kind])
         self.data = write_jsonl(root / "data.jsonl", token_rows(ROWS))
-        self.options = ["--concurrency", "3", "--retry-delay", "0.001", "--validate", *options]
+        self.options = ["--concurrency", "3", "--retry-delay", "0.001", "--validate"]
 
     def start(self, last_call: int | None = None) -> Any:
         arguments = ["--data", str(self.data), "--output", str(self.output), "--endpoint", self.server.url, *self.options]
@@ -125,29 +120,21 @@ class Runs:
     @property
     def finished(self) -> set[int]:
         """Rows that have their file; each is right."""
-        names = os.listdir(self.output) if self.output.exists() else []
-        rows = {row for row in map(row_of_file, names) if row is not None}
-        for row in rows:
-            assert tensors_of(self.output / f"hs_{row}.safetensors") == right(row)
-        return rows
+        found = {row: tensors for name, tensors in contents(self.output).items() if (row := row_of_file(name)) is not None}
+        assert found == {row: right_row(row) for row in found}
+        return set(found)
 
     def check_complete(self) -> None:
-        """It is the directory of an undisturbed run, and nothing is left elsewhere."""
-        log = self.log.read_text()
-        expected = {f"hs_{row}.safetensors": right(row) for row in range(ROWS)}
-        assert contents(self.output) == {**expected, "ledger.jsonl": {}}, log
-        assert self.server.files() == [], log
+        """It is the directory of an undisturbed run."""
+        expected = {f"hs_{row}.safetensors": right_row(row) for row in range(ROWS)}
+        assert contents(self.output) == {**expected, "ledger.jsonl": {}}, self.log.read_text()
         lines = {line["row"]: line["status"] for line in ledger_lines(self.output / "ledger.jsonl")}
         assert sorted(lines) == list(range(ROWS))
-        assert set(lines.values()) <= {"done", "recovered", "found"}
+        assert set(lines.values()) <= {"done", "found"}
 
 
-def right(row: int) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """The tensors of a row's file."""
-    ids = token_rows(ROWS)[row]["token_ids"]
-    rows = expected_rows(ids)
-    id_bytes = b"".join(each.to_bytes(8, "little") for each in ids)
-    return {"hidden_states": ("BF16", rows.shape, rows.tobytes()), "token_ids": ("I64", (len(ids),), id_bytes)}
+def right_row(row: int) -> Tensors:
+    return right(token_rows(ROWS)[row]["token_ids"])
 
 
 def play(runs: Runs, deaths: list[Death]) -> None:
@@ -164,8 +151,9 @@ def play(runs: Runs, deaths: list[Death]) -> None:
         runs.check_complete()
 
 
-def test_an_undisturbed_run(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, tmp_path / "store")
+@pytest.mark.parametrize("kind", SINKS)
+def test_an_undisturbed_run(tmp_path: Path, kind: str) -> None:
+    runs = Runs(tmp_path, kind)
     play(runs, [])
     assert runs.server.asked == Counter(range(ROWS))
 
@@ -175,43 +163,30 @@ DEATHS = st.builds(Death, st.sampled_from(["asked", "begun", "written", "answere
 )
 
 
-@settings(deadline=None, max_examples=12)
-@given(st.lists(DEATHS, min_size=1, max_size=3))
-def test_killed_at_any_instants_and_started_again_the_directory_is_that_of_an_undisturbed_run(deaths: list[Death]) -> None:
+@settings(deadline=None, max_examples=16)
+@given(deaths=st.lists(DEATHS, min_size=1, max_size=3), kind=st.sampled_from(sorted(SINKS)))
+def test_killed_at_any_instants_and_started_again_the_directory_is_that_of_an_undisturbed_run(deaths: list[Death], kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        play(Runs(Path(folder), Path(folder) / "store"), deaths)
+        play(Runs(Path(folder), kind), deaths)
 
 
-@pytest.fixture(params=["rename", "copy"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A server's directory on the filesystem of the output, and on another one."""
-    if request.param == "rename":
-        yield tmp_path / "store"
-        return
-    if not SHM.is_dir() or os.stat(SHM).st_dev == os.stat(tmp_path).st_dev:
-        pytest.skip("this machine has one filesystem only: /dev/shm is none, or temporary files are on it too")
-    folder = tempfile.mkdtemp(dir=SHM)
-    yield Path(folder)
-    shutil.rmtree(folder)
-
-
-def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_next_run_does_not_mend(storage: Path, tmp_path: Path) -> None:
-    options = [] if storage.is_relative_to(tmp_path) else ["--copy"]
-    runs = Runs(tmp_path, storage, *options)
+@pytest.mark.parametrize("kind", SINKS)
+def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_next_run_does_not_mend(kind: str, tmp_path: Path) -> None:
+    runs = Runs(tmp_path, kind)
     with runs.server:
         assert runs.run() == 0
         calls = int(runs.log.with_suffix(".calls").read_text())
-    assert calls > 60
-    for call in range(1, calls, 6 if options else 4):
+    assert calls > 45
+    for call in range(1, calls, 4):
         folder = tmp_path / str(call)
         folder.mkdir()
-        runs = Runs(folder, storage, *options)
+        runs = Runs(folder, kind)
         play(runs, [Death(call)])
         assert max(runs.server.asked.values()) <= 2
 
 
 def test_a_file_that_the_server_still_writes_when_the_next_run_begins_is_waited_for(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, tmp_path / "store")
+    runs = Runs(tmp_path)
     published = threading.Event()
 
     class Slow(DeadlyServer):
@@ -233,7 +208,7 @@ def test_a_file_that_the_server_still_writes_when_the_next_run_begins_is_waited_
         assert runs.run() == 0
         assert published.wait(30)
         assert runs.server.asked[4] == 1
-        assert {line["row"]: line["status"] for line in ledger_lines(runs.output / "ledger.jsonl")}[4] == "recovered"
+        assert {line["row"]: line["status"] for line in ledger_lines(runs.output / "ledger.jsonl")}[4] == "found"
         runs.check_complete()
 
 
@@ -243,30 +218,48 @@ def exchange_ids(exchange: Exchange) -> Any:
     return np.asarray(exchange.seen.stored, dtype=np.int64)
 
 
-def test_what_a_killed_run_left_is_never_taken_for_rows_of_the_dataset_that_replaces_its_own(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, tmp_path / "store")
+def test_what_a_killed_run_left_is_never_taken_for_rows_of_another_dataset(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
     write_jsonl(runs.data, [{"prompt": f"old {row}"} for row in range(ROWS)])
     with runs.server:
         assert runs.run(Death("written", 3)) == -signal.SIGKILL
-        assert any("-3-1-" in name for name in runs.server.files())
+        whole = contents(runs.output)
+        assert "hs_3.safetensors" in whole
         runs.server.seen.clear()
         write_jsonl(runs.data, [{"prompt": f"new {row}"} for row in range(ROWS)])
         assert runs.run() == 2
-        runs.options.append("--overwrite")
+        assert (runs.server.seen, contents(runs.output)) == ([], whole)
+        (runs.output / "ledger.jsonl").unlink()
+        assert runs.run() == 2
+        assert (runs.server.seen, contents(runs.output)) == ([], {name: whole[name] for name in whole if name != "ledger.jsonl"})
+
+
+def test_a_dataset_that_is_written_anew_while_rows_are_sent_ends_the_run(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+
+    def at(seen: Seen, stage: str) -> None:
+        if seen.row == 2 and stage == "asked":
+            write_jsonl(runs.data, token_rows(ROWS)[::-1])
+
+    runs.server.at = at
+    runs.options += ["--concurrency", "1"]
+    with runs.server:
+        assert runs.run() == 2
+        assert "it was changed while it was read; put back what was checked" in runs.log.read_text()
+        assert runs.finished <= {0, 1, 2}
+        write_jsonl(runs.data, token_rows(ROWS))
+        runs.server.at = lambda seen, stage: None
         assert runs.run() == 0
-        assert runs.server.asked == Counter(range(ROWS))
-        assert runs.server.files() == []
-    ids = [stored_rows(runs.output / f"hs_{row}.safetensors")[0] for row in range(ROWS)]
-    assert [bytes(each).decode() for each in ids] == [f"new {row}" for row in range(ROWS)]
+        runs.check_complete()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_what_is_done_is_kept_and_nothing_is_left_behind(tmp_path: Path, number: signal.Signals) -> None:
-    runs = Runs(tmp_path, tmp_path / "store")
+    runs = Runs(tmp_path)
     others_are_answered = threading.Semaphore(0)
 
     def at(seen: Seen, stage: str) -> None:
-        if stage == "answered" and seen.row is not None:
+        if stage == "answered":
             others_are_answered.release()
 
     runs.server.at = at
@@ -282,15 +275,15 @@ def test_a_signal_ends_the_run_what_is_done_is_kept_and_nothing_is_left_behind(t
         assert "interrupted; what is done is kept: call again to go on" in runs.log.read_text()
         finished = runs.finished  # others may have been on their way when the signal came
         assert 3 not in finished
-        assert runs.server.files() == []
+        assert runs.server.files() == [*(f"hs_{row}.safetensors" for row in sorted(finished)), "ledger.jsonl"]
         assert runs.run() == 0
         assert runs.server.asked == Counter([*range(ROWS), *(set(range(ROWS)) - finished)])
         runs.check_complete()
 
 
 def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
-    runs = Runs(tmp_path, tmp_path / "store")
-    gone = threading.Event()
+    runs = Runs(tmp_path)
+    hanging, gone = threading.Event(), threading.Event()
 
     class Stuck(DeadlyServer):
         async def do_stuck(self, exchange: Exchange) -> None:
@@ -298,14 +291,16 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
             file = await self.begin(exchange)
             await self.answer(exchange, str(file.path))
             await self._loop.run_in_executor(None, wait_for_sleepers, Path(f"{file.path}.lock"))
+            await self._loop.run_in_executor(None, hanging.wait)
             os.kill(self.process.pid, signal.SIGINT)
 
         async def do_hang(self, exchange: Exchange) -> None:
+            hanging.set()
             await exchange.gone()  # the first signal has arrived
             gone.set()
 
     runs.server.__class__ = Stuck
-    runs.server.behave = lambda seen: {0: "hang", 1: "stuck"}.get(seen.row or 0, "ok")
+    runs.server.behave = lambda seen: {1: "hang", 2: "stuck"}.get(seen.row, "ok")
     with runs.server:
         process = runs.start()
         assert gone.wait(60)
@@ -315,35 +310,19 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
         assert process.exitcode == 128 + signal.SIGINT
 
 
-def test_a_file_that_the_server_still_writes_at_the_end_is_told_and_removed_by_the_next_run(
+def test_a_file_that_the_server_still_writes_at_the_end_is_told_and_found_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from vllm_ascend_hsx.cli import generate
 
-    monkeypatch.setattr(generation, "SETTLE_SECONDS", 0.01)
-    runs = Runs(tmp_path, tmp_path / "store")
+    monkeypatch.setattr(generation, "SETTLE_S", 0.01)
+    runs = Runs(tmp_path)
     runs.server.behave = lambda seen: "file-when-asked-again" if seen.row == 2 and seen.time == 1 else "ok"
     with runs.server:
         arguments = ["--data", str(runs.data), "--output", str(runs.output), "--endpoint", runs.server.url, *runs.options]
-        arguments += ["--request-timeout", "3", "--concurrency", "1"]
+        arguments += ["--request-timeout", "1.5", "--concurrency", "1", "--max-consecutive-errors", "9"]
         assert generate.main([*arguments, "--max-retries", "0"]) == 1
-        assert "is still being written by the server; the next run removes it" in capsys.readouterr().out
+        assert "is still being written by the server; the next run checks it" in capsys.readouterr().out
         assert generate.main(arguments) == 0
         runs.log.touch()
         runs.check_complete()
-
-
-def test_across_filesystems_the_command_refuses_before_it_sends_a_row(storage: Path, tmp_path: Path) -> None:
-    """The real command, on real filesystems."""
-    with FakeServer(storage) as server:
-        data = write_jsonl(tmp_path / "data.jsonl", token_rows(3))
-        command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", "generate", "--data", str(data), "--output", str(tmp_path / "out")]
-        done = subprocess.run([*command, "--endpoint", server.url], text=True, capture_output=True, check=False)
-        if storage.is_relative_to(tmp_path):
-            assert (done.returncode, len(server.seen)) == (0, 3), done.stderr
-            return
-        assert (done.returncode, server.seen, server.files()) == (2, [], [])
-        assert f"{storage} and {tmp_path / 'out'} are on different filesystems" in done.stderr
-        assert "--copy" in done.stderr
-        done = subprocess.run([*command, "--endpoint", server.url, "--copy"], text=True, capture_output=True, check=False)
-        assert (done.returncode, len(server.seen), server.files()) == (0, 3, []), done.stderr

@@ -22,8 +22,7 @@ from test_shards import publish
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
 from vllm_ascend_hsx.cli import clean, inspect, verify
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Identity
-from vllm_ascend_hsx.generate.output import open_output
+from vllm_ascend_hsx.generate.ledger import Identity, open_ledger
 from vllm_ascend_hsx.reader.check import examine
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, remove
 from vllm_ascend_hsx.reader.shard_check import shard_problems
@@ -176,11 +175,10 @@ def test_what_consumers_removed_is_not_written_into_what_is_no_regular_file(stor
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["ledger.jsonl", "ledger-1-of-2.jsonl"])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_generate_refuses_a_ledger_that_is_no_regular_file(tmp_path: Path, kind: str, which: str, overwrite: bool) -> None:
+def test_generate_refuses_a_ledger_that_is_no_regular_file(tmp_path: Path, kind: str, which: str) -> None:
     plant(tmp_path / which, kind)
     with pytest.raises(InputError, match=f"--output .*{which}"):
-        promptly(lambda: open_output(tmp_path, Identity({"sha256": "x", "rows": 3}, {}), 1, 0, overwrite))
+        promptly(lambda: open_ledger(tmp_path, Identity({"sha256": "x", "rows": 3}, {}), 1, 0))
 
 
 def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> None:
@@ -190,7 +188,7 @@ def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> 
     output.mkdir()
     (output / "ledger.jsonl").symlink_to(precious)
     with pytest.raises(InputError, match="--output"):
-        open_output(output, Identity({"sha256": "x", "rows": 3}, {}), 1, 0, False)
+        open_ledger(output, Identity({"sha256": "x", "rows": 3}, {}), 1, 0)
     assert precious.read_bytes() == b"no line"
 
 
@@ -377,8 +375,9 @@ ODD_LINES = [DEEP, "[" * 100_000, "[1]", "1e400", '{"row":1e400}', '{"row":true,
 
 def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Path) -> None:
     identity = Identity({"sha256": "x", "rows": 3}, {"a": 1})
-    first = open_output(tmp_path, identity, 1, 0, False).ledger
-    first.note_server({"model": "m", "layer_ids": "[1]", "dtype": "BF16", "row_shape": [1, 8]}, "/data")
+    server = {"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16"}
+    first = open_ledger(tmp_path, identity, 1, 0)
+    first.note_server(server)
     first.close()
     path = tmp_path / "ledger.jsonl"
     whole = path.read_bytes()
@@ -387,15 +386,14 @@ def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Pa
             file.write(line.encode() + b"\n")
         file.write(b'{"row":2,"status":"done"}\n')
     for world_size, rank in ((1, 0), (2, 0)):
-        output = open_output(tmp_path, identity, world_size, rank, False)
-        assert output.ledger.content.server == {"model": "m", "layer_ids": "[1]", "dtype": "BF16", "row_shape": [1, 8]}
-        assert output.directories == ["/data"]
-        assert 2 in output.ledger.content.rows
-        output.ledger.close()
+        ledger = open_ledger(tmp_path, identity, world_size, rank)
+        ledger.close()
+        assert ledger.server == server
+        assert ledger.logged[2] == (world_size == 1)
     for line in ODD_LINES:
         path.write_bytes(line.encode() + b"\n" + whole)
         with pytest.raises(InputError, match="does not begin as a ledger"):
-            open_output(tmp_path, identity, 1, 0, False)
+            open_ledger(tmp_path, identity, 1, 0)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("BF16", [1, 1 << 50, 0]), ("BF16", [0, 1 << 50, 4]), ("F8_E4M3", [1, 2, 4])])

@@ -35,7 +35,7 @@ def test_the_json_options_are_the_demo_s_and_are_accepted() -> None:
     transfer = json.loads(options["--kv-transfer-config"])
     layer_ids = speculative["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
     assert speculative == speculative_config(layer_ids)
-    assert transfer == kv_transfer_config(transfer["kv_connector_extra_config"]["shared_storage_path"])
+    assert transfer == kv_transfer_config(transfer["kv_connector_extra_config"]["shared_storage_path"], allow_custom_save_path=True)
     HsxConfig.parse(transfer["kv_connector_extra_config"])
     assert validate_layer_ids(layer_ids, 62) == tuple(layer_ids)
 

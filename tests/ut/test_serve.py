@@ -55,7 +55,8 @@ def test_the_command_is_vllm_serve_with_what_the_user_gave_and_the_two_options(m
     built = command(model, "--tensor-parallel-size", "8", layers="2,30,62", options={"io": "direct"})
     assert built.arguments[:5] == ("vllm", "serve", str(model), "--tensor-parallel-size", "8")
     assert json_behind(built.arguments, "--speculative-config") == speculative_config([2, 30, 62])
-    assert json_behind(built.arguments, "--kv-transfer-config") == kv_transfer_config("/data/states", io="direct")
+    options = {"allow_custom_save_path": True, "io": "direct"}
+    assert json_behind(built.arguments, "--kv-transfer-config") == kv_transfer_config("/data/states", **options)
     assert (len(built.arguments), built.environ, built.notes) == (9, {}, ())
 
 
@@ -64,8 +65,14 @@ def test_a_store_needs_no_directory_and_shards_do(model: Path) -> None:
     built = command(model, options={"sink": "mooncake", "mooncake": store})
     assert json_behind(built.arguments, "--kv-transfer-config")["kv_connector_extra_config"] == {"sink": "mooncake", "mooncake": store}
     built = command(model, options={"sink": "shard", "shard_bytes": "1 GiB"})
-    wanted = {"shared_storage_path": "/data/states", "sink": "shard", "shard_bytes": "1 GiB"}
+    wanted = {"shared_storage_path": "/data/states", "allow_custom_save_path": True, "sink": "shard", "shard_bytes": "1 GiB"}
     assert json_behind(built.arguments, "--kv-transfer-config")["kv_connector_extra_config"] == wanted
+
+
+def test_requests_may_name_their_files_unless_the_user_says_otherwise(model: Path) -> None:
+    for options, allowed in (({}, True), ({"allow_custom_save_path": False}, False)):
+        config = json_behind(command(model, options=options).arguments, "--kv-transfer-config")["kv_connector_extra_config"]
+        assert config["allow_custom_save_path"] is allowed
 
 
 def test_what_is_shown_can_be_typed(model: Path) -> None:
@@ -221,7 +228,7 @@ def test_a_dry_run_shows_the_command_and_starts_nothing(model: Path, capsys: pyt
     assert main([str(model), "--out", "/d", "--option", "include_output_tokens=true", "--dry-run", "--", "--port", "1"]) == 0
     words = shlex.split(capsys.readouterr().out)
     assert words[:5] == ["vllm", "serve", str(model), "--port", "1"]
-    assert json_behind(words, "--kv-transfer-config") == kv_transfer_config("/d", include_output_tokens=True)
+    assert json_behind(words, "--kv-transfer-config") == kv_transfer_config("/d", allow_custom_save_path=True, include_output_tokens=True)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hsx generate",
         allow_abbrev=False,
-        description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), and makes hs_{row}.safetensors of "
-        "each. Call it again to go on after any interruption: rows that have their file are not asked for again.",
+        description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), which write each row's file, "
+        "hs_{row}.safetensors. Call it again after any interruption: rows whose file is there and right are not sent again.",
         epilog="Exit code: 0 all rows are there, 1 some are not, 2 something of the input cannot be used and nothing was generated, "
         "130 interrupted.",
     )
@@ -108,34 +108,20 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="DIR",
-        help="for the files and the ledger; on the filesystem of the servers' directories",
+        help="the servers' storage directory (--out of `hsx serve`), or a folder below it: receives the files and the ledger",
     )
-    files.add_argument(
-        "--in-place",
-        action="store_true",
-        help="DIR is the servers' own directory (hsx serve --out DIR --option allow_custom_save_path=true): they name each row's file, "
-        "which stays there, or in their shards (--option sink=shard); with the durability that they were started with",
-    )
-    files.add_argument("--copy", action="store_true", help="copy files that cannot be renamed, because DIR is on another filesystem")
     files.add_argument(
         "--map-path",
         action="append",
         default=[],
         metavar="SERVER=HERE",
-        help="a directory that is called otherwise on the server's machine; may be given several times",
+        help="a directory that has another name on the servers' machines; may be given several times",
     )
     files.add_argument(
         "--validate",
         "--validate-outputs",
         action="store_true",
         help="read every file once, also those that are there: all numbers are finite, the checksum is right",
-    )
-    files.add_argument("--overwrite", action="store_true", help="remove the rows and the ledger that are in DIR, and begin anew")
-    files.add_argument(
-        "--durability",
-        choices=("none", "fdatasync"),
-        default=DEFAULTS.durability,
-        help="fdatasync: rows survive a loss of power (default: %(default)s)",
     )
     return parser
 

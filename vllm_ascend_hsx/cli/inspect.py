@@ -17,7 +17,7 @@ from rich.text import Text
 from vllm_ascend_hsx.cli.numbers import whole
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
-from vllm_ascend_hsx.reader.check import Examination, examine, files_in
+from vllm_ascend_hsx.reader.check import Examination, Kind, examine, files_in
 from vllm_ascend_hsx.reader.shards import shard_of
 
 
@@ -63,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not paths:
         console.tell(f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", "red")
         return 2
-    found = [examine(path, token_norms=options.plot is not None) for path in paths[: options.limit]]
+    found = [examine(path, norms=True) for path in paths[: options.limit]]
     if os.path.isdir(options.path):
         console.print(_table(found))
         if len(paths) > options.limit:
             console.print(f"... and {len(paths) - options.limit} more; --limit {len(paths)} shows them", highlight=False)
     else:
         _show(console, found[0])
-        if options.plot is not None and found[0].tokens and found[0].layers:
+        if options.plot is not None and found[0].token_norms is not None and found[0].tokens:
             draw(found[0], options.plot)
             console.tell(f"drawn: {options.plot}")
     return 0 if all(each.problem is None for each in found) else 1
@@ -90,10 +90,10 @@ def _table(found: Sequence[Examination]) -> Table:
     for each in found:
         prompt = each.tokens if each.prompt_tokens is None else each.prompt_tokens
         tokens = str(prompt) if prompt == each.tokens else f"{prompt} + {each.tokens - prompt}"
-        layers = f"{list(each.layer_ids or range(each.layers))} x {each.hidden_size}"
+        layers = f"{list(each.kind.layer_ids or range(each.kind.layers))} x {each.kind.hidden_size}"
         verdict = Text(each.verdict) if each.problem is None else _plain(f"{each.verdict}: {each.problem}", "red")
         norms = " ".join(f"{norm:.3g}" for norm in each.norms)
-        table.add_row(_plain(each.path.name), tokens, Text(layers), each.dtype, norms, verdict)
+        table.add_row(_plain(each.path.name), tokens, Text(layers), each.kind.dtype, norms, verdict)
     return table
 
 
@@ -101,22 +101,22 @@ def _show(console: Console, found: Examination) -> None:
     table = Table(show_header=False, box=None)
     table.add_row("file", _plain(str(found.path)))
     table.add_row("verdict", found.verdict if found.problem is None else _plain(found.problem, "red"))
-    if found.layers:
+    if found.kind.layers:
         prompt = "" if found.prompt_tokens is None else f" ({found.prompt_tokens} of the prompt)"
         table.add_row("tokens", f"{found.tokens}{prompt}")
-        table.add_row("rows", f"{found.layers} layers x {found.hidden_size} {found.dtype}, {found.num_bytes / 1e6:.1f} MB")
-        for name, norm in zip(_layer_names(found), found.norms, strict=True):
+        table.add_row("rows", f"{found.kind.layers} layers x {found.kind.hidden_size} {found.kind.dtype}, {found.num_bytes / 1e6:.1f} MB")
+        for name, norm in zip(_layer_names(found.kind), found.norms, strict=False):
             table.add_row(f"layer {name}", f"mean norm {norm:.4g}")
     for key, value in found.metadata.items():
         table.add_row(_plain(key), _plain(value))
     console.print(table)
 
 
-def _layer_names(found: Examination) -> list[str]:
-    """The ids of the layers, or their positions: a file may name none, or, if it is bad, another number of them than it has."""
-    if len(found.layer_ids) == found.layers:
-        return [str(layer_id) for layer_id in found.layer_ids]
-    return [f"#{layer}" for layer in range(found.layers)]
+def _layer_names(kind: Kind) -> list[str]:
+    """Return the ids of the layers, or their positions: a file may name none, or, if it is bad, too many or too few."""
+    if len(kind.layer_ids) == kind.layers:
+        return [str(layer_id) for layer_id in kind.layer_ids]
+    return [f"#{layer}" for layer in range(kind.layers)]
 
 
 def _plain(text: str, style: str = "") -> Text:
@@ -136,17 +136,18 @@ def draw(found: Examination, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = _layer_names(found)
+    assert found.token_norms is not None
+    names, layers = _layer_names(found.kind), found.token_norms.T
     figure, (lines, heat) = pyplot.subplots(2, 1, figsize=(10, 6), layout="constrained")
-    for name, norms in zip(names, found.token_norms, strict=True):
+    for name, norms in zip(names, layers, strict=True):
         lines.plot(norms, label=f"layer {name}", linewidth=0.8)
     # A logarithm of nothing else has limits.
-    scale = "log" if any(0 < norm < math.inf for norms in found.token_norms for norm in norms) else "linear"
+    scale = "log" if ((layers > 0) & (layers < math.inf)).any() else "linear"
     lines.set(yscale=scale, ylabel="norm of the row")
     lines.set_title(printable(found.path.name), parse_math=False)
     lines.legend(fontsize="small")
-    image = heat.imshow(found.token_norms, aspect="auto", norm=scale, interpolation="nearest")
-    heat.set(xlabel="token position", ylabel="layer", yticks=range(found.layers), yticklabels=names)
+    image = heat.imshow(layers, aspect="auto", norm=scale, interpolation="nearest")
+    heat.set(xlabel="token position", ylabel="layer", yticks=range(len(names)), yticklabels=names)
     figure.colorbar(image, ax=heat, label="norm of the row")
     figure.savefig(target, dpi=120)
     pyplot.close(figure)

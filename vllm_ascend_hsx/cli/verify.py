@@ -25,7 +25,7 @@ from vllm_ascend_hsx.cli.numbers import whole
 from vllm_ascend_hsx.cli.output import TERMINATED, OneConsole, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
-from vllm_ascend_hsx.reader.check import Examination, examine, files_in, orphaned_locks
+from vllm_ascend_hsx.reader.check import Examination, Kind, examine, files_in, orphaned_locks
 from vllm_ascend_hsx.reader.load import failure_reason
 from vllm_ascend_hsx.reader.shard_check import shard_problems
 
@@ -40,7 +40,7 @@ class Tally:
         good: files that are what they should be; without_checksum: how many of them name no checksum.
         orphans: locks that nobody holds, without data or error beside them.
         bad: path and problem of the others, and of shards. failed: error files, path and reason.
-        shapes: the kinds of files there are, (layer ids, layers, hidden size, dtype), with their number.
+        kinds: number of files of each kind.
         tokens, num_bytes: of the good ones.
         tiny_tokens, tiny_files: quantised rows that were too small for their scale, and how many files have some.
         unseen: data files without a verdict.
@@ -51,7 +51,7 @@ class Tally:
     bad: list[tuple[str, str]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
-    shapes: dict[tuple[tuple[int, ...], int, int, str], int] = field(default_factory=dict)
+    kinds: dict[Kind, int] = field(default_factory=dict)
     tokens: int = 0
     num_bytes: int = 0
     tiny_tokens: int = 0
@@ -69,8 +69,7 @@ class Tally:
         self.tiny_files += found.tiny_tokens > 0
         self.tokens += found.tokens
         self.num_bytes += found.num_bytes
-        shape = (found.layer_ids, found.layers, found.hidden_size, found.dtype)
-        self.shapes[shape] = self.shapes.get(shape, 0) + 1
+        self.kinds[found.kind] = self.kinds.get(found.kind, 0) + 1
 
     def add_unreadable(self, error: OSError) -> None:
         """Record a folder that cannot be read."""
@@ -139,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if tally.unseen:
         killed = f"one of its processes was killed, perhaps for want of memory: {tally.unseen} files have no verdict"
         say(f"hsx verify: {killed}; try fewer --jobs", error=True)
-    one_kind = len(tally.shapes) <= 1
+    one_kind = len(tally.kinds) <= 1
     return 0 if not tally.bad and not tally.unseen and one_kind and (options.allow_errors or not tally.failed) else 1
 
 
@@ -149,7 +148,7 @@ def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[
     if jobs == 1 or len(paths) < 2:
         yield from map(look, paths)
         return
-    # Not forked: torch has threads, and a fork of them may hang.
+    # Not forked: libraries have threads, and a fork of them may hang.
     with ProcessPoolExecutor(min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_begin_process) as pool:
         # A terminal interrupts the processes, too, which are to leave it to this one: they inherit what is blocked when they start.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -170,9 +169,6 @@ def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[
 
 def _begin_process() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    import torch
-
-    torch.set_num_threads(1)
 
 
 def _end_with_parent() -> None:
@@ -216,8 +212,8 @@ def _show(console: OneConsole, tally: Tally) -> None:
             console.print(f"... and {len(problems) - _SHOWN} more {title}", style="red")
     for path in tally.orphans[:_SHOWN]:
         console.tell(f"lock without data: {path}")
-    for (layer_ids, layers, hidden, dtype), count in sorted(tally.shapes.items(), key=lambda each: -each[1]):
-        console.print(f"{count} files of {layers} layers {list(layer_ids)} x {hidden} {dtype}", highlight=False, markup=False)
+    for kind, count in sorted(tally.kinds.items(), key=lambda each: -each[1]):
+        console.print(f"{count} files of {kind}", highlight=False, markup=False)
     if tally.tiny_tokens:
         console.print(
             f"warning: {tally.tiny_tokens:,} tokens in {tally.tiny_files:,} files have rows below 4.5e-10, of which fp8 "
@@ -225,7 +221,7 @@ def _show(console: OneConsole, tally: Tally) -> None:
             style="yellow",
             highlight=False,
         )
-    if len(tally.shapes) > 1:
+    if len(tally.kinds) > 1:
         console.print("these are files of different kinds: one training run cannot use them together", style="red")
     unchecked = f" ({tally.without_checksum} of them name no checksum)" if tally.without_checksum else ""
     console.print(
@@ -236,10 +232,7 @@ def _show(console: OneConsole, tally: Tally) -> None:
 
 
 def _as_json(tally: Tally) -> dict[str, object]:
-    kinds = [
-        {"layer_ids": list(ids), "layers": layers, "hidden_size": hidden, "dtype": dtype, "files": count}
-        for (ids, layers, hidden, dtype), count in tally.shapes.items()
-    ]
+    kinds = [{**kind._asdict(), "files": count} for kind, count in tally.kinds.items()]
     return {
         "good": tally.good,
         "without_checksum": tally.without_checksum,

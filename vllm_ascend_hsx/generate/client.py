@@ -4,150 +4,155 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
-from vllm_ascend_hsx.generate.backoff import LONGEST
-from vllm_ascend_hsx.generate.errors import Fault, InputError, NoFileError, RequestError, RunError
-from vllm_ascend_hsx.generate.names import is_path, row_file
+from vllm_ascend_hsx.generate.errors import Fault, InputError, RequestError
+from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import CHAT, Row
-from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, PATH_OPTION
+from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY
 from vllm_ascend_hsx.protocol.strict_json import parse
+from vllm_ascend_hsx.reader.check import Expected
 
-CONNECT_SECONDS = 10.0
+CONNECT_S = 10.0
+LONGEST_DELAY_S = 60.0  # before another attempt, whatever a server asks for
 _SHOWN = 300  # characters of a server's words
-# What a server that is well says of a request that is not; it would say the same again.
+# A server that is well answers so to a request that is not; it would answer so again.
 _REFUSALS = frozenset(range(300, 500)) - {408, 409, 425, 429}
 _CLOSED_TO_US = (401, 403)
 
 
-class Answer(NamedTuple):
-    """What a server says of a row.
-
-    Attributes:
-        path: of the file, on the server's machine.
-        prompt: token ids.
-        output: ids of the generated tokens.
-    """
-
-    path: str
-    prompt: Sequence[int]
-    output: Sequence[int]
-
-
-@dataclass(frozen=True)
-class Asking:
-    """What is the same in every request.
-
-    Attributes:
-        max_tokens: to generate.
-        include_output: whether their rows are wanted.
-        named: the server gives each row's file the name that it is to keep.
-    """
-
-    max_tokens: int = 1
-    include_output: bool = False
-    named: bool = False
-
-
 def check_url(url: str) -> None:
-    """Raises InputError: no request can be sent there."""
+    """Raise InputError if no request can be sent to an endpoint."""
+    problem = "there is no such host or port"
     try:
         parsed = httpx.URL(url)
         possible = parsed.host and (parsed.port is None or 0 < parsed.port < 2**16)
         parsed.host.encode("idna")  # as the system is asked for it
     except (httpx.InvalidURL, ValueError) as error:
-        raise InputError(f"--endpoint {url}: {error}; give the URL of a server, such as http://localhost:8000") from error
+        problem, possible = str(error), False
     if not possible:
-        raise InputError(f"--endpoint {url}: there is no such host or port; give the URL of a server, such as http://localhost:8000")
+        remedy = "give the URL of a server, such as http://localhost:8000"
+        raise InputError(f"--endpoint {url}: {problem}; {remedy}")
 
 
 class Client:
-    """Sends requests. Use as an asynchronous context manager.
+    """Send requests. Use as an asynchronous context manager."""
 
-    Args:
-        timeout: seconds for an answer.
-        api_key: sent as a bearer token.
-    """
-
-    def __init__(self, timeout: float, api_key: str | None = None) -> None:
-        self._timeout = timeout
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        key = options.api_key
         self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            # The whole answer has one time limit, kept by us.
-            timeout=httpx.Timeout(None, connect=min(CONNECT_SECONDS, timeout)),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            # One limit for the whole answer is kept in `_send`.
+            timeout=httpx.Timeout(None, connect=min(CONNECT_S, options.request_timeout)),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
 
     async def __aenter__(self) -> Client:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         await self._http.aclose()
 
-    async def models(self, url: str) -> list[str]:
-        """What the server calls its models. Raises RequestError."""
-        answer = await self._send("GET", f"{url}/v1/models")
+    async def model(self, url: str) -> str:
+        """Return the name of the model to ask for.
+
+        Raises:
+            RequestError: the server cannot be reached, or is not ready.
+            InputError: it is no server of that model.
+        """
+        try:
+            answer = await self._send("GET", f"{url}/v1/models")
+        except RequestError as error:
+            if error.again:
+                raise _unreached(error.reason, error.retry_after) from error
+            remedy = "give --endpoint the URL of a `vllm serve` with hidden-state extraction"
+            raise InputError(f"{error.reason}; {remedy}") from error
         try:
             names = [model["id"] for model in answer["data"]]
         except (KeyError, TypeError):
             names = [None]
         if not all(isinstance(name, str) for name in names):
-            raise RequestError(f"{url}/v1/models answers {_shown(answer)}", fault=Fault.ILL)
-        return names
+            raise _unreached(f"{url}/v1/models answers {_shown(answer)}")
+        model = self._options.model or next(iter(names), "")
+        if model not in names:
+            served = ", ".join(names) or "nothing"
+            wanted = model or "a model"
+            raise InputError(f"{url} serves {served}, and not {wanted}; name one with --model")
+        return str(model)
 
-    async def ask(self, url: str, model: str, row: Row, name: str, asking: Asking) -> Answer:
-        """Send a row.
+    async def ask(self, url: str, model: str, row: Row, path: str) -> Expected:
+        """Request a row.
 
         Args:
             url: of the endpoint.
-            model: as the server calls it.
-            row: what to send.
-            name: of the request; its file's name can be told from it.
-            asking: for what.
+            model: its name there.
+            row: to send.
+            path: of the row's file, on the server's machine.
+
+        Returns:
+            The tokens that the file must hold.
 
         Raises:
-            RequestError: there is no answer, or none that leads to hidden states of this row.
+            RequestError: there is no answer, or it names no hidden states of this row.
+            InputError: the server does not let requests name their files so, or needs a key.
         """
-        body = row.body(model, asking.max_tokens, asking.include_output, row_file(row.index) if asking.named else None)
-        answer = await self._send("POST", f"{url}/v1/{row.endpoint}", body, name)
-        return _read(answer, row)
+        options = self._options
+        body = row.body(model, options.tokens_to_generate, options.include_output_tokens, path)
+        answer = await self._send("POST", f"{url}/v1/{row.endpoint}", body)
+        prompt, output = _read(url, answer, row, path)
+        # The last generated token has no row: it was never an input of the model.
+        output = output[:-1] if options.include_output_tokens else []
+        return Expected(prompt if row.token_ids is None else row.token_ids, output)
 
-    async def _send(self, method: str, url: str, body: dict[str, Any] | None = None, name: str = "") -> Any:
-        headers = {"X-Request-Id": name} if name else {}
-        content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-        if content is not None:
-            headers["Content-Type"] = "application/json"
+    async def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
+        seconds = self._options.request_timeout
         try:
-            response = await asyncio.wait_for(self._http.request(method, url, content=content, headers=headers), self._timeout)
+            # In ASCII, whatever a path holds: httpx would encode it as UTF-8, which some have not.
+            content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+            headers = {"Content-Type": "application/json"}
+            request = self._http.request(method, url, content=content, headers=headers)
+            response = await asyncio.wait_for(request, seconds)
         except (asyncio.TimeoutError, httpx.ReadTimeout) as error:
-            raise RequestError(f"{url} did not answer within {self._timeout:g} s", fault=Fault.ILL, lost=True) from error
+            reason = f"{url} did not answer within {seconds:g} s"
+            raise RequestError(reason, fault=Fault.DEGRADED, lost=True) from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise RequestError(f"{url}: {_words(error)}", fault=Fault.DOWN) from error
+            raise _unreached(f"{url}: {_words(error)}") from error
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise RunError(f"--endpoint {url}: {error}") from error
+            raise InputError(f"--endpoint {url}: {error}") from error
         except httpx.HTTPError as error:
-            raise RequestError(f"{url}: the connection broke: {_words(error)}", fault=Fault.DOWN, lost=True) from error
+            reason = f"{url}: the connection broke: {_words(error)}"
+            raise RequestError(reason, fault=Fault.DOWN, lost=True) from error
         if response.status_code != 200:
             raise _refused(url, response)
         try:
             return parse(response.content)
         except ValueError as error:
-            raise RequestError(f"{url} answers no JSON: {_shown(_text(response))} ({error})", fault=Fault.ILL) from error
+            reason = f"{url} answers no JSON: {_shown(_text(response))} ({error})"
+            raise RequestError(reason, fault=Fault.DEGRADED) from error
+
+
+def _unreached(reason: str, retry_after: float | None = None) -> RequestError:
+    return RequestError(reason, fault=Fault.DOWN, retry_after=retry_after)
 
 
 def _refused(url: str, response: httpx.Response) -> Exception:
     status = response.status_code
     reason = f"{url} answers {status}: {_message(response)}"
     if status in _CLOSED_TO_US:
-        return RunError(f"{reason}; give the server's key with --api-key or in OPENAI_API_KEY")
+        return InputError(f"{reason}; give the server's key with --api-key or in OPENAI_API_KEY")
     if status in _REFUSALS:
         return RequestError(reason, again=False)
-    return RequestError(reason, fault=Fault.ILL, retry_after=_retry_after(response))
+    return RequestError(reason, fault=Fault.DEGRADED, retry_after=_retry_after(response))
 
 
 def _message(response: httpx.Response) -> str:
@@ -169,49 +174,48 @@ def _retry_after(response: httpx.Response) -> float | None:
         seconds = float(response.headers["Retry-After"])  # a date, which is allowed too, is passed over
     except (KeyError, ValueError):
         return None
-    return min(seconds, LONGEST) if seconds >= 0 else None
+    return min(seconds, LONGEST_DELAY_S) if seconds >= 0 else None
 
 
-def _read(answer: Any, row: Row) -> Answer:
+def _read(url: str, answer: Any, row: Row, path: str) -> tuple[list[int], list[int]]:
+    """Return the token ids of prompt and output. The answer may be anything."""
     try:
         params = answer.get("kv_transfer_params") or {}
         choice = answer["choices"][0]
         prompt = (answer if row.endpoint == CHAT else choice)["prompt_token_ids"]
         output = choice.get("token_ids") or []
-        error, path = params.get(ERROR_KEY), params.get(PATH_KEY)
+        error, named = params.get(ERROR_KEY), params.get(PATH_KEY)
         error = error if isinstance(error, str | None) else _shown(error)
     except (KeyError, IndexError, TypeError, AttributeError) as problem:
-        raise RequestError(f"the answer is not what vLLM's looks like: {_shown(answer)}", fault=Fault.ILL) from problem
-    if error and PATH_OPTION in error:
-        raise RunError(f"--in-place: the server does not let requests name their files: {_shown(error)}")
+        reason = f"the answer is not what vLLM's looks like: {_shown(answer)}"
+        raise RequestError(reason, fault=Fault.DEGRADED) from problem
+    if error and error.startswith(f"kv_transfer_params.{PATH_KEY} is "):
+        raise InputError(
+            f"{url} refuses the path of a row's file: {_shown(error)}; `hsx serve` allows paths "
+            "below its --out: name that, or a folder below it, with --output, and if it has "
+            "another name on the server's machine, say so with --map-path SERVER=HERE"
+        )
     if error:
-        raise RequestError(f"the server could not store the hidden states: {_shown(error)}", fault=Fault.ILL)
-    if not isinstance(path, str) or not path:
-        raise NoFileError(
-            f"the answer names no file (kv_transfer_params are {_shown(params)}); was the server started with hidden-state extraction?",
-            fault=Fault.ILL,
-        )
-    if not is_path(path):
-        raise RequestError(f"the answer names {_shown(path)}, which no system takes for a path", fault=Fault.ILL, lost=True)
-    if not _are_token_ids(prompt) or not _are_token_ids(output):
-        raise RequestError("the answer has no token ids, although they were asked for with return_token_ids", fault=Fault.ILL)
-    sent = row.token_ids
-    if sent is not None and prompt != sent.tolist():
+        reason = f"the server could not store the hidden states: {_shown(error)}"
+        raise RequestError(reason, fault=Fault.DEGRADED, lost=True)
+    if not isinstance(named, str) or not named:
         raise RequestError(
-            f"the server computed other tokens than were sent: {len(prompt)} instead of {len(sent)}"
-            if len(prompt) != len(sent)
-            else f"the server computed other tokens than were sent, from position {_first_difference(prompt, sent)} on",
-            again=False,
+            f"the answer names no file (kv_transfer_params are {_shown(params)}); was the server "
+            "started with hidden-state extraction?",
+            fault=Fault.DEGRADED,
+            missing=True,
         )
-    return Answer(path, prompt, output)
+    if os.path.normpath(named) != os.path.normpath(path):
+        reason = f"the answer names the file {_shown(named)} instead of {path}; does a proxy mix up answers?"
+        raise RequestError(reason, fault=Fault.DEGRADED, lost=True)
+    if not _are_token_ids(prompt) or not _are_token_ids(output):
+        reason = "the answer has no token ids, although they were asked for with return_token_ids"
+        raise RequestError(reason, fault=Fault.DEGRADED)
+    return prompt, output
 
 
 def _are_token_ids(value: object) -> bool:
     return isinstance(value, list) and (not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**63))
-
-
-def _first_difference(a: Sequence[int], b: Sequence[int]) -> int:
-    return next(at for at, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
 
 
 def _words(error: Exception) -> str:

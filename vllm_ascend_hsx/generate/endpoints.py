@@ -1,15 +1,15 @@
-"""Which server gets the next request: the one with the least under way; one that fails is left alone for a while, then tried again."""
+"""Choose an endpoint for each request: the least busy one that is not resting."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 
-from vllm_ascend_hsx.generate.clock import Clock
 from vllm_ascend_hsx.generate.errors import Fault
 
-LONGEST_REST = 30.0  # seconds
+LONGEST_REST_S = 30.0
 FAULTS_TO_REST = 3  # in a row, of an endpoint that answers
 
 
@@ -19,128 +19,102 @@ class Endpoint:
 
     Attributes:
         url: without /v1.
-        known: whether it has been found to serve the right thing. Until then it gets one request at a time.
+        model: its name there; None until the server has been reached.
+        proven: True once a row has arrived from the server.
         in_flight: requests under way.
-        answered, failed: how many have ended how.
-        downs: how often it was down since it answered last.
+        answered, failed: requests that have ended.
+        faults: failures since the last good answer.
+        downs: rests since the last good answer.
+        resting_until: in the event loop's time.
     """
 
     url: str
-    known: bool = False
+    model: str | None = None
+    proven: bool = False
     in_flight: int = 0
     answered: int = 0
     failed: int = 0
+    faults: int = 0
     downs: int = 0
-    _faults: int = field(default=0, repr=False)
-    _resting_until: float = field(default=0.0, repr=False)
-    # Of requests that were sent before it was found to be down, the answers say nothing new.
-    _period: int = field(default=0, repr=False)
+    resting_until: float = 0.0
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether one request at a time has to show that it is well (again)."""
-        return not self.known or self.downs > 0
+        """True while the server gets one request at a time, until one succeeds."""
+        return not self.proven or self.downs > 0
 
-    def rest_left(self, now: float) -> float:
-        return max(0.0, self._resting_until - now)
-
-
-@dataclass(frozen=True)
-class Lease:
-    """The right to send one request."""
-
-    endpoint: Endpoint
-    period: int
-    is_trial: bool
+    def rest_left(self) -> float:
+        """Return the seconds until the server gets requests again."""
+        return max(0.0, self.resting_until - asyncio.get_running_loop().time())
 
 
 class Balancer:
-    """Gives out leases: never more than `concurrency` at a time.
+    """Distribute requests over endpoints.
 
     Args:
-        endpoints: at least one.
-        concurrency: requests under way, over all endpoints.
-        first_rest: seconds that an endpoint is left alone when it is down for the first time; doubled each time.
-        clock: for the rests.
+        urls: of at least one server.
+        first_rest: seconds of an endpoint's first rest; doubled for each further one.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], concurrency: int, first_rest: float, clock: Clock) -> None:
-        self.endpoints = endpoints
-        self._concurrency = concurrency
+    def __init__(self, urls: Sequence[str], first_rest: float) -> None:
+        self.endpoints = [Endpoint(url) for url in urls]
         self._first_rest = first_rest
-        self._clock = clock
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
-        self._on_trial: set[str] = set()
 
-    async def acquire(self) -> Lease:
-        """Wait until a request may be sent, and say where to. Who came first is served first."""
+    async def acquire(self) -> Endpoint:
+        """Wait for an endpoint that may get a request. First come, first served."""
         async with self._turn:
             while (endpoint := self._choose()) is None:
                 self._changed.clear()
-                await self._wait()
+                rests = [rest for each in self.endpoints if (rest := each.rest_left())]
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), min(rests, default=None))
             endpoint.in_flight += 1
-            if endpoint.is_on_trial:
-                self._on_trial.add(endpoint.url)
-            return Lease(endpoint, endpoint._period, endpoint.is_on_trial)
+            return endpoint
 
-    def release(self, lease: Lease, fault: Fault | None, retry_after: float | None = None) -> bool:
-        """The request has ended.
+    def release(
+        self, endpoint: Endpoint, fault: Fault | None, retry_after: float | None = None
+    ) -> bool:
+        """End a request.
 
         Args:
-            lease: of `acquire`; not used again.
-            fault: what it says of the endpoint; None if it was given up before it could say anything.
-            retry_after: seconds that the endpoint asked to be left alone.
+            endpoint: of `acquire`.
+            fault: of the request; None if it was given up.
+            retry_after: seconds that the server asks to be left alone.
 
         Returns:
-            Whether the endpoint was found to be down, and that was not known.
+            True if the endpoint begins to rest.
         """
-        endpoint = lease.endpoint
         endpoint.in_flight -= 1
-        if lease.is_trial:
-            self._on_trial.discard(endpoint.url)
         self._changed.set()
         if fault is None:
             return False
         if fault is Fault.NONE:
             endpoint.answered += 1
-            endpoint._faults = endpoint.downs = 0
+            endpoint.faults = endpoint.downs = 0
             return False
         endpoint.failed += 1
-        if lease.period != endpoint._period:
-            return False
-        endpoint._faults += 1
-        if fault is Fault.DOWN or endpoint._faults >= FAULTS_TO_REST or endpoint.is_on_trial:
-            self.put_to_rest(endpoint, retry_after)
-            return True
-        if retry_after:
-            endpoint._resting_until = max(endpoint._resting_until, self._clock.now() + retry_after)
-        return False
-
-    def put_to_rest(self, endpoint: Endpoint, retry_after: float | None = None) -> None:
-        """Leave an endpoint alone for a while, because it is down."""
-        rest = min(LONGEST_REST, self._first_rest * 2 ** min(endpoint.downs, 32))
-        endpoint._resting_until = self._clock.now() + max(rest, retry_after or 0.0)
-        endpoint._period += 1
-        endpoint._faults = 0
-        endpoint.downs += 1
+        endpoint.faults += 1
+        rest = retry_after or 0.0
+        # Requests that were sent before the rest began say nothing new.
+        begins = not endpoint.rest_left() and (
+            fault is Fault.DOWN or endpoint.faults >= FAULTS_TO_REST or endpoint.is_on_trial
+        )
+        if begins:
+            doubled = self._first_rest * 2 ** min(endpoint.downs, 32)
+            rest = max(rest, min(LONGEST_REST_S, doubled))
+            endpoint.downs += 1
+            endpoint.faults = 0
+        if rest:
+            until = asyncio.get_running_loop().time() + rest
+            endpoint.resting_until = max(endpoint.resting_until, until)
+        return begins
 
     def _choose(self) -> Endpoint | None:
-        if sum(endpoint.in_flight for endpoint in self.endpoints) >= self._concurrency:
-            return None
-        now = self._clock.now()
-        free = [each for each in self.endpoints if not each.rest_left(now) and each.url not in self._on_trial]
+        free = [
+            each
+            for each in self.endpoints
+            if not each.rest_left() and not (each.is_on_trial and each.in_flight)
+        ]
         return min(free, key=lambda each: (each.in_flight, each.answered + each.failed), default=None)
-
-    async def _wait(self) -> None:
-        """Until a lease comes back or a rest is over."""
-        now = self._clock.now()
-        rests = [rest for rest in (endpoint.rest_left(now) for endpoint in self.endpoints) if rest]
-        waits: list[asyncio.Future[object]] = [asyncio.ensure_future(self._changed.wait())]
-        if rests:
-            waits.append(asyncio.ensure_future(self._clock.sleep(min(rests))))
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()

@@ -1,47 +1,67 @@
-"""What can go wrong in a run, by what follows from it."""
+"""What can go wrong in a run, by its consequence."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
 class InputError(Exception):
-    """Dataset, options, output directory or server are not what they must be; the message names the remedy. Nothing was generated yet."""
+    """Dataset, options, output directory or server cannot be used; the message has the remedy."""
 
 
 class RunError(Exception):
-    """The run cannot go on: what stopped it would stop every other row too. Finished rows stay."""
+    """The run cannot go on: every other row would fail for the same reason."""
+
+
+class StoppedError(Exception):
+    """The run is ending; whoever waits gives up."""
+
+
+class Interrupted(StoppedError):
+    """A signal ends the run. number: of the signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 class Fault(Enum):
-    """What a failed request says of its endpoint."""
+    """What a request says about its endpoint."""
 
     NONE = "none"
-    ILL = "ill"  # it answers, but not as it should, or too late
-    DOWN = "down"  # it does not answer at all
+    DEGRADED = "degraded"  # it answers, but wrongly or too late
+    DOWN = "down"  # it does not answer
 
 
+@dataclass(eq=False)
 class RequestError(Exception):
     """One request for one row failed.
 
     Attributes:
         reason: one sentence.
-        again: whether it is worth asking for the row again.
-        fault: what it says of the endpoint.
-        lost: whether there was no answer to a request that was sent, so that its file may be there nevertheless.
-        retry_after: seconds that the server wants to be left alone.
+        again: True if the row is worth another request.
+        fault: what the failure says about the endpoint.
+        lost: True if the row's file may exist all the same.
+        missing: True if the server wrote no file, or none that can be found here.
+        retry_after: seconds that the server asks to be left alone.
     """
 
-    def __init__(
-        self, reason: str, *, again: bool = True, fault: Fault = Fault.NONE, lost: bool = False, retry_after: float | None = None
-    ) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.again = again
-        self.fault = fault
-        self.lost = lost
-        self.retry_after = retry_after
+    reason: str
+    again: bool = True
+    fault: Fault = Fault.NONE
+    lost: bool = False
+    missing: bool = False
+    retry_after: float | None = None
+
+    def __str__(self) -> str:
+        return self.reason
+
+    @property
+    def is_unreached(self) -> bool:
+        """True if the request was never sent, so that it counts as no attempt."""
+        return self.fault is Fault.DOWN and not self.lost
 
 
-class NoFileError(RequestError):
-    """An answer that is fine but for the file, which it does not name: if that is the first, the server extracts nothing."""
+class ForeignRowError(RequestError):
+    """A server wrote a row of another model or other layers than the other rows."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from vllm_ascend_hsx.generate.dataset import Dataset, DatasetError
-from vllm_ascend_hsx.generate.names import is_path
 from vllm_ascend_hsx.generate.rows import Row, RowError, choose_column, read_row
 from vllm_ascend_hsx.protocol.files import read_regular
 from vllm_ascend_hsx.protocol.strict_json import parse
@@ -94,9 +94,17 @@ def _names_in(path: Path, key: str, inner: str | None = None) -> list[str]:
         names = [entry[inner] if inner else entry for entry in entries]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatasetError(str(path), f"it is not what `datasets` writes: {error!r}; save the dataset again") from error
-    if not names or not all(map(is_path, names)):
+    if not names or not all(map(_is_path, names)):
         raise DatasetError(str(path), f"it is not what `datasets` writes: no names of files or folders in {key}; save the dataset again")
     return names
+
+
+def _is_path(value: object) -> bool:
+    """Return True for a text that the system takes for a path."""
+    try:
+        return isinstance(value, str) and value != "" and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def _listed(names: Iterable[str]) -> str:

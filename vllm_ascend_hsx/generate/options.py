@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S
@@ -25,11 +25,11 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class PathMap:
-    """A directory that is called otherwise on the server's machine.
+    """A directory that has another name on the servers' machines.
 
     Attributes:
-        server: as it begins in a response.
-        local: what to read instead.
+        server: its name there.
+        local: its name here.
     """
 
     server: str
@@ -42,24 +42,20 @@ class Options:
 
     Attributes:
         data: the dataset.
-        output: directory for the files and the ledger.
+        output: the servers' storage directory, or a folder below it, for the files and the ledger.
         endpoints: base URLs of servers, without /v1.
         column: of the dataset; None for the first that is known.
         limit: how many rows of the dataset, from the first; None for all.
         model: as the servers call it; None to ask them.
         concurrency: requests under way at a time, over all endpoints.
-        validate: read each file once and check that it is finite and as it was written, also those that are there already.
-        request_timeout: seconds for an answer, and again for the file behind it.
+        validate: read each file once and check numbers and checksum, also of files that are there.
+        request_timeout: seconds for an answer, and again for its file.
         max_retries: how often a row is asked for again.
         retry_delay: seconds before the first retry; doubled for each further one.
         max_consecutive_errors: errors with no finished row in between that end the run.
         world_size, rank: this run does the rows whose index modulo world_size is rank.
         include_output_tokens, max_tokens: whether rows of generated tokens are wanted, and how many are generated.
-        overwrite: remove what is in the output directory and begin anew.
-        copy: copy files if they cannot be renamed because the output directory is on another filesystem.
-        in_place: the output directory is that of the servers, which name the files; they stay there, as files or in shards.
-        durability: "fdatasync": a row that counts as finished survives a loss of power.
-        path_maps: the longest that fits is used.
+        path_maps: the longest that contains `output` is used.
         api_key: sent to the servers.
 
     Raises:
@@ -82,10 +78,6 @@ class Options:
     rank: int = 0
     include_output_tokens: bool = False
     max_tokens: int | None = None
-    overwrite: bool = False
-    copy: bool = False
-    in_place: bool = False
-    durability: Literal["none", "fdatasync"] = "fdatasync"
     path_maps: Sequence[PathMap] = ()
     api_key: str | None = None
 
@@ -113,9 +105,6 @@ class Options:
 
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):  # which is not to be printed
             raise InputError("--api-key (or OPENAI_API_KEY): it has characters that no header can have; give ASCII without blanks")
-        for name in ("copy", "overwrite"):
-            if self.in_place and getattr(self, name):
-                raise InputError(f"--{name}: with --in-place files stay as the servers write them; leave out one of the two")
 
     @property
     def tokens_to_generate(self) -> int:
@@ -126,13 +115,21 @@ class Options:
         return self.concurrency if self.max_consecutive_errors is None else self.max_consecutive_errors
 
     def is_ours(self, row: int) -> bool:
-        """Whether this run does that row."""
+        """Return True if the row is one of this rank's."""
         return row % self.world_size == self.rank
 
-    def local_path(self, path: str) -> Path:
-        """Where a file is here that a server calls `path`."""
-        best = max((each for each in self.path_maps if _is_below(path, each.server)), key=lambda each: len(each.server), default=None)
-        return Path(path) if best is None else best.local / path[len(best.server.rstrip("/")) :].lstrip("/")
+    def is_wanted(self, row: int) -> bool:
+        """Return True if this run does the row, and `limit` includes it."""
+        return self.is_ours(row) and (self.limit is None or row < self.limit)
+
+    def server_path(self, path: Path) -> str:
+        """Return the name of a directory on the servers' machines."""
+        here = os.path.abspath(path)
+        maps = [each for each in self.path_maps if Path(here).is_relative_to(each.local)]
+        best = max(maps, key=lambda each: len(each.local.parts), default=None)
+        if best is None:
+            return here
+        return os.path.normpath(os.path.join(best.server, os.path.relpath(here, best.local)))
 
 
 def base_url(text: str) -> str:
@@ -145,11 +142,7 @@ def path_map(text: str) -> PathMap:
     server, equals, local = text.partition("=")
     if not equals or not server.startswith("/") or not local:
         raise InputError(f"--map-path {text}: give SERVER=LOCAL, two directories, such as /data/hidden_states=/mnt/hidden_states")
-    return PathMap(server, Path(local).absolute())
-
-
-def _is_below(path: str, directory: str) -> bool:
-    return path.startswith(directory.rstrip("/") + "/")
+    return PathMap(server, Path(os.path.abspath(local)))
 
 
 def _flag(name: str) -> str:

@@ -62,24 +62,21 @@ class Row:
         text = json.dumps(self.content, ensure_ascii=False, sort_keys=True).encode()
         return b"j%d:" % len(text) + text
 
-    def body(self, model: str, max_tokens: int, include_output: bool, file: str | None = None) -> dict[str, Any]:
-        """The JSON of the request: greedy, for the same rows have to come out of the same request.
+    def body(self, model: str, max_tokens: int, include_output: bool, path: str) -> dict[str, Any]:
+        """Return the JSON of the request. It is greedy, so that its rows can be reproduced.
 
         Args:
-            model: as the server calls it.
+            model: its name on the server.
             max_tokens: to generate.
-            include_output: whether their rows are wanted.
-            file: what the server is to call the row's file; None leaves that to it.
+            include_output: True to store rows of generated tokens too.
+            path: of the row's file on the server's machine.
         """
-        params: dict[str, Any] = {EXTRACT_KEY: True, OUTPUT_KEY: include_output}
-        if file is not None:
-            params[PATH_KEY] = file
         body: dict[str, Any] = {
             "model": model,
             "max_tokens": max_tokens,
             "temperature": 0,
             "return_token_ids": True,
-            "kv_transfer_params": params,
+            "kv_transfer_params": {EXTRACT_KEY: True, OUTPUT_KEY: include_output, PATH_KEY: path},
         }
         if isinstance(self.content, list):
             # A conversation that ends with the assistant's words is complete; any other asks for them.

@@ -1,28 +1,99 @@
-"""What a file of hidden states holds, and whether it is what it says it is: read once, in bounded memory."""
+"""Check a file of hidden states, or a member of a shard, in one pass and in bounded memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
-from vllm_ascend_hsx.protocol.checksum import names_checksum
-from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, Header, TensorInfo, layer_ids_of, num_prompt_tokens_of
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ascend_hsx.protocol.checksum import names_checksum, stated_checksum
+from vllm_ascend_hsx.protocol.format import (
+    DTYPE_BYTES,
+    HIDDEN_STATES,
+    SCALES,
+    TOKEN_IDS,
+    Header,
+    TensorInfo,
+    layer_ids_of,
+    num_prompt_tokens_of,
+)
 from vllm_ascend_hsx.protocol.lock import is_left_over
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
-from vllm_ascend_hsx.reader.load import HiddenStatesError, checked, difference, is_decided, model_dtype, read_others
+from vllm_ascend_hsx.reader.load import (
+    HiddenStatesError,
+    checked,
+    is_decided,
+    model_dtype,
+    unverifiable,
+)
 from vllm_ascend_hsx.reader.quantized import LEAST_SCALE, dequantized
-from vllm_ascend_hsx.reader.shards import shards_of
-from vllm_ascend_hsx.reader.tensors import read_tensor, torch_dtype
+from vllm_ascend_hsx.reader.shards import Place, shards_of
+from vllm_ascend_hsx.reader.tensors import dtype_name, read_at, torch_dtype
 
-if TYPE_CHECKING:
-    import torch
+Numbers = npt.NDArray[Any]
 
-_BLOCK = 64 << 20  # bytes of rows that are looked at at a time
+_BLOCK = 256 << 10  # bytes; a block stays in the processor's cache while it is checked
+# Bits that make a floating-point number infinite or NaN: unsigned type, mask, least masked value.
+_EXPONENTS = {
+    "F64": ("<u8", 0x7FF0_0000_0000_0000, 0x7FF0_0000_0000_0000),
+    "F32": ("<u4", 0x7F80_0000, 0x7F80_0000),
+    "F16": ("<u2", 0x7C00, 0x7C00),
+    "BF16": ("<u2", 0x7F80, 0x7F80),
+    "F8_E5M2": ("|u1", 0x7C, 0x7C),
+    "F8_E4M3": ("|u1", 0x7F, 0x7F),  # no infinity, one NaN
+}
+
+
+class Kind(NamedTuple):
+    """What the rows of one dataset have in common.
+
+    Attributes:
+        layer_ids: residual stream of each layer; empty if the file does not name them.
+        layers, hidden_size: of a row.
+        dtype: the model's, by its name in torch; "bfloat16 in float8_e4m3fn" for quantised rows.
+    """
+
+    layer_ids: tuple[int, ...] = ()
+    layers: int = 0
+    hidden_size: int = 0
+    dtype: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers {list(self.layer_ids)} x {self.hidden_size} {self.dtype}"
+
+
+_UNKNOWN = Kind()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known about a file's tokens before it is read.
+
+    Attributes:
+        prompt: token ids of the prompt; None if unknown.
+        output: ids of the generated tokens that have rows; None if unknown.
+    """
+
+    prompt: Sequence[int] | None
+    output: Sequence[int] | None
+
+    def difference(self, token_ids: Numbers) -> str | None:
+        """Return how `token_ids` int64 [tokens] differ from what is known, or None."""
+        if self.prompt is None:
+            return None
+        prompt = len(self.prompt)
+        problem = _difference("the prompt", self.prompt, token_ids[:prompt])
+        if problem is None and self.output is not None:
+            return _difference("the generated tokens", self.output, token_ids[prompt:])
+        return problem
 
 
 @dataclass(frozen=True)
@@ -31,60 +102,50 @@ class Examination:
 
     Attributes:
         path: the file.
-        problem: what is wrong with it, in one sentence, or None.
-        tokens, prompt_tokens: rows, and how many of them are the prompt's (None if the file does not say).
-        layers, hidden_size, dtype: of a row; dtype is the model's by its name in torch, and "in float8_e4m3fn" if it is quantised to that.
-        layer_ids: residual stream of each layer; empty if the file does not say.
+        problem: what is wrong with the file, in one sentence, or None.
+        tokens, prompt_tokens: number of rows, and of those of the prompt (None if not stated).
+        kind: what all files of one dataset have in common.
         num_bytes: of the hidden states, with the scales of quantised rows.
-        norms: mean over the tokens of the Euclidean norm of a (dequantised) row, for each layer.
-        token_norms: [layers][tokens] the norms themselves, if they were asked for.
-        tiny_tokens: quantised rows too small for their scale to be smaller: they lost accuracy, or all that they had.
-        metadata: what the file says about itself.
+        file_bytes: of the file.
+        token_norms: float32 [tokens, layers], Euclidean norms of the (dequantised) rows, on request.
+        tiny_tokens: quantised rows at the smallest scale, which lost some or all of their accuracy.
+        metadata: of the file.
     """
 
     path: Path
     problem: str | None = None
     tokens: int = 0
     prompt_tokens: int | None = None
-    layers: int = 0
-    hidden_size: int = 0
-    dtype: str = ""
-    layer_ids: tuple[int, ...] = ()
+    kind: Kind = _UNKNOWN
     num_bytes: int = 0
-    norms: tuple[float, ...] = ()
-    token_norms: tuple[tuple[float, ...], ...] = ()
+    file_bytes: int = 0
+    token_norms: npt.NDArray[np.float32] | None = field(default=None, compare=False)
     tiny_tokens: int = 0
     metadata: dict[str, str] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str:
-        """One or two words for a table."""
+        """One word for a table."""
         if self.problem is not None:
             return "bad"
         return "verified" if names_checksum(self.metadata) else "plausible"
 
+    @property
+    def norms(self) -> list[float]:
+        """Mean of `token_norms` over the tokens, for each layer; empty without them."""
+        if self.token_norms is None:
+            return []
+        mean: list[float] = self.token_norms.sum(0, dtype=np.float64).tolist()
+        return [total / max(1, self.tokens) for total in mean]
+
 
 def examine(
-    path: str | Path, *, checksum: bool = True, finite: bool = True, token_norms: bool = False, timeout: float = 0.0
+    path: str | Path, *, checksum: bool = True, norms: bool = False, timeout: float = 0.0
 ) -> Examination:
-    """Look at a file that a server has completed.
-
-    Args:
-        path: the file.
-        checksum: compare it with the checksum that it names; a file without one passes.
-        finite: whether a NaN or an infinity is a problem.
-        token_norms: keep the norm of every row.
-        timeout: seconds to wait for a server that is still writing it.
-
-    Returns:
-        What was found; nothing that is wrong with the file is raised.
-    """
+    """Check a file as `check` does. Every failure becomes the problem; nothing is raised."""
     path = Path(path)
     try:
-        with checked(path, timeout) as (place, header):
-            if checksum and names_checksum(header.metadata) and (problem := difference(place, header)):
-                raise HiddenStatesError(path, problem)
-            return _describe(path, place.fd, header, finite, token_norms)
+        return check(path, checksum=checksum, norms=norms, timeout=timeout)
     except HiddenStatesError as error:
         return Examination(path, error.reason)
     except TimeoutError:
@@ -93,87 +154,153 @@ def examine(
         return Examination(path, f"it cannot be read: {error.strerror or error}")
 
 
-def _describe(path: Path, fd: int, header: Header, finite: bool, keep: bool) -> Examination:
-    """Read rows some at a time, and map nothing: a file that is cut off meanwhile would end the process. Raises FormatError or OSError."""
-    rows = header.tensors[HIDDEN_STATES]
-    token_ids, scales = read_others(fd, header, mmap=False)
-    metadata = header.metadata
+def check(
+    path: Path,
+    expected: Expected | None = None,
+    *,
+    data: bool = True,
+    checksum: bool = True,
+    norms: bool = False,
+    timeout: float = 0.0,
+) -> Examination:
+    """Check a file that a server has completed. Each byte of the rows is read once.
+
+    Args:
+        path: the file, or the name of a member of a shard.
+        expected: tokens to compare with; if they differ, the rows are not read.
+        data: read the rows: compare the checksum, and find numbers that are not finite.
+        checksum: False to leave out the checksum.
+        norms: compute `token_norms`, which needs torch.
+        timeout: seconds to wait for a server that is still writing the file.
+
+    Returns:
+        What the file holds, and the first problem found.
+
+    Raises:
+        HiddenStatesError: the request failed, or this is not a file of hidden states.
+        TimeoutError: a server is still writing the file.
+        OSError: the file is missing or cannot be read.
+    """
+    with checked(path, timeout) as (place, header):
+        ids = _numbers(place.fd, header.tensors[TOKEN_IDS]).astype(np.int64)
+        scales = _numbers(place.fd, header.tensors[SCALES]) if SCALES in header.tensors else None
+        found = _describe(path, place, header, scales)
+        problem = _contradiction(found, ids)
+        if expected is not None:
+            problem = expected.difference(ids) or problem
+        if data and (expected is None or problem is None):
+            damage, token_norms = _read_rows(place, header, scales, checksum, norms)
+            found, problem = replace(found, token_norms=token_norms), damage or problem
+    return replace(found, problem=problem)
+
+
+def _describe(path: Path, place: Place, header: Header, scales: Numbers | None) -> Examination:
+    rows, metadata = header.tensors[HIDDEN_STATES], header.metadata
     tokens, layers, hidden = rows.shape
-    sums = [0.0] * layers
-    all_norms: list[list[float]] = [[] for _ in range(layers)]
-    problem = None
-    for first, block, norms in _norms(fd, rows, scales, metadata):
-        if finite and problem is None:
-            problem = _not_finite(first, block, norms)
-        for layer in range(layers):
-            sums[layer] += float(norms[:, layer].sum())
-            if keep:
-                all_norms[layer] += norms[:, layer].tolist()
-    layer_ids = tuple(layer_ids_of(metadata) or ())
-    prompt_tokens = num_prompt_tokens_of(metadata)
+    dtype = dtype_name(rows.dtype)
+    if scales is not None:
+        dtype = f"{dtype_name(metadata.get('dtype', 'BF16'))} in {dtype}"
     return Examination(
         path,
-        problem or _contradiction(layers, token_ids, layer_ids, prompt_tokens),
-        tokens,
-        prompt_tokens,
-        layers,
-        hidden,
-        _words(torch_dtype(rows.dtype)) if scales is None else f"{_words(model_dtype(metadata))} in {_words(torch_dtype(rows.dtype))}",
-        layer_ids,
-        rows.end - rows.begin + (0 if scales is None else scales.nbytes),
-        tuple(total / tokens if tokens else 0.0 for total in sums),
-        tuple(map(tuple, all_norms)) if keep else (),
-        0 if scales is None else int((scales <= LEAST_SCALE).sum()),
-        metadata,
+        tokens=tokens,
+        prompt_tokens=num_prompt_tokens_of(metadata),
+        kind=Kind(tuple(layer_ids_of(metadata) or ()), layers, hidden, dtype),
+        num_bytes=rows.end - rows.begin + (0 if scales is None else scales.nbytes),
+        file_bytes=place.size,
+        tiny_tokens=0 if scales is None else int((scales <= LEAST_SCALE).sum()),
+        metadata=metadata,
     )
 
 
-def _words(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _numbers(fd: int, tensor: TensorInfo) -> Numbers:
+    kind = {"I64": "<i8", "I32": "<i4", "F32": "<f4"}[tensor.dtype]
+    return np.frombuffer(read_at(fd, tensor.begin, tensor.end), kind)
+
+
+def _read_rows(
+    place: Place, header: Header, scales: Numbers | None, checksum: bool, norms: bool
+) -> tuple[str | None, npt.NDArray[np.float32] | None]:
+    """Read all that follows the header, once.
+
+    No file is mapped: a mapped file that is truncated meanwhile would end the process.
+
+    Returns:
+        The first problem, and the norms if they are asked for.
+    """
+    stated = stated_checksum(header.content, header.metadata) if checksum else None
+    if checksum and stated is None and names_checksum(header.metadata):
+        return unverifiable(header), None
+    damage = None
+    found: list[Numbers] = []
+    for name, tensor in sorted(header.tensors.items(), key=lambda each: each[1].begin):
+        is_rows = name == HIDDEN_STATES
+        unit = prod(tensor.shape[1:]) * DTYPE_BYTES[tensor.dtype] if is_rows else 8
+        step = max(1, _BLOCK // unit) * unit
+        for begin in range(tensor.begin, tensor.end, step):
+            block = read_at(place.fd, begin, min(begin + step, tensor.end))
+            if stated is not None:
+                stated[1].update(block)
+            if damage is None and name in (HIDDEN_STATES, SCALES):
+                damage = _not_finite(name, tensor, begin, block)
+            if is_rows and norms:
+                first = (begin - tensor.begin) // unit
+                found.append(_norms(block, tensor, scales, first, header.metadata))
+    if stated is not None and stated[1].hexdigest() != stated[0]:
+        damage = f"it is not as it was written: its checksum is {stated[1].hexdigest()}, not {stated[0]}"
+    layers = header.tensors[HIDDEN_STATES].shape[1]
+    empty = np.zeros((0, layers), np.float32)
+    return damage, np.concatenate([empty, *found]) if norms else None
+
+
+def _not_finite(name: str, tensor: TensorInfo, begin: int, block: memoryview) -> str | None:
+    """Name the first number of a block that is infinite or NaN."""
+    kind, mask, least = _EXPONENTS[tensor.dtype]
+    bits = np.frombuffer(block, kind)
+    bits = bits & bits.dtype.type(mask)
+    if int(bits.max()) < least:
+        return None
+    at = (begin - tensor.begin) // bits.itemsize + int(np.argmax(bits >= least))
+    if name == SCALES:
+        return f"the scale of token {at} is not finite"
+    layers, hidden = tensor.shape[1:]
+    token, layer = divmod(at // hidden, layers)
+    return f"the row of token {token} in layer {layer} is not finite"
 
 
 def _norms(
-    fd: int, rows: TensorInfo, scales: torch.Tensor | None, metadata: Mapping[str, str]
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(first token, its and the next tokens' rows, their Euclidean norms as float32 [tokens, layers]), some tokens at a time."""
+    block: memoryview, tensor: TensorInfo, scales: Numbers | None, first: int, metadata: dict[str, str]
+) -> Numbers:
+    """Return the norms float32 [tokens, layers] of a block that begins with token `first`."""
     import torch
 
-    tokens, layers, hidden = rows.shape
-    row_bytes = (rows.end - rows.begin) // max(1, tokens)
-    step = max(1, _BLOCK // max(1, row_bytes))
-    for first in range(0, tokens, step):
-        last = min(first + step, tokens)
-        part = TensorInfo(rows.dtype, (last - first, layers, hidden), rows.begin + first * row_bytes, rows.begin + last * row_bytes)
-        block = read_tensor(fd, part, mapped=False)
-        if scales is not None:
-            block = dequantized(block, scales[first:last], model_dtype(metadata))
-        yield first, block, torch.linalg.vector_norm(block.float(), dim=-1)
+    rows = torch.frombuffer(block, dtype=torch_dtype(tensor.dtype)).reshape(-1, *tensor.shape[1:])
+    if scales is not None:
+        factors = torch.from_numpy(scales[first : first + len(rows)].copy()).reshape(-1, 1, 1)
+        rows = dequantized(rows, factors, model_dtype(metadata))
+    norms: Numbers = torch.linalg.vector_norm(rows.float(), dim=-1).numpy()
+    return norms
 
 
-def _not_finite(first: int, rows: torch.Tensor, norms: torch.Tensor) -> str | None:
-    """Where a NaN or an infinity is. It makes the row's norm one, so the rows themselves are only looked at if a norm says so."""
-    import torch
-
-    if bool(torch.isfinite(norms).all()):
-        return None
-    # torch does not know it of float8_e4m3fn.
-    good = torch.isfinite(rows.float() if rows.element_size() == 1 else rows).all(dim=-1)
-    if bool(good.all()):  # large values, whose squares have no float32
-        return None
-    token, layer = (~good).nonzero()[0].tolist()
-    return f"the row of token {first + token} in layer {layer} is not finite"
-
-
-def _contradiction(layers: int, token_ids: torch.Tensor, layer_ids: tuple[int, ...], prompt_tokens: int | None) -> str | None:
-    """What in the metadata does not fit the tensors."""
-    tokens = len(token_ids)
+def _contradiction(found: Examination, token_ids: Numbers) -> str | None:
+    """Return what in the metadata does not fit the tensors."""
+    layer_ids, layers, prompt = found.kind.layer_ids, found.kind.layers, found.prompt_tokens
     if layer_ids and len(layer_ids) != layers:
         return f"it names {len(layer_ids)} layer ids and has {layers} layers"
-    if prompt_tokens is not None and not 0 <= prompt_tokens <= tokens:
-        return f"it says that {prompt_tokens} of its {tokens} tokens are the prompt's"
-    if tokens and int(token_ids.min()) < 0:
+    if prompt is not None and not 0 <= prompt <= found.tokens:
+        return f"it says that {prompt} of its {found.tokens} tokens are the prompt's"
+    if found.tokens and int(token_ids.min()) < 0:
         return "it has a negative token id"
     return None
+
+
+def _difference(what: str, expected: Sequence[int], found: Numbers) -> str | None:
+    if len(expected) != len(found):
+        return f"it has {len(found)} rows for {what} of {len(expected)} tokens"
+    wrong = np.flatnonzero(np.asarray(expected, dtype=np.int64) != found)
+    if not wrong.size:
+        return None
+    at = wrong[0]
+    return f"token {at} of {what} is {found[at]} in it, and was {expected[at]}"
 
 
 def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:

@@ -296,6 +296,20 @@ def remove_member(path: Path) -> bool:
     return any([shards.remove(name) for shards, name in _shards_above(path)])
 
 
+def members_in(directory: Path) -> list[str]:
+    """Return the names of the members directly in a directory, in shards of it or of one above.
+
+    Raises:
+        OSError: the shards cannot be read.
+    """
+    found = []
+    for shards, name in _shards_above(directory / "_"):
+        folder = name[:-1]
+        names = [each.removeprefix(folder) for each in shards.members() if each.startswith(folder)]
+        found += [each for each in names if "/" not in each]
+    return found
+
+
 def shard_of(path: Path) -> Path | None:
     """Return the tar file in which the file `path` is a member, or None. Raises OSError: an index cannot be read."""
     return next((found for shards, name in _shards_above(path) if (found := shards.path_of(name))), None)

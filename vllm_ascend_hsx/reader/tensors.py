@@ -102,20 +102,37 @@ def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
             errno.ENOMEM,
             f"not enough memory for a tensor of {size} bytes; mmap=True reads only used pages",
         ) from error
-    _read_at(fd, buffer.numpy().data, info.begin)
+    _read_into(fd, buffer.numpy().data, info.begin)
     return buffer.view(dtype).reshape(info.shape)
+
+
+def dtype_name(name: str) -> str:
+    """Return torch's name of a safetensors dtype, without torch."""
+    return _TORCH_DTYPES[name]
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype of a safetensors name."""
     import torch
 
-    dtype: torch.dtype = getattr(torch, _TORCH_DTYPES[name])
+    dtype: torch.dtype = getattr(torch, dtype_name(name))
     return dtype
 
 
-def _read_at(fd: int, into: memoryview, offset: int) -> None:
-    """Fill `into` from the file; the system may give less at a time than is asked for (never more than 2 GiB)."""
+def read_at(fd: int, begin: int, end: int) -> memoryview:
+    """Read bytes [begin, end) of a file.
+
+    Raises:
+        FormatError: the file was truncated meanwhile.
+        OSError: the file cannot be read.
+    """
+    block = memoryview(bytearray(end - begin))
+    _read_into(fd, block, begin)
+    return block
+
+
+def _read_into(fd: int, into: memoryview, offset: int) -> None:
+    """Fill `into` from the file. One call of the system reads at most 2 GiB."""
     while into:
         read = os.preadv(fd, [into], offset)
         if read == 0:

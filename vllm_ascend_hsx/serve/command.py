@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, UNSERVABLE
 from vllm_ascend_hsx.config import PLUGIN_NAME, HsxConfig, HsxConfigError
+from vllm_ascend_hsx.protocol.api import PATH_OPTION
 from vllm_ascend_hsx.serve.errors import ServeError
 from vllm_ascend_hsx.serve.model import Model, read_model
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
@@ -82,6 +83,8 @@ def build(
     """
     _refuse_what_cannot_be(vllm_arguments)
     model, storage = os.fspath(model), Path(storage).expanduser().absolute()
+    if options.get("sink") != "mooncake":  # `hsx generate` names each row's file
+        options = {PATH_OPTION: True, **options}
     config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
     target = read_model(

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_hsx.cli import generate
-from vllm_ascend_hsx.generate import collect, examine, generation, in_place, ledger, leftovers, output, run  # noqa: F401 (loaded before the fork)
-from vllm_ascend_hsx.reader import load, shards
+from vllm_ascend_hsx.generate import files, ledger, run  # noqa: F401 (loaded before the fork)
+from vllm_ascend_hsx.reader import load, shards, tensors
 
-TRACED = (collect, examine, in_place, ledger, leftovers, output, load, shards)
+TRACED = (files, ledger, load, shards, tensors)
 
 
 class DyingOs:

@@ -1,4 +1,4 @@
-"""`hsx generate --in-place` into the shards of `hsx serve` with DP=2 x TP=2: killed and started again, each row is in one, once."""
+"""`hsx generate` into the shards of `hsx serve` with DP=2 x TP=2: killed and started again, each row is in one, once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HSX = (sys.executable, "-m", "vllm_ascend_hsx.cli.main")
 def server(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("in_place")
     port = free_port()
-    options = {"sink": "shard", "shard_bytes": SHARD_BYTES, "allow_custom_save_path": "true"}
+    options = {"sink": "shard", "shard_bytes": SHARD_BYTES}
     command = [
         *(*HSX, "serve", str(tiny_minimax_m2)),
         *("--layers", ",".join(map(str, LAYER_IDS)), "--out", str(directory / "rows")),
@@ -49,7 +49,7 @@ def test_killed_and_started_again_every_row_is_in_a_shard_and_right(server: Serv
     output = server.log.parent / "rows"
     data = server.log.parent / "data.jsonl"
     data.write_text("".join(json.dumps({"token_ids": tokens(length)}) + "\n" for length in LENGTHS))
-    arguments = ["--data", str(data), "--output", str(output), "--endpoint", f"{server.url}/v1", "--in-place"]
+    arguments = ["--data", str(data), "--output", str(output), "--endpoint", f"{server.url}/v1"]
     with subprocess.Popen([*HSX, "generate", *arguments, "--concurrency", "1"], stdout=subprocess.DEVNULL) as killed:
         while len(shards_of(output).members()) < 3:
             with suppress(subprocess.TimeoutExpired):

@@ -1,0 +1,161 @@
+"""The rows' files in the output directory: their paths here and for servers, checks, removal."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from vllm_ascend_hsx.generate.errors import (
+    Fault,
+    ForeignRowError,
+    InputError,
+    RequestError,
+    RunError,
+)
+from vllm_ascend_hsx.generate.ledger import (
+    Ledger,
+    differences,
+    files_of_rows,
+    row_file,
+    row_of_file,
+)
+from vllm_ascend_hsx.generate.options import Options
+from vllm_ascend_hsx.protocol.files import describe
+from vllm_ascend_hsx.protocol.lock import wait_until_released
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.reader.check import Examination, Expected, check
+from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
+
+
+class RowFiles:
+    """The files of one run. Methods block and may be called from several threads.
+
+    Args:
+        options: of the run.
+        ledger: says what the rows have in common, or is told.
+    """
+
+    def __init__(self, options: Options, ledger: Ledger) -> None:
+        self._options = options
+        self._output = options.output
+        self._server_output = options.server_path(options.output)
+        self._ledger = ledger
+        self._mutex = threading.Lock()
+
+    def path(self, row: int) -> Path:
+        """Return the path of a row's file here."""
+        return self._output / row_file(row)
+
+    def server_path(self, row: int) -> str:
+        """Return the path of a row's file on the servers' machines."""
+        return os.path.join(self._server_output, row_file(row))
+
+    def check(self, row: int, expected: Expected, is_new: bool) -> Examination:
+        """Check a row's file; wait for a server that is writing it.
+
+        Args:
+            row: of the dataset.
+            expected: tokens, as far as they are known.
+            is_new: False if this run has not requested the row.
+
+        Raises:
+            RequestError: the row has no file, or not the right one.
+            InputError: an older file is of another model or other layers than the others.
+            RunError: the file cannot be read, which says nothing about what it holds.
+        """
+        path, options = self.path(row), self._options
+        wait = options.request_timeout
+        try:
+            found = check(path, expected, data=options.validate, timeout=wait)
+        except FileNotFoundError as error:
+            raise RequestError(
+                f"the server wrote {self.server_path(row)}, and there is no {path}; mount its "
+                "storage directory here, and name it as the server does or with --map-path "
+                "SERVER=HERE",
+                fault=Fault.DEGRADED,
+                lost=True,
+                missing=True,
+            ) from error
+        except TimeoutError as error:
+            reason = f"the server has not finished {path} within {wait:g} s"
+            raise RequestError(reason, fault=Fault.DEGRADED, lost=True) from error
+        except HiddenStatesError as error:
+            raise RequestError(error.reason, fault=Fault.DEGRADED) from error
+        except OSError as error:
+            raise RunError(describe(f"{path} cannot be read", error)) from error
+        self._compare(found, is_new)
+        if found.problem is not None:
+            raise RequestError(found.problem, fault=Fault.DEGRADED)
+        if is_new:
+            remove(path, keep_data=True)
+        return found
+
+    def _compare(self, found: Examination, is_new: bool) -> None:
+        """Compare what a file says about its server with the other rows. Raises as `check`."""
+        server = _server_of(found)
+        with self._mutex:
+            if self._ledger.server is None and found.problem is None:
+                # The run that wrote the first rows may have died before it logged this.
+                older = self._server_of_rows(found.path) if is_new else None
+                self._ledger.note_server(older or server)
+        before = self._ledger.server
+        if before is None or before == server:
+            return
+        changes = differences(before, server)
+        if is_new:
+            reason = f"{self._output} holds rows of another server: {changes}"
+            raise ForeignRowError(reason, fault=Fault.DEGRADED)
+        raise InputError(
+            f"{found.path} is a row of another server than the ledger says: {changes}; nothing was "
+            "changed: name the right --output, or remove what is wrong"
+        )
+
+    def _server_of_rows(self, new: Path) -> dict[str, Any] | None:
+        """Return what the other rows have in common, by the first that can be read."""
+        for path in files_of_rows(self._output):
+            if path != new:
+                with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
+                    return _server_of(check(path, data=False))
+        return None
+
+    def remove(self, row: int, timeout: float) -> None:
+        """Remove a row's file, unless a server is writing it for longer than `timeout` seconds."""
+        with suppress(TimeoutError):
+            wait_until_released(self._lock(row), timeout)
+            remove(self.path(row))
+
+    def remove_companions(self, timeout: float) -> list[Path]:
+        """Remove locks and errors beside this run's rows, once servers have released them.
+
+        Args:
+            timeout: seconds to wait at most, over all rows.
+
+        Returns:
+            Files that servers are still writing.
+
+        Raises:
+            OSError: the directory cannot be read, or a file not be removed.
+        """
+        deadline = time.monotonic() + timeout
+        names = [name for name in os.listdir(self._output) if name.endswith((LOCK_SUFFIX, ERROR_SUFFIX))]
+        rows = {row_of_file(name.removesuffix(LOCK_SUFFIX).removesuffix(ERROR_SUFFIX)) for name in names}
+        busy = []
+        for row in sorted(row for row in rows if row is not None and self._options.is_ours(row)):
+            try:
+                wait_until_released(self._lock(row), max(0.0, deadline - time.monotonic()))
+                remove(self.path(row), keep_data=True)
+            except TimeoutError:
+                busy.append(self.path(row))
+        return busy
+
+    def _lock(self, row: int) -> Path:
+        return self._output / f"{row_file(row)}{LOCK_SUFFIX}"
+
+
+def _server_of(found: Examination) -> dict[str, Any]:
+    kind = {**found.kind._asdict(), "layer_ids": list(found.kind.layer_ids)}
+    return {"model": found.metadata.get("model"), **kind}
