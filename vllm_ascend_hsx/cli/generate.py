@@ -1,4 +1,4 @@
-"""`hsx generate`: sends a dataset to servers that extract, and gives every row's hidden states a file of its own."""
+"""`hsx generate`: send a dataset to servers, which write a file of hidden states for each row."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
         "--max-consecutive-errors",
         type=WHOLE["max_consecutive_errors"],
         metavar="N",
-        help="stop after so many with no row finished in between (default: --concurrency)",
+        help="stop after N errors with no row finished in between (default: --concurrency)",
     )
     files = parser.add_argument_group("files")
     files.add_argument(

@@ -235,7 +235,8 @@ def _read_rows(
     for name, tensor in sorted(header.tensors.items(), key=lambda each: each[1].begin):
         is_rows = name == HIDDEN_STATES
         unit = prod(tensor.shape[1:]) * DTYPE_BYTES[tensor.dtype] if is_rows else 8
-        step = max(1, _BLOCK // unit) * unit
+        # torch computes norms with threads, which small blocks would keep starting.
+        step = max(1, (64 if norms else 1) * _BLOCK // unit) * unit
         for begin in range(tensor.begin, tensor.end, step):
             block = read_at(place.fd, begin, min(begin + step, tensor.end))
             if stated is not None:
