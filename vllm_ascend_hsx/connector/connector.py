@@ -94,7 +94,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_new_request(request)
 
     def extracts(self, request: Any) -> bool:
-        """Whether rows of the request are wanted; see compat.engine.compute_what_is_extracted."""
+        """Whether rows of the request are wanted; see compat.engine.compute_extracted_tokens."""
         assert self._scheduler is not None
         return self._scheduler.extracts(request.request_id)
 
@@ -124,7 +124,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self.hear(connector_output.kv_connector_worker_meta)
 
     def hear(self, report: KVConnectorWorkerMetadata | None) -> None:
-        """What the workers report of a step; see compat.engine.hear_outcomes_before_answers."""
+        """What the workers report of a step; see compat.engine.report_before_answers."""
         assert self._scheduler is not None
         if isinstance(report, WorkerReport):
             self._scheduler.on_worker_report(report)
