@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S, parse_size
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
 from vllm_ascend_hsx.protocol.names import printable
 
@@ -27,30 +28,13 @@ UPSTREAM_CONNECTOR = "ExampleHiddenStatesConnector"
 _PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("platform", "general", "io_processor", "stat_logger"))
 LAST_WORDS_S = 5.0  # seconds that a worker takes at most, behind drain_timeout_s, to leave a reason in place of files that are not complete
 
-class HsxConfigError(ValueError):
-    """An option that cannot be used; the message names the option, its value and the remedy."""
-
-    def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:
-        self.option = option
-        self.problem = problem
-        self.remedy = remedy
-        super().__init__(f"{CONNECTOR_NAME}: {option}={_echo(value)} {problem}. {remedy}")
-
-
-def _echo(value: object) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python writes down no number of more than 4,300 digits
-        return "<a number of thousands of digits>"
-
-
 Size = Annotated[int, BeforeValidator(parse_size)]
 
 
 class HsxConfig(BaseModel):
     """The options of `kv_connector_extra_config`.
 
-    An unknown key or a value of the wrong type is an `HsxConfigError` (see `HsxConfig.parse`), never a warning: a misspelt option
+    An unknown key or a value of the wrong type is an `UserError` (see `HsxConfig.parse`), never a warning: a misspelt option
     would otherwise be found in the data, weeks later.
     """
 
@@ -208,7 +192,7 @@ class HsxConfig(BaseModel):
         """Read `kv_connector_extra_config`.
 
         Raises:
-            HsxConfigError: an unknown key, a missing one, or a value that cannot be used; the first of them.
+            UserError: an unknown key, a missing one, or a value that cannot be used; the first of them.
         """
         _require_names(cls, EXTRA_CONFIG, extra_config)
         if isinstance(mooncake := extra_config.get("mooncake"), dict):
@@ -221,25 +205,25 @@ class HsxConfig(BaseModel):
         if config.sink == "mooncake":
             if config.mooncake is None:
                 remedy = 'Set it to {"master_server_address": "host:port"}.'
-                raise HsxConfigError(f"{EXTRA_CONFIG}.mooncake", None, "is missing, and sink is 'mooncake'", remedy)
+                raise UserError(f"{EXTRA_CONFIG}.mooncake", None, "is missing, and sink is 'mooncake'", remedy)
         elif config.shared_storage_path is None:
             remedy = "Set it to the directory that is to receive the files."
-            raise HsxConfigError(f"{EXTRA_CONFIG}.shared_storage_path", None, "is missing", remedy)
+            raise UserError(f"{EXTRA_CONFIG}.shared_storage_path", None, "is missing", remedy)
         return config
 
 
 def _require_names(model: type[BaseModel], option: str, values: dict[Any, Any]) -> None:
-    """Refuse a key that is no printable text, of which pydantic does not say where it is. Raises HsxConfigError."""
+    """Refuse a key that is no printable text, of which pydantic does not say where it is. Raises UserError."""
     for key, value in values.items():
         if not isinstance(key, str) or not key.isprintable():
-            raise HsxConfigError(f"{option}.{printable(str(key))}", value, "is not an option", _names_of(model))
+            raise UserError(f"{option}.{printable(str(key))}", value, "is not an option", _names_of(model))
 
 
 def _names_of(model: type[BaseModel]) -> str:
     return f"The options are: {', '.join(model.model_fields)}."
 
 
-def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -> HsxConfigError:
+def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -> UserError:
     """pydantic's first error in our words; `keys` lead to the option, through `mooncake` if it is one of its."""
     model: type[BaseModel] = HsxConfig
     if keys[0] == "mooncake" and len(keys) > 1 and isinstance(values["mooncake"], dict):
@@ -252,13 +236,13 @@ def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -
     if kind == "extra_forbidden":
         near = difflib.get_close_matches(key, model.model_fields, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else _names_of(model)
-        return HsxConfigError(option, values[key], "is not an option", hint)
+        return UserError(option, values[key], "is not an option", hint)
     remedy = f"{key}: {model.model_fields[key].description}"
     if kind == "missing":
-        return HsxConfigError(option, None, "is missing", remedy)
+        return UserError(option, None, "is missing", remedy)
     problem = message.removeprefix("Value error, ")
     problem = problem if problem.startswith("is ") else f"cannot be used: {problem}"
-    return HsxConfigError(option, values[key], problem, remedy)
+    return UserError(option, values[key], problem, remedy)
 
 
 def read_options(transfer: Any) -> HsxConfig:
@@ -268,7 +252,7 @@ def read_options(transfer: Any) -> HsxConfig:
         transfer: vllm.config.KVTransferConfig, or None.
 
     Raises:
-        HsxConfigError: it is not there, or has a role or an option that cannot be used.
+        UserError: it is not there, or has a role or an option that cannot be used.
     """
     role, options = _connector_entry(transfer)
     config = HsxConfig.parse(options)
@@ -283,7 +267,7 @@ def _connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
         children = {child.get("kv_connector"): child for child in transfer.kv_connector_extra_config.get("connectors", ())}
         if CONNECTOR_NAME in children:
             if UPSTREAM_CONNECTOR in children:
-                raise HsxConfigError(
+                raise UserError(
                     f"kv_transfer_config.{EXTRA_CONFIG}.connectors",
                     UPSTREAM_CONNECTOR,
                     f"reads hidden states from the KV cache, where {CONNECTOR_NAME} keeps none",
@@ -291,7 +275,7 @@ def _connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
                 )
             child = children[CONNECTOR_NAME]
             return child.get("kv_role", transfer.kv_role), child.get("kv_connector_extra_config", {})
-    raise HsxConfigError(
+    raise UserError(
         "kv_transfer_config.kv_connector",
         getattr(transfer, "kv_connector", None),
         f"does not take the hidden states that the speculative method extracts when the plugin {PLUGIN_NAME} is loaded",
@@ -311,10 +295,10 @@ def require_producer(kv_role: str | None) -> None:
     """Refuse a role that would have the engine load from us.
 
     Raises:
-        HsxConfigError: any role but `kv_producer`.
+        UserError: any role but `kv_producer`.
     """
     if kv_role != "kv_producer":
-        raise HsxConfigError(
+        raise UserError(
             "kv_transfer_config.kv_role",
             kv_role,
             "makes the engine expect KV data from a connector that only writes hidden states",

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig, HsxConfigError, read_options
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions, MooncakeUnavailableError, load_package, own_address
+from vllm_ascend_hsx.config import HsxConfig, read_options
+from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.protocol.mooncake_store import load_package, own_address
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
@@ -66,17 +67,17 @@ def read_start_up(vllm_config: Any) -> StartUp:
         vllm_config: vllm.config.VllmConfig; with MultiConnector the engine's own or the one that it hands to its children.
 
     Raises:
-        HsxConfigError: a setting that cannot be used.
-        StorageDirectoryError: the storage directory cannot be made or written.
+        UserError: a setting that cannot be used.
+        UserError: the storage directory cannot be made or written.
     """
     config = read_options(vllm_config.kv_transfer_config)
     target = read_target(vllm_config)
     dtype: torch.dtype = vllm_config.model_config.dtype
     if dtype not in _DTYPE_NAMES:
-        raise HsxConfigError("dtype", str(dtype), "cannot be stored", "Serve the target in bfloat16, float16 or float32.")
+        raise UserError("dtype", str(dtype), "cannot be stored", "Serve the target in bfloat16, float16 or float32.")
     elements = target.num_layers * target.hidden_size
     if config.quantization == "fp8" and elements % 8:
-        raise HsxConfigError(
+        raise UserError(
             "kv_connector_extra_config.quantization",
             config.quantization,
             f"needs rows of a multiple of 8 elements, and {target.num_layers} layers of {target.hidden_size} make {elements}",
@@ -84,7 +85,7 @@ def read_start_up(vllm_config: Any) -> StartUp:
         )
     row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model, config.quantization)
     if config.pinned_ring_bytes < 2 * row_format.row_bytes:
-        raise HsxConfigError(
+        raise UserError(
             "kv_connector_extra_config.pinned_ring_bytes",
             config.pinned_ring_bytes,
             f"does not hold two rows of {row_format.row_bytes} bytes",
@@ -92,11 +93,12 @@ def read_start_up(vllm_config: Any) -> StartUp:
         )
     start_up = StartUp(config, target, row_format, dtype)
     if config.mooncake is not None and config.sink == "mooncake":
-        _check_store(config.mooncake)
+        load_package()
+        own_address(config.mooncake.master_server_address)  # only workers join the store
         return start_up
     filesystem = check_directory(start_up.directory, use_lock=config.use_synchronization_lock, direct=config.io == "direct")
     if row_format.stored_row_bytes % filesystem.alignment:
-        raise HsxConfigError(
+        raise UserError(
             "kv_connector_extra_config.io",
             config.io,
             f"needs rows of a multiple of {filesystem.alignment} bytes on this filesystem, and {row_format.num_layers} layers make rows of "
@@ -104,19 +106,3 @@ def read_start_up(vllm_config: Any) -> StartUp:
             'Use "buffered", or extract another number of layers.',
         )
     return start_up
-
-
-def _check_store(options: MooncakeOptions) -> None:
-    """What can be seen of a store without joining it, which only workers do. Raises HsxConfigError."""
-    try:
-        load_package()
-        own_address(options.master_server_address)
-    except MooncakeUnavailableError as error:
-        raise store_refusal(error) from error
-
-
-def store_refusal(error: MooncakeUnavailableError) -> HsxConfigError:
-    """Why a store cannot be used, as an error of the option that is to blame."""
-    if error.option:
-        return HsxConfigError(f"{EXTRA_CONFIG}.mooncake.{error.option}", error.value, error.problem, error.remedy)
-    return HsxConfigError(f"{EXTRA_CONFIG}.sink", "mooncake", f"cannot be used: {error.problem}", f"{error.remedy}.")

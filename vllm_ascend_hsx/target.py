@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_hsx.config import LAYER_IDS_KEY, METHOD, HsxConfigError
+from vllm_ascend_hsx.config import LAYER_IDS_KEY, METHOD
+from vllm_ascend_hsx.protocol.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, 
         num_hidden_layers: layers of the target.
 
     Raises:
-        HsxConfigError: not a list of integers, empty, a duplicate, or an id outside [0, num_hidden_layers].
+        UserError: not a list of integers, empty, a duplicate, or an id outside [0, num_hidden_layers].
     """
     option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
     example = [2, num_hidden_layers // 2, num_hidden_layers - 3, num_hidden_layers] if num_hidden_layers > 6 else [num_hidden_layers]
@@ -48,12 +49,12 @@ def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, 
         f"for example {example}."
     )
     if not isinstance(layer_ids, list | tuple) or not layer_ids or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids):
-        raise HsxConfigError(option, layer_ids, "is not a list of layer ids", remedy)
+        raise UserError(option, layer_ids, "is not a list of layer ids", remedy)
     for index, layer_id in enumerate(layer_ids):
         if not 0 <= layer_id <= num_hidden_layers:
-            raise HsxConfigError(option, layer_ids, f"has id {layer_id}, which the target does not have", remedy)
+            raise UserError(option, layer_ids, f"has id {layer_id}, which the target does not have", remedy)
         if layer_id in layer_ids[:index]:
-            raise HsxConfigError(option, layer_ids, f"has id {layer_id} twice", remedy)
+            raise UserError(option, layer_ids, f"has id {layer_id} twice", remedy)
     return tuple(layer_ids)
 
 
@@ -64,18 +65,18 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
         vllm_config: vllm.config.VllmConfig with the speculative method `extract_hidden_states`.
 
     Raises:
-        HsxConfigError: another speculative method, unusable layer ids, or a parallel or role setting that is not supported.
+        UserError: another speculative method, unusable layer ids, or a parallel or role setting that is not supported.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD:
-        raise HsxConfigError(
+        raise UserError(
             "speculative_config.method",
             getattr(speculative, "method", None),
             "produces no hidden states",
             f'Start the server with --speculative-config \'{{"method": "{METHOD}", "num_speculative_tokens": 1, ...}}\'.',
         )
     if speculative.disable_padded_drafter_batch:
-        raise HsxConfigError(
+        raise UserError(
             "speculative_config.disable_padded_drafter_batch",
             True,
             "passes sampled tokens to the drafter as lists, without the layout of the batch",
@@ -85,7 +86,7 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
     for option, reason in ONE_ONLY.items():
         value = getattr(parallel, option, 1)
         if value > 1:
-            raise HsxConfigError(option, value, reason, f"Use {option}=1; scale with tensor, data and expert parallelism.")
+            raise UserError(option, value, reason, f"Use {option}=1; scale with tensor, data and expert parallelism.")
     model = vllm_config.model_config
     layer_ids = validate_layer_ids(
         getattr(speculative.draft_model_config.hf_config, LAYER_IDS_KEY, None), model.get_total_num_hidden_layers()

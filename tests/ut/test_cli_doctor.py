@@ -541,7 +541,7 @@ def test_a_target_that_cannot_be_planned_can_still_be_extracted(tmp_path: Path) 
     model = config_json(tmp_path, architectures=["Qwen3ForCausalLM"], num_hidden_layers=1)
     found = by_name(check_target(model))
     assert found["model"].verdict == "ok"
-    assert found["plan"].verdict == "note" and "says nothing of hidden_size" in found["plan"].found
+    assert found["plan"].verdict == "note" and "has no hidden_size" in found["plan"].found
 
 
 # The command
@@ -584,7 +584,7 @@ def test_json_has_every_finding(healthy: list[Finding], tmp_path: Path, capsys: 
 
 def test_a_model_that_is_none_is_a_mistake_in_the_command(healthy: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--model", "no-such-model"]) == 2
-    assert capsys.readouterr().err.startswith("hsx doctor: MODEL no-such-model: neither a preset nor a file")
+    assert capsys.readouterr().err.startswith("hsx doctor: MODEL='no-such-model' is neither a preset nor a file")
 
 
 @pytest.mark.parametrize("words", [["--io", "direct"], ["--no-lock"], ["--io", "fast", "--out", "x"], ["directory"]])

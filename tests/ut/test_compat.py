@@ -17,7 +17,8 @@ from vllm_ascend_hsx.compat import beam_search, drafts, engine
 from vllm_ascend_hsx.compat.beam_search import NOT_EXTRACTED
 from vllm_ascend_hsx.compat.patch_points import POINTS, PatchPoint
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
-from vllm_ascend_hsx.config import CONNECTOR_NAME, HsxConfigError
+from vllm_ascend_hsx.config import CONNECTOR_NAME
+from vllm_ascend_hsx.protocol.errors import UserError
 
 
 def test_a_wheel_whose_proposer_is_not_the_base_of_ours_is_refused() -> None:
@@ -96,7 +97,7 @@ def test_sizes_can_be_derived_again_as_each_engine_does_with_data_parallelism() 
 
 
 def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
-    with pytest.raises(HsxConfigError, match=r"num_speculative_tokens=3 has no meaning.*Set it to 1"):
+    with pytest.raises(UserError, match=r"num_speculative_tokens=3 has no meaning.*Set it to 1"):
         config_module().VllmConfig(speculative_config=speculative(number=3))
 
 
@@ -104,13 +105,13 @@ def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
 def test_a_configuration_whose_connector_is_another_is_refused_while_it_is_made(options: dict[str, Any]) -> None:
     config = config_module().VllmConfig
     assert config(**options).decode_query_len == 1
-    with pytest.raises(HsxConfigError, match=r"kv_connector=.* does not take.*AscendHiddenStatesConnector.* VLLM_PLUGINS="):
+    with pytest.raises(UserError, match=r"kv_connector=.* does not take.*AscendHiddenStatesConnector.* VLLM_PLUGINS="):
         config(speculative_config=speculative(), **options)
 
 
 def test_a_configuration_made_without_our_plugin_is_refused() -> None:
     drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative(number=0)))
-    with pytest.raises(HsxConfigError, match="num_speculative_tokens=1 would be scheduled.*VLLM_PLUGINS"):
+    with pytest.raises(UserError, match="num_speculative_tokens=1 would be scheduled.*VLLM_PLUGINS"):
         drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative()))
 
 

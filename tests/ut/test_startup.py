@@ -14,9 +14,8 @@ from mooncake_master import free_port, require_mooncake
 from test_config import vllm_config
 
 from vllm_ascend_hsx import config
-from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.settings import read_start_up
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 
 
 def serve(
@@ -57,7 +56,7 @@ def test_vllms_own_connector_beside_ours_is_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, connector="MultiConnector")
     names = ("AscendHiddenStatesConnector", "ExampleHiddenStatesConnector")
     config.kv_transfer_config.kv_connector_extra_config = {"connectors": [{"kv_connector": name} for name in names]}
-    with pytest.raises(HsxConfigError, match=r"connectors='ExampleHiddenStatesConnector' reads .* from the KV cache.*Leave it out"):
+    with pytest.raises(UserError, match=r"connectors='ExampleHiddenStatesConnector' reads .* from the KV cache.*Leave it out"):
         read_start_up(config)
 
 
@@ -87,14 +86,14 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
     ],
 )
 def test_a_setting_that_cannot_be_used_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(HsxConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         read_start_up(serve(tmp_path, **change))
 
 
 def test_a_ring_that_holds_less_than_two_rows_is_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, pinned_ring_bytes=8192)
     config.model_config.get_hidden_size = lambda: 4096
-    with pytest.raises(HsxConfigError, match=r"pinned_ring_bytes=8192 does not hold two rows of 24576 bytes. Give at least 49152"):
+    with pytest.raises(UserError, match=r"pinned_ring_bytes=8192 does not hold two rows of 24576 bytes. Give at least 49152"):
         read_start_up(config)
 
 
@@ -103,7 +102,7 @@ def test_rows_that_direct_io_cannot_align_are_refused(tmp_path: Path, monkeypatc
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
     read_start_up(serve(tmp_path, io="buffered"))
     message = r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 384 bytes\. Use \"buffered\""
-    with pytest.raises(HsxConfigError, match=message):
+    with pytest.raises(UserError, match=message):
         read_start_up(serve(tmp_path, io="direct"))
 
 
@@ -117,7 +116,7 @@ def test_direct_io_has_to_align_what_is_stored(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
     config = serve(tmp_path, io="direct", quantization="fp8")
     config.model_config.get_hidden_size = lambda: 256
-    with pytest.raises(HsxConfigError, match=r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 768 bytes"):
+    with pytest.raises(UserError, match=r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 768 bytes"):
         read_start_up(config)
     config.kv_transfer_config.kv_connector_extra_config["quantization"] = "none"
     assert read_start_up(config).row_format.row_bytes == 1536
@@ -126,13 +125,13 @@ def test_direct_io_has_to_align_what_is_stored(tmp_path: Path, monkeypatch: pyte
 def test_quantised_rows_that_would_not_align_the_token_ids_are_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, quantization="fp8")
     config.model_config.get_hidden_size = lambda: 60
-    with pytest.raises(HsxConfigError, match=r"quantization='fp8' needs rows of a multiple of 8 elements, and 3 layers of 60 make 180"):
+    with pytest.raises(UserError, match=r"quantization='fp8' needs rows of a multiple of 8 elements, and 3 layers of 60 make 180"):
         read_start_up(config)
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageDirectoryError, match="shared_storage_path"):
+    with pytest.raises(UserError, match="shared_storage_path"):
         read_start_up(serve(tmp_path / "file" / "directory"))
 
 
@@ -140,7 +139,7 @@ def test_a_mooncake_store_that_is_not_there_is_refused_before_weights_are_loaded
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
     config = serve("/nowhere", sink="mooncake", mooncake={"master_server_address": address})
-    with pytest.raises(HsxConfigError, match=r"cannot be reached: Connection refused\. Start `mooncake_master`") as refusal:
+    with pytest.raises(UserError, match=r"cannot be reached: Connection refused\. Start `mooncake_master`") as refusal:
         read_start_up(config)
     assert f"kv_connector_extra_config.mooncake.master_server_address='{address}'" in str(refusal.value)
     assert not Path("/nowhere").exists()
@@ -149,7 +148,7 @@ def test_a_mooncake_store_that_is_not_there_is_refused_before_weights_are_loaded
 def test_without_mooncakes_package_the_sink_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     config = serve("/nowhere", sink="mooncake", mooncake={"master_server_address": "localhost:50051"})
-    with pytest.raises(HsxConfigError, match=r"sink='mooncake' cannot be used: the package of Mooncake cannot be imported.*\[mooncake\]"):
+    with pytest.raises(UserError, match=r"sink='mooncake' cannot be used: the package of Mooncake cannot be imported.*\[mooncake\]"):
         read_start_up(config)
 
 

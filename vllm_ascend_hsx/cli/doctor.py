@@ -19,8 +19,8 @@ from vllm_ascend_hsx.doctor import patch_points, storage
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.software import check_software
 from vllm_ascend_hsx.doctor.target import check_target, stored_format
-from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         found = list(findings(options))
-    except PlanError as error:
+    except UserError as error:
         print(f"hsx doctor: {error}", file=sys.stderr)
         return 2
     healthy = all(each.verdict != "problem" for each in found)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def findings(options: argparse.Namespace) -> Iterator[Finding]:
-    """Everything that the command line asks for. Raises PlanError: the model cannot be read."""
+    """Everything that the command line asks for. Raises UserError: the model cannot be read."""
     if options.model is not None:
         yield from check_target(options.model)  # first: a mistyped name is told at once
     software = list(check_software())

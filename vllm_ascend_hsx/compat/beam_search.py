@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_ascend_hsx.compat.patch_points import patch
 from vllm_ascend_hsx.compat.versions import V0_23
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, read_options
+from vllm_ascend_hsx.config import HsxConfig, read_options
 from vllm_ascend_hsx.protocol.api import (
     ERROR_KEY,
     EXTRACT_KEY,
@@ -16,6 +16,7 @@ from vllm_ascend_hsx.protocol.api import (
     ServerParams,
     read_params,
 )
+from vllm_ascend_hsx.protocol.errors import UserError
 
 OFFLINE = "vllm.entrypoints.generate.beam_search.offline"
 ONLINE = "vllm.entrypoints.generate.beam_search.online"
@@ -105,7 +106,7 @@ def our_config(vllm_config: Any) -> HsxConfig | None:
     """Return our connector's options; None if the engine has another connector or none."""
     try:
         return read_options(vllm_config.kv_transfer_config)
-    except HsxConfigError:
+    except UserError:
         return None
 
 

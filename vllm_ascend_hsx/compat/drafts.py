@@ -10,7 +10,8 @@ from typing import Any
 from vllm_ascend_hsx.compat.models import refuse_unservable_target
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import V0_23
-from vllm_ascend_hsx.config import METHOD, HsxConfigError, read_options
+from vllm_ascend_hsx.config import METHOD, read_options
+from vllm_ascend_hsx.protocol.errors import UserError
 
 CONFIG = "vllm.config.vllm"
 RUNNER = "vllm_ascend.worker.model_runner_v1"
@@ -48,7 +49,7 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
     speculative = self.speculative_config
     if _extracts(speculative):
         if speculative.num_speculative_tokens not in (0, 1):
-            raise HsxConfigError(
+            raise UserError(
                 "speculative_config.num_speculative_tokens",
                 speculative.num_speculative_tokens,
                 f"has no meaning: {METHOD} proposes no tokens",
@@ -66,11 +67,11 @@ def require_no_drafts(vllm_config: Any) -> None:
     """Refuse an engine whose configuration was made before our plugin was loaded.
 
     Raises:
-        HsxConfigError: draft tokens would be scheduled.
+        UserError: draft tokens would be scheduled.
     """
     number = vllm_config.speculative_config.num_speculative_tokens
     if number != 0:
-        raise HsxConfigError(
+        raise UserError(
             "speculative_config.num_speculative_tokens",
             number,
             "would be scheduled as draft tokens: "

@@ -7,7 +7,7 @@ from typing import Any
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, UNSERVABLE
 from vllm_ascend_hsx.compat.versions import V0_23
-from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.protocol.errors import UserError
 
 DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
 MODEL_CONFIGS = "vllm.transformers_utils.config"
@@ -101,7 +101,7 @@ def require_collecting_target(model_config: Any) -> None:
         model_config: vllm.config.ModelConfig of the target.
 
     Raises:
-        HsxConfigError: it does not; the message lists those that do.
+        UserError: it does not; the message lists those that do.
     """
     from vllm.model_executor.models.interfaces import supports_eagle3
 
@@ -109,7 +109,7 @@ def require_collecting_target(model_config: Any) -> None:
         model_config.architectures, model_config=model_config
     )
     if not supports_eagle3(model_class):
-        raise HsxConfigError(
+        raise UserError(
             "model",
             architecture,
             "collects no hidden states: its class in vLLM lacks the interface SupportsEagle3",
@@ -128,10 +128,10 @@ def refuse_unservable_target(model_config: Any) -> None:
         model_config: vllm.config.ModelConfig of the target.
 
     Raises:
-        HsxConfigError: it is one of UNSERVABLE.
+        UserError: it is one of UNSERVABLE.
     """
     if reason := UNSERVABLE.get(model_config.architecture):
-        raise HsxConfigError(
+        raise UserError(
             "model",
             model_config.architecture,
             f"cannot be served: {reason}",

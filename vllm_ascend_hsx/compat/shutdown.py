@@ -21,8 +21,9 @@ from typing import Any
 from vllm_ascend_hsx.compat.engine import methods
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import V0_23
-from vllm_ascend_hsx.config import HsxConfigError, read_options
+from vllm_ascend_hsx.config import read_options
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S
+from vllm_ascend_hsx.protocol.errors import UserError
 
 ENGINES = "vllm.v1.engine.utils"
 ENGINE_CORE = "vllm.v1.engine.core"
@@ -57,7 +58,7 @@ def stop_timeout(vllm_config: Any) -> float:
     """
     try:
         config = read_options(vllm_config.kv_transfer_config)
-    except HsxConfigError:
+    except UserError:
         return 0.0
     return config.storage_patience_s + config.close_timeout_s
 

@@ -37,7 +37,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: not read: the rows are not in the KV cache.
 
     Raises:
-        HsxConfigError, StorageDirectoryError: a setting, or a store, that cannot be used.
+        UserError: a setting, or a store, that cannot be used.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

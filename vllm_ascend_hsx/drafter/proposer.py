@@ -23,7 +23,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         runner: the v1 NPUModelRunner.
 
     Raises:
-        HsxConfigError, StorageDirectoryError: settings or a target that cannot be used; before weights are loaded.
+        UserError: settings or a target that cannot be used; before weights are loaded.
         IncompatibleVersionError: no runner, or one without the methods that keep DP ranks in step.
     """
 

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfigError
+from vllm_ascend_hsx.config import EXTRA_CONFIG
 from vllm_ascend_hsx.drafter.ring_shape import ring_shape
+from vllm_ascend_hsx.protocol.errors import UserError
 
 _PAGE = 4096  # what direct I/O may want memory to be aligned to
 
@@ -111,7 +112,7 @@ class PinnedRing:
 
     Raises:
         ValueError: fewer than two rows fit.
-        HsxConfigError: the host has no such memory.
+        UserError: the host has no such memory.
     """
 
     def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -126,7 +127,7 @@ class PinnedRing:
         except RuntimeError as error:
             problem = f"cannot be allocated as pinned memory: {str(error).partition(chr(10))[0].rstrip('.')}"
             remedy = "Give less, or leave it out for the default of 32MiB."
-            raise HsxConfigError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy) from None
+            raise UserError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy) from None
         begin = -whole.data_ptr() % _PAGE
         self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)
         self.data = whole.numpy().data[begin : begin + self.num_bytes]

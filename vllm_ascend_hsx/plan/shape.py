@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.protocol.errors import UserError
 
 MODEL = "MODEL"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -42,7 +42,7 @@ def read_shape(model: str, dtype: str = "auto") -> ModelShape:
     """The shape of a preset, or of the model whose directory or config.json is given.
 
     Raises:
-        PlanError: no such preset or file, not a config.json, or one that does not say what is needed.
+        UserError: no such preset or file, not a config.json, or one that does not say what is needed.
     """
     name, content = read_config(model)
     text = content.get("text_config")
@@ -55,7 +55,7 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
     """The name and the config.json of a preset, or of the model whose directory or config.json is given.
 
     Raises:
-        PlanError: no such preset or file, or not a config.json.
+        UserError: no such preset or file, or not a config.json.
     """
     if model in PRESETS:
         preset = PRESETS[model]
@@ -64,17 +64,17 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
     directory = os.path.isdir(path)
     file = path / "config.json" if directory else path
     if not os.path.isfile(file):
-        problem = "the directory has no config.json" if directory else "neither a preset nor a file"
-        raise PlanError(MODEL, model, problem, f"give a model's directory, its config.json, or one of: {', '.join(PRESETS)}")
+        problem = "has no config.json" if directory else "is neither a preset nor a file"
+        raise UserError(MODEL, model, problem, f"Give a model's directory, its config.json, or one of: {', '.join(PRESETS)}.")
     try:
         content = json.loads(file.read_bytes())  # not strict: models with Mamba layers are published with an Infinity
     except OSError as error:
-        raise PlanError(MODEL, model, f"cannot be read ({error.strerror or error})", "give the config.json of a model") from None
+        raise UserError(MODEL, model, f"cannot be read ({error.strerror or error})", "Give the config.json of a model.") from None
     except (ValueError, RecursionError) as error:
         problem = "it nests too deep" if isinstance(error, RecursionError) else str(error)
-        raise PlanError(MODEL, model, f"not JSON ({problem})", "give the config.json of a model") from None
+        raise UserError(MODEL, model, f"is not JSON ({problem})", "Give the config.json of a model.") from None
     if not isinstance(content, dict):
-        raise PlanError(MODEL, model, "not a JSON object", "give the config.json of a model")
+        raise UserError(MODEL, model, "is not a JSON object", "Give the config.json of a model.")
     return file.absolute().parent.name, content
 
 
@@ -84,13 +84,13 @@ def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:
         return dtype
     found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if found not in DTYPE_BYTES:
-        raise PlanError(MODEL, model, f"is of dtype {found!r}", "give --dtype bfloat16, float16 or float32")
+        raise UserError(MODEL, model, f"is of dtype {found!r}", "Give --dtype bfloat16, float16 or float32.")
     return "bfloat16" if found == "float32" else found
 
 
 def _integer(model: str, config: dict[str, Any], field: str) -> int:
     value = config.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
-        problem = "says nothing of" if value is None else f"has {value!r:.40} for"
-        raise PlanError(MODEL, model, f"{problem} {field}", "give the config.json of a decoder model, as it was published")
+        problem = "has no" if value is None else f"has {value!r:.40} for"
+        raise UserError(MODEL, model, f"{problem} {field}", "Give the config.json of a decoder model, as it was published.")
     return value

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, UNSERVABLE
-from vllm_ascend_hsx.config import PLUGIN_NAME, HsxConfig, HsxConfigError
-from vllm_ascend_hsx.serve.errors import ServeError
+from vllm_ascend_hsx.config import PLUGIN_NAME, HsxConfig
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.model import Model, read_model
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.target import ONE_ONLY, validate_layer_ids
@@ -61,7 +61,7 @@ def build(
         environ: the environment that it would have.
 
     Raises:
-        ServeError, HsxConfigError: it cannot be served.
+        UserError: it cannot be served.
     """
     _refuse_what_cannot_be(vllm_arguments)
     model, storage = os.fspath(model), Path(storage).expanduser().absolute()
@@ -69,7 +69,7 @@ def build(
     given = _values(vllm_arguments)
     target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))
     if reason := UNSERVABLE.get(target.architecture):
-        raise ServeError("MODEL", model, f"{target.architecture} cannot be served: {reason}", "choose another target")
+        raise UserError("MODEL", model, f"cannot be served ({target.architecture}): {reason}", "Choose another target.")
     ids = layer_ids(layers, target.num_layers)
     settings = (
         *("--speculative-config", json.dumps(speculative_config(ids))),
@@ -87,24 +87,24 @@ def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
         num_layers: of the target.
 
     Raises:
-        ServeError: not ids, or not ids of this target.
+        UserError: not ids, or not ids of this target.
     """
     last = num_layers
     rules = {"eagle3": (2, last // 2, last - 3, last), "dflash": (2, last // 2, last - 3, last), "mtp": (last,)}
-    remedy = f"give ids from 0 to {last}, such as {last // 2},{last}, or one of {', '.join(rules)}"
+    remedy = f"Give ids from 0 to {last}, such as {last // 2},{last}, or one of {', '.join(rules)}."
     if text in rules:
         ids: Sequence[int] = rules[text]
         if list(ids) != sorted(set(ids)) or ids[0] < 0:
-            raise ServeError("--layers", text, f"that would be {_listed(ids)}, which a target of {last} layers does not have", remedy)
+            raise UserError("--layers", text, f"selects {_listed(ids)}, which a target of {last} layers does not have", remedy)
     else:
         try:
             ids = [int(part) for part in text.split(",")]
         except ValueError:
-            raise ServeError("--layers", text, "not a list of layer ids", remedy) from None
+            raise UserError("--layers", text, "is not a list of layer ids", remedy) from None
     try:
         return validate_layer_ids(ids, num_layers)
-    except HsxConfigError as error:
-        raise ServeError("--layers", text, error.problem, remedy) from None
+    except UserError as error:
+        raise UserError("--layers", text, error.problem, remedy) from None
 
 
 def _listed(ids: Sequence[int]) -> str:
@@ -130,12 +130,12 @@ def _refuse_what_cannot_be(vllm_arguments: Sequence[str]) -> None:
     for option, value in _arguments(vllm_arguments):
         name = option.partition(".")[0]
         if name in _SET_BY_US:
-            raise ServeError(
-                option, value, "says what hsx serve says", "leave it out, or start vllm serve with the options that --dry-run prints"
+            raise UserError(
+                option, value, "is set by hsx serve", "Leave it out, or start vllm serve with the options that --dry-run prints."
             )
         field = name.removeprefix("--").replace("-", "_")
         if field in ONE_ONLY and value != "1":
-            raise ServeError(option, value, ONE_ONLY[field], "use 1; scale with tensor, data and expert parallelism")
+            raise UserError(option, value, ONE_ONLY[field], "Use 1; scale with tensor, data and expert parallelism.")
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
