@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad
-from vllm_ascend_hsx.connector.destination import Destination
 from vllm_ascend_hsx.connector.limits import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.reminder import Reminder
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
 from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, ParamsError, ServerParams, read_params, shown
+from vllm_ascend_hsx.sinks.destination import Destination
 
 logger = logging.getLogger(__name__)
 

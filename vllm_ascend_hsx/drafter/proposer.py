@@ -11,7 +11,7 @@ from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtract
 from vllm_ascend_hsx.compat.models import require_collecting_target
 from vllm_ascend_hsx.compat.runner import batch_layout, find_layers, forward_context, require_runner_hooks
 from vllm_ascend_hsx.drafter.spans import select_spans
-from vllm_ascend_hsx.settings import read_start_up
+from vllm_ascend_hsx.settings import read_settings
 
 
 class HsxProposer(AscendExtractHiddenStatesProposer):
@@ -29,7 +29,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         require_runner_hooks(runner)
-        read_start_up(vllm_config)
+        read_settings(vllm_config)
         require_collecting_target(vllm_config.model_config)
         super().__init__(vllm_config, device, runner)
         # Upstream collects rows and slots in buffers of its own; ours go straight from the target's output into the staging slot.
