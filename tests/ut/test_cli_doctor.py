@@ -470,7 +470,7 @@ def test_a_directory_that_cannot_be_used_is_a_problem_with_the_sinks_remedy(tmp_
     (tmp_path / "file").touch()
     (found,) = check_storage(tmp_path / "file", FileOptions())
     assert found.verdict == "problem" and "cannot be a directory" in found.found
-    assert found.what_to_do == "Name a directory, or remove what stands there."
+    assert found.what_to_do == "Name a directory, or remove what is there."
 
 
 def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules
 from patching import apply
 
 from vllm_ascend_hsx import plugin
-from vllm_ascend_hsx.compat import beam_search, drafts, engine
+from vllm_ascend_hsx.compat import beam_search, drafts, engine, request_params
 from vllm_ascend_hsx.compat.beam_search import NOT_EXTRACTED
 from vllm_ascend_hsx.compat.patch_points import POINTS, PatchPoint
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
@@ -304,8 +304,8 @@ def test_requests_that_a_beam_search_makes_opt_out_where_our_connector_is(connec
             yield SimpleNamespace(sampling=online.SamplingParams(max_tokens=1), kv_transfer_params=None)
 
     offline.BeamSearchOfflineMixin, online.BeamSearchOnlineMixin = BeamSearchOfflineMixin, BeamSearchOnlineMixin
-    apply(offline, beam_search.opt_out, beam_search.search_offline)
-    apply(online, beam_search.opt_out, beam_search.search_online)
+    apply(offline, request_params.add_extra_args, beam_search.search_offline)
+    apply(online, request_params.add_extra_args, beam_search.search_online)
 
     async def search() -> list[Any]:
         return [each async for each in BeamSearchOnlineMixin().beam_search("prompt", "id", SimpleNamespace(), lora_request=None)]

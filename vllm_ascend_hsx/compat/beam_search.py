@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextvars import ContextVar
 from typing import Any
 
 from vllm_ascend_hsx.compat.patch_points import patch
+from vllm_ascend_hsx.compat.request_params import OFFLINE, ONLINE, extra_args, our_config
 from vllm_ascend_hsx.compat.versions import V0_23
-from vllm_ascend_hsx.config import HsxConfig, read_options
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.api import (
     ERROR_KEY,
     EXTRACT_KEY,
@@ -16,10 +16,7 @@ from vllm_ascend_hsx.protocol.api import (
     ServerParams,
     read_params,
 )
-from vllm_ascend_hsx.protocol.errors import UserError
 
-OFFLINE = "vllm.entrypoints.generate.beam_search.offline"
-ONLINE = "vllm.entrypoints.generate.beam_search.online"
 COMPLETION = "vllm.entrypoints.openai.completion.protocol"
 CHAT = "vllm.entrypoints.openai.chat_completion.protocol"
 
@@ -29,9 +26,7 @@ NOT_EXTRACTED = (
 )
 _CLIENT_PARAMS = "_hsx_kv_transfer_params"
 
-_opt_out: ContextVar[bool] = ContextVar(
-    "hsx_beams_opt_out", default=False
-)  # of requests made in this context
+_OPT_OUT = {"kv_transfer_params": {EXTRACT_KEY: False}}
 
 
 @patch(OFFLINE, "BeamSearchOfflineMixin.beam_search", V0_23, why="beams are not extracted")
@@ -43,11 +38,12 @@ def search_offline(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     and t tokens they would leave 1 + w * (t - 1) files for each prompt, nearly all of them of beams
     that were dropped, and nothing tells which is which.
     """
-    before = _opt_out.set(our_config(self.llm_engine.vllm_config) is not None)
+    ours = our_config(self.llm_engine.vllm_config) is not None
+    before = extra_args.set(_OPT_OUT if ours else None)
     try:
         return original(self, *args, **kwargs)
     finally:
-        _opt_out.reset(before)
+        extra_args.reset(before)
 
 
 @patch(ONLINE, "BeamSearchOnlineMixin.beam_search", V0_23, why="beams are not extracted")
@@ -63,20 +59,11 @@ async def search_online(
     config = our_config(self.engine_client.vllm_config)
     # Not reset: the next step of a generator may run in another context, and this one is the HTTP
     # request's own.
-    _opt_out.set(config is not None)
+    extra_args.set(None if config is None else _OPT_OUT)
     async for output in original(self, prompt, request_id, params, *args, **kwargs):
         if config is not None:
             output.kv_transfer_params = _answer(config, getattr(params, _CLIENT_PARAMS, None))
         yield output
-
-
-@patch(OFFLINE, "SamplingParams", V0_23, why="beams are not extracted")
-@patch(ONLINE, "SamplingParams", V0_23, why="beams are not extracted")
-def opt_out(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the sampling parameters of a beam's request, which are the only place for an opt-out."""
-    if _opt_out.get():
-        kwargs["extra_args"] = {"kv_transfer_params": {EXTRACT_KEY: False}}
-    return original(*args, **kwargs)
 
 
 @patch(
@@ -100,14 +87,6 @@ def keep_client_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> A
     params = original(self, *args, **kwargs)
     setattr(params, _CLIENT_PARAMS, self.kv_transfer_params)
     return params
-
-
-def our_config(vllm_config: Any) -> HsxConfig | None:
-    """Return our connector's options; None if the engine has another connector or none."""
-    try:
-        return read_options(vllm_config.kv_transfer_config)
-    except UserError:
-        return None
 
 
 def _answer(config: HsxConfig, client_params: Any) -> dict[str, Any] | None:

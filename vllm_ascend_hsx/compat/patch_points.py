@@ -11,7 +11,7 @@ import functools
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
@@ -127,24 +127,10 @@ def patch(
     def declare(function: F) -> F:
         parameters = list(inspect.signature(function).parameters.values())[1:]
         passed_on = any(each.kind in _VARIABLE for each in parameters)
-        names = (
-            [each.name for each in parameters if each.kind not in _VARIABLE]
-            if takes is None
-            else takes.split()
-        )
+        own = " ".join(each.name for each in parameters if each.kind not in _VARIABLE)
         use = Use.PASSED_ON if passed_on else Use.REPLACED
-        POINTS.append(
-            PatchPoint(
-                module,
-                _split(path),
-                use,
-                tuple(names),
-                tuple(keywords.split()),
-                why,
-                versions,
-                function,
-            )
-        )
+        names = own if takes is None else takes
+        _declare(module, path, use, names, keywords, why, versions, function)
         return function
 
     return declare
@@ -160,14 +146,22 @@ def uses(
         takes: parameters that we give by position, separated by spaces; None if we do not call it.
         keywords: parameters that we give by name, separated by spaces.
     """
-    use, names = (Use.NAMED, ()) if takes is None else (Use.CALLED, tuple(takes.split()))
-    POINTS.append(
-        PatchPoint(module, _split(path), use, names, tuple(keywords.split()), why, versions)
-    )
+    use = Use.NAMED if takes is None else Use.CALLED
+    _declare(module, path, use, takes or "", keywords, why, versions)
 
 
-def _split(path: str) -> tuple[str, ...]:
-    return tuple(path.split("."))
+def _declare(
+    module: str,
+    path: str,
+    use: Use,
+    takes: str,
+    keywords: str,
+    why: str,
+    versions: str,
+    replacement: Callable[..., Any] | None = None,
+) -> None:
+    parts, names, named = tuple(path.split(".")), tuple(takes.split()), tuple(keywords.split())
+    POINTS.append(PatchPoint(module, parts, use, names, named, why, versions, replacement))
 
 
 def problem_of(
@@ -218,16 +212,6 @@ def _mismatch(point: PatchPoint, signature: inspect.Signature) -> Problem | None
     return Problem(f"its parameters are ({', '.join(names)}), not ({wanted})")
 
 
-def check(points: Sequence[PatchPoint]) -> Iterator[tuple[PatchPoint, Problem | None]]:
-    """Yield each patch point with its problem, or None."""
-    if any(point.module.startswith("vllm_ascend.") for point in points):
-        problem_of(
-            PatchPoint(_FIRST, (), Use.NAMED, (), (), "", "")
-        )  # its failure shows again with those that need it
-    for point in points:
-        yield point, problem_of(point)
-
-
 def _one_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[-1]}" if text else type(error).__name__
@@ -235,8 +219,7 @@ def _one_line(error: BaseException) -> str:
 
 def report() -> None:
     """Print MARK and, as JSON, [name, use, why, null or [text, not imported]] of each point."""
-    found = [
-        [point.name, point.use.value, point.why, problem]
-        for point, problem in check([each for each in POINTS if each.fits])
-    ]
+    points = [point for point in POINTS if point.fits]
+    problem_of(PatchPoint(_FIRST, (), Use.NAMED, (), (), "", ""))  # shows with those that need it
+    found = [[point.name, point.use.value, point.why, problem_of(point)] for point in points]
     print(f"\n{MARK}{json.dumps(found)}", flush=True)

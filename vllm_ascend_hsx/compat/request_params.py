@@ -1,22 +1,32 @@
-"""The client's kv_transfer_params at endpoints where vLLM 0.23.0 drops them."""
+"""Parameters of requests at endpoints where vLLM 0.23.0 drops the client's kv_transfer_params."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 from typing import Any
 
-from vllm_ascend_hsx.compat.beam_search import our_config
 from vllm_ascend_hsx.compat.patch_points import patch
 from vllm_ascend_hsx.compat.versions import V0_23
+from vllm_ascend_hsx.config import HsxConfig, read_options
+from vllm_ascend_hsx.protocol.errors import UserError
 
 TOKENS = "vllm.entrypoints.serve.disagg.serving"
 SCORING = "vllm.entrypoints.generate.generative_scoring.serving"
+OFFLINE = "vllm.entrypoints.generate.beam_search.offline"
+ONLINE = "vllm.entrypoints.generate.beam_search.online"
 _SCORED = "/generative_scoring takes kv_transfer_params"
 _KEY = "kv_transfer_params"
 
-_of_scoring: ContextVar[dict[str, Any] | None] = ContextVar(
-    "hsx_extra_args_of_scoring", default=None
-)
+# Of the SamplingParams that are made in this context.
+extra_args: ContextVar[dict[str, Any] | None] = ContextVar("hsx_extra_args", default=None)
+
+
+def our_config(vllm_config: Any) -> HsxConfig | None:
+    """Return our connector's options; None if the engine has another connector or none."""
+    try:
+        return read_options(vllm_config.kv_transfer_config)
+    except UserError:
+        return None
 
 
 @patch(
@@ -46,15 +56,15 @@ async def score(original: Any, self: Any, request: Any, *args: Any, **kwargs: An
     """
     given = (request.model_extra or {}).get(_KEY)
     ours = given is not None and our_config(self.engine_client.vllm_config) is not None
-    _of_scoring.set(
-        {_KEY: given} if ours else None
-    )  # not reset: the context is the HTTP request's own
+    extra_args.set({_KEY: given} if ours else None)  # not reset: the context is the HTTP request's
     return await original(self, request, *args, **kwargs)
 
 
 @patch(SCORING, "SamplingParams", V0_23, why=_SCORED)
-def add_scoring_params(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make the sampling parameters of an item, which are the only place for kv_transfer_params."""
-    if (extra_args := _of_scoring.get()) is not None:
-        kwargs["extra_args"] = extra_args
+@patch(OFFLINE, "SamplingParams", V0_23, why="beams are not extracted")
+@patch(ONLINE, "SamplingParams", V0_23, why="beams are not extracted")
+def add_extra_args(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make sampling parameters with the extra_args of this context, which have no other way in."""
+    if (extra := extra_args.get()) is not None:
+        kwargs["extra_args"] = extra
     return original(*args, **kwargs)
