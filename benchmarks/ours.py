@@ -26,8 +26,7 @@ from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import split_spans
 from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.settings import StartUp
-from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.settings import ServerSettings
 from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.target import ExtractionTarget
 
@@ -39,36 +38,37 @@ DURABLE: Options = {"io": "direct", "durability": "fdatasync"}
 DURABLE_NO_CHECKSUM: Options = {**DURABLE, **NO_CHECKSUM}
 
 
-def start_up(row_format: RowFormat, directory: Path, options: Options = DEFAULTS) -> StartUp:
+def server_settings(row_format: RowFormat, directory: Path, options: Options = DEFAULTS) -> ServerSettings:
     """What a server with these options would start with."""
     layers = row_format.num_layers
     target = ExtractionTarget(row_format.model, row_format.layer_ids, tuple(range(layers)), row_format.hidden_size, STEP_TOKENS)
-    return StartUp(HsxConfig.parse({"shared_storage_path": str(directory), **options}), target, row_format, DTYPE)
+    return ServerSettings(HsxConfig.parse({"shared_storage_path": str(directory), **options}), target, row_format, DTYPE)
 
 
 def num_writers() -> int:
     """Writer threads of a worker that has this machine for itself."""
-    return start_up(MINIMAX_M2, Path("/unused")).num_writers(1)
+    return server_settings(MINIMAX_M2, Path("/unused")).num_writers(1)
 
 
 def ring_bytes() -> int:
     """Pinned memory of a worker."""
-    return start_up(MINIMAX_M2, Path("/unused")).config.pinned_ring_bytes
+    return server_settings(MINIMAX_M2, Path("/unused")).config.pinned_ring_bytes
 
 
-def _build_worker(settled: StartUp, staging: StagingCache, device: torch.device) -> ExtractionWorker:
+def _build_worker(settled: ServerSettings, staging: StagingCache, device: torch.device) -> ExtractionWorker:
     """As AscendHiddenStatesConnector does it."""
     config, row_format = settled.config, settled.row_format
+    ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, settled.dtype)
     return ExtractionWorker(
         rank=0,
         staging=staging,
-        ring=PinnedRing(config.pinned_ring_bytes, row_format.row_shape, settled.dtype),
-        sink=FileSink(settled.directory, row_format, settled.file_options),
+        ring=ring,
+        sink=settled.destination.make_sink(row_format, ring.data),
         device=device,
         num_writers=settled.num_writers(1),
         patience=config.storage_patience_s,
         slow_storage=config.slow_storage,
-        where=settled.where,
+        where=settled.destination.where,
         check_finite=config.check_finite,
     )
 
@@ -134,7 +134,7 @@ class Pipeline:
         on_published: Callable[[], None] | None = None,
     ) -> None:
         row_format, device = source.row_format, source.device.device
-        settled = start_up(row_format, directory, options)
+        settled = server_settings(row_format, directory, options)
         self.staging_slots = settled.config.staging_slots
         self.staging = Staging(
             num_slots=1,
@@ -229,7 +229,7 @@ class MainThread:
 
         from vllm_ascend_hsx.drafter.proposer import HsxProposer
 
-        settled = start_up(row_format, directory)
+        settled = server_settings(row_format, directory)
         staging = StagingCache(
             num_slots=settled.config.staging_slots,
             max_tokens=max_tokens,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S, parse_size
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
 from vllm_ascend_hsx.protocol.names import printable
 
@@ -31,31 +32,14 @@ _PLUGIN_GROUPS = tuple(
 FAILURE_REPORT_TIMEOUT_S = 5.0
 
 
-class HsxConfigError(ValueError):
-    """An option cannot be used. The message names option, value, problem and remedy."""
-
-    def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:
-        self.option = option
-        self.problem = problem
-        self.remedy = remedy
-        super().__init__(f"{CONNECTOR_NAME}: {option}={_echo(value)} {problem}. {remedy}")
-
-
-def _echo(value: object) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python does not print numbers of more than 4,300 digits
-        return "<a number of thousands of digits>"
-
-
 Size = Annotated[int, BeforeValidator(parse_size)]
 
 
 class HsxConfig(BaseModel):
     """The options of `kv_connector_extra_config`.
 
-    An unknown key or a value of the wrong type is an error (see `HsxConfig.parse`), not a warning:
-    otherwise a misspelt option would be noticed weeks later, in the data.
+    An unknown key or a value of the wrong type is a `UserError` (see `HsxConfig.parse`), not a
+    warning: otherwise a misspelt option would be noticed weeks later, in the data.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -235,7 +219,7 @@ class HsxConfig(BaseModel):
         """Parse `kv_connector_extra_config`.
 
         Raises:
-            HsxConfigError: for the first unknown key, missing key or invalid value.
+            UserError: for the first unknown key, missing key or invalid value.
         """
         _require_names(cls, EXTRA_CONFIG, extra_config)
         if isinstance(mooncake := extra_config.get("mooncake"), dict):
@@ -250,26 +234,26 @@ class HsxConfig(BaseModel):
             if config.mooncake is None:
                 remedy = 'Set it to {"master_server_address": "host:port"}.'
                 problem = "is missing, and sink is 'mooncake'"
-                raise HsxConfigError(f"{EXTRA_CONFIG}.mooncake", None, problem, remedy)
+                raise UserError(f"{EXTRA_CONFIG}.mooncake", None, problem, remedy)
         elif config.shared_storage_path is None:
             remedy = "Set it to the directory of the files."
-            raise HsxConfigError(f"{EXTRA_CONFIG}.shared_storage_path", None, "is missing", remedy)
+            raise UserError(f"{EXTRA_CONFIG}.shared_storage_path", None, "is missing", remedy)
         return config
 
 
 def _require_names(model: type[BaseModel], option: str, values: dict[Any, Any]) -> None:
-    """Refuse unprintable keys, whose place pydantic does not report. Raises HsxConfigError."""
+    """Refuse unprintable keys, whose place pydantic does not report. Raises UserError."""
     for key, value in values.items():
         if not isinstance(key, str) or not key.isprintable():
             option = f"{option}.{printable(str(key))}"
-            raise HsxConfigError(option, value, "is not an option", _names_of(model))
+            raise UserError(option, value, "is not an option", _names_of(model))
 
 
 def _names_of(model: type[BaseModel]) -> str:
     return f"The options are: {', '.join(model.model_fields)}."
 
 
-def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -> HsxConfigError:
+def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -> UserError:
     """Convert pydantic's first error. `keys` is the path to the option."""
     model: type[BaseModel] = HsxConfig
     if keys[0] == "mooncake" and len(keys) > 1 and isinstance(values["mooncake"], dict):
@@ -282,13 +266,13 @@ def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -
     if kind == "extra_forbidden":
         near = difflib.get_close_matches(key, model.model_fields, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else _names_of(model)
-        return HsxConfigError(option, values[key], "is not an option", hint)
+        return UserError(option, values[key], "is not an option", hint)
     remedy = f"{key}: {model.model_fields[key].description}"
     if kind == "missing":
-        return HsxConfigError(option, None, "is missing", remedy)
+        return UserError(option, None, "is missing", remedy)
     problem = message.removeprefix("Value error, ")
     problem = problem if problem.startswith("is ") else f"cannot be used: {problem}"
-    return HsxConfigError(option, values[key], problem, remedy)
+    return UserError(option, values[key], problem, remedy)
 
 
 def read_options(transfer: Any) -> HsxConfig:
@@ -298,7 +282,7 @@ def read_options(transfer: Any) -> HsxConfig:
         transfer: vllm.config.KVTransferConfig, or None.
 
     Raises:
-        HsxConfigError: if the connector is missing, or its role or an option is invalid.
+        UserError: if the connector is missing, or its role or an option is invalid.
     """
     role, options = _connector_entry(transfer)
     config = HsxConfig.parse(options)
@@ -318,11 +302,11 @@ def _connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
                 problem = (
                     f"reads hidden states from the KV cache, where {CONNECTOR_NAME} keeps none"
                 )
-                raise HsxConfigError(option, UPSTREAM_CONNECTOR, problem, "Leave it out.")
+                raise UserError(option, UPSTREAM_CONNECTOR, problem, "Leave it out.")
             child = children[CONNECTOR_NAME]
             role = child.get("kv_role", transfer.kv_role)
             return role, child.get("kv_connector_extra_config", {})
-    raise HsxConfigError(
+    raise UserError(
         "kv_transfer_config.kv_connector",
         getattr(transfer, "kv_connector", None),
         "does not take the hidden states that the speculative method extracts when the plugin "
@@ -343,8 +327,8 @@ def plugins_without_ours(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def require_producer(kv_role: str | None) -> None:
-    """Require the role `kv_producer`: the connector loads nothing. Raises HsxConfigError."""
+    """Require the role `kv_producer`: the connector loads nothing. Raises UserError."""
     if kv_role != "kv_producer":
         problem = "makes the engine expect KV data from a connector that only writes hidden states"
         remedy = 'Set "kv_role": "kv_producer".'
-        raise HsxConfigError("kv_transfer_config.kv_role", kv_role, problem, remedy)
+        raise UserError("kv_transfer_config.kv_role", kv_role, problem, remedy)

@@ -1,73 +1,39 @@
-"""What is plugged in where: the one module that knows vLLM's registries."""
+"""The entry point that vLLM loads: registers the connector, the drafter and all patches."""
 
 from __future__ import annotations
 
-from types import ModuleType
+from typing import Any
 
-from vllm_ascend_hsx.compat.beam_search import (
-    CHAT_MODULE,
-    COMPLETION_MODULE,
-    OFFLINE_MODULE,
-    ONLINE_MODULE,
-    extract_no_offline_beams,
-    extract_no_online_beams,
-    keep_params_of_chat,
-    keep_params_of_completion,
-)
-from vllm_ascend_hsx.compat.drafts import (
-    CONFIG_MODULE,
-    PROPOSER_MODULE,
-    RUNNER_MODULE,
-    SAMPLING_MODULE,
-    apply_logits_processors,
-    have_no_drafts_to_take,
-    keep_mamba_states_without_drafts,
-    schedule_no_drafts,
-    set_up_drafter_without_drafts,
-    set_up_proposer_without_drafts,
-    take_logits_parameters,
-)
-from vllm_ascend_hsx.compat.engine import (
-    BALANCE_SCHEDULE_MODULE,
-    MULTI_CONNECTOR_MODULE,
-    SCHEDULER_MODULE,
-    WORKER_MODULE,
-    answer_beside_others,
-    compute_what_is_extracted,
-    copy_before_sleep,
-    hear_outcomes_before_answers,
-    keep_preemption,
+from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its patch points
+    beam_search,
+    drafts,
+    engine,
+    models,
+    request_params,
+    runner,
+    shutdown,
 )
 from vllm_ascend_hsx.compat.logs import log_as_vllm_does
-from vllm_ascend_hsx.compat.models import DEEPSEEK_MODULE, collect_ends_of_deepseek
-from vllm_ascend_hsx.compat.request_params import SCORING_MODULE, TOKENS_MODULE, pass_params_of_scoring, pass_params_of_tokens
-from vllm_ascend_hsx.compat.runner import SPEC_DECODE_MODULE, replace_proposer
-from vllm_ascend_hsx.compat.shutdown import (
-    ASYNC_ENGINE_MODULE,
-    CHAT_SERVING_MODULE,
-    COMPLETION_SERVING_MODULE,
-    ENGINE_CORE_MODULE,
-    ENGINE_MANAGER_MODULE,
-    EXECUTOR_MODULE,
-    SERVE_MODULE,
-    answer_before_api_server_stops,
-    answer_with_errors,
-    end_chat_streams_with_errors,
-    end_completion_streams_with_errors,
-    stop_engines_before_api_servers,
-    stop_in_order,
-    wait_for_engines,
-    wait_for_workers,
-)
+from vllm_ascend_hsx.compat.patch_points import POINTS, patch, uses
+from vllm_ascend_hsx.compat.versions import V0_23, IncompatibleVersionError
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 
 DRAFTER_ARCHITECTURE = "ExtractHiddenStatesModel"
+MODELS = "vllm.model_executor.models"
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+
+_CONNECTOR = "KVConnectorFactory.register_connector"
+uses(FACTORY, _CONNECTOR, V0_23, takes="name module_path class_name", why="the connector is known")
+uses(FACTORY, "KVConnectorFactory._registry", V0_23, why="the plugin registers once")
+_MODEL = "ModelRegistry.register_model"
+uses(MODELS, _MODEL, V0_23, takes="model_arch model_cls", why="the drafter is known")
 
 
 def register() -> None:
-    """vLLM calls this in every process (entry point group `vllm.general_plugins`), sometimes more than once.
+    """Register everything with vLLM, which calls this in every process (`vllm.general_plugins`).
 
-    Nothing of vllm_ascend is imported here: plugins are loaded before its own patches are applied.
+    Later calls in a process do nothing. Nothing of vllm_ascend is imported here: plugins are loaded
+    before its own patches are applied.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.model_executor.models import ModelRegistry
@@ -76,41 +42,36 @@ def register() -> None:
     log_as_vllm_does()
     if CONNECTOR_NAME in KVConnectorFactory._registry:
         return
-    KVConnectorFactory.register_connector(CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME)
-    ModelRegistry.register_model(DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.drafter.model:AscendExtractHiddenStatesModel")
-    ModelRegistry.register_model("Qwen3NextForCausalLM", "vllm_ascend_hsx.compat.qwen3_next:Qwen3NextForCausalLM")
-    register_post_import_hook(_use_hsx_proposer, SPEC_DECODE_MODULE)
-    register_post_import_hook(keep_preemption, BALANCE_SCHEDULE_MODULE)
-    register_post_import_hook(schedule_no_drafts, CONFIG_MODULE)
-    register_post_import_hook(set_up_proposer_without_drafts, PROPOSER_MODULE)
-    register_post_import_hook(set_up_drafter_without_drafts, RUNNER_MODULE)
-    register_post_import_hook(have_no_drafts_to_take, RUNNER_MODULE)
-    register_post_import_hook(keep_mamba_states_without_drafts, RUNNER_MODULE)
-    register_post_import_hook(collect_ends_of_deepseek, DEEPSEEK_MODULE)
-    register_post_import_hook(apply_logits_processors, RUNNER_MODULE)
-    register_post_import_hook(compute_what_is_extracted, MULTI_CONNECTOR_MODULE)
-    register_post_import_hook(hear_outcomes_before_answers, SCHEDULER_MODULE)
-    register_post_import_hook(answer_beside_others, SCHEDULER_MODULE)
-    register_post_import_hook(copy_before_sleep, WORKER_MODULE)
-    register_post_import_hook(take_logits_parameters, SAMPLING_MODULE)
-    register_post_import_hook(wait_for_engines, ENGINE_MANAGER_MODULE)
-    register_post_import_hook(stop_engines_before_api_servers, SERVE_MODULE)
-    register_post_import_hook(answer_before_api_server_stops, ASYNC_ENGINE_MODULE)
-    register_post_import_hook(wait_for_workers, EXECUTOR_MODULE)
-    register_post_import_hook(stop_in_order, ENGINE_CORE_MODULE)
-    register_post_import_hook(answer_with_errors, ENGINE_CORE_MODULE)
-    register_post_import_hook(end_completion_streams_with_errors, COMPLETION_SERVING_MODULE)
-    register_post_import_hook(end_chat_streams_with_errors, CHAT_SERVING_MODULE)
-    register_post_import_hook(extract_no_offline_beams, OFFLINE_MODULE)
-    register_post_import_hook(extract_no_online_beams, ONLINE_MODULE)
-    register_post_import_hook(keep_params_of_completion, COMPLETION_MODULE)
-    register_post_import_hook(keep_params_of_chat, CHAT_MODULE)
-    register_post_import_hook(pass_params_of_tokens, TOKENS_MODULE)
-    register_post_import_hook(pass_params_of_scoring, SCORING_MODULE)
+    KVConnectorFactory.register_connector(
+        CONNECTOR_NAME, "vllm_ascend_hsx.connector.connector", CONNECTOR_NAME
+    )
+    ModelRegistry.register_model(
+        DRAFTER_ARCHITECTURE, "vllm_ascend_hsx.drafter.model:AscendExtractHiddenStatesModel"
+    )
+    ModelRegistry.register_model(
+        "Qwen3NextForCausalLM", "vllm_ascend_hsx.compat.qwen3_next:Qwen3NextForCausalLM"
+    )
+    for point in POINTS:
+        if point.replacement and point.fits:
+            register_post_import_hook(point.apply, point.module)
 
 
-def _use_hsx_proposer(spec_decode: ModuleType) -> None:
-    """Runs when a worker has imported `vllm_ascend.spec_decode`, or at once if it was imported already."""
+@patch(
+    "vllm_ascend.spec_decode",
+    "AscendExtractHiddenStatesProposer",
+    V0_23,
+    takes="vllm_config device runner",
+    why="our proposer replaces that of vllm-ascend",
+)
+def make_proposer(original: Any, *args: Any) -> Any:
+    """Let vllm-ascend construct our proposer for the method extract_hidden_states.
+
+    Reason: `get_spec_decode_method` (vllm_ascend/spec_decode/__init__.py:36-55) knows no registry,
+    but looks the class up in its module when it is called, and MR:644 and MR:1750 only assert
+    `isinstance`, which a subclass satisfies.
+    """
     from vllm_ascend_hsx.drafter.proposer import HsxProposer
 
-    replace_proposer(spec_decode, HsxProposer)
+    if not issubclass(HsxProposer, original):
+        raise IncompatibleVersionError(f"{original} as the base class of HsxProposer")
+    return HsxProposer(*args)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig, HsxConfigError, read_options
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions, MooncakeUnavailableError, load_package, own_address
+from vllm_ascend_hsx.config import HsxConfig, read_options
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.directory import check_directory
+from vllm_ascend_hsx.sinks import make_destination
+from vllm_ascend_hsx.sinks.destination import Destination
 from vllm_ascend_hsx.target import ExtractionTarget, read_target
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 @dataclass(frozen=True)
-class StartUp:
+class ServerSettings:
     """What proposer, drafter and both halves of the connector are built from."""
 
     config: HsxConfig
@@ -29,54 +29,35 @@ class StartUp:
     dtype: torch.dtype
 
     @property
-    def directory(self) -> Path:
-        """Where files go; only for sinks that make some."""
-        assert self.config.shared_storage_path is not None
-        return Path(self.config.shared_storage_path)
-
-    @property
-    def where(self) -> str:
-        """Where rows go, in words."""
-        if self.config.sink == "mooncake" and self.config.mooncake is not None:
-            return f"the Mooncake store at {self.config.mooncake.master_server_address}"
-        return str(self.directory)
-
-    @property
-    def file_options(self) -> FileOptions:
-        config = self.config
-        return FileOptions(
-            mode=int(config.file_mode, 8),
-            use_lock=config.use_synchronization_lock,
-            durability=config.durability,
-            io=config.io,
-            checksum=config.checksum,
-        )
+    def destination(self) -> Destination:
+        """Where rows go."""
+        return make_destination(self.config, self.row_format)
 
     def num_writers(self, num_workers: int) -> int:
-        """Writer threads of one worker, of so many on this machine."""
-        waits = self.config.io == "direct" or self.config.durability == "fdatasync" or self.config.sink == "mooncake"
-        fewest = 4 if waits else 2
-        return self.config.num_writer_threads or max(fewest, min(8, len(os.sched_getaffinity(0)) // num_workers))
+        """Return the number of writer threads of one of `num_workers` workers on this machine."""
+        fewest = 4 if self.destination.waits else 2
+        return self.config.num_writer_threads or max(
+            fewest, min(8, len(os.sched_getaffinity(0)) // num_workers)
+        )
 
 
-def read_start_up(vllm_config: Any) -> StartUp:
-    """Read and check the settings of a server.
+def read_settings(vllm_config: Any) -> ServerSettings:
+    """Read and check the settings of a server. Its storage is probed once in a process, whoever asks first.
 
     Args:
         vllm_config: vllm.config.VllmConfig; with MultiConnector the engine's own or the one that it hands to its children.
 
     Raises:
-        HsxConfigError: a setting that cannot be used.
-        StorageDirectoryError: the storage directory cannot be made or written.
+        UserError: a setting, a storage directory or a store that cannot be used.
     """
     config = read_options(vllm_config.kv_transfer_config)
     target = read_target(vllm_config)
     dtype: torch.dtype = vllm_config.model_config.dtype
     if dtype not in _DTYPE_NAMES:
-        raise HsxConfigError("dtype", str(dtype), "cannot be stored", "Serve the target in bfloat16, float16 or float32.")
+        raise UserError("dtype", str(dtype), "cannot be stored", "Serve the target in bfloat16, float16 or float32.")
     elements = target.num_layers * target.hidden_size
     if config.quantization == "fp8" and elements % 8:
-        raise HsxConfigError(
+        raise UserError(
             "kv_connector_extra_config.quantization",
             config.quantization,
             f"needs rows of a multiple of 8 elements, and {target.num_layers} layers of {target.hidden_size} make {elements}",
@@ -84,39 +65,25 @@ def read_start_up(vllm_config: Any) -> StartUp:
         )
     row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model, config.quantization)
     if config.pinned_ring_bytes < 2 * row_format.row_bytes:
-        raise HsxConfigError(
+        raise UserError(
             "kv_connector_extra_config.pinned_ring_bytes",
             config.pinned_ring_bytes,
             f"does not hold two rows of {row_format.row_bytes} bytes",
             f"Give at least {2 * row_format.row_bytes}, better the default of 32MiB.",
         )
-    start_up = StartUp(config, target, row_format, dtype)
-    if config.mooncake is not None and config.sink == "mooncake":
-        _check_store(config.mooncake)
-        return start_up
-    filesystem = check_directory(start_up.directory, use_lock=config.use_synchronization_lock, direct=config.io == "direct")
-    if row_format.stored_row_bytes % filesystem.alignment:
-        raise HsxConfigError(
+    settings = ServerSettings(config, target, row_format, dtype)
+    if row_format.stored_row_bytes % (alignment := _probe(settings.destination)):
+        raise UserError(
             "kv_connector_extra_config.io",
             config.io,
-            f"needs rows of a multiple of {filesystem.alignment} bytes on this filesystem, and {row_format.num_layers} layers make rows of "
+            f"needs rows of a multiple of {alignment} bytes on this filesystem, and {row_format.num_layers} layers make rows of "
             f"{row_format.stored_row_bytes} bytes",
             'Use "buffered", or extract another number of layers.',
         )
-    return start_up
+    return settings
 
 
-def _check_store(options: MooncakeOptions) -> None:
-    """What can be seen of a store without joining it, which only workers do. Raises HsxConfigError."""
-    try:
-        load_package()
-        own_address(options.master_server_address)
-    except MooncakeUnavailableError as error:
-        raise store_refusal(error) from error
-
-
-def store_refusal(error: MooncakeUnavailableError) -> HsxConfigError:
-    """Why a store cannot be used, as an error of the option that is to blame."""
-    if error.option:
-        return HsxConfigError(f"{EXTRA_CONFIG}.mooncake.{error.option}", error.value, error.problem, error.remedy)
-    return HsxConfigError(f"{EXTRA_CONFIG}.sink", "mooncake", f"cannot be used: {error.problem}", f"{error.remedy}.")
+@functools.cache
+def _probe(destination: Destination) -> int:
+    """Probe a destination unless this process has done it; see Destination.probe. A failure is not kept."""
+    return destination.probe()

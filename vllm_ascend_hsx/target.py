@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_hsx.config import LAYER_IDS_KEY, METHOD, HsxConfigError
+from vllm_ascend_hsx.config import LAYER_IDS_KEY, METHOD
+from vllm_ascend_hsx.protocol.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, 
         num_hidden_layers: layers of the target.
 
     Raises:
-        HsxConfigError: if it is not a list of integers, is empty, or has a duplicate or an id
+        UserError: if it is not a list of integers, is empty, or has a duplicate or an id
             outside [0, num_hidden_layers].
     """
     option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
@@ -59,14 +60,14 @@ def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, 
         or not layer_ids
         or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids)
     ):
-        raise HsxConfigError(option, layer_ids, "is not a list of layer ids", remedy)
+        raise UserError(option, layer_ids, "is not a list of layer ids", remedy)
     for index, layer_id in enumerate(layer_ids):
         if not 0 <= layer_id <= num_hidden_layers:
-            raise HsxConfigError(
+            raise UserError(
                 option, layer_ids, f"has id {layer_id}, which the target does not have", remedy
             )
         if layer_id in layer_ids[:index]:
-            raise HsxConfigError(option, layer_ids, f"has id {layer_id} twice", remedy)
+            raise UserError(option, layer_ids, f"has id {layer_id} twice", remedy)
     return tuple(layer_ids)
 
 
@@ -77,12 +78,12 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
         vllm_config: vllm.config.VllmConfig with the speculative method `extract_hidden_states`.
 
     Raises:
-        HsxConfigError: if the speculative method is another one, layer ids are invalid, or a
+        UserError: if the speculative method is another one, layer ids are invalid, or a
             parallel setting is not supported.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD:
-        raise HsxConfigError(
+        raise UserError(
             "speculative_config.method",
             getattr(speculative, "method", None),
             "produces no hidden states",
@@ -90,7 +91,7 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
             f'\'{{"method": "{METHOD}", "num_speculative_tokens": 1, ...}}\'.',
         )
     if speculative.disable_padded_drafter_batch:
-        raise HsxConfigError(
+        raise UserError(
             "speculative_config.disable_padded_drafter_batch",
             True,
             "passes sampled tokens to the drafter as lists, without the layout of the batch",
@@ -100,7 +101,7 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
     for option, reason in ONE_ONLY.items():
         value = getattr(parallel, option, 1)
         if value > 1:
-            raise HsxConfigError(
+            raise UserError(
                 option,
                 value,
                 reason,

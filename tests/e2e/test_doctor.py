@@ -1,4 +1,4 @@
-"""`hsx doctor` on an emulated NPU: every touch holds on the real wheels."""
+"""`hsx doctor` on an emulated NPU: every patch point holds on the real wheels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from vllm_ascend_hsx.compat.touches import TOUCHES
+from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
+from vllm_ascend_hsx.compat.patch_points import POINTS
 
 HSX = str(Path(sys.executable).with_name("hsx"))
 
@@ -24,14 +25,14 @@ def test_a_machine_without_an_npu_has_one_problem_and_one_remedy() -> None:
     assert {each["name"]: each["verdict"] for each in found}["vllm"] == "ok"
 
 
-def test_every_touch_holds_on_the_real_wheels(tmp_path: Path) -> None:
+def test_every_patch_point_holds_on_the_real_wheels(tmp_path: Path) -> None:
     words = ["doctor", "--json", "--out", str(tmp_path / "rows"), "--model", "minimax-m2"]
     environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}
     done = subprocess.run([HSX, "emulate", "--npus", "2", "--", HSX, *words], env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["findings"]
-    held = {each["name"] for each in found if each["topic"] == "touches" and each["verdict"] == "ok"}
-    assert held == {touch.name for touch in TOUCHES}
-    assert {each["topic"] for each in found} == {"software", "touches", "storage", "target"}
+    held = {each["name"] for each in found if each["topic"] == "patch points" and each["verdict"] == "ok"}
+    assert held == {point.name for point in POINTS}
+    assert {each["topic"] for each in found} == {"software", "patch points", "storage", "target"}
     assert next(each["found"] for each in found if each["name"] == "NPUs").startswith("2, emulated")
     assert not list((tmp_path / "rows").iterdir())

@@ -26,11 +26,12 @@ from crash_mutations import MUTATIONS, OF_SHARDS
 from crash_server import SHARD, SMALL, Phases, Reader, Request, Server, request_of
 from sink_harness import is_held, lines_of, walked
 
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import FormatError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, mark_name, partial_name, token_of_mark, token_of_partial
 from vllm_ascend_hsx.protocol.shard_index import Member
 from vllm_ascend_hsx.reader.shard_check import shard_problems
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
+from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
@@ -423,7 +424,7 @@ def _held(lock: Path) -> bool:
 def _has_direct(directory: Path) -> bool:
     try:
         check_directory(directory, direct=True)
-    except StorageDirectoryError:
+    except UserError:
         return False
     return True
 

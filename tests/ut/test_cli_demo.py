@@ -97,8 +97,8 @@ def test_a_wrong_option_is_named_with_its_remedy(arguments: list[str], message: 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("1,x", "give comma-separated numbers"),
-        ("1,1", "has id 1 twice; give distinct ids from 0 to 4"),
+        ("1,x", "--layers='1,x' is not a list of layer ids. Give comma-separated numbers"),
+        ("1,1", "has id 1 twice. Give distinct ids from 0 to 4"),
         ("5", "ids from 0 to 4"),
         ("-1", "ids from 0 to 4"),
     ],
@@ -112,7 +112,7 @@ def test_wrong_layers_are_named_before_a_server_is_started(
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--model", str(tmp_path)]) == 2
-    assert "no config.json there" in capsys.readouterr().out.replace("\n", " ")
+    assert "has no config.json" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(

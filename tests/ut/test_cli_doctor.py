@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,15 +21,18 @@ import pytest
 from documents import blocks
 
 import vllm_ascend_hsx
+from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
 from vllm_ascend_hsx.cli import doctor as command
-from vllm_ascend_hsx.compat import touches as table
-from vllm_ascend_hsx.compat.touches import TOUCHES, Touch, Use, problem_of
-from vllm_ascend_hsx.doctor import software, storage, touches
+from vllm_ascend_hsx.compat import versions as compat_versions
+from vllm_ascend_hsx.compat.patch_points import MARK, POINTS, PatchPoint, Use, problem_of
+from vllm_ascend_hsx.compat.runner import RUNNER_HOOKS
+from vllm_ascend_hsx.compat.versions import Pair
+from vllm_ascend_hsx.doctor import patch_points, software, storage
 from vllm_ascend_hsx.doctor.findings import Finding
+from vllm_ascend_hsx.doctor.patch_points import check_patch_points
 from vllm_ascend_hsx.doctor.software import check_software
 from vllm_ascend_hsx.doctor.storage import check_storage, filesystem_of
 from vllm_ascend_hsx.doctor.target import check_target, stored_format
-from vllm_ascend_hsx.doctor.touches import check_touches
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
@@ -40,62 +44,101 @@ def by_name(found: Iterator[Finding]) -> dict[str, Finding]:
     return {each.name: each for each in found}
 
 
-# The table of touches
+# The declared patch points
 
 
-NO_TOUCHES = ("__init__", "qwen3_next", "targets", "touches", "versions")
+NOT_DECLARING = ("__init__", "patch_points", "qwen3_next", "targets", "versions")
 
 
-def touching_sources() -> dict[str, ast.Module]:
-    """By module name, what touches vLLM or vllm-ascend from the inside."""
-    names = [f"compat.{path.stem}" for path in (PACKAGE / "compat").glob("*.py") if path.stem not in NO_TOUCHES]
-    return {name: ast.parse((PACKAGE / f"{name.replace('.', '/')}.py").read_text()) for name in (*names, "plugin")}
+def declaring_sources() -> list[str]:
+    """What reaches into vLLM or vllm-ascend."""
+    paths = [path for path in (PACKAGE / "compat").glob("*.py") if path.stem not in NOT_DECLARING]
+    return [path.read_text() for path in (*paths, PACKAGE / "plugin.py")]
 
 
-def touched_by_the_code() -> set[tuple[str, ...]]:
-    """(module, attribute, ...) of each `require(...)` and of each import from vllm or vllm_ascend."""
-    found: set[tuple[str, ...]] = set()
-    for name, tree in touching_sources().items():
-        module = sys.modules.get(f"vllm_ascend_hsx.{name}") or __import__(f"vllm_ascend_hsx.{name}", fromlist=["_"])
-        loops = {
-            node.target.id: [ast.literal_eval(each) for each in node.iter.elts]
-            for node in ast.walk(tree)
-            if isinstance(node, ast.For) and isinstance(node.target, ast.Name) and isinstance(node.iter, ast.Tuple)
-            if all(isinstance(each, ast.Constant) for each in node.iter.elts)
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("vllm", "vllm_ascend"):
-                found |= {(node.module, alias.name) for alias in node.names}
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "require":
-                paths: list[tuple[str, ...]] = [(getattr(module, node.args[1].id),)]  # type: ignore[attr-defined]
-                for argument in node.args[2:]:
-                    values = loops[argument.id] if isinstance(argument, ast.Name) else [ast.literal_eval(argument)]
-                    paths = [(*path, value) for path in paths for value in values]
-                found |= set(paths)
-    return found
+def test_every_import_from_vllm_is_declared() -> None:
+    imported = {
+        (node.module, alias.name)
+        for source in declaring_sources()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in ("vllm", "vllm_ascend")
+        for alias in node.names
+    }
+    assert len(imported) >= 12
+    assert imported <= {(point.module, point.path[0]) for point in POINTS}
 
 
-def test_every_touch_of_the_code_is_in_the_table() -> None:
-    touched = touched_by_the_code()
-    assert len(touched) >= 25
-    listed = {(touch.module, *touch.path) for touch in TOUCHES}
-    missing = {each for each in touched if not any(entry[: len(each)] == each for entry in listed)}
-    assert not missing
+def test_every_declaration_is_used_and_there_is_one_of_each() -> None:
+    sources = "\n".join(declaring_sources())
+    declared = {point.path[-1] for point in POINTS if not point.replacement} - set(RUNNER_HOOKS)
+    assert len(declared) >= 12
+    assert not [name for name in declared if len(re.findall(rf"\b{name}\b", sources)) < 2]
+    assert len({(point.name, point.versions) for point in POINTS}) == len(POINTS)
 
 
-def test_every_touch_of_the_table_is_one_of_the_code() -> None:
-    sources = "\n".join(ast.unparse(tree) for tree in touching_sources().values())
-    gone = [touch.name for touch in TOUCHES if not re.search(rf"\b{touch.path[-1]}\b", sources)]
-    assert not gone
-    assert len({touch.name for touch in TOUCHES}) == len(TOUCHES)
+def test_what_a_patch_takes_is_read_from_its_function() -> None:
+    by_path = {".".join(point.path): point for point in POINTS}
+    whole, rest = by_path["Scheduler._connector_finished"], by_path["ServingTokens.serve_tokens"]
+    assert (whole.use, whole.takes) == (Use.REPLACED, ("self", "request"))
+    assert (rest.use, rest.takes) == (Use.PASSED_ON, ("self", "request"))
 
 
-def test_every_module_that_the_plugin_waits_for_is_in_the_table() -> None:
-    hooks = re.findall(r"register_post_import_hook\(\w+, (\w+)\)", (PACKAGE / "plugin.py").read_text())
-    from vllm_ascend_hsx import plugin
+@pytest.mark.parametrize(
+    ("installed", "versions", "fits"),
+    [
+        ("0.23.0+empty", ">=0.23,<0.24", True),
+        ("0.23.0.post1", ">=0.23,<0.24", True),
+        ("0.26.0rc1", ">=0.26,<0.30", True),
+        ("0.26.0rc1", ">=0.23,<0.24", False),
+        ("0.27.0", ">=0.26,<0.27", True),  # nobody has checked it: as the newest checked release before it
+        ("0.9.0", ">=0.23,<0.24", True),  # as the oldest
+        (None, ">=0.26,<0.27", True),  # not installed, so never imported
+    ],
+)
+def test_a_patch_is_for_the_releases_that_it_names(
+    monkeypatch: pytest.MonkeyPatch, installed: str | None, versions: str, fits: bool
+) -> None:
+    def version(package: str) -> str:
+        if installed is None:
+            raise PackageNotFoundError(package)
+        return installed
 
-    assert len(hooks) >= 10
-    assert {getattr(plugin, name) for name in hooks} <= {touch.module for touch in TOUCHES}
+    monkeypatch.setattr(compat_versions, "version", version)
+    monkeypatch.setattr(compat_versions, "CHECKED_PAIRS", (Pair("0.23.0", "0.23.0.post1"), Pair("0.26.0", "0.26.0rc1")))
+    compat_versions.release_to_patch.cache_clear()
+    try:
+        for module in ("vllm.config", "vllm_ascend.worker"):
+            assert PatchPoint(module, ("f",), Use.NAMED, (), (), "it works", versions).fits is fits
+    finally:
+        compat_versions.release_to_patch.cache_clear()
+
+
+REGISTER = """
+import sys
+import wrapt
+from vllm_ascend_hsx import plugin
+from vllm_ascend_hsx.compat import patch_points
+
+other = patch_points.PatchPoint("vllm_ascend.worker.worker", ("f",), patch_points.Use.REPLACED, (), (), "", ">=99", print)
+patch_points.POINTS.append(other)
+hooked = []
+register = wrapt.register_post_import_hook
+wrapt.register_post_import_hook = lambda hook, name: (hooked.append((hook, name)), register(hook, name))
+plugin.register()
+plugin.register()
+ours = [(point.apply, point.module) for point in patch_points.POINTS if point.replacement and point is not other]
+early = [name for name in sys.modules if name.startswith(("vllm_ascend.worker", "vllm_ascend.patch", "vllm_ascend.ops"))]
+from vllm.v1.core.sched.scheduler import Scheduler
+print("FOUND", len(ours) >= 28, hooked == ours, early, Scheduler._connector_finished.__wrapped__.__name__)
+"""
+
+
+def test_the_plugin_applies_every_patch_once_when_its_module_is_imported() -> None:
+    """And imports nothing that vllm-ascend patches: a general plugin is loaded before."""
+    hsx = [str(Path(sys.executable).with_name("hsx")), "emulate", "--"]
+    done = subprocess.run([*hsx, sys.executable, "-c", REGISTER], capture_output=True, text=True, check=False)
+    found = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert found == ["FOUND True True [] _connector_finished"], done.stdout + done.stderr
 
 
 def exact(self: Any, timeout: Any) -> None: ...
@@ -117,31 +160,31 @@ def one_required(self: Any, timeout: Any, force: bool) -> None: ...
         (Use.NAMED, renamed, True),
     ],
 )
-def test_a_touch_holds_as_far_as_we_rely_on_its_signature(use: Use, function: Callable[..., None], holds: bool) -> None:
-    touch = Touch("module", ("Class", "method"), use, ("self", "timeout"), (), "it stops")
+def test_a_patch_point_holds_as_far_as_we_rely_on_its_signature(use: Use, function: Callable[..., None], holds: bool) -> None:
+    point = PatchPoint("module", ("Class", "method"), use, ("self", "timeout"), (), "it stops", "")
     module = SimpleNamespace(Class=SimpleNamespace(method=function))
-    assert (problem_of(touch, lambda name: module) is None) is holds
+    assert (problem_of(point, lambda name: module) is None) is holds
 
 
 def test_what_is_given_by_name_must_be_a_parameter() -> None:
-    touch = Touch("module", ("f",), Use.CALLED, ("self",), ("timeout",), "it stops")
-    assert problem_of(touch, lambda name: SimpleNamespace(f=exact)) is None
-    assert problem_of(touch, lambda name: SimpleNamespace(f=renamed)) is not None
+    point = PatchPoint("module", ("f",), Use.CALLED, ("self",), ("timeout",), "it stops", "")
+    assert problem_of(point, lambda name: SimpleNamespace(f=exact)) is None
+    assert problem_of(point, lambda name: SimpleNamespace(f=renamed)) is not None
 
 
 def write_tree(directory: Path, leave_out: str = "", rename: tuple[str, str] = ("", "")) -> None:
-    """Modules with everything that the table wants; without one of them, or with another parameter."""
+    """Modules with everything that is declared; without one of them, or with another parameter."""
     sources: dict[str, dict[str, list[str]]] = {"vllm_ascend.ops": {}}
-    for touch in TOUCHES:
-        classes = sources.setdefault(touch.module, {})
-        if touch.name == leave_out:
+    for point in POINTS:
+        classes = sources.setdefault(point.module, {})
+        if point.name == leave_out:
             continue
-        parameters = ", ".join((*touch.parameters, *touch.keywords))
-        if rename[0] == touch.name:
+        parameters = ", ".join((*point.takes, *point.keywords))
+        if rename[0] == point.name:
             parameters = parameters.replace(*rename[1].split("="))
-        owner, name = (touch.path[0], touch.path[1]) if len(touch.path) == 2 else ("", touch.path[0])
+        owner, name = (point.path[0], point.path[1]) if len(point.path) == 2 else ("", point.path[0])
         body = classes.setdefault(owner, [])
-        body.append(f"{name} = 1" if touch.use is Use.NAMED and not name.startswith("__") else f"def {name}({parameters}): ...")
+        body.append(f"{name} = 1" if point.use is Use.NAMED and not name.startswith("__") else f"def {name}({parameters}): ...")
     for module, classes in sources.items():
         path = directory.joinpath(*module.split("."))
         path.mkdir(parents=True, exist_ok=True)
@@ -156,10 +199,10 @@ def write_tree(directory: Path, leave_out: str = "", rename: tuple[str, str] = (
 
 def check_tree(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), str(PACKAGE.parent)]))
-    return list(check_touches())
+    return list(check_patch_points())
 
 
-def test_a_touch_that_is_gone_from_the_installed_packages_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_point_that_is_gone_from_the_installed_packages_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = "vllm.v1.core.sched.scheduler.Scheduler.update_from_output"
     write_tree(tmp_path, leave_out=gone)
     found = check_tree(tmp_path, monkeypatch)
@@ -167,10 +210,10 @@ def test_a_touch_that_is_gone_from_the_installed_packages_is_reported(tmp_path: 
     assert (problem.name, problem.verdict) == (gone, "problem")
     assert "is not there" in problem.found and "names the failure of its file" in problem.found
     assert "Its version is right" in problem.what_to_do
-    assert len(found) == len(TOUCHES)
+    assert len(found) == len(POINTS)
 
 
-def test_a_touch_with_other_parameters_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_point_with_other_parameters_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changed = "vllm_ascend.patch.platform.patch_balance_schedule._disable_preemption_on_prefill_node"
     write_tree(tmp_path, rename=(changed, "vllm_config=scheduler_config"))
     (problem,) = [each for each in check_tree(tmp_path, monkeypatch) if each.verdict != "ok"]
@@ -182,19 +225,19 @@ def test_packages_that_cannot_be_imported_are_one_finding_with_the_last_line(tmp
     write_tree(tmp_path)
     (tmp_path / "vllm_ascend" / "__init__.py").write_text("import libascendcl_that_is_not_there\n")
     problems = [each for each in check_tree(tmp_path, monkeypatch) if each.verdict != "ok"]
-    number = sum(touch.module.startswith("vllm_ascend.") for touch in TOUCHES)
+    number = sum(point.module.startswith("vllm_ascend.") for point in POINTS)
     assert [each.name for each in problems] == ["imports"]
-    assert problems[0].found.startswith(f"{number} of {len(TOUCHES)} touches could not be looked at: ModuleNotFoundError")
+    assert problems[0].found.startswith(f"{number} of {len(POINTS)} patch points could not be checked: ModuleNotFoundError")
     assert "libascendcl_that_is_not_there" in problems[0].found
 
 
 def test_a_process_that_dies_is_a_finding_with_its_last_line() -> None:
     code = "import os, sys; sys.stderr.write('loading\\nlibhccl.so: undefined symbol\\n'); sys.stderr.flush(); os._exit(9)"
-    (found,) = check_touches(command=[sys.executable, "-c", code])
+    (found,) = check_patch_points(command=[sys.executable, "-c", code])
     assert found.verdict == "problem" and found.found.endswith("libhccl.so: undefined symbol")
-    (consequence,) = check_touches(False, [sys.executable, "-c", code])
+    (consequence,) = check_patch_points(False, [sys.executable, "-c", code])
     assert (consequence.verdict, consequence.what_to_do) == ("note", "Mend what is wrong above, and look again.")
-    (silent,) = check_touches(command=[sys.executable, "-c", "import os; os._exit(9)"])
+    (silent,) = check_patch_points(command=[sys.executable, "-c", "import os; os._exit(9)"])
     assert silent.found.endswith("exit code 9")
 
 
@@ -211,22 +254,17 @@ CHANGED = [["a.b", "called", "it works", ["a.b is not there", False]]]
         (CHANGED, True, "problem", "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS)"),
     ],
 )
-def test_a_touch_that_fails_is_a_consequence_of_what_is_installed_or_has_a_remedy_of_its_own(
+def test_a_patch_point_that_fails_is_a_consequence_of_what_is_installed_or_has_a_remedy_of_its_own(
     found: list[Any], software_is_right: bool, verdict: str, remedy: str
 ) -> None:
-    code = f"print({table.MARK + json.dumps(found)!r})"
-    (finding,) = check_touches(software_is_right, [sys.executable, "-c", code])
+    code = f"print({MARK + json.dumps(found)!r})"
+    (finding,) = check_patch_points(software_is_right, [sys.executable, "-c", code])
     assert (finding.verdict, finding.what_to_do[: len(remedy)]) == (verdict, remedy)
 
 
 def test_a_process_that_hangs_is_a_finding() -> None:
-    (found,) = check_touches(command=[sys.executable, "-c", "import signal; signal.pause()"], timeout=0.5)
+    (found,) = check_patch_points(command=[sys.executable, "-c", "import signal; signal.pause()"], timeout=0.5)
     assert found.verdict == "problem" and "0.5 seconds" in found.found
-
-
-def test_both_sides_know_the_same_mark() -> None:
-    assert touches._MARK == table.MARK
-    assert table.__name__ == touches._MODULE
 
 
 # Software
@@ -432,7 +470,7 @@ def test_a_directory_that_cannot_be_used_is_a_problem_with_the_sinks_remedy(tmp_
     (tmp_path / "file").touch()
     (found,) = check_storage(tmp_path / "file", FileOptions())
     assert found.verdict == "problem" and "cannot be a directory" in found.found
-    assert found.what_to_do == "Name a directory, or remove what stands there."
+    assert found.what_to_do == "Name a directory, or remove what is there."
 
 
 def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -504,7 +542,7 @@ def test_a_target_that_cannot_be_planned_can_still_be_extracted(tmp_path: Path) 
     model = config_json(tmp_path, architectures=["Qwen3ForCausalLM"], num_hidden_layers=1)
     found = by_name(check_target(model))
     assert found["model"].verdict == "ok"
-    assert found["plan"].verdict == "note" and "says nothing of hidden_size" in found["plan"].found
+    assert found["plan"].verdict == "note" and "has no hidden_size" in found["plan"].found
 
 
 # The command
@@ -512,10 +550,11 @@ def test_a_target_that_cannot_be_planned_can_still_be_extracted(tmp_path: Path) 
 
 @pytest.fixture
 def healthy(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """Findings of software and touches that the command is to show."""
+    """Findings of software and patch points that the command is to show."""
     found = [Finding("software", "vllm", "ok", "0.23.0")]
     monkeypatch.setattr(command, "check_software", lambda: iter(found))
-    monkeypatch.setattr(touches, "check_touches", lambda software_is_right: iter([Finding("touches", "a.b", "ok", "called")]))
+    held = Finding("patch points", "a.b", "ok", "called")
+    monkeypatch.setattr(patch_points, "check_patch_points", lambda software_is_right: iter([held]))
     return found
 
 
@@ -541,12 +580,12 @@ def test_json_has_every_finding(healthy: list[Finding], tmp_path: Path, capsys: 
     assert shown["ok"] is True
     assert asdict(healthy[0]) in shown["findings"]
     assert all(each["what_to_do"] for each in shown["findings"])
-    assert {each["topic"] for each in shown["findings"]} == {"software", "touches", "target"}
+    assert {each["topic"] for each in shown["findings"]} == {"software", "patch points", "target"}
 
 
 def test_a_model_that_is_none_is_a_mistake_in_the_command(healthy: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--model", "no-such-model"]) == 2
-    assert capsys.readouterr().err.startswith("hsx doctor: MODEL no-such-model: neither a preset nor a file")
+    assert capsys.readouterr().err.startswith("hsx doctor: MODEL='no-such-model' is neither a preset nor a file")
 
 
 @pytest.mark.parametrize("words", [["--io", "direct"], ["--no-lock"], ["--io", "fast", "--out", "x"], ["directory"]])

@@ -1,56 +1,37 @@
-"""The touches on vLLM and vllm-ascend: each concerns our method or connector alone, and refuses a version it does not know."""
+"""The patches of vLLM and vllm-ascend: each concerns our method or connector alone, and refuses a version without its place."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
+from patching import apply
 
-from vllm_ascend_hsx.compat.beam_search import (
-    NOT_EXTRACTED,
-    extract_no_offline_beams,
-    extract_no_online_beams,
-    keep_params_of_chat,
-    keep_params_of_completion,
-)
-from vllm_ascend_hsx.compat.drafts import (
-    apply_logits_processors,
-    keep_mamba_states_without_drafts,
-    require_no_drafts,
-    schedule_no_drafts,
-    set_up_drafter_without_drafts,
-    set_up_proposer_without_drafts,
-    take_logits_parameters,
-)
-from vllm_ascend_hsx.compat.engine import (
-    answer_beside_others,
-    compute_what_is_extracted,
-    copy_before_sleep,
-    hear_outcomes_before_answers,
-    keep_preemption,
-)
-from vllm_ascend_hsx.compat.runner import replace_proposer
-from vllm_ascend_hsx.compat.shutdown import (
-    answer_with_errors,
-    end_chat_streams_with_errors,
-    end_completion_streams_with_errors,
-    stop_in_order,
-    wait_for_engines,
-    wait_for_workers,
-)
+from vllm_ascend_hsx import plugin
+from vllm_ascend_hsx.compat import beam_search, drafts, engine, request_params
+from vllm_ascend_hsx.compat.beam_search import NOT_EXTRACTED
+from vllm_ascend_hsx.compat.patch_points import POINTS, PatchPoint
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
-from vllm_ascend_hsx.config import CONNECTOR_NAME, HsxConfigError
-from vllm_ascend_hsx.drafter.proposer import HsxProposer
+from vllm_ascend_hsx.config import CONNECTOR_NAME
+from vllm_ascend_hsx.protocol.errors import UserError
 
 
-@pytest.mark.parametrize("spec_decode", [SimpleNamespace(), SimpleNamespace(AscendExtractHiddenStatesProposer=dict)])
-def test_a_wheel_without_the_expected_proposer_is_refused(spec_decode: Any) -> None:
-    with pytest.raises(IncompatibleVersionError, match="checked against vllm"):
-        replace_proposer(spec_decode, HsxProposer)
+def test_a_wheel_whose_proposer_is_not_the_base_of_ours_is_refused() -> None:
+    module = SimpleNamespace(AscendExtractHiddenStatesProposer=dict)
+    apply(module, plugin.make_proposer)
+    with pytest.raises(IncompatibleVersionError, match="as the base class.*checked against vllm"):
+        module.AscendExtractHiddenStatesProposer()
+
+
+@pytest.mark.parametrize("point", [each for each in POINTS if each.replacement], ids=lambda point: point.name)
+def test_a_version_without_a_place_to_patch_is_refused(point: PatchPoint) -> None:
+    with pytest.raises(IncompatibleVersionError, match=rf"needs {re.escape(point.name)}\. It was checked against vllm"):
+        point.apply(SimpleNamespace())
 
 
 @pytest.mark.parametrize(
@@ -62,14 +43,9 @@ def test_preemption_stays_on_for_our_connector_alone(connector: str | None, disa
         return vllm_config.kv_transfer_config is not None
 
     module = SimpleNamespace(_disable_preemption_on_prefill_node=upstream)
-    keep_preemption(module)
+    apply(module, engine.keep_preemption)
     transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
     assert module._disable_preemption_on_prefill_node(SimpleNamespace(kv_transfer_config=transfer)) is disabled
-
-
-def test_a_wheel_that_decides_on_preemption_elsewhere_is_refused() -> None:
-    with pytest.raises(IncompatibleVersionError, match="_disable_preemption_on_prefill_node"):
-        keep_preemption(SimpleNamespace())
 
 
 def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
@@ -95,7 +71,7 @@ def config_module() -> Any:
             self.decode_query_len = 1 + (self.speculative_config.num_speculative_tokens if self.speculative_config else 0)
 
     module = SimpleNamespace(VllmConfig=VllmConfig)
-    schedule_no_drafts(module)
+    apply(module, drafts.check_config_with_one_draft, drafts.schedule_no_drafts)
     return module
 
 
@@ -121,7 +97,7 @@ def test_sizes_can_be_derived_again_as_each_engine_does_with_data_parallelism() 
 
 
 def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
-    with pytest.raises(HsxConfigError, match=r"num_speculative_tokens=3 has no meaning.*Set it to 1"):
+    with pytest.raises(UserError, match=r"num_speculative_tokens=3 has no meaning.*Set it to 1"):
         config_module().VllmConfig(speculative_config=speculative(number=3))
 
 
@@ -129,14 +105,14 @@ def test_a_number_of_draft_tokens_that_means_nothing_is_refused() -> None:
 def test_a_configuration_whose_connector_is_another_is_refused_while_it_is_made(options: dict[str, Any]) -> None:
     config = config_module().VllmConfig
     assert config(**options).decode_query_len == 1
-    with pytest.raises(HsxConfigError, match=r"kv_connector=.* does not take.*AscendHiddenStatesConnector.* VLLM_PLUGINS="):
+    with pytest.raises(UserError, match=r"kv_connector=.* does not take.*AscendHiddenStatesConnector.* VLLM_PLUGINS="):
         config(speculative_config=speculative(), **options)
 
 
 def test_a_configuration_made_without_our_plugin_is_refused() -> None:
-    require_no_drafts(SimpleNamespace(speculative_config=speculative(number=0)))
-    with pytest.raises(HsxConfigError, match="num_speculative_tokens=1 would be scheduled.*VLLM_PLUGINS"):
-        require_no_drafts(SimpleNamespace(speculative_config=speculative()))
+    drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative(number=0)))
+    with pytest.raises(UserError, match="num_speculative_tokens=1 would be scheduled.*VLLM_PLUGINS"):
+        drafts.require_no_drafts(SimpleNamespace(speculative_config=speculative()))
 
 
 @pytest.mark.parametrize(("method", "inside", "after"), [("extract_hidden_states", 1, 0), ("eagle3", 2, 2)])
@@ -155,8 +131,8 @@ def test_the_drafter_is_set_up_as_if_for_one_token_and_the_number_is_restored(me
             if method == "extract_hidden_states":
                 Proposer(self.vllm_config, device="npu")
 
-    set_up_proposer_without_drafts(SimpleNamespace(ExtractHiddenStatesProposer=Proposer))
-    set_up_drafter_without_drafts(SimpleNamespace(NPUModelRunner=NPUModelRunner))
+    apply(SimpleNamespace(ExtractHiddenStatesProposer=Proposer), drafts.set_up_proposer)
+    apply(SimpleNamespace(NPUModelRunner=NPUModelRunner), drafts.set_up_drafter)
     config = SimpleNamespace(speculative_config=speculative(method, after))
     runner = NPUModelRunner(config)
     runner._set_up_drafter()
@@ -178,7 +154,7 @@ def test_accepted_drafts_of_a_hybrid_target_are_counted_where_there_are_drafts(m
         def _update_states_after_model_execute(self, output_token_ids: list[int], scheduler_output: str) -> list[int] | None:
             return None if self.speculative_config is None else output_token_ids
 
-    keep_mamba_states_without_drafts(SimpleNamespace(NPUModelRunner=NPUModelRunner))
+    apply(SimpleNamespace(NPUModelRunner=NPUModelRunner), drafts.without_speculative_method)
     runner = NPUModelRunner()
     assert runner._get_mamba_bufs() is counts
     assert runner._update_states_after_model_execute([7], "scheduled") == ([7] if counts else None)
@@ -196,8 +172,8 @@ def test_what_vllm_refuses_because_of_drafts_is_refused_with_drafts_alone(method
         return ["min_tokens"] if vllm_config.speculative_config else ["min_tokens", "min_p", "logit_bias"]
 
     runner_module = SimpleNamespace(build_logitsprocs=build_logitsprocs)
-    apply_logits_processors(runner_module)
-    take_logits_parameters(SimpleNamespace(SamplingParams=SamplingParams))
+    apply(runner_module, drafts.apply_logits_processors)
+    apply(SimpleNamespace(SamplingParams=SamplingParams), drafts.accept_logits_parameters)
     config = SimpleNamespace(speculative_config=speculative(method))
     assert ("min_p" in runner_module.build_logitsprocs(config, device="npu")) is not left_out
     assert config.speculative_config is not None
@@ -218,7 +194,7 @@ def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(mo
             calls.append(f"unmap at level {level}")
             return "asleep"
 
-    copy_before_sleep(SimpleNamespace(NPUWorker=NPUWorker))
+    apply(SimpleNamespace(NPUWorker=NPUWorker), engine.copy_before_sleep)
     ours = SimpleNamespace(drain_copies=lambda: calls.append("copies are made"))
     group = SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours
     monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: True)
@@ -239,7 +215,7 @@ def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracte
                 self._requests_to_connector[request.request_id] = 0
             return offered, bool(offered)
 
-    compute_what_is_extracted(SimpleNamespace(MultiConnector=MultiConnector))
+    apply(SimpleNamespace(MultiConnector=MultiConnector), engine.compute_extracted_tokens)
     multi = MultiConnector()
     assert multi.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 0) == (answer, bool(answer))
     assert multi._requests_to_connector == ({"r": 0} if answer else {})
@@ -259,7 +235,7 @@ def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answ
         def update_from_output(self, scheduler_output: str, model_runner_output: Any) -> tuple[str, list[str]]:
             return scheduler_output, list(known)
 
-    hear_outcomes_before_answers(SimpleNamespace(Scheduler=Scheduler))
+    apply(SimpleNamespace(Scheduler=Scheduler), engine.report_before_answers)
     scheduler = Scheduler()
     output = SimpleNamespace(kv_connector_output=SimpleNamespace(kv_connector_worker_meta=report))
     assert scheduler.update_from_output("scheduled", output) == ("scheduled", ["ours"])
@@ -297,7 +273,7 @@ def test_our_answer_is_added_to_that_of_a_connector_beside_ours(ours: Any, their
             assert len(answers) < 2, "Only one connector can produce KV transfer params"
             return True, next(iter(answers), None)
 
-    answer_beside_others(SimpleNamespace(Scheduler=Scheduler))
+    apply(SimpleNamespace(Scheduler=Scheduler), engine.answer_beside_others)
     assert Scheduler()._connector_finished("r") == (True, said)
 
 
@@ -328,8 +304,8 @@ def test_requests_that_a_beam_search_makes_opt_out_where_our_connector_is(connec
             yield SimpleNamespace(sampling=online.SamplingParams(max_tokens=1), kv_transfer_params=None)
 
     offline.BeamSearchOfflineMixin, online.BeamSearchOnlineMixin = BeamSearchOfflineMixin, BeamSearchOnlineMixin
-    extract_no_offline_beams(offline)
-    extract_no_online_beams(online)
+    apply(offline, request_params.add_extra_args, beam_search.search_offline)
+    apply(online, request_params.add_extra_args, beam_search.search_online)
 
     async def search() -> list[Any]:
         return [each async for each in BeamSearchOnlineMixin().beam_search("prompt", "id", SimpleNamespace(), lora_request=None)]
@@ -353,8 +329,8 @@ def test_requests_that_a_beam_search_makes_opt_out_where_our_connector_is(connec
         ("requested", {"hidden_states": True}, True),
     ],
 )
-@pytest.mark.parametrize("chat", [True, False])
-def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(chat: bool, extract: str, params: Any, told: bool) -> None:
+@pytest.mark.parametrize("name", ["ChatCompletionRequest", "CompletionRequest"])
+def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(name: str, extract: str, params: Any, told: bool) -> None:
     class Request:
         kv_transfer_params = params
 
@@ -369,11 +345,8 @@ def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(chat: bool, 
             assert params.max_tokens == 7
             yield SimpleNamespace(kv_transfer_params=None)
 
-    if chat:
-        keep_params_of_chat(SimpleNamespace(ChatCompletionRequest=Request))
-    else:
-        keep_params_of_completion(SimpleNamespace(CompletionRequest=Request))
-    extract_no_online_beams(SimpleNamespace(SamplingParams=SimpleNamespace, BeamSearchOnlineMixin=BeamSearchOnlineMixin))
+    apply(SimpleNamespace(**{name: Request}), beam_search.keep_client_params)
+    apply(SimpleNamespace(BeamSearchOnlineMixin=BeamSearchOnlineMixin), beam_search.search_online)
 
     async def search() -> list[Any]:
         search_params = Request().to_beam_search_params(7, {})
@@ -383,31 +356,16 @@ def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(chat: bool, 
     assert answer == ({"hidden_states_error": NOT_EXTRACTED} if told else None)
 
 
-@pytest.mark.parametrize(
-    ("touch", "what"),
-    [
-        (schedule_no_drafts, "VllmConfig"),
-        (set_up_proposer_without_drafts, "ExtractHiddenStatesProposer"),
-        (set_up_drafter_without_drafts, "_set_up_drafter"),
-        (keep_mamba_states_without_drafts, "_update_states_after_model_execute"),
-        (apply_logits_processors, "build_logitsprocs"),
-        (compute_what_is_extracted, "get_num_new_matched_tokens"),
-        (hear_outcomes_before_answers, "update_from_output"),
-        (copy_before_sleep, "NPUWorker.sleep"),
-        (take_logits_parameters, "_validate_spec_decode"),
-        (wait_for_engines, "CoreEngineProcManager.__init__"),
-        (wait_for_workers, "MultiprocExecutor._ensure_worker_termination"),
-        (stop_in_order, "EngineCoreProc._handle_shutdown"),
-        (answer_with_errors, "EngineCoreProc._send_abort_outputs_to_client"),
-        (end_completion_streams_with_errors, "OpenAIServingCompletion.completion_stream_generator"),
-        (end_chat_streams_with_errors, "OpenAIServingChat.chat_completion_stream_generator"),
-        (answer_beside_others, "Scheduler._connector_finished"),
-        (extract_no_offline_beams, "offline.SamplingParams"),
-        (extract_no_online_beams, "online.SamplingParams"),
-        (keep_params_of_completion, "CompletionRequest"),
-        (keep_params_of_chat, "ChatCompletionRequest"),
-    ],
-)
-def test_a_version_that_sets_up_drafts_elsewhere_is_refused(touch: Any, what: str) -> None:
-    with pytest.raises(IncompatibleVersionError, match=what):
-        touch(SimpleNamespace())
+@pytest.mark.parametrize(("method", "drafts_taken"), [("extract_hidden_states", ([], [])), ("ngram", None)])
+def test_a_runner_that_extracts_answers_that_there_are_no_drafts(method: str, drafts_taken: Any) -> None:
+    """vllm/v1/engine/core.py:583 stops the engine otherwise, when a request with structured outputs comes."""
+
+    class NPUModelRunner:
+        speculative_config = SimpleNamespace(method=method)
+
+        def take_draft_token_ids(self) -> Any:
+            return None
+
+    apply(SimpleNamespace(NPUModelRunner=NPUModelRunner), drafts.take_no_drafts)
+    taken = NPUModelRunner().take_draft_token_ids()
+    assert (taken and (taken.req_ids, taken.draft_token_ids)) == drafts_taken

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patching import apply
 
-from vllm_ascend_hsx.compat.models import collect_ends_of_deepseek
-from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
+from vllm_ascend_hsx.compat.models import collect_both_ends
 
 LAYERS = 3
 # What layer i adds to the stream, and the embedding: every state is another number.
@@ -43,8 +43,8 @@ def module(config: Any = None) -> Any:
         def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None) -> Any:
             return "vLLM's own", (input_ids, positions, intermediate_tensors, inputs_embeds)
 
-    found = SimpleNamespace(DeepseekV2Model=DeepseekV2Model, _get_llama_4_scaling=lambda *arguments: arguments)
-    collect_ends_of_deepseek(found)
+    found = SimpleNamespace(DeepseekV2Model=DeepseekV2Model)
+    apply(found, collect_both_ends)
     return found
 
 
@@ -73,13 +73,9 @@ def test_a_model_that_is_asked_for_neither_end_is_untouched(wanted: tuple[int, .
 @pytest.mark.parametrize(
     ("options", "scaling"), [(None, None), ({"original_max_position_embeddings": 8, "beta": 0.1}, (8, 0.1, "positions"))]
 )
-def test_the_layers_get_the_scaling_of_the_model(options: Any, scaling: Any) -> None:
+def test_the_layers_get_the_scaling_of_the_model(monkeypatch: pytest.MonkeyPatch, options: Any, scaling: Any) -> None:
+    monkeypatch.setattr("vllm.model_executor.models.deepseek_v2._get_llama_4_scaling", lambda *arguments: arguments)
     model = module(SimpleNamespace(llama_4_scaling=options)).DeepseekV2Model()
     model.aux_hidden_state_layers = (3,)
     model.forward(1, "positions", None)
     assert model.scalings == [scaling] * LAYERS
-
-
-def test_a_wheel_without_the_model_is_refused() -> None:
-    with pytest.raises(IncompatibleVersionError, match=r"deepseek_v2\.DeepseekV2Model\.forward"):
-        collect_ends_of_deepseek(SimpleNamespace())

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from patching import apply
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -29,17 +30,8 @@ from vllm.v1.engine import utils as utils_module
 from vllm.v1.executor import multiproc_executor
 from vllm_ascend.patch.platform import patch_glm_tool_call_streaming
 
-from vllm_ascend_hsx.compat.shutdown import (
-    answer_before_api_server_stops,
-    answer_with_errors,
-    end_chat_streams_with_errors,
-    end_completion_streams_with_errors,
-    patience,
-    stop_engines_before_api_servers,
-    stop_in_order,
-    wait_for_engines,
-    wait_for_workers,
-)
+from vllm_ascend_hsx.compat import shutdown as patches
+from vllm_ascend_hsx.compat.shutdown import stop_timeout
 from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 
@@ -76,8 +68,8 @@ def fresh(real: type, *names: str) -> Any:
 
 
 @pytest.mark.parametrize(("kv_transfer_config", "seconds"), CONFIGS.values(), ids=CONFIGS)
-def test_there_is_patience_for_our_connector_alone(kv_transfer_config: Any, seconds: float) -> None:
-    assert patience(config(kv_transfer_config)) == seconds
+def test_there_is_a_timeout_for_our_connector_alone(kv_transfer_config: Any, seconds: float) -> None:
+    assert stop_timeout(config(kv_transfer_config)) == seconds
 
 
 # Who started the engine cores
@@ -93,7 +85,7 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Any:
         made.ended.append(timeout)
 
     monkeypatch.setattr(utils_module, "shutdown", shutdown)
-    wait_for_engines(SimpleNamespace(CoreEngineProcManager=made, shutdown=shutdown))
+    apply(SimpleNamespace(CoreEngineProcManager=made), patches.initialise_manager, patches.wait_for_engines)
     return made
 
 
@@ -149,7 +141,7 @@ def test_api_servers_are_stopped_behind_the_engine_cores_and_have_time_to_answer
     api_servers = SimpleNamespace(processes=[process], shutdown=lambda timeout=None: manager.ended.append(("API servers", timeout)))
     waited: list[Any] = []
     serve_module = SimpleNamespace(wait_for_completion_or_failure=lambda *args, **kwargs: waited.append((args, kwargs)))
-    stop_engines_before_api_servers(serve_module)
+    apply(serve_module, patches.stop_engines_before_api_servers)
     engines = start(manager, config(kv_transfer_config))
     serve_module.wait_for_completion_or_failure(api_server_manager=api_servers, engine_manager=engines, coordinator=None)
     assert waited == [((api_servers, engines), {"coordinator": None})]
@@ -166,7 +158,7 @@ def test_api_servers_are_stopped_behind_the_engine_cores_and_have_time_to_answer
 
 def test_engines_of_other_machines_change_nothing_for_api_servers() -> None:
     serve_module = SimpleNamespace(wait_for_completion_or_failure=lambda *args: None)
-    stop_engines_before_api_servers(serve_module)
+    apply(serve_module, patches.stop_engines_before_api_servers)
     api_servers = SimpleNamespace(shutdown=(shutdown := object()))
     serve_module.wait_for_completion_or_failure(api_servers, None)
     assert api_servers.shutdown is shutdown
@@ -191,7 +183,7 @@ def test_an_api_server_that_stops_passes_on_the_last_answers_of_engines_that_are
         def shutdown(self, timeout: float | None = None) -> None:
             asked.append((timeout, len(unfinished), self.engine_core.resources.engine_dead))
 
-    answer_before_api_server_stops(SimpleNamespace(AsyncLLM=AsyncLLM))
+    apply(SimpleNamespace(AsyncLLM=AsyncLLM), patches.answer_and_shut_down)
     if in_thread:
         with ThreadPoolExecutor(1) as executor:
             executor.submit(AsyncLLM().shutdown, 7).result()
@@ -202,7 +194,7 @@ def test_an_api_server_that_stops_passes_on_the_last_answers_of_engines_that_are
 
 def test_an_api_server_does_not_wait_for_answers_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
     AsyncLLM = type("AsyncLLM", (), {"shutdown": lambda self, timeout=None: None})
-    answer_before_api_server_stops(SimpleNamespace(AsyncLLM=AsyncLLM))
+    apply(SimpleNamespace(AsyncLLM=AsyncLLM), patches.answer_and_shut_down)
     made: Any = AsyncLLM()
     made.vllm_config = config()
     made.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=None))
@@ -238,7 +230,7 @@ def test_an_executor_waits_for_workers_that_it_shuts_down_before_it_sends_signal
         def __init__(self) -> None:
             self.vllm_config, self.shutting_down = config(kv_transfer_config), shutting_down
 
-    wait_for_workers(SimpleNamespace(MultiprocExecutor=MultiprocExecutor))
+    apply(SimpleNamespace(MultiprocExecutor=MultiprocExecutor), patches.wait_for_workers)
     MultiprocExecutor()._ensure_worker_termination([Process(), Process()])
     *joined, terminated = calls
     assert terminated == 2
@@ -281,7 +273,7 @@ events: list[str] = []
 
 @pytest.fixture
 def engine_core() -> Iterator[Any]:
-    """vLLM's EngineCoreProc, with our touches, whose scheduler has two requests."""
+    """vLLM's EngineCoreProc, with our patches, whose scheduler has two requests."""
     real = fresh(core_module.EngineCoreProc, "_handle_shutdown", "shutdown")
 
     class EngineCoreProc(real):  # type: ignore[misc]
@@ -299,7 +291,7 @@ def engine_core() -> Iterator[Any]:
 
     events.clear()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    stop_in_order(SimpleNamespace(EngineCoreProc=EngineCoreProc, EngineShutdownState=STATE))
+    apply(SimpleNamespace(EngineCoreProc=EngineCoreProc), patches.stop_in_order, patches.shut_down_undisturbed)
     yield EngineCoreProc
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -377,7 +369,7 @@ def test_what_a_stopping_core_leaves_unanswered_or_refuses_is_answered_by_an_err
         def __init__(self) -> None:
             self.vllm_config, self.shutdown_state, self.output_queue = config(kv_transfer_config), state, Queue()
 
-    answer_with_errors(SimpleNamespace(EngineCoreProc=EngineCoreProc))
+    apply(SimpleNamespace(EngineCoreProc=EngineCoreProc), patches.answer_with_errors)
     core = EngineCoreProc()
     core._send_abort_outputs([("a", 0), ("b", 1)])
     core._reject_add_in_shutdown(SimpleNamespace(request_id="late", client_index=0))
@@ -389,9 +381,9 @@ def test_what_a_stopping_core_leaves_unanswered_or_refuses_is_answered_by_an_err
 @pytest.mark.parametrize("kind", ["completion", "chat", "chat that vllm-ascend wrapped first", "chat that vllm-ascend wrapped later"])
 def test_a_stream_that_the_end_of_the_server_cuts_off_ends_with_an_error(kind: str, generated: int) -> None:
     if kind == "completion":
-        serving_class, touch = fresh(OpenAIServingCompletion, "completion_stream_generator"), end_completion_streams_with_errors
+        serving_class = fresh(OpenAIServingCompletion, "completion_stream_generator")
     else:
-        serving_class, touch = fresh(OpenAIServingChat), end_chat_streams_with_errors
+        serving_class = fresh(OpenAIServingChat)
         kept = "_ascend_glm_original_chat_completion_stream_generator"
         serving_class.chat_completion_stream_generator = inspect.unwrap(getattr(OpenAIServingChat, kept))
 
@@ -401,7 +393,7 @@ def test_a_stream_that_the_end_of_the_server_cuts_off_ends_with_an_error(kind: s
 
     if kind.endswith("first"):
         wrap()
-    touch(SimpleNamespace(**{serving_class.__name__: serving_class}))
+    apply(SimpleNamespace(**{serving_class.__name__: serving_class}), patches.end_stream_with_error)
     if kind.endswith("later"):
         wrap()
     serving = serving_class.__new__(serving_class)

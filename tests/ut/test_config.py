@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError, require_producer
+from vllm_ascend_hsx.config import HsxConfig, require_producer
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.target import read_target, validate_layer_ids
 
 GOOD = {"shared_storage_path": "/data/hidden_states"}
@@ -51,7 +52,7 @@ def test_defaults_need_only_the_directory() -> None:
 def test_a_bad_option_is_refused_with_its_name_value_and_remedy(
     given_options: dict[str, Any], option: str, value: str, remedy: str
 ) -> None:
-    with pytest.raises(HsxConfigError) as refusal:
+    with pytest.raises(UserError) as refusal:
         HsxConfig.parse(given_options)
     message = str(refusal.value)
     assert f"kv_connector_extra_config.{option}={value}" in message
@@ -80,7 +81,7 @@ MASTER = {"master_server_address": "store:50051"}
     ],
 )
 def test_a_sink_without_what_it_needs_is_refused_with_the_option_and_the_remedy(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(HsxConfigError) as refusal:
+    with pytest.raises(UserError) as refusal:
         HsxConfig.parse(options)
     assert said in str(refusal.value)
 
@@ -110,7 +111,7 @@ def test_sizes_are_bytes_or_numbers_with_a_unit(text: object, size: int) -> None
     ],
 )
 def test_unusable_layer_ids_are_refused(layer_ids: object, problem: str) -> None:
-    with pytest.raises(HsxConfigError, match=r"from 0 \(the embedding output\) to 36") as refusal:
+    with pytest.raises(UserError, match=r"from 0 \(the embedding output\) to 36") as refusal:
         validate_layer_ids(layer_ids, 36)
     assert problem in str(refusal.value)
 
@@ -160,14 +161,14 @@ def test_the_target_returns_layers_ascending_and_the_file_has_the_users_order() 
 )
 def test_settings_that_cannot_be_right_are_refused_with_the_reason(change: dict[str, Any], reason: str) -> None:
     ((option, value),) = change.items()
-    with pytest.raises(HsxConfigError, match=reason) as refusal:
+    with pytest.raises(UserError, match=reason) as refusal:
         read_target(vllm_config(**change))
     assert f"{option}={value!r}" in str(refusal.value)
 
 
 @pytest.mark.parametrize("role", ["kv_consumer", "kv_both", None])
 def test_a_role_that_loads_is_refused(role: str | None) -> None:
-    with pytest.raises(HsxConfigError, match=r'Set "kv_role": "kv_producer"'):
+    with pytest.raises(UserError, match=r'Set "kv_role": "kv_producer"'):
         require_producer(role)
 
 

@@ -21,7 +21,7 @@ from sink_harness import FORMAT, as_version_1, make_rows, token_ids
 
 from vllm_ascend_hsx.cli import generate, plan, serve
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
-from vllm_ascend_hsx.compat.versions import CHECKED_VERSIONS
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.plan.presets import PRESETS
@@ -332,7 +332,8 @@ def test_what_is_said_to_work_names_the_test_that_shows_it() -> None:
 
 def test_the_versions_and_classes_are_those_of_the_code() -> None:
     text = page("compatibility.md")
-    assert f"| {CHECKED_VERSIONS['vllm']} | {CHECKED_VERSIONS['vllm-ascend']} | works |" in text
+    for pair in CHECKED_PAIRS:
+        assert f"| {pair.vllm} | {pair.vllm_ascend} | works |" in text
     named = re.findall(r"`(\w+For\w+)`", text)
     assert len(named) >= 8
     assert set(named) <= {*ARCHITECTURES, *UNSERVABLE}

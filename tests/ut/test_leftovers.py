@@ -16,13 +16,13 @@ import pytest
 from sink_harness import FORMAT, Stepped, Traced, is_held, listing, make_rows, open_fds, speculators_reader, token_ids, trace
 
 from vllm_ascend_hsx.protocol import lock as lock_module
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
 from vllm_ascend_hsx.protocol.names import mark_name, partial_name, token_of_mark
 from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.sinks import leftovers
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
@@ -329,7 +329,7 @@ def test_a_start_whose_mark_cannot_be_made_is_one_clear_error(tmp_path: Path, mo
     before = open_fds()
     with monkeypatch.context() as patch:
         patch.setattr(HeldLock, "create", classmethod(lambda cls, *args: None))
-        with pytest.raises(StorageDirectoryError, match=r"mark in it could not be made: .* \(EAGAIN\)"):
+        with pytest.raises(UserError, match=r"mark in it could not be made: .* \(EAGAIN\)"):
             FileSink(tmp_path, FORMAT)
     assert open_fds() == before
     assert everything(tmp_path) == []

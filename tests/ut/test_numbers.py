@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from vllm_ascend_hsx import find, load
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.config import HsxConfig
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
 from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset
 
@@ -78,7 +79,7 @@ def test_a_number_is_taken_only_within_its_bounds_and_refused_by_name(
     if right and inside and value <= bounds["≤"]:
         assert parse(prefix, name, value) == value
         return
-    with pytest.raises(HsxConfigError) as refusal:
+    with pytest.raises(UserError) as refusal:
         parse(prefix, name, value)
     message = str(refusal.value)
     assert f"kv_connector_extra_config.{prefix}{name}=" in message
@@ -88,7 +89,7 @@ def test_a_number_is_taken_only_within_its_bounds_and_refused_by_name(
 
 @pytest.mark.parametrize("digits", [25, 5000])
 def test_a_size_in_words_has_the_bounds_of_a_number(digits: int) -> None:
-    with pytest.raises(HsxConfigError, match=r"kv_connector_extra_config\.pinned_ring_bytes='9+GiB'"):
+    with pytest.raises(UserError, match=r"kv_connector_extra_config\.pinned_ring_bytes='9+GiB'"):
         parse("", "pinned_ring_bytes", "9" * digits + "GiB")
 
 

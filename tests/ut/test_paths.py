@@ -11,8 +11,9 @@ import pytest
 from test_examine import rows_of, write
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset
 from vllm_ascend_hsx.serve.command import build
 from vllm_ascend_hsx.serve.options import kv_transfer_config
@@ -37,7 +38,7 @@ def test_the_directory_in_the_configuration_of_an_llm_is_either(kind: Callable[[
     assert HsxConfig.parse({"shared_storage_path": kind(tmp_path)}).shared_storage_path == str(tmp_path)
     config = kv_transfer_config(kind(tmp_path))
     assert json.loads(json.dumps(config))["kv_connector_extra_config"]["shared_storage_path"] == str(tmp_path)
-    with pytest.raises(HsxConfigError, match="is not an absolute path"):
+    with pytest.raises(UserError, match="is not an absolute path"):
         HsxConfig.parse({"shared_storage_path": kind(Path("rows"))})
 
 

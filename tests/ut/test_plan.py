@@ -15,9 +15,9 @@ import torch
 from vllm_ascend_hsx.cli import plan as command
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
-from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.plan.shape import ModelShape, read_shape
+from vllm_ascend_hsx.protocol.errors import UserError
 
 DENSE = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2, "torch_dtype": "bfloat16"}
 REQUEST = Request(
@@ -156,14 +156,14 @@ def test_it_needs_neither_torch_nor_vllm_nor_the_emulator(model: str, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["minimax-m3"], ["MODEL minimax-m3: neither a preset nor a file", "minimax-m2, qwen3.5-35b-a3b"]),
-        (["minimax-m2", "--layers", "2,63"], ["--layers 2,63: has id 63, which the target does not have", "from 0", "to 62"]),
-        (["minimax-m2", "--layers", "2,2"], ["--layers 2,2: has id 2 twice", "distinct"]),
-        (["minimax-m2", "--kv-memory", "96MiB"], ["--kv-memory 96MiB: the staging slots alone take 96.0 MiB", "lower --max-num-batched"]),
-        (["minimax-m2", "--kv-memory", "0"], ["--kv-memory 0: the staging slots", "give more"]),
-        (["minimax-m2", "--ring", "10000"], ["--ring 10000: a row has 24576 bytes", "at least 49152"]),
-        (["minimax-m2", "--ring", "1B"], ["--ring 1B: the connector refuses it", "greater than or equal to 4096"]),
-        (["minimax-m2", "--ring", "0.03125MiB"], ["--ring 0.03125MiB: a row has 24576 bytes", "at least 49152"]),
+        (["minimax-m3"], ["MODEL='minimax-m3' is neither a preset nor a file", "minimax-m2, qwen3.5-35b-a3b"]),
+        (["minimax-m2", "--layers", "2,63"], ["--layers='2,63' has id 63, which the target does not have", "from 0", "to 62"]),
+        (["minimax-m2", "--layers", "2,2"], ["--layers='2,2' has id 2 twice", "distinct"]),
+        (["minimax-m2", "--kv-memory", "96MiB"], ["--kv-memory=96MiB is not more than the staging slots take, 96.0 MiB", "lower --max"]),
+        (["minimax-m2", "--kv-memory", "0"], ["--kv-memory=0 is not more than the staging slots", "Give more"]),
+        (["minimax-m2", "--ring", "10000"], ["--ring=10000 does not hold two rows of 24576 bytes", "at least 49152"]),
+        (["minimax-m2", "--ring", "1B"], ["--ring=1B cannot be used", "greater than or equal to 4096"]),
+        (["minimax-m2", "--ring", "0.03125MiB"], ["--ring=0.03125MiB does not hold two rows of 24576 bytes", "at least 49152"]),
     ],
 )
 def test_a_wrong_input_is_one_line_with_option_value_and_remedy(
@@ -178,7 +178,7 @@ def test_a_wrong_input_is_one_line_with_option_value_and_remedy(
 
 
 def test_rows_that_no_file_can_hold_are_refused_with_their_layers(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="^--layers 1: .*multiple of 8 bytes; choose others$"):
+    with pytest.raises(UserError, match=r"^--layers='1' cannot be stored: .*multiple of 8 bytes\. Choose others\.$"):
         run(write(tmp_path, {**DENSE, "hidden_size": 3}), "--layers", "1")
 
 
@@ -188,8 +188,8 @@ def test_rows_that_no_file_can_hold_are_refused_with_their_layers(tmp_path: Path
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON (it nests too deep)"),
         ("[]", "not a JSON object"),
-        ("{}", "says nothing of num_hidden_layers"),
-        (json.dumps({**DENSE, "text_config": "none", "num_hidden_layers": None}), "says nothing of num_hidden_layers"),
+        ("{}", "has no num_hidden_layers"),
+        (json.dumps({**DENSE, "text_config": "none", "num_hidden_layers": None}), "has no num_hidden_layers"),
         (json.dumps({**DENSE, "hidden_size": "large"}), "has 'large' for hidden_size"),
         (json.dumps({**DENSE, "hidden_size": 0}), "has 0 for hidden_size"),
         (json.dumps({**DENSE, "num_hidden_layers": 10**100}), "for num_hidden_layers"),
@@ -198,13 +198,13 @@ def test_rows_that_no_file_can_hold_are_refused_with_their_layers(tmp_path: Path
 )
 def test_a_file_that_cannot_be_planned_with_is_refused(content: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(PlanError, match="^MODEL ") as caught:
+    with pytest.raises(UserError, match="^MODEL=") as caught:
         read_shape(str(tmp_path))
     assert says in str(caught.value)
 
 
 def test_a_directory_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="the directory has no config.json"):
+    with pytest.raises(UserError, match="has no config.json"):
         read_shape(str(tmp_path))
 
 
@@ -213,7 +213,7 @@ def test_a_path_that_leads_nowhere_is_one_line_and_code_two(model: str, tmp_path
     (tmp_path / "loop").symlink_to("loop")
     assert command.main([model.format(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("hsx plan: MODEL ") and said.count("\n") == 1
+    assert said.startswith("hsx plan: MODEL=") and said.count("\n") == 1
 
 
 def test_a_config_that_cannot_be_read_is_one_line_and_code_two(
@@ -225,7 +225,7 @@ def test_a_config_that_cannot_be_read_is_one_line_and_code_two(
     model = write(tmp_path, DENSE)
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert command.main([model]) == 2
-    assert capsys.readouterr().err == f"hsx plan: MODEL {model}: cannot be read (Permission denied); give the config.json of a model\n"
+    assert capsys.readouterr().err == f"hsx plan: MODEL={model!r} cannot be read (Permission denied). Give the config.json of a model.\n"
 
 
 def test_a_published_config_may_have_a_number_that_is_not_finite(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from hostile import HUGE, JSON, STRINGS, nested
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.connector.destination import InDirectory
 from vllm_ascend_hsx.connector.metadata import RankState, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH, file_name
+from vllm_ascend_hsx.sinks.destination import InDirectory
 
 KEYS = ("hidden_states_path", "hidden_states", "include_output_tokens", "do_remote_decode", "do_remote_prefill")
 PARAMS = JSON | st.fixed_dictionaries({}, optional={key: JSON | st.booleans() | STRINGS for key in KEYS})

@@ -12,9 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.drafter.ring import FreeRows, PinnedRing
 from vllm_ascend_hsx.drafter.ring_shape import ring_shape
+from vllm_ascend_hsx.protocol.errors import UserError
 
 ROW_SHAPE, DTYPE = (3, 8), torch.bfloat16
 ROW_BYTES = 48
@@ -156,7 +156,7 @@ def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
 
 
 def test_a_ring_for_which_there_is_no_memory_is_an_error_of_its_option_in_one_line() -> None:
-    with pytest.raises(HsxConfigError) as refusal:
+    with pytest.raises(UserError) as refusal:
         PinnedRing(1 << 50, ROW_SHAPE, DTYPE)
     assert "kv_connector_extra_config.pinned_ring_bytes=1125899906842624 cannot be allocated" in str(refusal.value)
     assert "\n" not in str(refusal.value)

@@ -11,13 +11,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from vllm_ascend_hsx.connector.destination import InDirectory, InStore
 from vllm_ascend_hsx.connector.limits import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, WorkerReport
 from vllm_ascend_hsx.connector.reminder import Reminder
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.sinks.destination import InDirectory, InStore
 
+STORE = MooncakeOptions(master_server_address="localhost:50051")
 ROW_BYTES = 64
 
 
@@ -168,7 +170,7 @@ def test_a_request_that_a_stop_string_may_have_ended_keeps_its_file(stop: list[s
 @pytest.mark.parametrize(("include_output", "tokens", "mode"), [(False, 5, "prompt_only"), (True, 7, "all")])
 def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(include_output: bool, tokens: int, mode: str) -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
-    scheduler = ExtractionScheduler(InStore(row_format), row_format.row_bytes, num_ranks=1, ring_bytes=1000)
+    scheduler = ExtractionScheduler(InStore(row_format, STORE), row_format.row_bytes, num_ranks=1, ring_bytes=1000)
     params = {"include_output_tokens": include_output}
     request = make_request("a/b", kv_transfer_params=params, output_token_ids=[7, 8, 9], num_output_tokens=3)
     scheduler.on_new_request(request)
@@ -190,7 +192,7 @@ def test_in_a_store_the_response_is_the_manifest_that_its_readers_need(include_o
 
 def test_in_a_store_no_request_chooses_a_file() -> None:
     row_format = RowFormat((2, 0), 8, "BF16")
-    scheduler = ExtractionScheduler(InStore(row_format), row_format.row_bytes, num_ranks=1, ring_bytes=1000, allow_path=True)
+    scheduler = ExtractionScheduler(InStore(row_format, STORE), row_format.row_bytes, num_ranks=1, ring_bytes=1000, allow_path=True)
     request = make_request("r", kv_transfer_params={"hidden_states_path": "a.safetensors"})
     scheduler.on_new_request(request)
     assert not scheduler.extracts("r")
@@ -387,7 +389,7 @@ def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome
     scheduler.on_new_request(second)
     assert scheduler.must_wait(second)
     assert schedule(scheduler).started == []
-    for _ in range(2):  # as hear_outcomes_before_answers has it
+    for _ in range(2):  # as report_before_answers has it
         scheduler.on_worker_report(WorkerReport({"r": "broken"}, {0: RankState(started=1)}))
     assert not scheduler.must_wait(second)
     (start,) = schedule(scheduler, second).started

@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, trace
 
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.names import file_name, partial_name
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks.base import SinkError
@@ -467,8 +468,8 @@ def test_a_file_mode_that_cannot_be_one_is_refused_in_one_line(value: Any) -> No
     options = {"shared_storage_path": "/data", "file_mode": value}
     try:
         mode = int(HsxConfig.parse(options).file_mode, 8)
-    except HsxConfigError as refused:
-        assert str(refused).startswith("AscendHiddenStatesConnector: kv_connector_extra_config.file_mode=")
+    except UserError as refused:
+        assert str(refused).startswith("kv_connector_extra_config.file_mode=")
         assert "octal digits, such as '0640'" in str(refused)
         assert "\n" not in str(refused)
     else:
@@ -484,7 +485,7 @@ def test_a_file_mode_in_octal_digits_is_taken(value: str, mode: int) -> None:
 def test_clients_choose_no_names_unless_the_administrator_says_so() -> None:
     assert HsxConfig.parse({"shared_storage_path": "/data"}).allow_custom_save_path is False
     for value in ("true", 1, None):
-        with pytest.raises(HsxConfigError, match="allow_custom_save_path"):
+        with pytest.raises(UserError, match="allow_custom_save_path"):
             HsxConfig.parse({"shared_storage_path": "/data", "allow_custom_save_path": value})
 
 

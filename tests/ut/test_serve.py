@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 
 from vllm_ascend_hsx.cli.serve import main, parse_arguments
-from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.command import Command, build, layer_ids
-from vllm_ascend_hsx.serve.errors import ServeError
 from vllm_ascend_hsx.serve.model import Model, read_model
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
@@ -123,43 +122,43 @@ def test_the_rule_is_the_one_of_speculators(model: Path) -> None:
 def test_any_other_layers_are_ids_of_the_target_or_refused_by_value(text: str) -> None:
     try:
         ids = layer_ids(text, 62)
-    except ServeError as error:
-        assert str(error).startswith(f"--layers {text}: ")
-        assert "give ids from 0 to 62" in str(error)
+    except UserError as error:
+        assert str(error).startswith(f"--layers={text!r} ")
+        assert "Give ids from 0 to 62" in str(error)
     else:
         assert len(set(ids)) == len(ids) > 0
         assert all(0 <= each <= 62 for each in ids)
 
 
 def test_a_target_too_small_for_a_rule_is_refused_with_what_the_rule_gives() -> None:
-    with pytest.raises(ServeError, match=r"--layers eagle3: that would be 2,2,1,4, which a target of 4 layers does not have; give ids"):
+    with pytest.raises(UserError, match=r"--layers=\'eagle3\' selects 2,2,1,4, which a target of 4 layers does not have\. Give ids"):
         layer_ids("eagle3", 4)
 
 
 @pytest.mark.parametrize(
     ("vllm", "words"),
     [
-        (("--speculative-config", "{}"), "--speculative-config {}: is set by hsx serve"),
+        (("--speculative-config", "{}"), "--speculative-config='{}' is set by hsx serve"),
         (("-sc", "{}"), "is set by hsx serve"),
-        (("--speculative_config.method=mtp",), "--speculative-config.method mtp: is set by hsx serve"),
+        (("--speculative_config.method=mtp",), "--speculative-config.method='mtp' is set by hsx serve"),
         (("--spec-method", "mtp"), "is set by hsx serve"),
-        (("--kv-transfer-config={}",), "is set by hsx serve; leave it out, or start vllm serve with the options that --dry-run prints"),
+        (("--kv-transfer-config={}",), "is set by hsx serve. Leave it out, or start vllm serve with the options that --dry-run prints"),
         (("--model", "other"), "is set by hsx serve"),
-        (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size 2: leaves each stage with the hidden states of its own layers only"),
-        (("-pp", "2"), "--pipeline-parallel-size 2: "),
-        (("--decode_context_parallel_size=2",), "--decode-context-parallel-size 2: has not been shown to keep the order"),
-        (("-pcp=4",), "--prefill-context-parallel-size 4: reorders the tokens"),
+        (("--pipeline-parallel-size", "2"), "--pipeline-parallel-size='2' leaves each stage with the hidden states of its own layers only"),
+        (("-pp", "2"), "--pipeline-parallel-size='2' leaves"),
+        (("--decode_context_parallel_size=2",), "--decode-context-parallel-size='2' has not been shown to keep the order"),
+        (("-pcp=4",), "--prefill-context-parallel-size='4' reorders the tokens"),
     ],
 )
 def test_what_cannot_be_is_refused_by_option_value_and_reason(model: Path, vllm: tuple[str, ...], words: str) -> None:
-    with pytest.raises(ServeError) as refused:
+    with pytest.raises(UserError) as refused:
         command(model, *vllm)
     assert words in str(refused.value)
 
 
 def test_a_target_that_vllm_ascend_cannot_serve_is_refused(tmp_path: Path) -> None:
     nemotron = a_model(tmp_path / "nemotron", {**CONFIG, "architectures": ["NemotronHForCausalLM"]})
-    with pytest.raises(ServeError, match="NemotronHForCausalLM cannot be served: its Mamba-2 layers"):
+    with pytest.raises(UserError, match=r"cannot be served \(NemotronHForCausalLM\): its Mamba-2 layers"):
         command(nemotron)
 
 
@@ -169,30 +168,30 @@ def test_other_options_go_to_vllm_as_they_are(model: Path, vllm: tuple[str, ...]
 
 
 def test_an_option_of_the_connector_is_checked_before_anything_is_started(model: Path) -> None:
-    with pytest.raises(HsxConfigError, match=r"extra_config\.durabilty='fdatasync' is not an option\. Did you mean 'durability'"):
+    with pytest.raises(UserError, match=r"extra_config\.durabilty='fdatasync' is not an option\. Did you mean 'durability'"):
         command(model, options={"durabilty": "fdatasync"})
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[]", "its config.json is not an object"),
-        ("{", "its config.json is not JSON"),
+        ("[]", "has a config.json that is not an object"),
+        ("{", "has a config.json that is not JSON"),
         ("{}", "has no num_hidden_layers"),
         ('{"num_hidden_layers": "4"}', "has no num_hidden_layers"),
-        (None, "the directory has no config.json"),
+        (None, "has no config.json"),
     ],
 )
 def test_a_model_without_a_usable_config_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ServeError, match=words) as refused:
+    with pytest.raises(UserError, match=words) as refused:
         read_model(str(tmp_path))
-    assert str(refused.value).startswith(f"MODEL {tmp_path}: ")
+    assert str(refused.value).startswith(f"MODEL='{tmp_path}' has ")
 
 
 def test_a_directory_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
-    with pytest.raises(ServeError, match="there is no such directory"):
+    with pytest.raises(UserError, match="is not a directory. Give the directory"):
         read_model(str(tmp_path / "none"))
 
 
@@ -234,7 +233,7 @@ def test_a_dry_run_shows_the_command_and_starts_nothing(model: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--layers", "70"], "hsx serve: --layers 70: has id 70"),
+        (["--layers", "70"], "hsx serve: --layers='70' has id 70"),
         (["--option", "io=fast"], "io='fast'"),
         (["--option", "io"], "'io' is not KEY=VALUE"),
     ],

@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from sink_harness import FORMAT, Traced, listing, make_rows, open_fds, token_ids
 
 from vllm_ascend_hsx.protocol import lock as lock_module
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks import directory as directory_module
 from vllm_ascend_hsx.sinks.base import SinkError
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
+from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
 
 
@@ -46,7 +47,7 @@ def test_a_directory_that_can_be_used_is_created_and_left_empty(tmp_path: Path) 
 def test_a_directory_that_cannot_be_used_is_one_error_with_option_value_and_remedy(path: str, problem: str) -> None:
     before = open_fds()
     for use in (check_directory, lambda path: FileSink(path, FORMAT)):
-        with pytest.raises(StorageDirectoryError) as raised:
+        with pytest.raises(UserError) as raised:
             use(Path(path))
         assert str(raised.value).startswith(f"shared_storage_path={path!r} {problem}")
         assert str(raised.value).endswith(".")
@@ -60,10 +61,11 @@ def test_a_directory_of_another_user_is_refused() -> None:
         source = str(pathlib.Path(directory_module.__file__).parents[2])
         result = subprocess.run(
             [sys.executable, "-c", "import sys; from pathlib import Path\n"
-             "from vllm_ascend_hsx.sinks.directory import check_directory, StorageDirectoryError\n"
+             "from vllm_ascend_hsx.protocol.errors import UserError\n"
+             "from vllm_ascend_hsx.sinks.directory import check_directory\n"
              "import os; os.geteuid() or os.seteuid(65534)\n"
              "try: check_directory(Path(sys.argv[1]))\n"
-             "except StorageDirectoryError as error: print(error)", directory],
+             "except UserError as error: print(error)", directory],
             capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": source},
         )  # fmt: skip
         assert result.stdout.startswith(f"shared_storage_path={directory!r} cannot be written: Permission denied. Make it writable")
@@ -77,7 +79,7 @@ def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(tmp_path: Pa
             raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(lock_module, "fcntl", Traced(lock_module.fcntl, checkpoint))
-    with pytest.raises(StorageDirectoryError, match="without flock.*use_synchronization_lock"):
+    with pytest.raises(UserError, match="without flock.*use_synchronization_lock"):
         check_directory(tmp_path)
     check_directory(tmp_path, use_lock=False)
     assert listing(tmp_path) == []
@@ -91,7 +93,7 @@ def test_a_full_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
 
     before = open_fds()
     monkeypatch.setattr(directory_module, "os", Traced(os, checkpoint))
-    with pytest.raises(StorageDirectoryError, match="cannot hold a file: Disk quota exceeded"):
+    with pytest.raises(UserError, match="cannot hold a file: Disk quota exceeded"):
         check_directory(tmp_path)
     assert listing(tmp_path) == []
     assert open_fds() == before

@@ -30,8 +30,9 @@ from sink_harness import FORMAT, make_rows, token_ids
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector.stats import failure_kind
 from vllm_ascend_hsx.protocol.checksum import Digest
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.mooncake_manifest import MANIFEST_KEY_SUFFIX, handle_of, keys_of, packed_layout, transfer_params
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeError, MooncakeOptions, MooncakeUnavailableError, own_address
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeError, MooncakeOptions, own_address
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
@@ -585,14 +586,14 @@ def test_what_is_open_when_the_server_stops_says_so(master: MooncakeMaster, sink
     "address", ["nowhere", "h:x", ":1", "h:70000"]
 )
 def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(MooncakeUnavailableError, match=f"master_server_address='{address}' is not host:port.* Start `mooncake_master`"):
+    with pytest.raises(UserError, match=f"master_server_address='{address}' is not host:port.* Start `mooncake_master`"):
         own_address(address)
 
 
 def test_a_master_that_is_not_there_is_refused_at_once() -> None:
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(MooncakeUnavailableError, match=f"'{address}' cannot be reached: Connection refused"):
+    with pytest.raises(UserError, match=f"'{address}' cannot be reached: Connection refused"):
         MooncakeClient(MooncakeOptions(master_server_address=address), segment=0)
 
 
@@ -601,7 +602,7 @@ def test_memory_that_cannot_be_registered_is_refused_by_its_option(master: Moonc
         raise MooncakeError(-600)
 
     monkeypatch.setattr(MooncakeClient, "register", refuse)
-    with pytest.raises(MooncakeUnavailableError, match=r"local_buffer_size=4194304 cannot be registered: .* status -600.*ulimit -l"):
+    with pytest.raises(UserError, match=r"local_buffer_size=4194304 cannot be registered: .* status -600.*ulimit -l"):
         MooncakeSink(options(master), FORMAT)
 
 

@@ -21,12 +21,13 @@ from safetensors.torch import load_file
 from sink_harness import checksum_of, listing, trace
 
 from vllm_ascend_hsx.protocol.checksum import Checksums, Digest
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import PAGE, read_header
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks import data_file, directory, system
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
+from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
@@ -259,7 +260,7 @@ def _refuse_to_open(number: int) -> Callable[..., int]:
 def test_a_filesystem_without_direct_io_is_refused_with_the_option_that_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "open", _refuse_to_open(errno.EINVAL))
     check_directory(tmp_path)
-    with pytest.raises(StorageDirectoryError, match=r'without O_DIRECT: Invalid argument\. Set io to "buffered"'):
+    with pytest.raises(UserError, match=r'without O_DIRECT: Invalid argument\. Set io to "buffered"'):
         FileSink(tmp_path, FORMAT, FileOptions(io="direct"))
     assert listing(tmp_path) == []
 
@@ -282,7 +283,7 @@ def test_a_filesystem_that_takes_no_direct_write_is_refused(tmp_path: Path, monk
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    with pytest.raises(StorageDirectoryError, match="takes no direct writes"):
+    with pytest.raises(UserError, match="takes no direct writes"):
         check_directory(tmp_path, direct=True)
     assert listing(tmp_path) == []
 
@@ -298,7 +299,7 @@ def test_direct_writes_are_tried_from_the_memory_that_the_rows_will_come_from(tm
 
     monkeypatch.setattr(os, "pwrite", pwrite)
     FileSink(tmp_path, FORMAT, FileOptions(), memory).close()
-    with pytest.raises(StorageDirectoryError, match='takes no direct writes: Bad address. Set io to "buffered"'):
+    with pytest.raises(UserError, match='takes no direct writes: Bad address. Set io to "buffered"'):
         FileSink(tmp_path, FORMAT, FileOptions(io="direct"), memory)
     assert listing(tmp_path) == []
 

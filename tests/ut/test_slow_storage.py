@@ -17,13 +17,13 @@ from worker_harness import Engine, ended, started
 
 from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector import worker as worker_module
-from vllm_ascend_hsx.connector.destination import InDirectory
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.stats import StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.sinks.destination import InDirectory
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 PATIENCE = 0.3

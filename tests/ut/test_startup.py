@@ -14,9 +14,11 @@ from mooncake_master import free_port, require_mooncake
 from test_config import vllm_config
 
 from vllm_ascend_hsx import config
-from vllm_ascend_hsx.config import HsxConfigError
-from vllm_ascend_hsx.settings import read_start_up
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
+from vllm_ascend_hsx.config import HsxConfig
+from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.settings import read_settings
+from vllm_ascend_hsx.sinks import destination
+from vllm_ascend_hsx.sinks.destination import InDirectory
 
 
 def serve(
@@ -37,9 +39,9 @@ def serve(
 
 
 def test_what_is_settled_at_start(tmp_path: Path) -> None:
-    start_up = read_start_up(serve(tmp_path / "new"))
-    assert start_up.directory.is_dir()
-    assert (start_up.row_format.row_shape, start_up.row_format.dtype, start_up.row_format.layer_ids) == ((3, 64), "BF16", (34, 2, 36))
+    settings = read_settings(serve(tmp_path / "new"))
+    assert settings.destination == InDirectory(tmp_path / "new") and (tmp_path / "new").is_dir()
+    assert (settings.row_format.row_shape, settings.row_format.dtype, settings.row_format.layer_ids) == ((3, 64), "BF16", (34, 2, 36))
 
 
 def test_our_entry_is_found_inside_a_multi_connector(tmp_path: Path) -> None:
@@ -50,15 +52,15 @@ def test_our_entry_is_found_inside_a_multi_connector(tmp_path: Path) -> None:
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "ours")},
     }
     config.kv_transfer_config.kv_connector_extra_config = {"connectors": [{"kv_connector": "OffloadingConnector"}, ours]}
-    assert read_start_up(config).directory == tmp_path / "ours"
+    assert read_settings(config).destination.directory == tmp_path / "ours"
 
 
 def test_vllms_own_connector_beside_ours_is_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, connector="MultiConnector")
     names = ("AscendHiddenStatesConnector", "ExampleHiddenStatesConnector")
     config.kv_transfer_config.kv_connector_extra_config = {"connectors": [{"kv_connector": name} for name in names]}
-    with pytest.raises(HsxConfigError, match=r"connectors='ExampleHiddenStatesConnector' reads .* from the KV cache.*Leave it out"):
-        read_start_up(config)
+    with pytest.raises(UserError, match=r"connectors='ExampleHiddenStatesConnector' reads .* from the KV cache.*Leave it out"):
+        read_settings(config)
 
 
 @pytest.mark.parametrize(("now", "named"), [({}, "ascend,ascend_model"), ({"VLLM_PLUGINS": "ascend_hsx,ascend_model"}, "ascend_model")])
@@ -87,29 +89,29 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
     ],
 )
 def test_a_setting_that_cannot_be_used_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(HsxConfigError, match=message):
-        read_start_up(serve(tmp_path, **change))
+    with pytest.raises(UserError, match=message):
+        read_settings(serve(tmp_path, **change))
 
 
 def test_a_ring_that_holds_less_than_two_rows_is_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, pinned_ring_bytes=8192)
     config.model_config.get_hidden_size = lambda: 4096
-    with pytest.raises(HsxConfigError, match=r"pinned_ring_bytes=8192 does not hold two rows of 24576 bytes. Give at least 49152"):
-        read_start_up(config)
+    with pytest.raises(UserError, match=r"pinned_ring_bytes=8192 does not hold two rows of 24576 bytes. Give at least 49152"):
+        read_settings(config)
 
 
 def test_rows_that_direct_io_cannot_align_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three layers of 64 elements in bfloat16 make rows of 384 bytes."""
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
-    read_start_up(serve(tmp_path, io="buffered"))
+    read_settings(serve(tmp_path, io="buffered"))
     message = r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 384 bytes\. Use \"buffered\""
-    with pytest.raises(HsxConfigError, match=message):
-        read_start_up(serve(tmp_path, io="direct"))
+    with pytest.raises(UserError, match=message):
+        read_settings(serve(tmp_path, io="direct"))
 
 
 @pytest.mark.parametrize(("dtype", "row_bytes"), [(torch.bfloat16, 384), (torch.float16, 384), (torch.float32, 768)])
 def test_rows_of_any_dtype_are_stored_as_a_byte_per_element(tmp_path: Path, dtype: torch.dtype, row_bytes: int) -> None:
-    row_format = read_start_up(serve(tmp_path, dtype=dtype, quantization="fp8")).row_format
+    row_format = read_settings(serve(tmp_path, dtype=dtype, quantization="fp8")).row_format
     assert (row_format.row_bytes, row_format.stored_row_bytes, row_format.stored_dtype) == (row_bytes, 192, "F8_E4M3")
 
 
@@ -117,31 +119,47 @@ def test_direct_io_has_to_align_what_is_stored(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
     config = serve(tmp_path, io="direct", quantization="fp8")
     config.model_config.get_hidden_size = lambda: 256
-    with pytest.raises(HsxConfigError, match=r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 768 bytes"):
-        read_start_up(config)
+    with pytest.raises(UserError, match=r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 768 bytes"):
+        read_settings(config)
     config.kv_transfer_config.kv_connector_extra_config["quantization"] = "none"
-    assert read_start_up(config).row_format.row_bytes == 1536
+    assert read_settings(config).row_format.row_bytes == 1536
 
 
 def test_quantised_rows_that_would_not_align_the_token_ids_are_refused(tmp_path: Path) -> None:
     config = serve(tmp_path, quantization="fp8")
     config.model_config.get_hidden_size = lambda: 60
-    with pytest.raises(HsxConfigError, match=r"quantization='fp8' needs rows of a multiple of 8 elements, and 3 layers of 60 make 180"):
-        read_start_up(config)
+    with pytest.raises(UserError, match=r"quantization='fp8' needs rows of a multiple of 8 elements, and 3 layers of 60 make 180"):
+        read_settings(config)
+
+
+def test_storage_is_probed_once_in_a_process_unless_it_was_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed: list[Path] = []
+    check = destination.check_directory
+    monkeypatch.setattr(destination, "check_directory", lambda path, **options: probed.append(path) or check(path, **options))
+    for _ in range(3):  # proposer, drafter, connector
+        read_settings(serve(tmp_path / "a"))
+    read_settings(serve(tmp_path / "a", use_synchronization_lock=False))  # another question
+    assert probed == [tmp_path / "a"] * 2
+    (tmp_path / "b").write_text("")
+    for _ in range(2):
+        with pytest.raises(UserError, match="is not one"):
+            read_settings(serve(tmp_path / "b"))
+    (tmp_path / "b").unlink()
+    assert read_settings(serve(tmp_path / "b")).row_format.row_bytes
 
 
 def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageDirectoryError, match="shared_storage_path"):
-        read_start_up(serve(tmp_path / "file" / "directory"))
+    with pytest.raises(UserError, match="shared_storage_path"):
+        read_settings(serve(tmp_path / "file" / "directory"))
 
 
 def test_a_mooncake_store_that_is_not_there_is_refused_before_weights_are_loaded() -> None:
     require_mooncake()
     address = f"127.0.0.1:{free_port()}"
     config = serve("/nowhere", sink="mooncake", mooncake={"master_server_address": address})
-    with pytest.raises(HsxConfigError, match=r"cannot be reached: Connection refused\. Start `mooncake_master`") as refusal:
-        read_start_up(config)
+    with pytest.raises(UserError, match=r"cannot be reached: Connection refused\. Start `mooncake_master`") as refusal:
+        read_settings(config)
     assert f"kv_connector_extra_config.mooncake.master_server_address='{address}'" in str(refusal.value)
     assert not Path("/nowhere").exists()
 
@@ -149,12 +167,12 @@ def test_a_mooncake_store_that_is_not_there_is_refused_before_weights_are_loaded
 def test_without_mooncakes_package_the_sink_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake", None)
     config = serve("/nowhere", sink="mooncake", mooncake={"master_server_address": "localhost:50051"})
-    with pytest.raises(HsxConfigError, match=r"sink='mooncake' cannot be used: the package of Mooncake cannot be imported.*\[mooncake\]"):
-        read_start_up(config)
+    with pytest.raises(UserError, match=r"sink='mooncake' cannot be used: the package of Mooncake cannot be imported.*\[mooncake\]"):
+        read_settings(config)
 
 
 def test_writers_that_wait_for_a_store_are_at_least_four(tmp_path: Path) -> None:
-    start_up = read_start_up(serve(tmp_path))
-    assert start_up.num_writers(10_000) == 2
-    store = start_up.config.model_copy(update={"sink": "mooncake"})
-    assert replace(start_up, config=store).num_writers(10_000) == 4
+    settings = read_settings(serve(tmp_path))
+    assert settings.num_writers(10_000) == 2
+    store = HsxConfig.parse({"sink": "mooncake", "mooncake": {"master_server_address": "localhost:50051"}})
+    assert replace(settings, config=store).num_writers(10_000) == 4

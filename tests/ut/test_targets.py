@@ -12,7 +12,7 @@ import pytest
 
 from vllm_ascend_hsx.compat.models import refuse_unservable_target, require_collecting_target
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
-from vllm_ascend_hsx.config import HsxConfigError
+from vllm_ascend_hsx.protocol.errors import UserError
 
 OURS = {"Qwen3NextForCausalLM"}
 # Tables of vLLM's registry in which the targets stand; the others have drafts and models that generate nothing.
@@ -63,7 +63,7 @@ def test_what_the_tests_have_shown_is_a_part_of_the_list() -> None:
 @pytest.mark.parametrize("architecture", UNSERVABLE)
 def test_a_target_that_cannot_be_served_is_refused_by_its_configuration(architecture: str) -> None:
     refuse_unservable_target(SimpleNamespace(architecture="Qwen3ForCausalLM"))
-    with pytest.raises(HsxConfigError, match=rf"model='{architecture}' cannot be served: .*0\.23\.0.* Choose another target"):
+    with pytest.raises(UserError, match=rf"model='{architecture}' cannot be served: .*0\.23\.0.* Choose another target"):
         refuse_unservable_target(SimpleNamespace(architecture=architecture))
 
 
@@ -112,7 +112,7 @@ def model_config(model_class: type) -> Any:
 
 def test_a_target_that_collects_nothing_is_refused_with_the_list_of_those_that_do() -> None:
     require_collecting_target(model_config(Collecting))
-    with pytest.raises(HsxConfigError, match=r"model='OlmoForCausalLM' collects no hidden states.* are Afmoe.*, Qwen3NextForCausalLM, .*"):
+    with pytest.raises(UserError, match=r"model='OlmoForCausalLM' collects no hidden states.* are Afmoe.*, Qwen3NextForCausalLM, .*"):
         require_collecting_target(model_config(object))
 
 

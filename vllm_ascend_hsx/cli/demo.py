@@ -16,8 +16,8 @@ from rich.console import Console
 
 from vllm_ascend_hsx.cli.numbers import seconds, whole
 from vllm_ascend_hsx.cli.output import make_console
-from vllm_ascend_hsx.config import HsxConfigError
 from vllm_ascend_hsx.emulator.settings import MAX_NPUS
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.target import validate_layer_ids
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
@@ -27,10 +27,6 @@ NO_METRICS = "--disable-log-stats"
 
 class DemoError(Exception):
     """The demo cannot run. The message has the reason and the remedy."""
-
-
-class DemoInputError(DemoError):
-    """An option or the model is invalid."""
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -123,9 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         return run(options, console)
-    except DemoError as error:
+    except (DemoError, UserError) as error:
         console.print(f"hsx demo: {error}", style="red", markup=False, highlight=False)
-        return 2 if isinstance(error, DemoInputError) else 1
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         console.print("hsx demo: interrupted; all its processes have been stopped")
         return 130
@@ -264,9 +260,11 @@ def _model_directory(options: argparse.Namespace, console: Console) -> Path:
     if options.model is not None:
         path = Path(options.model).expanduser().absolute()
         if not (path / "config.json").is_file():
-            raise DemoInputError(
-                f"--model {options.model}: no config.json there; give the directory of a "
-                "downloaded model"
+            raise UserError(
+                "--model",
+                str(options.model),
+                "has no config.json",
+                "Give the directory of a downloaded model.",
             )
         return path
     from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
@@ -281,18 +279,14 @@ def _model_directory(options: argparse.Namespace, console: Console) -> Path:
 
 
 def _model_config(model: Path) -> dict[str, Any]:
-    from vllm_ascend_hsx.serve.errors import ServeError
     from vllm_ascend_hsx.serve.model import read_model
 
-    try:
-        read_model(str(model))
-    except ServeError as error:
-        raise DemoInputError(str(error)) from None
+    read_model(str(model))
     content = json.loads((model / "config.json").read_text())
     text: dict[str, Any] = content.get("text_config") or content
     if not isinstance(text.get("vocab_size"), int):
-        raise DemoInputError(
-            f"MODEL {model}: its config.json has no vocab_size; give a language model"
+        raise UserError(
+            "MODEL", str(model), "has no vocab_size in its config.json", "Give a language model."
         )
     return text
 
@@ -304,14 +298,12 @@ def _layer_ids(text: str | None, layers: int) -> tuple[int, ...]:
         return tuple(sorted(set(spread)))
     try:
         return validate_layer_ids([int(part) for part in text.split(",")], layers)
-    except HsxConfigError as error:
-        raise DemoInputError(
-            f"--layers {text}: {error.problem}; give distinct ids from 0 to {layers}"
-        ) from None
+    except UserError as error:
+        remedy = f"Give distinct ids from 0 to {layers}."
+        raise UserError("--layers", text, error.problem, remedy) from None
     except ValueError:
-        raise DemoInputError(
-            f"--layers {text}: give comma-separated numbers such as 1,{layers // 2},{layers}"
-        ) from None
+        remedy = f"Give comma-separated numbers such as 1,{layers // 2},{layers}."
+        raise UserError("--layers", text, "is not a list of layer ids", remedy) from None
 
 
 def _reference(model: Path) -> Any:

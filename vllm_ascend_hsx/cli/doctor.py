@@ -15,12 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_ascend_hsx.cli.output import make_console
-from vllm_ascend_hsx.doctor import storage, touches
+from vllm_ascend_hsx.doctor import patch_points, storage
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.software import check_software
 from vllm_ascend_hsx.doctor.target import check_target, stored_format
-from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -30,8 +30,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Reads the options of `hsx doctor`; exits with code 2 and one line for a wrong one."""
     parser = argparse.ArgumentParser(
         prog="hsx doctor",
-        description="Says whether extraction of hidden states will work on this machine, and what to do if not: versions, NPUs, what we "
-        "touch of vllm and vllm-ascend, a storage directory, a model. Exit code 0: no problems; 1: problems; 2: wrong options.",
+        description="Says whether extraction of hidden states will work on this machine, and what to do if not: versions, NPUs, the "
+        "patch points in vllm and vllm-ascend, a storage directory, a model. Exit code 0: no problems; 1: problems; 2: wrong options.",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="the storage directory: try it, as a server does, and write 256 MiB to it")
     parser.add_argument("--io", choices=("buffered", "direct"), default="buffered", help="of the files in --out (default: buffered)")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         found = list(findings(options))
-    except PlanError as error:
+    except UserError as error:
         print(f"hsx doctor: {error}", file=sys.stderr)
         return 2
     healthy = all(each.verdict != "problem" for each in found)
@@ -63,13 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def findings(options: argparse.Namespace) -> Iterator[Finding]:
-    """Everything that the command line asks for. Raises PlanError: the model cannot be read."""
+    """Everything that the command line asks for. Raises UserError: the model cannot be read."""
     if options.model is not None:
         yield from check_target(options.model)  # first: a mistyped name is told at once
     software = list(check_software())
     yield from software
     _announce("importing vllm and vllm-ascend, which can take a minute")
-    yield from touches.check_touches(all(each.verdict != "problem" for each in software))
+    yield from patch_points.check_patch_points(all(each.verdict != "problem" for each in software))
     if options.out is not None:
         _announce(f"writing {storage.WRITTEN >> 20} MiB to {options.out}")
         files = FileOptions(use_lock=not options.no_lock, io=options.io, durability=options.durability)
@@ -81,17 +81,17 @@ def _announce(what: str) -> None:
 
 
 def show(console: Console, found: Sequence[Finding]) -> None:
-    """Prints the findings as a table; of the touches only those that do not hold, and how many do."""
+    """Prints the findings as a table; of the patch points only those that do not hold, and how many do."""
     table = Table("topic", "what", "", "found", "what to do")
     for column in (1, 3, 4):
         table.columns[column].overflow = "fold"
-    holding = [each for each in found if each.topic == touches.TOPIC and each.verdict == "ok"]
+    holding = [each for each in found if each.topic == patch_points.TOPIC and each.verdict == "ok"]
     shown = [each for each in found if each not in holding]
     if holding:
-        # The others stand below, several in one line if they have one cause.
-        number = f"{len(holding)} hold" if any(each.topic == touches.TOPIC for each in shown) else f"all {len(holding)} hold"
-        place = next((index for index, each in enumerate(shown) if each.topic in (touches.TOPIC, storage.TOPIC)), len(shown))
-        shown.insert(place, Finding(touches.TOPIC, "vllm, vllm-ascend", "ok", number))
+        # The others are listed below, in one line if they have one cause.
+        number = f"{len(holding)} hold" if any(each.topic == patch_points.TOPIC for each in shown) else f"all {len(holding)} hold"
+        place = next((index for index, each in enumerate(shown) if each.topic in (patch_points.TOPIC, storage.TOPIC)), len(shown))
+        shown.insert(place, Finding(patch_points.TOPIC, "vllm, vllm-ascend", "ok", number))
     for each in shown:
         verdict = Text(each.verdict, style=_STYLES[each.verdict])
         table.add_row(each.topic, Text(each.name), verdict, Text(each.found), Text(each.what_to_do))

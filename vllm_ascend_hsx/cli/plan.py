@@ -16,9 +16,9 @@ from vllm_ascend_hsx.cli.numbers import positive, size, whole
 from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
-from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.plan.shape import read_shape
+from vllm_ascend_hsx.protocol.errors import UserError
 
 speed = positive(1e12)
 count = whole(1, 10**9)
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         result = plan(options)
-    except PlanError as error:
+    except UserError as error:
         say(f"hsx plan: {error}", error=True)
         return 2
     if options.json:
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> Plan:
-    """Return the plan for a command line. Raises PlanError."""
+    """Return the plan for a command line. Raises UserError."""
     shape = read_shape(options.model, options.dtype)
     return make_plan(
         Request(

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.config import HsxConfig
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.command import build
-from vllm_ascend_hsx.serve.errors import ServeError
 
 _OURS = ("--layers", "--out", "--option")  # options with a value
 _FLAGS = ("--dry-run", "-h", "--help")
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.vllm,
             os.environ,
         )
-    except (ServeError, HsxConfigError) as error:
+    except UserError as error:
         print(f"hsx serve: {error}", file=sys.stderr)
         return 2
     for note in command.notes:

@@ -2,148 +2,154 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Iterator
 from typing import Any
 
-from vllm_ascend_hsx.compat.versions import require
+from vllm_ascend_hsx.compat.patch_points import patch, uses
+from vllm_ascend_hsx.compat.versions import V0_23
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 
-BALANCE_SCHEDULE_MODULE = "vllm_ascend.patch.platform.patch_balance_schedule"
-MULTI_CONNECTOR_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
-SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
-WORKER_MODULE = "vllm_ascend.worker.worker"
+BALANCE_SCHEDULE = "vllm_ascend.patch.platform.patch_balance_schedule"
+MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+KV_TRANSFER = "vllm.distributed.kv_transfer"
 
 
-def keep_preemption(balance_schedule: Any) -> None:
+def methods(connector: Any, name: str) -> Iterator[Any]:
+    """Yield a method of our connector, alone or among MultiConnector's children."""
+    for each in getattr(connector, "_connectors", [connector]):
+        if method := getattr(each, name, None):
+            yield method
+
+
+@patch(
+    BALANCE_SCHEDULE, "_disable_preemption_on_prefill_node", V0_23, why="a full KV cache preempts"
+)
+def keep_preemption(original: Any, vllm_config: Any) -> bool:
     """Let vLLM's scheduler preempt requests although `kv_role` is `kv_producer`.
 
-    Reason: vllm-ascend takes every producer for the prefill side of a disaggregated pair, whose requests never decode, and switches
-    preemption off (patch/platform/patch_balance_schedule.py:47 in 0.23.0). On a server that extracts, requests may decode: once they
-    fill the KV cache, none could go on, and the server would stand still. We hold no KV block, so preempting is safe. A producer beside
-    us in MultiConnector may hold some; then vllm-ascend's choice stays.
-
-    Args:
-        balance_schedule: that module.
-
-    Raises:
-        IncompatibleVersionError: its function is not there.
+    Reason: vllm-ascend takes every producer for the prefill side of a disaggregated pair, whose
+    requests never decode, and switches preemption off (patch/platform/patch_balance_schedule.py:47
+    in 0.23.0). On a server that extracts, requests may decode: once they fill the KV cache, none
+    could go on, and the server would hang. We hold no KV block, so preempting is safe. A producer
+    beside us in MultiConnector may hold some; then vllm-ascend's choice stays.
     """
-    _, original = require(balance_schedule, BALANCE_SCHEDULE_MODULE, "_disable_preemption_on_prefill_node")
-
-    def disable_preemption(vllm_config: Any) -> bool:
-        transfer = vllm_config.kv_transfer_config
-        ours = transfer is not None and transfer.kv_connector == CONNECTOR_NAME
-        return not ours and bool(original(vllm_config))
-
-    balance_schedule._disable_preemption_on_prefill_node = disable_preemption
+    transfer = vllm_config.kv_transfer_config
+    ours = transfer is not None and transfer.kv_connector == CONNECTOR_NAME
+    return not ours and bool(original(vllm_config))
 
 
-def compute_what_is_extracted(multi_module: Any) -> None:
-    """Beside us in MultiConnector, no connector loads KV for a request that is extracted.
+@patch(
+    MULTI_CONNECTOR,
+    "MultiConnector.get_num_new_matched_tokens",
+    V0_23,
+    why="extracted tokens are computed beside other connectors",
+)
+def compute_extracted_tokens(
+    original: Any, self: Any, request: Any, num_computed_tokens: int
+) -> tuple[int | None, bool]:
+    """Beside us in MultiConnector, let no connector load KV for a request that is extracted.
 
-    Reason: what is loaded is not computed, and has no rows. `skip_reading_prefix_cache` keeps vLLM's own prefix cache away
-    (v1/core/kv_cache_manager.py:212), but no connector looks at it. The others are asked all the same and are then not chosen, as happens
-    whenever two of them offer tokens (multi_connector.py:397), so they are prepared for it.
-
-    Args:
-        multi_module: the module `vllm.distributed.kv_transfer.kv_connector.v1.multi_connector`; vllm-ascend's MultiConnector inherits it.
-
-    Raises:
-        IncompatibleVersionError: no such method there.
+    Reason: loaded tokens are not computed, and have no rows. `skip_reading_prefix_cache` keeps
+    vLLM's own prefix cache away (v1/core/kv_cache_manager.py:212), but no connector looks at it.
+    The others are asked all the same and are then not chosen, as happens whenever two of them offer
+    tokens (multi_connector.py:397), so they are prepared for it. vllm-ascend's MultiConnector
+    inherits the method.
     """
-    multi_class, original = require(multi_module, MULTI_CONNECTOR_MODULE, "MultiConnector", "get_num_new_matched_tokens")
-
-    @functools.wraps(original)
-    def get_num_new_matched_tokens(self: Any, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens, load_async = original(self, request, num_computed_tokens)
-        if tokens and any(extracts(request) for each in self._connectors if (extracts := getattr(each, "extracts", None))):
-            self._requests_to_connector.pop(request.request_id, None)
-            return 0, False
-        return tokens, load_async
-
-    multi_class.get_num_new_matched_tokens = get_num_new_matched_tokens
+    tokens, load_async = original(self, request, num_computed_tokens)
+    if tokens and any(extracts(request) for extracts in methods(self, "extracts")):
+        self._requests_to_connector.pop(request.request_id, None)
+        return 0, False
+    return tokens, load_async
 
 
-def hear_outcomes_before_answers(scheduler_module: Any) -> None:
-    """Have our connector know what its workers report of a step before the requests that end in this step are answered.
+@patch(
+    SCHEDULER, "Scheduler.update_from_output", V0_23, why="a response names the failure of its file"
+)
+def report_before_answers(
+    original: Any, self: Any, scheduler_output: Any, model_runner_output: Any
+) -> Any:
+    """Give our connector the workers' report of a step before requests that end in it are answered.
 
-    Reason: `Scheduler.update_from_output` ends requests, and asks the connector what their answers are to say, before it passes on the
-    report of the workers (v1/core/sched/scheduler.py:1526 and 1597 in 0.23.0). A prompt of one step whose file could not be opened would
-    be answered as if it had one. The report is passed on twice then; the second time it changes nothing.
-
-    Args:
-        scheduler_module: the module `vllm.v1.core.sched.scheduler`.
-
-    Raises:
-        IncompatibleVersionError: no such method there.
+    Reason: `Scheduler.update_from_output` ends requests, and asks the connector for their answers,
+    before it passes on the report of the workers (v1/core/sched/scheduler.py:1526 and 1597 in
+    0.23.0). A prompt of one step whose file could not be opened would be answered as if it had one.
+    The report is then passed on twice; the second time it changes nothing.
     """
-    scheduler_class, original = require(scheduler_module, SCHEDULER_MODULE, "Scheduler", "update_from_output")
+    output = model_runner_output.kv_connector_output
+    meta = None if output is None else output.kv_connector_worker_meta
+    if meta is not None:
+        children = getattr(
+            self.connector, "_connectors", None
+        )  # MultiConnector's, whose report is one of each
+        pairs = (
+            [(self.connector, meta)]
+            if children is None
+            else zip(children, meta.metadata, strict=True)
+        )
+        for connector, report in pairs:
+            if hear := getattr(connector, "hear", None):
+                hear(report)
+    return original(self, scheduler_output, model_runner_output)
 
-    @functools.wraps(original)
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        output = model_runner_output.kv_connector_output
-        meta = None if output is None else output.kv_connector_worker_meta
-        if meta is not None:
-            children = getattr(self.connector, "_connectors", None)  # MultiConnector's, whose report is one of each
-            pairs = [(self.connector, meta)] if children is None else zip(children, meta.metadata, strict=True)
-            for connector, report in pairs:
-                if hear := getattr(connector, "hear", None):
-                    hear(report)
-        return original(self, scheduler_output, model_runner_output)
 
-    scheduler_class.update_from_output = update_from_output
-
-
-def answer_beside_others(scheduler_module: Any) -> None:
+@patch(
+    SCHEDULER,
+    "Scheduler._connector_finished",
+    V0_23,
+    why="a file is named beside another connector",
+)
+def answer_beside_others(
+    original: Any, self: Any, request: Any
+) -> tuple[bool, dict[str, Any] | None]:
     """Have a response name our file when another connector in MultiConnector answers too.
 
-    Reason: a connector that hands KV on to a decoding server answers with where it is, and MultiConnector, vllm-ascend's too, ends the
-    engine over a second answer (multi_connector.py:498; vllm-ascend's distributed/kv_transfer/ascend_multi_connector.py:94). So ours is
-    taken before MultiConnector asks, after which our connector has nothing more to say. Where both have a key, the other's value stays.
-
-    Args:
-        scheduler_module: the module `vllm.v1.core.sched.scheduler`.
-
-    Raises:
-        IncompatibleVersionError: no such method there.
+    Reason: a connector that hands KV on to a decoding server answers with its place, and
+    MultiConnector, vllm-ascend's too, ends the engine over a second answer (multi_connector.py:498;
+    vllm-ascend's distributed/kv_transfer/ascend_multi_connector.py:94). So ours is taken before
+    MultiConnector asks, and our connector then has no answer left. Where both have a key, the
+    other's value stays.
     """
-    scheduler_class, original = require(scheduler_module, SCHEDULER_MODULE, "Scheduler", "_connector_finished")
-
-    @functools.wraps(original)
-    def connector_finished(self: Any, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        ours: dict[str, Any] = {}
-        for each in getattr(self.connector, "_connectors", ()):  # MultiConnector's children
-            if end_request := getattr(each, "end_request", None):
-                ours |= end_request(request) or {}
-        delays_free, theirs = original(self, request)
-        return delays_free, {**ours, **(theirs or {})} if ours else theirs
-
-    scheduler_class._connector_finished = connector_finished
+    ours: dict[str, Any] = {}
+    if hasattr(self.connector, "_connectors"):
+        for end_request in methods(self.connector, "end_request"):
+            ours |= end_request(request) or {}
+    delays_free, theirs = original(self, request)
+    return delays_free, {**ours, **(theirs or {})} if ours else theirs
 
 
-def copy_before_sleep(worker_module: Any) -> None:
+uses(
+    KV_TRANSFER,
+    "has_kv_transfer_group",
+    V0_23,
+    takes="",
+    why="copies are made before a worker sleeps",
+)
+uses(
+    KV_TRANSFER,
+    "get_kv_transfer_group",
+    V0_23,
+    takes="",
+    why="copies are made before a worker sleeps",
+)
+
+
+@patch(
+    "vllm_ascend.worker.worker",
+    "NPUWorker.sleep",
+    V0_23,
+    why="copies are made before a worker sleeps",
+)
+def copy_before_sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Have a worker that is put to sleep wait until our copies have been made.
 
-    Reason: `NPUWorker.sleep` (worker/worker.py:216) unmaps the memory that was allocated with the weights, which the staging slots were,
-    and a copy may still be waiting behind a full ring. No row is staged while the engine sleeps, and what a slot holds needs not be kept.
-
-    Args:
-        worker_module: the module `vllm_ascend.worker.worker`.
-
-    Raises:
-        IncompatibleVersionError: no such method there.
+    Reason: `NPUWorker.sleep` (worker/worker.py:216) unmaps the memory that was allocated with the
+    weights, staging slots among it, and a copy may still wait for room in the ring. No row is
+    staged while the engine sleeps, so the contents of a slot need not be kept.
     """
-    worker_class, original = require(worker_module, WORKER_MODULE, "NPUWorker", "sleep")
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    @functools.wraps(original)
-    def sleep(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
-
-        if has_kv_transfer_group():
-            group = get_kv_transfer_group()
-            for connector in getattr(group, "_connectors", [group]):  # MultiConnector's children, or the only one
-                if drain_copies := getattr(connector, "drain_copies", None):
-                    drain_copies()
-        return original(self, *args, **kwargs)
-
-    worker_class.sleep = sleep
+    if has_kv_transfer_group():
+        for drain_copies in methods(get_kv_transfer_group(), "drain_copies"):
+            drain_copies()
+    return original(self, *args, **kwargs)

@@ -1,70 +1,70 @@
-"""What a client says in kv_transfer_params at endpoints where vLLM 0.23.0 drops it on its way to the engine."""
+"""Parameters of requests at endpoints where vLLM 0.23.0 drops the client's kv_transfer_params."""
 
 from __future__ import annotations
 
-import functools
 from contextvars import ContextVar
 from typing import Any
 
-from vllm_ascend_hsx.compat.beam_search import our_config
-from vllm_ascend_hsx.compat.versions import require
+from vllm_ascend_hsx.compat.patch_points import patch
+from vllm_ascend_hsx.compat.versions import V0_23
+from vllm_ascend_hsx.config import HsxConfig, read_options
+from vllm_ascend_hsx.protocol.errors import UserError
 
-TOKENS_MODULE = "vllm.entrypoints.serve.disagg.serving"
-SCORING_MODULE = "vllm.entrypoints.generate.generative_scoring.serving"
+TOKENS = "vllm.entrypoints.serve.disagg.serving"
+SCORING = "vllm.entrypoints.generate.generative_scoring.serving"
+OFFLINE = "vllm.entrypoints.generate.beam_search.offline"
+ONLINE = "vllm.entrypoints.generate.beam_search.online"
+_SCORED = "/generative_scoring takes kv_transfer_params"
 _KEY = "kv_transfer_params"
 
-_of_scoring: ContextVar[dict[str, Any] | None] = ContextVar("hsx_extra_args_of_scoring", default=None)
+# Of the SamplingParams that are made in this context.
+extra_args: ContextVar[dict[str, Any] | None] = ContextVar("hsx_extra_args", default=None)
 
 
-def pass_params_of_tokens(serving_module: Any) -> None:
+def our_config(vllm_config: Any) -> HsxConfig | None:
+    """Return our connector's options; None if the engine has another connector or none."""
+    try:
+        return read_options(vllm_config.kv_transfer_config)
+    except UserError:
+        return None
+
+
+@patch(
+    TOKENS,
+    "ServingTokens.serve_tokens",
+    V0_23,
+    why="/inference/v1/generate takes kv_transfer_params",
+)
+async def serve_tokens(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Have `/inference/v1/generate` pass the client's kv_transfer_params on, as completions do.
 
     Reason: it has a field for them that nothing reads (entrypoints/serve/disagg/protocol.py:112).
-
-    Args:
-        serving_module: the module `vllm.entrypoints.serve.disagg.serving`.
-
-    Raises:
-        IncompatibleVersionError: it serves tokens elsewhere.
     """
-    serving, original = require(serving_module, TOKENS_MODULE, "ServingTokens", "serve_tokens")
-
-    @functools.wraps(original)
-    async def serve_tokens(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if request.kv_transfer_params and our_config(self.engine_client.vllm_config) is not None:
-            params = request.sampling_params
-            params.extra_args = {**(params.extra_args or {}), _KEY: request.kv_transfer_params}
-        return await original(self, request, *args, **kwargs)
-
-    serving.serve_tokens = serve_tokens
+    if request.kv_transfer_params and our_config(self.engine_client.vllm_config) is not None:
+        params = request.sampling_params
+        params.extra_args = {**(params.extra_args or {}), _KEY: request.kv_transfer_params}
+    return await original(self, request, *args, **kwargs)
 
 
-def pass_params_of_scoring(serving_module: Any) -> None:
+@patch(SCORING, "ServingGenerativeScoring.create_generative_scoring", V0_23, why=_SCORED)
+async def score(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Have `/generative_scoring` pass the client's kv_transfer_params on with each item.
 
-    Reason: its request has no field for them, and keeps them as something that it does not know
-    (entrypoints/generate/generative_scoring/serving.py:50). What it answers has none either; `find` leads to the files.
-
-    Args:
-        serving_module: the module `vllm.entrypoints.generate.generative_scoring.serving`.
-
-    Raises:
-        IncompatibleVersionError: it makes no SamplingParams, or scores elsewhere.
+    Reason: its request has no field for them, and keeps them as an unknown one
+    (entrypoints/generate/generative_scoring/serving.py:50). Its answer has none either; `find`
+    leads to the files.
     """
-    _, sampling_params = require(serving_module, SCORING_MODULE, "SamplingParams")
-    serving, original = require(serving_module, SCORING_MODULE, "ServingGenerativeScoring", "create_generative_scoring")
+    given = (request.model_extra or {}).get(_KEY)
+    ours = given is not None and our_config(self.engine_client.vllm_config) is not None
+    extra_args.set({_KEY: given} if ours else None)  # not reset: the context is the HTTP request's
+    return await original(self, request, *args, **kwargs)
 
-    @functools.wraps(original)
-    async def score(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        said = (request.model_extra or {}).get(_KEY)
-        # Not reset: the context is the HTTP request's own.
-        _of_scoring.set({_KEY: said} if said is not None and our_config(self.engine_client.vllm_config) is not None else None)
-        return await original(self, request, *args, **kwargs)
 
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if (extra_args := _of_scoring.get()) is not None:
-            kwargs["extra_args"] = extra_args
-        return sampling_params(*args, **kwargs)
-
-    serving_module.SamplingParams = make
-    serving.create_generative_scoring = score
+@patch(SCORING, "SamplingParams", V0_23, why=_SCORED)
+@patch(OFFLINE, "SamplingParams", V0_23, why="beams are not extracted")
+@patch(ONLINE, "SamplingParams", V0_23, why="beams are not extracted")
+def add_extra_args(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make sampling parameters with the extra_args of this context, which have no other way in."""
+    if (extra := extra_args.get()) is not None:
+        kwargs["extra_args"] = extra
+    return original(*args, **kwargs)

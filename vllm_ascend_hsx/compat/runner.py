@@ -8,48 +8,55 @@ from typing import Any, NamedTuple
 
 import torch
 
-from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
+from vllm_ascend_hsx.compat.patch_points import uses
+from vllm_ascend_hsx.compat.versions import V0_23, IncompatibleVersionError
 
-SPEC_DECODE_MODULE = "vllm_ascend.spec_decode"
-PROPOSER_NAME = "AscendExtractHiddenStatesProposer"
+RUNNER = "vllm_ascend.worker.model_runner_v1"
 # What HsxProposer calls on the runner; the v2 runner of vllm-ascend 0.23.0 has neither.
 RUNNER_HOOKS = ("_pad_for_sequence_parallelism", "_sync_metadata_across_dp")
 
-
-def replace_proposer(spec_decode: Any, proposer: type) -> None:
-    """Let vllm-ascend construct `proposer` for the method extract_hidden_states.
-
-    Reason: `get_spec_decode_method` (vllm_ascend/spec_decode/__init__.py:36-55) knows no registry, but looks the class up in its
-    module when it is called, and MR:644 and MR:1750 only assert `isinstance`, which a subclass satisfies.
-
-    Args:
-        spec_decode: the imported module `vllm_ascend.spec_decode`.
-        proposer: a subclass of what stands there under `AscendExtractHiddenStatesProposer`.
-
-    Raises:
-        IncompatibleVersionError: no such class there, or `proposer` is not a subclass of it.
-    """
-    current = getattr(spec_decode, PROPOSER_NAME, None)
-    if current is None or not issubclass(proposer, current):
-        raise IncompatibleVersionError(f"{SPEC_DECODE_MODULE}.{PROPOSER_NAME} as the base class of {proposer.__name__}")
-    setattr(spec_decode, PROPOSER_NAME, proposer)
+_PAD, _SYNC = (f"NPUModelRunner.{name}" for name in RUNNER_HOOKS)
+uses(RUNNER, _PAD, V0_23, takes="self num_scheduled_tokens", why="rows with sequence parallelism")
+_KEYWORDS = "num_tokens is_draft_model cudagraph_mode allow_dp_padding"
+uses(RUNNER, _SYNC, V0_23, takes="self", keywords=_KEYWORDS, why="data-parallel ranks stay in step")
+uses(
+    "vllm.forward_context",
+    "set_forward_context",
+    V0_23,
+    takes="attn_metadata vllm_config",
+    keywords="num_tokens num_tokens_across_dp slot_mapping",
+    why="the cache-only layer runs",
+)
+uses(
+    "vllm.model_executor.layers.attention.kv_transfer_utils",
+    "maybe_transfer_kv_layer",
+    V0_23,
+    takes="func",
+    why="rows reach the connector",
+)
+_RANK = "get_tensor_model_parallel_rank"
+uses("vllm.distributed", _RANK, V0_23, takes="", why="one rank writes each row")
 
 
 def require_runner_hooks(runner: Any) -> None:
     """Refuse a runner without the two methods that keep DP ranks in step.
 
-    Reason: `_pad_for_sequence_parallelism` (MR:2876) and `_sync_metadata_across_dp` (MR:673) are private methods of the v1
-    NPUModelRunner.
+    Reason: `_pad_for_sequence_parallelism` (MR:2876) and `_sync_metadata_across_dp` (MR:673) are
+    private methods of the v1 NPUModelRunner.
 
     Raises:
-        IncompatibleVersionError: no runner, or one without a method; at start-up instead of an AttributeError in the first step.
+        IncompatibleVersionError: no runner, or one without a method; at start-up instead of an
+            AttributeError in the first step.
     """
     if runner is None:
-        raise IncompatibleVersionError("the model runner, which vllm-ascend hands to its proposers, but got None")
+        raise IncompatibleVersionError(
+            "the model runner, which vllm-ascend hands to its proposers, but got None"
+        )
     missing = [name for name in RUNNER_HOOKS if not callable(getattr(runner, name, None))]
     if missing:
         raise IncompatibleVersionError(
-            f"{' and '.join(missing)} on the model runner, which {type(runner).__name__} does not have "
+            f"{' and '.join(missing)} on the model runner, "
+            f"which {type(runner).__name__} does not have "
             "(the v2 runner is not supported: unset VLLM_USE_V2_MODEL_RUNNER)"
         )
 
@@ -64,10 +71,12 @@ class BatchRow(NamedTuple):
 
 
 def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
-    """Who is in the runner's current batch, in batch order.
+    """Return the requests in the runner's current batch, in batch order.
 
-    Reason: `propose` is given tensors without request ids; `input_batch` (vllm/v1/worker/gpu_input_batch.py) holds both the ids and
-    the position of each request's first token. Without draft tokens `num_computed_tokens_cpu` is exact also with asynchronous scheduling.
+    Reason: `propose` is given tensors without request ids; `input_batch`
+    (vllm/v1/worker/gpu_input_batch.py) holds both the ids and the position of each request's first
+    token. Without draft tokens `num_computed_tokens_cpu` is exact also with asynchronous
+    scheduling.
 
     Args:
         runner: the NPUModelRunner.
@@ -77,18 +86,24 @@ def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
     starts = query_start_loc.tolist()
     positions = input_batch.num_computed_tokens_cpu
     return [
-        BatchRow(request_id, int(positions[index]), starts[index + 1] - starts[index], starts[index])
+        BatchRow(
+            request_id, int(positions[index]), starts[index + 1] - starts[index], starts[index]
+        )
         for index, request_id in enumerate(input_batch.req_ids)
     ]
 
 
 def forward_context(
-    metadata: dict[str, Any], vllm_config: Any, num_tokens: int, num_tokens_across_dp: torch.Tensor | None
+    metadata: dict[str, Any],
+    vllm_config: Any,
+    num_tokens: int,
+    num_tokens_across_dp: torch.Tensor | None,
 ) -> AbstractContextManager[None]:
-    """vLLM's forward context for the cache-only layer.
+    """Return vLLM's forward context for the cache-only layer.
 
-    Reason: with DP>1 and a MoE target `set_forward_context` (vllm/forward_context.py:280) posts a hidden [4, dp] collective when it is
-    given no token counts, which the other ranks do not answer. So the counts are required here.
+    Reason: with DP>1 and a MoE target `set_forward_context` (vllm/forward_context.py:280) posts a
+    hidden [4, dp] collective when it is given no token counts, which the other ranks do not answer.
+    So the counts are required here.
 
     Raises:
         ValueError: DP>1 without token counts.
@@ -96,7 +111,10 @@ def forward_context(
     from vllm.forward_context import set_forward_context
 
     if vllm_config.parallel_config.data_parallel_size > 1 and num_tokens_across_dp is None:
-        raise ValueError("num_tokens_across_dp is None with data_parallel_size > 1: vLLM would post a collective of its own")
+        raise ValueError(
+            "num_tokens_across_dp is None with data_parallel_size > 1: "
+            "vLLM would post a collective of its own"
+        )
     context: AbstractContextManager[None] = set_forward_context(
         metadata,
         vllm_config,
@@ -108,10 +126,10 @@ def forward_context(
 
 
 def transfers_to_connector(function: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's decorator that calls the connector's `save_kv_layer` after an attention layer ran.
+    """Decorate an attention layer's forward so that vLLM then calls `save_kv_layer`.
 
-    Reason: model_executor/layers/attention/kv_transfer_utils.py:22; it finds layer and metadata in the forward context and reaches a
-    connector inside MultiConnector too.
+    Reason: model_executor/layers/attention/kv_transfer_utils.py:22; it finds layer and metadata in
+    the forward context and reaches a connector inside MultiConnector too.
     """
     from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
 
@@ -122,8 +140,8 @@ def transfers_to_connector(function: Callable[..., Any]) -> Callable[..., Any]:
 def register_layer(vllm_config: Any, name: str, layer: Any) -> None:
     """Make an attention layer known to vLLM.
 
-    Reason: vLLM's attention layers enter themselves into `static_forward_context`, its registry of them; the forward context, the
-    connector's hook and the drafter look layers up there.
+    Reason: vLLM's attention layers enter themselves into `static_forward_context`, its registry of
+    them; the forward context, the connector's hook and the drafter look layers up there.
 
     Raises:
         ValueError: a layer of that name exists.
@@ -135,7 +153,7 @@ def register_layer(vllm_config: Any, name: str, layer: Any) -> None:
 
 
 def find_layers(vllm_config: Any, layer_type: type) -> dict[str, Any]:
-    """The layers of a type that were registered while models were loaded in this process, by name.
+    """Return the layers of a type that this process has registered while it loaded models, by name.
 
     Reason: `static_forward_context` is vLLM's registry of attention layers.
     """
@@ -144,7 +162,7 @@ def find_layers(vllm_config: Any, layer_type: type) -> dict[str, Any]:
 
 
 def tensor_parallel_rank() -> int:
-    """This worker's rank among those that hold the same rows. Reason: vllm.distributed names it so since 0.6."""
+    """Return this worker's rank among those that hold the same rows."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     rank: int = get_tensor_model_parallel_rank()

@@ -1,37 +1,56 @@
-"""The versions that the touches were checked against, and the error for any other that lacks what is touched."""
+"""The versions of vLLM and vllm-ascend that the plugin was checked against."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
-CHECKED_VERSIONS = {"vllm": "0.23.0", "vllm-ascend": "0.23.0"}
+from packaging.version import Version
+
+
+class Pair(NamedTuple):
+    """A release of vLLM and the release of vllm-ascend made for it."""
+
+    vllm: str
+    vllm_ascend: str
+
+
+CHECKED_PAIRS = (Pair("0.23.0", "0.23.0"),)
+V0_23 = ">=0.23,<0.24"  # of either package
 
 
 class IncompatibleVersionError(RuntimeError):
-    """Something that we rely on in vLLM or vllm-ascend is not there."""
+    """Something that the plugin relies on in vLLM or vllm-ascend is missing."""
 
     def __init__(self, what: str) -> None:
-        checked = ", ".join(f"{name} {version}" for name, version in CHECKED_VERSIONS.items())
-        super().__init__(f"vllm-ascend-hsx needs {what}. It was checked against {checked}; install these versions.")
+        checked = " or ".join(
+            f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}" for pair in CHECKED_PAIRS
+        )
+        super().__init__(
+            f"vllm-ascend-hsx needs {what}. "
+            f"It was checked against {checked}; install these versions."
+        )
 
 
-def require(module: Any, module_name: str, *path: str) -> tuple[Any, Any]:
-    """Something in a module of vLLM or vllm-ascend that is to be replaced.
+@functools.cache
+def release_to_patch(package: str) -> Version:
+    """Return the checked release whose patches fit the installed one best.
+
+    A version that was not checked is treated as the newest checked release before it, or else as
+    the oldest; then whatever is missing raises IncompatibleVersionError. Suffixes are left out:
+    0.30.0rc2 counts as 0.30.0, 0.23.0.post1 as 0.23.0.
 
     Args:
-        module: the imported module.
-        module_name: its name, for the message.
-        path: the attribute's name, or a class's and its attribute's.
-
-    Returns:
-        What holds it, and itself.
-
-    Raises:
-        IncompatibleVersionError: it is not there.
+        package: "vllm" or "vllm_ascend".
     """
-    owner, found = None, module
-    for name in path:
-        owner, found = found, getattr(found, name, None)
-        if found is None:
-            raise IncompatibleVersionError(".".join((module_name, *path)))
-    return owner, found
+    checked = sorted({_release(getattr(pair, package)) for pair in CHECKED_PAIRS})
+    try:
+        installed = _release(version(package))
+    except PackageNotFoundError:  # its modules are never imported
+        return checked[-1]
+    return max((each for each in checked if each <= installed), default=checked[0])
+
+
+def _release(text: str) -> Version:
+    return Version(Version(text).base_version)

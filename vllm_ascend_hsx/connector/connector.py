@@ -16,16 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from vllm_ascend_hsx.compat.drafts import require_no_drafts
 from vllm_ascend_hsx.compat.runner import find_layers, tensor_parallel_rank
-from vllm_ascend_hsx.connector.destination import make_destination
 from vllm_ascend_hsx.connector.limits import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
-from vllm_ascend_hsx.connector.sinks import make_sink
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.ring import PinnedRing
-from vllm_ascend_hsx.settings import StartUp, read_start_up
+from vllm_ascend_hsx.settings import ServerSettings, read_settings
 
 
 class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -39,20 +37,20 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: unused: the rows are not in the KV cache.
 
     Raises:
-        HsxConfigError, StorageDirectoryError: if a setting or the store cannot be used.
+        UserError: if a setting or the store cannot be used.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        start_up = read_start_up(vllm_config)
+        settings = read_settings(vllm_config)
         require_no_drafts(vllm_config)
         self._scheduler: ExtractionScheduler | None = None
         self._worker: ExtractionWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            config = start_up.config
+            config = settings.config
             self._scheduler = ExtractionScheduler(
-                make_destination(start_up),
-                start_up.row_format.row_bytes,
+                settings.destination,
+                settings.row_format.row_bytes,
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
                 ring_bytes=config.pinned_ring_bytes,
                 include_output=config.include_output_tokens,
@@ -61,38 +59,38 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 limits=RequestLimits(
                     config.max_files_per_request,
                     config.max_bytes_per_request,
-                    start_up.row_format.stored_row_bytes,
+                    settings.row_format.stored_row_bytes,
                 ),
             )
         else:
-            self._worker = self._build_worker(start_up)
+            self._worker = self._build_worker(settings)
             # An engine in the user's own process is not shut down when it is deleted or the process
             # ends (v1/engine/llm_engine.py:422). torch_npu is already imported, so its exit
             # handlers run after this one.
             atexit.register(self.shutdown)
 
-    def _build_worker(self, start_up: StartUp) -> ExtractionWorker:
+    def _build_worker(self, settings: ServerSettings) -> ExtractionWorker:
         from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
 
         layers = find_layers(self._vllm_config, AscendCacheOnlyLayer)
         ((self._layer_name, layer),) = layers.items()
-        config, row_format = start_up.config, start_up.row_format
+        config, row_format = settings.config, settings.row_format
         parallel = self._vllm_config.parallel_config
         self._drain_timeout, self._process = config.drain_timeout_s, os.getpid()
-        ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, start_up.dtype)
+        ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, settings.dtype)
         return ExtractionWorker(
             rank=tensor_parallel_rank(),
             staging=layer.staging,
             ring=ring,
             stored_row_bytes=row_format.stored_row_bytes,
-            sink=make_sink(start_up, ring.data),
+            sink=settings.destination.make_sink(row_format, ring.data),
             device=layer.staging.rows.device,
-            num_writers=start_up.num_writers(
+            num_writers=settings.num_writers(
                 parallel.tensor_parallel_size * parallel.data_parallel_size_local
             ),
             patience=config.storage_patience_s,
             slow_storage=config.slow_storage,
-            where=start_up.where,
+            where=settings.destination.where,
             check_finite=config.check_finite,
         )
 
@@ -103,7 +101,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_new_request(request)
 
     def extracts(self, request: Any) -> bool:
-        """Return whether the request is extracted; see compat.engine.compute_what_is_extracted."""
+        """Return whether the request is extracted; see compat.engine.compute_extracted_tokens."""
         assert self._scheduler is not None
         return self._scheduler.extracts(request.request_id)
 
@@ -138,7 +136,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self.hear(connector_output.kv_connector_worker_meta)
 
     def hear(self, report: KVConnectorWorkerMetadata | None) -> None:
-        """Process the workers' report of a step; see compat.engine.hear_outcomes_before_answers."""
+        """Process the workers' report of a step; see compat.engine.report_before_answers."""
         assert self._scheduler is not None
         if isinstance(report, WorkerReport):
             self._scheduler.on_worker_report(report)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad
-from vllm_ascend_hsx.connector.destination import Destination
 from vllm_ascend_hsx.connector.limits import RequestLimits
 from vllm_ascend_hsx.connector.metadata import (
     HsxConnectorMetadata,
@@ -28,6 +27,7 @@ from vllm_ascend_hsx.protocol.api import (
     read_params,
     shown,
 )
+from vllm_ascend_hsx.sinks.destination import Destination
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ class Finding:
     """One result of a check.
 
     Attributes:
-        topic: "software", "touches", "storage" or "target".
+        topic: "software", "patch points", "storage" or "target".
         name: what was looked at.
         verdict: "problem" if extraction will not work, or not as it should; "note" for what should be known.
         found: what is there, or what is wrong, in one line.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
-from vllm_ascend_hsx.compat.versions import CHECKED_VERSIONS
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
 from vllm_ascend_hsx.config import PLUGIN_NAME
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.emulator.launch import SITE
@@ -39,8 +39,9 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
         remedy = "Use a machine with an Ascend NPU, or see how it works without one: hsx emulate -- hsx doctor."
         problem = "this machine has none: no /dev/davinci0 or the like, no driver, no CANN, no torch-npu"
         yield Finding(TOPIC, "NPUs", "problem", problem, remedy)
-    for name, checked in CHECKED_VERSIONS.items():
-        yield _package(name, checked, f"Install it: pip install {name}=={checked}.")
+    yield _package("vllm", [pair.vllm for pair in CHECKED_PAIRS])
+    partners = [pair.vllm_ascend for pair in CHECKED_PAIRS if pair.vllm == _release("vllm")]
+    yield _package("vllm-ascend", partners or [pair.vllm_ascend for pair in CHECKED_PAIRS])
     for name in ("torch", "torch-npu"):
         yield _with_an_npu(name, wanted.get(name)) if another_machine else _torch(name, wanted.get(name), emulated)
     if emulated:
@@ -110,12 +111,20 @@ def _wanted_by_vllm_ascend() -> dict[str, str]:
     return wanted
 
 
-def _package(name: str, checked: str, remedy: str) -> Finding:
+def _release(name: str) -> str | None:
+    """Return the installed version without its local part, as in 0.23.0 for 0.23.0+empty; None if there is none."""
     version = installed_version(name)
+    return None if version is None else version.partition("+")[0]
+
+
+def _package(name: str, checked: list[str]) -> Finding:
+    version = installed_version(name)
+    remedy = f"Install it: pip install {name}=={checked[-1]}."
     if version is None:
         return Finding(TOPIC, name, "problem", "not installed", remedy)
-    if version.partition("+")[0] != checked:
-        return Finding(TOPIC, name, "problem", f"{version}; vllm-ascend-hsx was checked against {checked}", remedy)
+    if _release(name) not in checked:
+        problem = f"{version}; vllm-ascend-hsx was checked against {' and '.join(dict.fromkeys(checked))}"
+        return Finding(TOPIC, name, "problem", problem, remedy)
     return Finding(TOPIC, name, "ok", version)
 
 
@@ -126,7 +135,7 @@ def _torch(name: str, wanted: str | None, emulated: bool) -> Finding:
         return Finding(TOPIC, name, "problem", "not installed", remedy)
     if emulated and name == "torch-npu":
         return Finding(TOPIC, name, "note", f"{version}, emulated")
-    if wanted is None or version.partition("+")[0] == wanted:
+    if wanted is None or _release(name) == wanted:
         return Finding(TOPIC, name, "ok", version)
     if emulated:
         return Finding(TOPIC, name, "note", f"{version}; the emulated NPU takes it, real ones want {wanted}")
@@ -142,7 +151,7 @@ def _has_nothing_of_ascend(environ: Mapping[str, str], root: Path) -> bool:
 def _with_an_npu(name: str, wanted: str | None) -> Finding:
     """What is to be known of torch on a machine without an NPU, where nobody needs to install another one."""
     version = installed_version(name)
-    if version is not None and (wanted is None or version.partition("+")[0] == wanted):
+    if version is not None and (wanted is None or _release(name) == wanted):
         return Finding(TOPIC, name, "ok", version)
     wants = f"; with an NPU vllm-ascend wants {wanted}" if wanted else ""
     return Finding(TOPIC, name, "note", f"{version or 'not installed'}{wants}")

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from vllm_ascend_hsx.doctor.findings import Finding
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.sinks.file import FileSink
 
 TOPIC = "storage"
@@ -43,7 +43,7 @@ def check_storage(
     new = not directory.exists()
     try:
         sink = FileSink(directory, _FORMAT, options)
-    except StorageDirectoryError as error:
+    except UserError as error:
         yield Finding(TOPIC, "directory", "problem", f"{directory} {error.problem}", error.remedy)
         return
     with sink:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
 from vllm_ascend_hsx.doctor.findings import Finding
-from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.shape import read_config, read_shape
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.rows import RowFormat
 
 TOPIC = "target"
@@ -22,7 +22,7 @@ def check_target(model: str) -> Iterator[Finding]:
         model: a preset of `hsx plan`, a model's directory, or its config.json.
 
     Raises:
-        PlanError: it is none of these.
+        UserError: it is none of these.
     """
     name, config = read_config(model)
     named = config.get("architectures")
@@ -46,9 +46,9 @@ def check_target(model: str) -> Iterator[Finding]:
         yield Finding(TOPIC, "model", "note", f"{collects}; no test has served one of this class on vllm-ascend", remedy)
     try:
         shape = read_shape(model)
-    except PlanError as error:
+    except UserError as error:
         remedy = "Extraction does not need it; start a server, which logs the size of its KV cache."
-        yield Finding(TOPIC, "plan", "note", f"`hsx plan` cannot reckon it: {error.problem}", remedy)
+        yield Finding(TOPIC, "plan", "note", f"`hsx plan` cannot be used: the model {error.problem}", remedy)
         return
     found = f"{shape.num_layers} layers x {shape.hidden_size}, {shape.dtype}: {shape.layer_bytes:,} bytes per token and layer"
     yield Finding(TOPIC, "plan", "ok", found, f"`hsx plan {model}` shows what extraction costs.")
@@ -58,7 +58,7 @@ def stored_format(model: str | None) -> RowFormat:
     """Rows of four layers, as many as most drafters are trained on, of a model; of a typical one if it says too little, or is None.
 
     Raises:
-        PlanError: it is neither a preset, nor a directory with a config.json, nor such a file.
+        UserError: it is neither a preset, nor a directory with a config.json, nor such a file.
     """
     hidden_size, dtype = _TYPICAL, "bfloat16"
     if model is not None:
@@ -66,7 +66,7 @@ def stored_format(model: str | None) -> RowFormat:
         try:
             shape = read_shape(model)
             hidden_size, dtype = shape.hidden_size, shape.dtype
-        except PlanError:  # what is missing may be something else
+        except UserError:  # what is missing may be something else
             named = {**config, **(config.get("text_config") or {})}.get("hidden_size")
             hidden_size = named if isinstance(named, int) and named > 0 else _TYPICAL
     return RowFormat((0, 1, 2, 3), hidden_size, _DTYPE_NAMES[dtype], model or "hsx doctor")

@@ -10,7 +10,7 @@ from torch import nn
 
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
 from vllm_ascend_hsx.drafter.staging import StagingCache
-from vllm_ascend_hsx.settings import read_start_up
+from vllm_ascend_hsx.settings import read_settings
 
 
 class AscendExtractHiddenStatesModel(nn.Module):
@@ -23,14 +23,14 @@ class AscendExtractHiddenStatesModel(nn.Module):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
-        start_up = read_start_up(vllm_config)
-        target = start_up.target
+        settings = read_settings(vllm_config)
+        target = settings.target
         staging = StagingCache(
-            num_slots=start_up.config.staging_slots,
+            num_slots=settings.config.staging_slots,
             max_tokens=target.max_tokens,
             num_layers=target.num_layers,
             hidden_size=target.hidden_size,
-            dtype=start_up.dtype,
+            dtype=settings.dtype,
             device=torch.get_default_device(),
             layer_order=target.layer_order,
         )

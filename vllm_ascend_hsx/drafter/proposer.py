@@ -16,7 +16,7 @@ from vllm_ascend_hsx.compat.runner import (
     require_runner_hooks,
 )
 from vllm_ascend_hsx.drafter.spans import select_spans
-from vllm_ascend_hsx.settings import read_start_up
+from vllm_ascend_hsx.settings import read_settings
 
 
 class HsxProposer(AscendExtractHiddenStatesProposer):
@@ -28,7 +28,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         runner: the v1 NPUModelRunner.
 
     Raises:
-        HsxConfigError, StorageDirectoryError: if a setting or the target cannot be used. Raised
+        UserError: if a setting or the target cannot be used. Raised
             before weights are loaded.
         IncompatibleVersionError: if there is no runner, or it lacks the methods that keep DP ranks
             in step.
@@ -36,7 +36,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         require_runner_hooks(runner)
-        read_start_up(vllm_config)
+        read_settings(vllm_config)
         require_collecting_target(vllm_config.model_config)
         super().__init__(vllm_config, device, runner)
         # Upstream gathers rows and slots in these buffers. Rows are written directly from the

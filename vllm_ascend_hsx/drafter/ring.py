@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfigError
+from vllm_ascend_hsx.config import EXTRA_CONFIG
 from vllm_ascend_hsx.drafter.ring_shape import ring_shape
+from vllm_ascend_hsx.protocol.errors import UserError
 
 _PAGE = 4096  # alignment of memory that direct I/O may require
 
@@ -114,7 +115,7 @@ class PinnedRing:
 
     Raises:
         ValueError: if fewer than two rows fit.
-        HsxConfigError: if the memory cannot be allocated.
+        UserError: if the memory cannot be allocated.
     """
 
     def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
@@ -130,7 +131,7 @@ class PinnedRing:
             reason = str(error).partition("\n")[0].rstrip(".")
             problem = f"cannot be allocated as pinned memory: {reason}"
             remedy = "Set a smaller value, or omit the option for the default of 32MiB."
-            raise HsxConfigError(
+            raise UserError(
                 f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy
             ) from None
         begin = -whole.data_ptr() % _PAGE

@@ -147,6 +147,6 @@ def _options(text: str) -> dict[str, Any]:
         if "shared_storage_path" in options:
             raise ValueError("shared_storage_path is set by --hidden-states-path")
         HsxConfig.parse({"shared_storage_path": "/", **options})
-    except ValueError as error:  # HsxConfigError is one
+    except ValueError as error:  # UserError is one
         raise argparse.ArgumentTypeError(str(error)) from None
     return options

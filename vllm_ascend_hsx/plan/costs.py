@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from vllm_ascend_hsx.config import HsxConfig, HsxConfigError
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.drafter.ring_shape import ring_shape
-from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.shape import ModelShape
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.target import validate_layer_ids
@@ -86,7 +86,7 @@ def make_plan(request: Request) -> Plan:
     """Compute the plan of a request.
 
     Raises:
-        PlanError: if an input is invalid.
+        UserError: if an input is invalid.
     """
     shape, ids, step = request.shape, request.layer_ids, request.max_num_batched_tokens
     file = FileLayout(_row_format(request), _REQUEST_ID)
@@ -94,11 +94,11 @@ def make_plan(request: Request) -> Plan:
     staging = request.staging_slots * step * row_bytes
     collected = sum(layer_id < shape.num_layers for layer_id in ids) * step * shape.layer_bytes
     if staging >= request.kv_bytes:
-        problem = f"the staging slots alone take {staging / 2**20:,.1f} MiB"
+        problem = f"is not more than the staging slots take, {staging / 2**20:,.1f} MiB"
         remedy = (
-            "give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers"
+            "Give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
         )
-        raise PlanError("--kv-memory", request.kv_bytes, problem, remedy)
+        raise UserError("--kv-memory", request.kv_bytes, problem, remedy)
     return Plan(
         request=request,
         row_bytes=row_bytes,
@@ -117,12 +117,12 @@ def _row_format(request: Request) -> RowFormat:
     shown = ",".join(map(str, ids))
     try:
         validate_layer_ids(ids, shape.num_layers)
-    except HsxConfigError as error:
+    except UserError as error:
         remedy = (
-            f"give distinct ids from 0 (the embedding output) to {shape.num_layers} (after the "
-            "last layer)"
+            f"Give distinct ids from 0 (the embedding output) to {shape.num_layers} (after the "
+            "last layer)."
         )
-        raise PlanError("--layers", shown, error.problem, remedy) from None
+        raise UserError("--layers", shown, error.problem, remedy) from None
     try:
         return RowFormat(
             ids,
@@ -132,16 +132,18 @@ def _row_format(request: Request) -> RowFormat:
             request.quantization,
         )
     except ValueError as error:
-        raise PlanError("--layers", shown, str(error).rstrip("."), "choose others") from None
+        raise UserError(
+            "--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose others."
+        ) from None
 
 
 def _ring_rows(ring_bytes: int, row_bytes: int) -> int:
     try:
         HsxConfig.parse({"shared_storage_path": "/", "pinned_ring_bytes": int(ring_bytes)})
-    except HsxConfigError as error:
-        raise PlanError("--ring", ring_bytes, "the connector refuses it", str(error)) from None
+    except UserError as error:
+        raise UserError("--ring", ring_bytes, error.problem, error.remedy) from None
     try:
         return ring_shape(ring_bytes, row_bytes)[0]
     except ValueError:
-        problem = f"a row has {row_bytes} bytes and two must fit"
-        raise PlanError("--ring", ring_bytes, problem, f"give at least {2 * row_bytes}") from None
+        problem = f"does not hold two rows of {row_bytes} bytes"
+        raise UserError("--ring", ring_bytes, problem, f"Give at least {2 * row_bytes}.") from None

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.plan.errors import PlanError
 from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.protocol.errors import UserError
 
 MODEL = "MODEL"
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -42,7 +42,7 @@ def read_shape(model: str, dtype: str = "auto") -> ModelShape:
     """Return the dimensions of a preset, or of a model given by its directory or config.json.
 
     Raises:
-        PlanError: if there is no such preset or file, or it is not a config.json with the needed
+        UserError: if there is no such preset or file, or it is not a config.json with the needed
             fields.
     """
     name, content = read_config(model)
@@ -58,7 +58,7 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
     """Return name and config.json of a preset, or of a model given by its directory or config.json.
 
     Raises:
-        PlanError: if there is no such preset or file, or it is not a config.json.
+        UserError: if there is no such preset or file, or it is not a config.json.
     """
     if model in PRESETS:
         preset = PRESETS[model]
@@ -67,30 +67,30 @@ def read_config(model: str) -> tuple[str, dict[str, Any]]:
     directory = os.path.isdir(path)
     file = path / "config.json" if directory else path
     if not os.path.isfile(file):
-        problem = "the directory has no config.json" if directory else "neither a preset nor a file"
-        raise PlanError(
+        problem = "has no config.json" if directory else "is neither a preset nor a file"
+        raise UserError(
             MODEL,
             model,
             problem,
-            f"give a model's directory, its config.json, or one of: {', '.join(PRESETS)}",
+            f"Give a model's directory, its config.json, or one of: {', '.join(PRESETS)}.",
         )
     try:
         # not strict: configs of Mamba models contain Infinity
         content = json.loads(file.read_bytes())
     except OSError as error:
-        raise PlanError(
+        raise UserError(
             MODEL,
             model,
             f"cannot be read ({error.strerror or error})",
-            "give the config.json of a model",
+            "Give the config.json of a model.",
         ) from None
     except (ValueError, RecursionError) as error:
         problem = "it nests too deep" if isinstance(error, RecursionError) else str(error)
-        raise PlanError(
-            MODEL, model, f"not JSON ({problem})", "give the config.json of a model"
+        raise UserError(
+            MODEL, model, f"is not JSON ({problem})", "Give the config.json of a model."
         ) from None
     if not isinstance(content, dict):
-        raise PlanError(MODEL, model, "not a JSON object", "give the config.json of a model")
+        raise UserError(MODEL, model, "is not a JSON object", "Give the config.json of a model.")
     return file.absolute().parent.name, content
 
 
@@ -105,8 +105,8 @@ def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:
         "torch."
     )
     if found not in DTYPE_BYTES:
-        raise PlanError(
-            MODEL, model, f"is of dtype {found!r}", "give --dtype bfloat16, float16 or float32"
+        raise UserError(
+            MODEL, model, f"is of dtype {found!r}", "Give --dtype bfloat16, float16 or float32."
         )
     return "bfloat16" if found == "float32" else found
 
@@ -114,11 +114,11 @@ def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:
 def _integer(model: str, config: dict[str, Any], field: str) -> int:
     value = config.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
-        problem = "says nothing of" if value is None else f"has {value!r:.40} for"
-        raise PlanError(
+        problem = "has no" if value is None else f"has {value!r:.40} for"
+        raise UserError(
             MODEL,
             model,
             f"{problem} {field}",
-            "give the config.json of a decoder model, as it was published",
+            "Give the config.json of a decoder model, as it was published.",
         )
     return value

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from vllm_ascend_hsx.protocol.arguments import LARGEST, parse_size
+from vllm_ascend_hsx.protocol.errors import UserError
 
 # The client's own memory, through which values pass that are not in registered memory: manifests and errors.
 _OWN_BUFFER = 16 << 20
@@ -37,6 +38,9 @@ _MEANINGS = {
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
+
+
+OPTION = "kv_connector_extra_config.mooncake"
 
 
 class MooncakeOptions(BaseModel):
@@ -66,24 +70,6 @@ class MooncakeOptions(BaseModel):
     )
 
 
-class MooncakeUnavailableError(ConnectionError):
-    """The store cannot be used at all.
-
-    Attributes:
-        option: which option is to blame, a key of `mooncake`, or "" for the package.
-        value: its value.
-        problem: what is wrong.
-        remedy: what to do.
-    """
-
-    def __init__(self, option: str, value: object, problem: str, remedy: str) -> None:
-        super().__init__(f"{option}={value!r} {problem}. {remedy}" if option else f"{problem}. {remedy}")
-        self.option = option
-        self.value = value
-        self.problem = problem
-        self.remedy = remedy
-
-
 class MooncakeError(OSError):
     """The store did not do what it was asked for; errno says what sort of failure it is."""
 
@@ -98,19 +84,19 @@ class MooncakeError(OSError):
 
 
 def load_package() -> ModuleType:
-    """Mooncake's module `mooncake.store`. Raises MooncakeUnavailableError: it is not there, or a library that it needs is not."""
+    """Mooncake's module `mooncake.store`. Raises UserError: it is not there, or a library that it needs is not."""
     try:
         import mooncake.store
     except ImportError as error:
-        problem = f"the package of Mooncake cannot be imported: {error}"
+        problem = f"cannot be used: the package of Mooncake cannot be imported: {error}"
         remedy = (
             "Install the one that fits this machine, or `pip install vllm-ascend-hsx[mooncake]`; "
-            "it needs libibverbs, libnuma and libcurl (Debian: apt-get install libibverbs1 libnuma1 libcurl4)"
+            "it needs libibverbs, libnuma and libcurl (Debian: apt-get install libibverbs1 libnuma1 libcurl4)."
         )
-        raise MooncakeUnavailableError("", None, problem, remedy) from None
+        raise UserError("sink", "mooncake", problem, remedy) from None
     if not hasattr(mooncake.store, "SoftPinAction"):
-        problem = "the package of Mooncake is too old: it cannot pin objects for a time"
-        raise MooncakeUnavailableError("", None, problem, "Install 0.3.13 or a newer one")
+        problem = "cannot be used: the package of Mooncake is too old: it cannot pin objects for a time"
+        raise UserError("sink", "mooncake", problem, "Install 0.3.13 or a newer one.")
     package: ModuleType = mooncake.store
     return package
 
@@ -124,18 +110,18 @@ def own_address(master: str) -> str:
         master: host:port.
 
     Raises:
-        MooncakeUnavailableError: it cannot be reached.
+        UserError: it cannot be reached.
     """
     host, _, port = master.rpartition(":")
     remedy = "Start `mooncake_master`, and give its host:port as this machine sees it."
     if not host or not port.isdecimal() or int(port) >= 1 << 16:
-        raise MooncakeUnavailableError("master_server_address", master, "is not host:port", remedy)
+        raise UserError(f"{OPTION}.master_server_address", master, "is not host:port", remedy)
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_TIMEOUT) as connection:
             address: str = connection.getsockname()[0]
             return address
     except OSError as error:
-        raise MooncakeUnavailableError("master_server_address", master, f"cannot be reached: {error.strerror or error}", remedy) from None
+        raise UserError(f"{OPTION}.master_server_address", master, f"cannot be reached: {error.strerror or error}", remedy) from None
 
 
 class MooncakeClient:
@@ -147,7 +133,7 @@ class MooncakeClient:
         segment: bytes of memory that this process gives to the store.
 
     Raises:
-        MooncakeUnavailableError: it cannot be used.
+        UserError: it cannot be used.
     """
 
     def __init__(self, options: MooncakeOptions, segment: int) -> None:
@@ -170,7 +156,7 @@ class MooncakeClient:
         if status != 0:
             problem = f"takes connections, but Mooncake's set-up failed with status {status}; its log, on stderr, says more"
             remedy = "See that it is a mooncake_master of this version, and that protocol, device_name and metadata_server fit."
-            raise MooncakeUnavailableError("master_server_address", options.master_server_address, problem, remedy)
+            raise UserError(f"{OPTION}.master_server_address", options.master_server_address, problem, remedy)
 
     def register(self, address: int, size: int) -> None:
         """Have data go to and from this memory without another copy. Raises MooncakeError."""

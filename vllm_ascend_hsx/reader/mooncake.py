@@ -41,7 +41,7 @@ class MooncakeReader:
         local_hostname: name or address under which others reach this machine; by default the one that the master sees.
 
     Raises:
-        MooncakeUnavailableError: the store cannot be reached, or Mooncake's package is not there.
+        UserError: the store cannot be reached, or Mooncake's package is not there.
     """
 
     def __init__(

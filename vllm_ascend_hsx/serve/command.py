@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, UNSERVABLE
-from vllm_ascend_hsx.config import PLUGIN_NAME, HsxConfig, HsxConfigError
+from vllm_ascend_hsx.config import PLUGIN_NAME, HsxConfig
 from vllm_ascend_hsx.protocol.api import PATH_OPTION
-from vllm_ascend_hsx.serve.errors import ServeError
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.model import Model, read_model
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.target import ONE_ONLY, validate_layer_ids
@@ -79,7 +79,7 @@ def build(
         environ: the server's environment.
 
     Raises:
-        ServeError, HsxConfigError: if an argument is invalid or the model cannot be served.
+        UserError: if an argument is invalid or the model cannot be served.
     """
     _refuse_what_cannot_be(vllm_arguments)
     model, storage = os.fspath(model), Path(storage).expanduser().absolute()
@@ -91,11 +91,11 @@ def build(
         model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision")
     )
     if reason := UNSERVABLE.get(target.architecture):
-        raise ServeError(
+        raise UserError(
             "MODEL",
             model,
-            f"{target.architecture} cannot be served: {reason}",
-            "choose another target",
+            f"cannot be served ({target.architecture}): {reason}",
+            "Choose another target.",
         )
     ids = layer_ids(layers, target.num_layers)
     settings = (
@@ -122,7 +122,7 @@ def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
         num_layers: layers of the target.
 
     Raises:
-        ServeError: if these are not ids, or not of this target.
+        UserError: if these are not ids, or not of this target.
     """
     last = num_layers
     rules = {
@@ -130,25 +130,25 @@ def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
         "dflash": (2, last // 2, last - 3, last),
         "mtp": (last,),
     }
-    remedy = f"give ids from 0 to {last}, such as {last // 2},{last}, or one of {', '.join(rules)}"
+    remedy = f"Give ids from 0 to {last}, such as {last // 2},{last}, or one of {', '.join(rules)}."
     if text in rules:
         ids: Sequence[int] = rules[text]
         if list(ids) != sorted(set(ids)) or ids[0] < 0:
-            raise ServeError(
+            raise UserError(
                 "--layers",
                 text,
-                f"that would be {_listed(ids)}, which a target of {last} layers does not have",
+                f"selects {_listed(ids)}, which a target of {last} layers does not have",
                 remedy,
             )
     else:
         try:
             ids = [int(part) for part in text.split(",")]
         except ValueError:
-            raise ServeError("--layers", text, "not a list of layer ids", remedy) from None
+            raise UserError("--layers", text, "is not a list of layer ids", remedy) from None
     try:
         return validate_layer_ids(ids, num_layers)
-    except HsxConfigError as error:
-        raise ServeError("--layers", text, error.problem, remedy) from None
+    except UserError as error:
+        raise UserError("--layers", text, error.problem, remedy) from None
 
 
 def _listed(ids: Sequence[int]) -> str:
@@ -174,19 +174,19 @@ def _refuse_what_cannot_be(vllm_arguments: Sequence[str]) -> None:
     for option, value in _arguments(vllm_arguments):
         name = option.partition(".")[0]
         if name in _SET_BY_US:
-            raise ServeError(
+            raise UserError(
                 option,
                 value,
                 "is set by hsx serve",
-                "leave it out, or start vllm serve with the options that --dry-run prints",
+                "Leave it out, or start vllm serve with the options that --dry-run prints.",
             )
         field = name.removeprefix("--").replace("-", "_")
         if field in ONE_ONLY and value != "1":
-            raise ServeError(
+            raise UserError(
                 option,
                 value,
                 ONE_ONLY[field],
-                "use 1; scale with tensor, data and expert parallelism",
+                "Use 1; scale with tensor, data and expert parallelism.",
             )
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_ascend_hsx.serve.errors import ServeError
+from vllm_ascend_hsx.protocol.errors import UserError
 
 
 class Model(NamedTuple):
@@ -29,25 +29,25 @@ def read_model(name: str, *, trust_remote_code: bool = False, revision: str | No
         trust_remote_code, revision: as for vllm serve.
 
     Raises:
-        ServeError: if there is no such model, or its config lacks a needed field.
+        UserError: if there is no such model, or its config lacks a needed field.
     """
     directory = Path(name).expanduser()
     if directory.is_dir():
         whole = _read(name, directory / "config.json")
         text = {**whole, **(whole.get("text_config") or {})}
     elif name.startswith((".", "/", "~")):
-        raise ServeError(
+        raise UserError(
             "MODEL",
             name,
-            "there is no such directory",
-            "give the directory of a model, or a repository's name",
+            "is not a directory",
+            "Give the directory of a model, or a repository's name.",
         )
     else:
         whole, text = _ask_vllm(name, trust_remote_code, revision)
     num_layers = text.get("num_hidden_layers")
     if not isinstance(num_layers, int) or num_layers < 1:
-        raise ServeError(
-            "MODEL", name, "its config.json has no num_hidden_layers", "give a language model"
+        raise UserError(
+            "MODEL", name, "has no num_hidden_layers in its config.json", "Give a language model."
         )
     return Model(num_layers, next(iter(whole.get("architectures") or ()), ""))
 
@@ -56,16 +56,22 @@ def _read(name: str, file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text())
     except FileNotFoundError:
-        raise ServeError(
-            "MODEL", name, "the directory has no config.json", "give the directory of a model"
+        raise UserError(
+            "MODEL", name, "has no config.json", "Give the directory of a model."
         ) from None
     except ValueError as error:
-        raise ServeError(
-            "MODEL", name, f"its config.json is not JSON ({error})", "give the directory of a model"
+        raise UserError(
+            "MODEL",
+            name,
+            f"has a config.json that is not JSON ({error})",
+            "Give the directory of a model.",
         ) from None
     if not isinstance(content, dict):
-        raise ServeError(
-            "MODEL", name, "its config.json is not an object", "give the directory of a model"
+        raise UserError(
+            "MODEL",
+            name,
+            "has a config.json that is not an object",
+            "Give the directory of a model.",
         )
     return content
 
@@ -78,15 +84,15 @@ def _ask_vllm(
 
         return published_config(name, trust_remote_code=trust_remote_code, revision=revision)
     except ModuleNotFoundError as error:
-        raise ServeError(
+        raise UserError(
             "MODEL",
             name,
-            f"only vLLM could fetch it, and {error.name} is not installed",
-            "give a directory",
+            f"can only be fetched by vLLM, and {error.name} is not installed",
+            "Give a directory.",
         ) from None
     except (OSError, ValueError) as error:
         first_line = str(error).strip().partition("\n")[0]
-        remedy = "give a directory, or a name that vllm serve takes"
-        raise ServeError(
-            "MODEL", name, f"its config.json cannot be read: {first_line}", remedy
+        remedy = "Give a directory, or a name that vllm serve takes."
+        raise UserError(
+            "MODEL", name, f"has no config.json that vLLM can fetch: {first_line}", remedy
         ) from None

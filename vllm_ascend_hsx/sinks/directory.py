@@ -8,6 +8,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.lock import hold_new
 from vllm_ascend_hsx.protocol.names import mark_name, partial_name
@@ -18,16 +19,6 @@ LOCK_OPTION = "use_synchronization_lock"
 IO_OPTION = "io"
 _ATTEMPTS = 8  # to hold a new file; each is lost only to somebody who saw it before it was held
 _SECTORS = (512, 1024, 2048, PAGE)  # what a filesystem may want direct I/O to be aligned to
-
-
-class StorageDirectoryError(ValueError):
-    """The storage directory cannot be used; the message names the option, its value and the remedy."""
-
-    def __init__(self, path: Path, problem: str, remedy: str) -> None:
-        super().__init__(f"{OPTION}={str(path)!r} {problem}. {remedy}")
-        self.path = path
-        self.problem = problem
-        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,7 @@ def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False, 
             way that the disk cannot fetch it from. Ordinary memory without it, or if it has less than two pages.
 
     Raises:
-        StorageDirectoryError: a file could not be published there.
+        UserError: a file could not be published there.
     """
     dir_fd = open_directory(path)
     try:
@@ -67,23 +58,24 @@ def open_directory(path: Path) -> int:
     """A descriptor of the directory, which is created if it does not exist.
 
     Raises:
-        StorageDirectoryError: it is not a directory, or cannot be created or opened.
+        UserError: it is not a directory, or cannot be created or opened.
     """
     try:
         os.makedirs(path, exist_ok=True)
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileExistsError, NotADirectoryError) as error:
-        raise StorageDirectoryError(
-            path, f"cannot be a directory: {error.filename} is not one", "Name a directory, or remove what stands there."
+        raise UserError(
+            OPTION, os.fspath(path), f"cannot be a directory: {error.filename} is not one", "Name a directory, or remove what is there."
         ) from error
     except OSError as error:
-        raise StorageDirectoryError(
-            path,
+        raise UserError(
+            OPTION,
+            os.fspath(path),
             f"cannot be created or opened: {error.strerror}",
             "Create it, writable for the user that runs the server, or name another one.",
         ) from error
     except ValueError as error:
-        raise StorageDirectoryError(path, f"is not a path: {error}", "Name a directory.") from error
+        raise UserError(OPTION, os.fspath(path), f"is not a path: {error}", "Name a directory.") from error
 
 
 def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool, memory: memoryview | None) -> Filesystem:
@@ -97,9 +89,8 @@ def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool, memor
             os.rename(name, renamed, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
             name = renamed
         except OSError as error:
-            raise StorageDirectoryError(
-                path, f"cannot hold a file: {error.strerror}", "Free space or raise the quota there, or name another one."
-            ) from error
+            remedy = "Free space or raise the quota there, or name another one."
+            raise UserError(OPTION, os.fspath(path), f"cannot hold a file: {error.strerror}", remedy) from error
         return filesystem
     finally:
         try:
@@ -120,8 +111,9 @@ def _make_probe(path: Path, dir_fd: int, use_lock: bool) -> tuple[str, int]:
         try:
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
         except OSError as error:
-            raise StorageDirectoryError(
-                path,
+            raise UserError(
+                OPTION,
+                os.fspath(path),
                 f"cannot be written: {error.strerror}",
                 f"Make it writable for the user that runs the server (uid {os.geteuid()}), or name another one.",
             ) from error
@@ -131,14 +123,15 @@ def _make_probe(path: Path, dir_fd: int, use_lock: bool) -> tuple[str, int]:
         except OSError as error:
             os.unlink(name, dir_fd=dir_fd)
             os.close(fd)
-            raise StorageDirectoryError(
-                path,
+            raise UserError(
+                OPTION,
+                os.fspath(path),
                 f"is on a filesystem without flock: {error.strerror}",
                 f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false and let readers wait for the file to appear.",
             ) from error
         os.close(fd)
-    raise StorageDirectoryError(
-        path, "cannot be used: new files in it are locked or removed at once", "Find out by whom, or name another one."
+    raise UserError(
+        OPTION, os.fspath(path), "cannot be used: new files in it are locked or removed at once", "Find out by whom, or name another one."
     )
 
 
@@ -148,7 +141,7 @@ def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int, mem
     try:
         direct_fd = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
     except OSError as error:
-        raise StorageDirectoryError(path, f"is on a filesystem without O_DIRECT: {error.strerror}", remedy) from error
+        raise UserError(OPTION, os.fspath(path), f"is on a filesystem without O_DIRECT: {error.strerror}", remedy) from error
     try:
         reserve(fd, 2 * PAGE)
         page = memory if memory is not None and len(memory) >= 2 * PAGE else memoryview(mmap.mmap(-1, 2 * PAGE))
@@ -158,6 +151,6 @@ def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int, mem
                 return alignment
             except OSError as error:
                 refused = error
-        raise StorageDirectoryError(path, f"takes no direct writes: {refused.strerror}", remedy) from refused
+        raise UserError(OPTION, os.fspath(path), f"takes no direct writes: {refused.strerror}", remedy) from refused
     finally:
         os.close(direct_fd)

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
@@ -17,7 +18,6 @@ from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, below, par
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.sinks.home import Home
 from vllm_ascend_hsx.sinks.one_end import fail_all
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -40,7 +40,7 @@ class DirectorySink(Sink):
         memory: what direct writes will come from, so that it is tried; see check_directory. Quantised rows come from ordinary memory.
 
     Raises:
-        StorageDirectoryError: files could not be published in the directory, or not in the way that is asked for.
+        UserError: files could not be published in the directory, or not in the way that is asked for.
 
     Attributes:
         keeps_locks: whether the lock file of a request that was published is left to its consumers.
@@ -173,7 +173,7 @@ class DirectorySink(Sink):
         *folders, name = relative.split("/")
         try:
             home = self._settle()
-        except (StorageDirectoryError, FileNotFoundError) as error:
+        except (UserError, FileNotFoundError) as error:
             reason = describe(f"{self._directory} is not there any more", error) if isinstance(error, OSError) else str(error)
             raise SinkError(request_id, path, reason) from error
         try:
@@ -205,7 +205,7 @@ class DirectorySink(Sink):
 
         Raises:
             FileNotFoundError: nothing is there. It is not made again: it may be where something was mounted.
-            StorageDirectoryError: what is there cannot be used.
+            UserError: what is there cannot be used.
         """
         former = self._home
         if not former.is_at_its_path():

@@ -9,9 +9,10 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.directory import StorageDirectoryError, check_directory
+from vllm_ascend_hsx.sinks.directory import OPTION, check_directory
 from vllm_ascend_hsx.sinks.leftovers import remove_leftovers
 from vllm_ascend_hsx.sinks.mark import ServerMark
 from vllm_ascend_hsx.sinks.storage import Storage
@@ -37,7 +38,7 @@ class Home:
         tidy: whether every hidden file that was to be removed could be.
 
     Raises:
-        StorageDirectoryError: files could not be published in the directory, or not in the way that is asked for.
+        UserError: files could not be published in the directory, or not in the way that is asked for.
     """
 
     def __init__(self, directory: Path, options: FileOptions, memory: memoryview | None = None) -> None:
@@ -60,7 +61,7 @@ class Home:
             self.storage.close()
             if isinstance(error, OSError):
                 problem = describe("cannot be used: this server's mark in it could not be made", error)
-                raise StorageDirectoryError(directory, problem, "Try again.") from error
+                raise UserError(OPTION, os.fspath(directory), problem, "Try again.") from error
             raise
 
     def is_at_its_path(self, folder: str = "", storage: Storage | None = None) -> bool:

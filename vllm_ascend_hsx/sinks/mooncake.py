@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from vllm_ascend_hsx.protocol.checksum import Digest
+from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, SCALES, TOKEN_IDS, metadata_of
 from vllm_ascend_hsx.protocol.mooncake_manifest import (
     ERROR_KEY_SUFFIX,
@@ -23,7 +24,7 @@ from vllm_ascend_hsx.protocol.mooncake_manifest import (
     manifest,
     packed_layout,
 )
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeError, MooncakeOptions, MooncakeUnavailableError
+from vllm_ascend_hsx.protocol.mooncake_store import OPTION, MooncakeClient, MooncakeError, MooncakeOptions
 from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
 from vllm_ascend_hsx.sinks.arena import Arena, ArenaFullError, Gathering
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError
@@ -186,7 +187,7 @@ class MooncakeSink(Sink):
         checksum: of each object, or none.
 
     Raises:
-        MooncakeUnavailableError: the store cannot be used.
+        UserError: the store cannot be used.
     """
 
     writes_side_by_side = True  # they are copies in memory
@@ -201,7 +202,7 @@ class MooncakeSink(Sink):
         except MooncakeError as error:
             self.client.close()
             remedy = "Give less, or let the server lock more memory (ulimit -l)."
-            raise MooncakeUnavailableError("local_buffer_size", self.arena.size, f"cannot be registered: {error}", remedy) from error
+            raise UserError(f"{OPTION}.local_buffer_size", self.arena.size, f"cannot be registered: {error}", remedy) from error
         self.published = Published(self.client)
         self._mutex = threading.Lock()
         self._files: dict[str, MooncakeFile] = {}

@@ -34,7 +34,7 @@ class Storage:
         """The directory of that path; created if it does not exist.
 
         Raises:
-            StorageDirectoryError: it is not a directory, or cannot be created or opened.
+            UserError: it is not a directory, or cannot be created or opened.
         """
         return cls(open_directory(path), file_mode)
 

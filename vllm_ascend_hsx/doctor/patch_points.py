@@ -1,20 +1,25 @@
-"""Which of our touches on vLLM and vllm-ascend hold on what is installed, seen from a process of its own."""
+"""Which patch points hold in the installed vLLM and vllm-ascend, checked in a process of its own.
+
+An import of vllm_ascend may fail, or end the process.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from vllm_ascend_hsx.compat.patch_points import MARK
 from vllm_ascend_hsx.doctor.findings import Finding, Verdict
 
-TOPIC = "touches"
-_MODULE = "vllm_ascend_hsx.compat.touches"
-_MARK = "hsx-touches: "  # compat.touches.MARK; importing it takes torch, which may be missing here
-_COMMAND = (sys.executable, "-m", _MODULE)
+TOPIC = "patch points"
+# The plugin imports all declarations.
+_CODE = "import vllm_ascend_hsx.plugin, vllm_ascend_hsx.compat.patch_points as p; p.report()"
+_COMMAND = (sys.executable, "-c", _CODE)
 _FIRST = "Mend what is wrong above, and look again."
 _CHANGED = (
     "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS), or compare the installed files "
@@ -23,15 +28,15 @@ _CHANGED = (
 _SECONDS = 300.0  # an import of vLLM takes half a minute from a cold disk
 
 
-def check_touches(
+def check_patch_points(
     software_is_right: bool = True, command: Sequence[str] = _COMMAND, timeout: float = _SECONDS
 ) -> Iterator[Finding]:
-    """One finding for each touch that could be looked at, and one for each reason why some could not.
+    """Yield a finding for each patch point that could be checked, and one for each reason why some could not.
 
     Args:
-        software_is_right: whether check_software has found no problem; otherwise what fails here is its consequence.
-        command: what prints them; see compat/touches.py.
-        timeout: seconds that it may take.
+        software_is_right: True if check_software has found no problem; otherwise a failure here is its consequence.
+        command: prints the patch points, as `compat.patch_points.report` does.
+        timeout: seconds that the command may take.
     """
     # As for the command `vllm`: the current directory is no place to import from (Python 3.11 and later).
     environ = {**os.environ, "PYTHONSAFEPATH": "1"}
@@ -43,15 +48,15 @@ def check_touches(
         problem = f"vllm and vllm_ascend could not be imported in {timeout:g} seconds"
         yield Finding(TOPIC, "imports", "problem", problem, "Find out what python -c 'import vllm_ascend.ops' waits for.")
         return
-    line = next((each for each in reversed(done.stdout.splitlines()) if each.startswith(_MARK)), None)
+    line = next((each for each in reversed(done.stdout.splitlines()) if each.startswith(MARK)), None)
     if line is None:
         last = ([each.strip() for each in done.stderr.splitlines() if each.strip()] or [f"exit code {done.returncode}"])[-1]
-        yield _not_imported(f"they could not be looked at: {last}", software_is_right, f"Make python -m {_MODULE} run.")
+        yield _not_imported(f"they could not be checked: {last}", software_is_right, f"Make {shlex.join(command)} run.")
         return
-    found = json.loads(line.removeprefix(_MARK))
+    found = json.loads(line.removeprefix(MARK))
     causes = Counter(problem[0] for _, _, _, problem in found if problem is not None and problem[1])
     for cause, number in causes.items():
-        problem = f"{number} of {len(found)} touches could not be looked at: {cause}"
+        problem = f"{number} of {len(found)} patch points could not be checked: {cause}"
         yield _not_imported(problem, software_is_right, "Find out why python -c 'import vllm_ascend.ops' fails.")
     for name, use, why, problem in found:
         if problem is None:
