@@ -126,6 +126,7 @@ class FakeServer:
         row_format = RowFormat(self.layer_ids, HIDDEN, "BF16", self.model, self.quantization)
         self._sink = self.make_sink(self.storage, row_format, self.options)
         self._times: Counter[int] = Counter()
+        self._unanswered = 0
         self._answered: dict[int, asyncio.Event] = {}
         self._hanging: dict[int, asyncio.Event] = {}
         self._late: list[tuple[Exchange, RequestFile]] = []
@@ -197,7 +198,6 @@ class FakeServer:
             def __enter__(self) -> None:
                 with server._mutex:
                     server._busy += 1
-                    server.most_at_once = max(server.most_at_once, server._busy)
                     server._idle.clear()
 
             def __exit__(self, *_: object) -> None:
@@ -215,6 +215,7 @@ class FakeServer:
             return self.send(writer, 401, {"error": {"message": "Unauthorized"}})
         if path == "/v1/models":
             self.probes += 1
+            self._unanswered += 1
             return self.send(writer, 200, {"data": [{"id": self.model}]})
         if path not in ("/v1/completions", "/v1/chat/completions"):
             return self.send(writer, 404, {"detail": "Not Found"})
@@ -225,6 +226,8 @@ class FakeServer:
         self._times[row] += 1
         seen = Seen(row, self._times[row], path.removeprefix("/v1/"), content)
         self.seen.append(seen)
+        self._unanswered += 1
+        self.most_at_once = max(self.most_at_once, self._unanswered)
         await self._at(seen, "asked")
         if row in self._hanging:
             await self._hanging.pop(row).wait()
@@ -245,6 +248,7 @@ class FakeServer:
         await self._loop.run_in_executor(None, self.at, seen, stage)
 
     def send(self, writer: asyncio.StreamWriter, status: int, body: object, headers: str = "") -> None:
+        self._unanswered -= 1  # before the client can ask again
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         writer.write(f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Length: {len(data)}\r\n{headers}\r\n".encode() + data)
 
