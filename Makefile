@@ -28,7 +28,13 @@ ut: setup
 e2e: setup
 	$(PYTEST) tests/e2e
 
-test: lint ut e2e
+# One after the other, each with the time that it took.
+test:
+	@for part in setup lint ut e2e; do \
+	  start=$$(date +%s); \
+	  $(MAKE) --no-print-directory $$part || exit; \
+	  echo "make $$part: $$(($$(date +%s) - start)) s"; \
+	done
 
 # The emulator's own tests; `make ut` runs them only if emulator, tests or pins have changed since this passed.
 emulator: setup

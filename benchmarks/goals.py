@@ -131,18 +131,18 @@ def _each_cell(
     middle = values[len(values) // 2][0]
     where = f"{write(worst)} at worst ({filesystem}, {tokens:,} tokens, {in_flight} in flight)"
     met = "yes" if good == len(values) else f"in {good} of {len(values)} cells"
-    return Verdict(goal, f"{write(middle)} in the middle cell, {where}", met, "" if met == "yes" else limit(cells))
+    return Verdict(goal, f"{write(middle)} in the median cell, {where}", met, "" if met == "yes" else limit(cells))
 
 
 def _checksum(cells: Sequence[Cell]) -> Verdict | None:
-    """Judged by the middle cell: the difference of two runs is small against the noise of one."""
+    """Judge by the median cell: the difference of two runs is small against the noise of one."""
     if not cells:
         return None
     costs = sorted(cell.figures[OURS].cpu_s_per_gb / cell.figures[OURS_UNCHECKED].cpu_s_per_gb - 1 for cell in cells)
     middle = costs[len(costs) // 2]
     return Verdict(
-        "a checksum at no more than 10 % of the path's CPU time",
-        f"{middle:.1%} in the middle cell of {len(costs)}",
+        "a checksum takes at most 10 % of the path's CPU time",
+        f"{middle:.1%} in the median cell of {len(costs)}",
         "yes" if middle <= 0.1 else "no",
     )
 
@@ -160,29 +160,32 @@ def _fixed_cost(cells: Sequence[Cell]) -> str:
             gb, figures = cell.num_bytes / cell.requests / 1e9, cell.figures
             beyond.append(gb * (figures[OURS].cpu_s_per_gb - figures[RAW].cpu_s_per_gb))
             checksum.append(gb * (figures[OURS].cpu_s_per_gb - figures[OURS_UNCHECKED].cpu_s_per_gb))
-    more, of_it = (sorted(values)[len(values) // 2] * 1e6 for values in (beyond, checksum))
-    return f"a file of {fewest:,} tokens takes {more:,.0f} µs of CPU time more than its raw write, {of_it:,.0f} µs of them for the checksum"
+    more, checksums = (sorted(values)[len(values) // 2] * 1e6 for values in (beyond, checksum))
+    return (
+        f"a file of {fewest:,} tokens takes {more:,.0f} µs more CPU time than its raw write, "
+        f"{checksums:,.0f} µs of these for the checksum"
+    )
 
 
 def _one_file_at_a_time(cells: Sequence[Cell]) -> str:
     """The rows of a long prompt come, and fill the ring, one file after the other, and Linux lets one thread at a time write to a file."""
     worst = min(cells, key=lambda cell: cell.figures[OURS].of_raw)
     alone, unchecked = worst.figures[RAW_ONE_THREAD].of_raw, worst.figures[OURS_UNCHECKED].of_raw
-    return f"in the worst cell a raw write by one thread is at {alone:.0%}, ours without checksum at {unchecked:.0%}; {_fixed_cost(cells)}"
+    return f"in the worst cell a raw write by one thread reaches {alone:.0%}, ours without checksum {unchecked:.0%}; {_fixed_cost(cells)}"
 
 
 def _raw_against_vllm(cells: Sequence[Cell]) -> str:
     alone = sorted(cell.figures[RAW].of_vllm or 0.0 for cell in cells)
     good = sum(value >= 4 for value in alone)
-    return f"a raw write alone, without any copy: {alone[len(alone) // 2]:.1f} x in the middle cell, 4 x in {good} of {len(alone)}"
+    return f"a raw write alone, without any copy: {alone[len(alone) // 2]:.1f} x in the median cell, 4 x in {good} of {len(alone)}"
 
 
 def _publishing(cells: Sequence[Cell]) -> str:
     worst = min(cells, key=lambda cell: cell.figures[OURS].of_raw)
     published, unchecked = worst.figures[DIRECT_PUBLISHED].of_raw, worst.figures[OURS_UNCHECKED].of_raw
     return (
-        f"in the worst cell raw O_DIRECT with a rename and an fsync of the directory is at {published:.0%}, "
-        f"ours without checksum at {unchecked:.0%}"
+        f"in the worst cell raw O_DIRECT with a rename and an fsync of the directory reaches {published:.0%}, "
+        f"ours without checksum {unchecked:.0%}"
     )
 
 
@@ -192,7 +195,7 @@ def _direct_cpu(cells: Sequence[Cell]) -> str:
     checked = min(cell.figures[DIRECT_CHECKED].cpu_s_per_gb for cell in cells)
     return (
         f"raw O_DIRECT itself takes {least:.3f} s, with a checksum {checked:.3f} s, ours without checksum {unchecked:.3f} s "
-        "(the least of all cells)"
+        "(the minimum of all cells)"
     )
 
 
@@ -214,10 +217,10 @@ def _latency(results: Sequence[latency.Result]) -> list[Verdict]:
         told = result.told["p99"]
         verdicts.append(
             Verdict(
-                f"{result.filesystem}: a reader is told within 0.3 ms (p99)",
+                f"{result.filesystem}: a reader is notified within 0.3 ms (p99)",
                 f"{told * 1e3:.2f} ms (p50 {result.told['p50'] * 1e3:.2f} ms)",
                 "yes" if told <= 3e-4 else "no",
-                "" if told <= 3e-4 else f"a bare flock that is let go takes {result.bare_told['p99'] * 1e3:.2f} ms to wake its sleeper",
+                "" if told <= 3e-4 else f"the release of a bare flock takes {result.bare_told['p99'] * 1e3:.2f} ms to wake its waiter",
             )
         )
     return verdicts
@@ -244,12 +247,12 @@ def _steps(result: per_step.Result | None) -> list[Verdict]:
     return [
         Verdict(
             "main thread: at most 150 µs per step",
-            f"{step:.0f} µs, and {result.per_1000_tokens * 1e6:+.1f} µs for 1,000 tokens more in a prompt",
+            f"{step:.0f} µs, and {result.per_1000_tokens * 1e6:+.1f} µs for 1,000 more tokens in a prompt",
             "yes" if step <= 150 else "no",
         ),
         Verdict(
             "main thread: at most 20 µs per request",
-            f"{result.per_request * 1e6:.1f} µs for one in a step, {begins:.1f} µs for one that begins in it",
+            f"{result.per_request * 1e6:.1f} µs for each in a step, {begins:.1f} µs for each that begins in it",
             "yes" if max(begins, result.per_request * 1e6) <= 20 else "no",
         ),
     ]

@@ -23,8 +23,8 @@ from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd,
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, AscendCacheOnlyMetadataBuilder
 from vllm_ascend_hsx.drafter.ring import PinnedRing
-from vllm_ascend_hsx.drafter.spans import part_of
-from vllm_ascend_hsx.drafter.staging import Piece, StagingCache, StagingSlot
+from vllm_ascend_hsx.drafter.spans import split_spans
+from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.settings import ServerSettings
 from vllm_ascend_hsx.sinks.storage import Storage
@@ -143,7 +143,7 @@ class Pipeline:
             hidden_size=row_format.hidden_size,
             dtype=DTYPE,
             device=device,
-            collected=settled.target.collected,
+            layer_order=settled.target.layer_order,
         )
         self.worker = _build_worker(settled, self.staging, device)
         self.ring: PinnedRing = self.worker._ring
@@ -209,8 +209,8 @@ class Pipeline:
             copied.record(copier._stream)
             data = slot.data[begin * row_bytes : end * row_bytes]
             self._on_host()
-            spans = part_of(slot.spans, begin, end)
-            copier._deliver(Piece(slot.host[begin:end], data, spans, copied, self.ring, run.first))
+            spans = split_spans(slot.spans, begin, end)
+            copier._deliver(HostChunk(slot.host[begin:end], data, spans, copied, self.ring, run.first))
             copier._delivered = end
         slot.copied.record(copier._stream)
 
@@ -237,7 +237,7 @@ class MainThread:
             hidden_size=row_format.hidden_size,
             dtype=DTYPE,
             device=device,
-            collected=settled.target.collected,
+            layer_order=settled.target.layer_order,
         )
         self._worker = _build_worker(settled, staging, device)
         name = "cache_only_layers.0"

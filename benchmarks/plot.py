@@ -79,7 +79,7 @@ def _memory(axis: Any, results: Results) -> None:
     for name, colour in ((OURS, OURS_COLOUR), (VLLM, PEER_COLOUR), (VLLM_REUSING, OTHER_COLOUR)):
         points = sorted((cell.num_bytes * cell.in_flight / cell.requests / MIB, cell.figures[name].rss / MIB) for cell in cells)
         axis.plot([point[0] for point in points], [point[1] for point in points], "o", color=colour, label=name)
-    axis.set(title="with the copy: host memory", xlabel="MiB of rows in flight", ylabel="MiB beyond the beginning")
+    axis.set(title="with the copy: host memory", xlabel="MiB of rows in flight", ylabel="MiB above the start")
     axis.grid(alpha=0.3)
     if cells:
         axis.legend(fontsize=8)

@@ -136,8 +136,8 @@ def synthetic() -> list[Case]:
     for factor in (100, 1_000, 30_000, 300_000):
         cases.append(Case(f"{OUTLIERS} of {HIDDEN:,} channels {factor:,} times as large", gaussian(4, factor), outliers=OUTLIERS))
     sizes = torch.tensor([0.02, 0.5, 5.0, 50.0])
-    names = [f"layers of unlike size: {size:g}" for size in sizes.tolist()]
-    cases.append(Case("layers of unlike size", gaussian(4, 100) * sizes.view(-1, 1), names, OUTLIERS))
+    names = [f"layers of different sizes: {size:g}" for size in sizes.tolist()]
+    cases.append(Case("layers of different sizes", gaussian(4, 100) * sizes.view(-1, 1), names, OUTLIERS))
     return cases
 
 
@@ -216,9 +216,9 @@ def _writes(sink: Sink, where: Path, rows: npt.NDArray[np.uint8], load: Load) ->
     return lambda: cost_of(write)
 
 
-ERROR_HEAD = ["rows", "stored in bfloat16", "fp8", "fp8, worst row", "fp8, channels that are no outliers", "elements that become 0"]
+ERROR_HEAD = ["rows", "stored in bfloat16", "fp8", "fp8, worst row", "fp8, non-outlier channels", "elements that become 0"]
 SIZE_HEAD = ["model", "bytes per token, bfloat16", "fp8", "share"]
-COST_HEAD = ["quantization", "CPU seconds per GB of rows", "GB of rows per second and core", "times plain"]
+COST_HEAD = ["quantization", "CPU seconds per GB of rows", "GB of rows per second per core", "relative to none"]
 
 
 def table(head: Sequence[str], rows: Rows) -> str:
@@ -261,13 +261,15 @@ TEXT = """# Quantization
 
 Made by `python -m benchmarks.quantization`; do not edit.
 
-With `quantization` set to `fp8` a server stores a byte per element, float8_e4m3fn, and a float32 scale per token, in the format of
-hs-connectors 0.9.0 ([file format](file-format.md#quantised-rows)): half the disk, half the traffic, and rows with an error. Nothing else
-changes; staging, pinned ring and KV cache hold the model's own rows.
+With `quantization` set to `fp8` a server stores one byte per element (float8_e4m3fn) and a float32
+scale per token, in the format of hs-connectors 0.9.0 ([file
+format](file-format.md#quantised-rows)). Files and traffic are half as large, and rows have an
+error. Nothing else changes: staging, pinned ring and KV cache hold the model's own rows.
 
-`vllm_ascend_hsx.load`, `HiddenStatesDataset` and speculators' backends `hsx` and `fp8` give rows in the model's dtype, either way.
-`load(path, dequantize=False)` gives what is stored, with `scales`. speculators' backend `file`, vLLM's reader and safetensors know nothing
-of scales and give float8 numbers without them.
+`vllm_ascend_hsx.load`, `HiddenStatesDataset` and speculators' backends `hsx` and `fp8` return rows
+in the model's dtype in either case. `load(path, dequantize=False)` returns the stored values, with
+`scales`. speculators' backend `file`, vLLM's reader and safetensors ignore scales and return bare
+float8 numbers.
 
 ## Size
 
@@ -275,47 +277,56 @@ Files of four layers, without their header of 4,096 bytes:
 
 {sizes}
 
-A float32 model's rows take a quarter.
+For a float32 model the share is a quarter.
 
 ## Error
 
-One scale serves all layers of a token: the largest magnitude of them becomes 448, float8's largest number. What follows:
+All layers of a token share one scale: their largest magnitude becomes 448, the largest number in
+float8. Consequences:
 
-* An element loses at most 1/16 of itself, as long as it is larger than 1/28,672 of the token's largest. What readers make of it in
-  bfloat16 is rounded twice more, by 1/256 together.
-* Below that the steps are all alike, 1/229,376 of the largest: what is smaller than half a step becomes 0.
+* An element loses at most 1/16 of itself if it is larger than 1/28,672 of the token's largest. What
+  readers return in bfloat16 is rounded twice more, by 1/256 together.
+* Smaller elements have steps of equal size, 1/229,376 of the largest: an element smaller than half
+  a step becomes 0.
 * No scale is below 1e-12, which is hs-connectors' own limit. A token whose elements are all below
-  4.5e-10, in every layer, keeps less, and one below 9.7e-16 nothing. `hsx verify` counts these tokens
-  in a warning; rows that were 0 before are among them.
+  4.5e-10, in every layer, loses more, and one below 9.7e-16 everything. `hsx verify` counts these
+  tokens in a warning, including rows that were 0 before.
 
-So a layer that is small beside the others, or ordinary channels beside huge ones, lose most. `hsx inspect` shows the norms of the layers; a
-layer that is thousands of times smaller than another is better extracted without quantization.
+So a layer that is small compared with the others loses most, and so do ordinary channels beside
+huge ones. `hsx inspect` shows the norms of the layers. Extract a layer that is thousands of times
+smaller than another without quantization.
 
-Shown is the Euclidean norm of what a row lost, from the float32 row to what a reader has in bfloat16, by the row's norm: the median of
-all rows, and the largest. The second column is what bfloat16 itself loses of the same rows.
+The tables show the Euclidean norm of a row's error, from the float32 row to what a reader has in
+bfloat16, relative to the row's norm: the median of all rows, and the largest. The second column is
+the error of bfloat16 itself.
 
-Rows of a model, the tiny MiniMax-M2 of the tests: **its weights are random**, so it has no outliers.
+Rows of a model, the tiny MiniMax-M2 of the tests. **Its weights are random**, so it has no
+outliers.
 
 {tiny}
 
-Rows **made of random numbers** with outlier channels as large models have them, at several sizes. A row's norm is nearly that
-of its outliers, so the error of the other channels is shown by the norm of these alone. In the last four, layers of unlike size share the
-scales, each with {outliers} channels 100 times as large as the others.
+Rows **made of random numbers** with outlier channels of several sizes, as large models have them.
+The norm of a row is nearly that of its outliers, so the error of the other channels is relative to
+the norm of these channels alone. In the last four rows, layers of different sizes share the scales,
+each with {outliers} channels 100 times as large as the others.
 
 {synthetic}
 
-What that does to a draft model is not measured here: no model was trained. Compare the acceptance of a small run of each kind before you
-extract a large dataset.
+The effect on a draft model is not measured here: no model was trained. Before you extract a large
+dataset, compare the acceptance of a small training run with and without quantization.
 
 ## Cost
 
-Writer threads quantise on the processor, each in one thread, before they write. Rows of MiniMax-M2, four layers, from memory to files on a
-tmpfs with checksum, one thread; GB are of rows as the model computes them. {machine}; torch {torch}.
+Writer threads quantise rows on the CPU before they write them, each with one thread. Here: rows of
+MiniMax-M2, four layers, from memory to files on a tmpfs, with checksum, by one thread. GB are of
+rows as the model computes them.
+
+Measured on {machine}; torch {torch}.
 
 {cost}
 
-On a disk that is slower than this, the half that is not written counts for more. If storage falls behind, raise `num_writer_threads`:
-with quantization several threads work on one file.
+On a disk slower than this tmpfs, writing half the bytes matters more. If storage falls behind,
+raise `num_writer_threads`: with quantization several threads work on one file.
 """
 
 if __name__ == "__main__":

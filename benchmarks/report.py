@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -76,7 +77,7 @@ def _where(cell: Cell) -> list[str]:
 
 def latency_table(result: latency.Result) -> TABLE:
     headings = ["tokens", "last chunk", "last row → published", "end of step → published"]
-    headings += ["raw write of last chunk", "published → told", "published → mapped"]
+    headings += ["raw write of last chunk", "published → notified", "published → mapped"]
     rows = [
         [f"{each.tokens:,}", f"{each.last_chunk:,}"]
         + [_p50_p99(each.quantiles[name]) for name in ("from_host", "from_step", "raw", "told", "loaded")]
@@ -215,7 +216,7 @@ def _latency_words(result: latency.Result) -> str:
 
 
 def _engine_words(result: engine.Result) -> str:
-    return f"{result.model}. {words.ENGINE.format(off=OFF)}"
+    return f"{result.model}.\n{words.ENGINE.format(off=OFF)}"
 
 
 def _slow_storage_words(result: slow_storage.Result) -> str:
@@ -238,7 +239,8 @@ def _step_words(result: per_step.Result) -> str:
 def _capacity_words(result: capacity.Result) -> str:
     options = result.options
     refused = [each for each in result.cells if each.reason]
-    refusals = "".join(f" {each.layout.capitalize()} does not start for {each.model}: {each.reason}." for each in refused)
+    lines = [f"{each.layout.capitalize()} does not start for {each.model}: {each.reason}." for each in refused]
+    refusals = "".join(f"\n{textwrap.fill(line, 100)}" for line in lines)
     return words.CAPACITY.format(
         memory=result.kv_bytes >> 30,
         tensor_parallel=options.tensor_parallel,

@@ -16,7 +16,7 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 NO_EXTRACTION, WAIT, FAIL = "no extraction", "wait", "fail"
 # Of the bytes per second that the prompts make when storage is fast.
-SHARES: dict[str, float | None] = {"as it is": None, "1/2": 0.5, "1/10": 0.1, "1/100": 0.01, "stands still": 0.0}
+SHARES: dict[str, float | None] = {"as it is": None, "1/2": 0.5, "1/10": 0.1, "1/100": 0.01, "stalled": 0.0}
 ROW_BYTES = len(LAYER_IDS) * 256 * 2  # of the tiny model
 RING_BYTES = 4 << 20
 

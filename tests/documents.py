@@ -7,7 +7,8 @@ import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
 class Command(NamedTuple):
@@ -19,7 +20,8 @@ class Command(NamedTuple):
 
 
 def page(name: str) -> str:
-    return (DOCS / name).read_text()
+    """The text of a page of docs/, or of README.md."""
+    return ((ROOT if name == "README.md" else DOCS) / name).read_text()
 
 
 def blocks(name: str, label: str) -> list[str]:

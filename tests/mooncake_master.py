@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -54,11 +54,10 @@ class MooncakeMaster:
     def __enter__(self) -> MooncakeMaster:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
-        try:
+        with ExitStack() as unless_it_listens:
+            unless_it_listens.callback(self.kill)
             self._wait_until_it_listens()
-        except BaseException:
-            self.kill()
-            raise
+            unless_it_listens.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -1,6 +1,7 @@
 """Hidden-state extraction for vLLM on Ascend NPUs.
 
-Importing this package is cheap and needs neither vLLM nor torch_npu; the reader's names are loaded when they are first used.
+Importing this package is cheap and needs neither vLLM nor torch_npu. The reader's names are
+imported on first use.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from vllm_ascend_hsx.reader.find import find
     from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load, open_dir, remove
 
-# Where each public name comes from; torch is imported with the first of them that needs it.
+# Modules of the public names. torch is imported with the first name that needs it.
 _HOMES = {
     "HiddenStates": "load",
     "HiddenStatesDataset": "dataset",

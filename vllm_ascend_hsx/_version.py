@@ -1,3 +1,3 @@
-"""The version of this package; a module of its own, so that every room can import it."""
+"""The version of this package. A module of its own, so that all modules can import it."""
 
 __version__ = "0.1.0.dev0"

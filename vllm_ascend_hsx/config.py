@@ -1,4 +1,4 @@
-"""HsxConfig: every option of the connector, typed, validated and documented; and what is read from the engine's own settings."""
+"""HsxConfig: every option of the connector, typed, validated and documented."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
 from vllm_ascend_hsx.protocol.names import printable
 
 CONNECTOR_NAME = "AscendHiddenStatesConnector"
-PLUGIN_NAME = "ascend_hsx"  # the entry point, and what VLLM_PLUGINS calls it
+PLUGIN_NAME = "ascend_hsx"  # name of the entry point, used in VLLM_PLUGINS
 METHOD = "extract_hidden_states"
 EXTRA_CONFIG = "kv_connector_extra_config"
 LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 UPSTREAM_CONNECTOR = "ExampleHiddenStatesConnector"
-# What VLLM_PLUGINS chooses from (vllm/plugins/__init__.py, 0.23.0).
-_PLUGIN_GROUPS = tuple(f"vllm.{kind}_plugins" for kind in ("platform", "general", "io_processor", "stat_logger"))
-LAST_WORDS_S = 5.0  # seconds that a worker takes at most, behind drain_timeout_s, to leave a reason in place of files that are not complete
+# Entry-point groups that VLLM_PLUGINS filters (vllm/plugins/__init__.py, 0.23.0).
+_PLUGIN_GROUPS = tuple(
+    f"vllm.{kind}_plugins" for kind in ("platform", "general", "io_processor", "stat_logger")
+)
+# Seconds, after drain_timeout_s, in which a worker writes the error files of unfinished requests.
+FAILURE_REPORT_TIMEOUT_S = 5.0
+
 
 Size = Annotated[int, BeforeValidator(parse_size)]
 
@@ -34,139 +38,162 @@ Size = Annotated[int, BeforeValidator(parse_size)]
 class HsxConfig(BaseModel):
     """The options of `kv_connector_extra_config`.
 
-    An unknown key or a value of the wrong type is an `UserError` (see `HsxConfig.parse`), never a warning: a misspelt option
-    would otherwise be found in the data, weeks later.
+    An unknown key or a value of the wrong type is an error (see `HsxConfig.parse`), not a warning:
+    otherwise a misspelt option would be noticed weeks later, in the data.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     shared_storage_path: str | None = Field(
         default=None,
-        description="Directory that receives the files. It is created if it does not exist; every worker of the server must see it under "
-        "this path. Required, unless `sink` is 'mooncake'.",
+        description="Directory of the files, created if missing. All workers must see it under "
+        "this path. Required unless `sink` is 'mooncake'.",
     )
     sink: Literal["file", "shard", "mooncake"] = Field(
         default="file",
-        description="Where rows go: 'file' makes one safetensors file per request; 'shard' appends requests to large tar files, with an "
-        "index, for datasets of millions of requests; 'mooncake' puts them into a Mooncake store, for readers on other machines.",
+        description="Where rows go. 'file' writes one safetensors file per request. 'shard' "
+        "appends requests to large tar files with an index, for millions of requests. "
+        "'mooncake' puts them into a Mooncake store, for readers on other machines.",
     )
     quantization: Literal["none", "fp8"] = Field(
         default="none",
-        description="'fp8' stores rows as float8_e4m3fn with one float32 scale per token: half the bytes of bfloat16.",
+        description="'fp8' stores rows as float8_e4m3fn with one float32 scale per token: half "
+        "the bytes of bfloat16.",
     )
     shard_bytes: Size = Field(
         default=4 << 30,
         ge=1 << 20,
         le=LARGEST,
-        description="Size at which a shard is sealed and the next one begun; bytes, or a size such as '4GiB'. Of `sink` 'shard'.",
+        description="Size at which a shard is sealed and the next one begins, with `sink` "
+        "'shard'. Bytes, or a size such as '4GiB'.",
     )
-    mooncake: MooncakeOptions | None = Field(default=None, description="The Mooncake store. Required if `sink` is 'mooncake'.")
+    mooncake: MooncakeOptions | None = Field(
+        default=None, description="The Mooncake store. Required if `sink` is 'mooncake'."
+    )
     extract: Literal["all", "requested"] = Field(
         default="all",
-        description="Which requests are extracted: 'all' but those that opt out with `\"hidden_states\": false` in their "
-        "kv_transfer_params, or only those 'requested' with `\"hidden_states\": true` or another of our keys there. "
-        "All others use the prefix cache and cost nothing.",
+        description="Which requests are extracted. 'all': all except those with "
+        "`\"hidden_states\": false` in their kv_transfer_params. 'requested': only those with "
+        '`"hidden_states": true` or another key of this connector there. Other requests use '
+        "the prefix cache and cost nothing.",
     )
     max_files_per_request: int = Field(
         default=4096,
         ge=1,
         le=1 << 20,
-        description="Files that one API request may make, with all its prompts and samples, on each data-parallel rank. "
-        "Those beyond are generated but not extracted, and told so: see docs/security.md.",
+        description="Most files of one API request, with all its prompts and samples, on each "
+        "data-parallel rank. Prompts and samples beyond this are generated without extraction, "
+        "and their responses have an error: see docs/security.md.",
     )
     max_bytes_per_request: Size = Field(
         default=128 << 30,
         ge=1,
         le=1 << 60,
-        description="Bytes of rows that one API request may store, counted as `max_files_per_request`; rows of generated tokens "
-        "count with the request's max_tokens. Bytes, or a size such as '128GiB'.",
+        description="Most bytes of rows of one API request, counted like "
+        "`max_files_per_request`. Rows of generated tokens count with the request's max_tokens. "
+        "Bytes, or a size such as '128GiB'.",
     )
     use_synchronization_lock: bool = Field(
         default=True,
-        description="Hold an flock on `<file>.lock` until the file is complete, so that a reader can sleep until then.",
+        description="Hold an flock on `<file>.lock` until the file is complete, so that "
+        "readers can sleep until then.",
     )
     allow_custom_save_path: bool = Field(
         default=False,
-        description="Let requests choose the file that receives their rows, below shared_storage_path, with `hidden_states_path` in their "
-        "kv_transfer_params. Whoever may do so may replace any file of hidden states there: see docs/security.md.",
+        description="Let requests choose their file below shared_storage_path, with "
+        "`hidden_states_path` in their kv_transfer_params. Such a client can replace any file "
+        "of hidden states there: see docs/security.md.",
     )
     include_output_tokens: bool = Field(
         default=False,
-        description="Store rows of generated tokens too, all but the last, which is never an input of the model. "
-        "A request can say otherwise in its kv_transfer_params.",
+        description="Also store rows of generated tokens, except the last one, which is never "
+        "an input of the model. Requests can override this in kv_transfer_params.",
     )
     io: Literal["buffered", "direct"] = Field(
         default="buffered",
-        description="'direct' writes rows past the page cache (O_DIRECT): less processor time and memory, for local disks; 'buffered' is "
-        "faster where the page cache has room, and works everywhere.",
+        description="'direct' bypasses the page cache (O_DIRECT): less CPU time and memory, "
+        "for local disks. 'buffered' is faster while the page cache has room, and works "
+        "everywhere.",
     )
     durability: Literal["none", "fdatasync"] = Field(
         default="none",
-        description="'fdatasync' publishes a file only when it survives a loss of power, its name included. "
-        "With 'none' a file survives the death of the server, not that of the machine.",
+        description="'fdatasync' publishes a file only when it and its name survive a power "
+        "failure. With 'none' a file survives the death of the server, but not of the machine.",
     )
     checksum: Literal["crc32c", "none"] = Field(
         default="crc32c",
-        description="A checksum (CRC-32C) of each file, in its metadata; `vllm_ascend_hsx.load(path, verify=True)` compares it.",
+        description="Store a checksum (CRC-32C) of each file in its metadata. "
+        "`vllm_ascend_hsx.load(path, verify=True)` compares it.",
     )
-    check_finite: bool = Field(default=False, description="Fail the file of a request whose rows hold a NaN or an infinity.")
+    check_finite: bool = Field(
+        default=False, description="Fail requests whose rows contain a NaN or an infinity."
+    )
     file_mode: str = Field(
         default="0640",
-        description="Permissions of the files in octal digits, such as '0640', whatever the umask. Who may read a file may also open its "
-        "lock for writing.",
+        description="Permissions of the files in octal digits, such as '0640', regardless of "
+        "the umask. Users who can read a file can also open its lock for writing.",
     )
     num_writer_threads: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="Threads per worker that write rows from the pinned ring into files. "
-        "By default the processors divided by the workers, but at most 8, and at least 2, or 4 if they wait for the disk or a store "
-        "(direct, fdatasync, mooncake).",
+        description="Threads per worker that write rows from the pinned ring to files. "
+        "Default: processors divided by workers, at most 8, and at least 2, or 4 if they wait "
+        "for a disk or a store (direct, fdatasync, mooncake).",
     )
     staging_slots: int = Field(
         default=2,
         ge=1,
         le=8,
-        description="Device buffers of max_num_batched_tokens rows. With two, a step is copied out while the next one computes.",
+        description="Device buffers of max_num_batched_tokens rows. With two, a step is copied "
+        "while the next one computes.",
     )
     pinned_ring_bytes: Size = Field(
         default=32 << 20,
         ge=1 << 12,
         le=LARGEST,
-        description="Pinned host memory per worker that rows pass through on their way to the file; bytes, or a size such as '32MiB'.",
+        description="Pinned host memory per worker for rows on their way to the file. Bytes, "
+        "or a size such as '32MiB'.",
     )
     slow_storage: Literal["wait", "fail"] = Field(
         default="wait",
-        description="Who gives way to storage that is too slow. With both, new requests wait until what was admitted can be written in "
-        "time. If rows have no room in pinned_ring_bytes all the same, 'wait' has the step wait, and with it every request; 'fail' fails "
-        "the requests whose rows these are, and no step waits.",
+        description="What happens if storage is too slow. In both cases new requests wait "
+        "until admitted ones can be written in time. If rows still do not fit into "
+        "pinned_ring_bytes, 'wait' makes the step wait, and with it every request; 'fail' fails "
+        "the requests of these rows, and no step waits.",
     )
     storage_patience_s: float = Field(
         default=30.0,
         gt=0,
         le=LONGEST_S,
-        description="Seconds that an engine step waits for storage that does nothing at all. Then the requests whose rows wait fail, "
-        "new ones are refused, and all others go on, until the storage answers again.",
+        description="Seconds that an engine step waits for storage that makes no progress. "
+        "Then requests whose rows wait fail, and new ones are refused until it recovers. All "
+        "others continue.",
     )
     drain_timeout_s: float = Field(
         default=30.0,
         ge=0,
         le=LONGEST_S,
-        description="Seconds that a server which is stopped takes at most to write the rows that were computed.",
+        description="Most seconds that a stopping server takes to write computed rows.",
     )
 
     @property
     def close_timeout_s(self) -> float:
-        """Seconds that a worker takes at most to stop once no step runs."""
-        return self.drain_timeout_s + LAST_WORDS_S
+        """Most seconds that a worker takes to stop once no step runs."""
+        return self.drain_timeout_s + FAILURE_REPORT_TIMEOUT_S
 
     @field_validator("file_mode", mode="before")
     @classmethod
     def _require_mode(cls, value: object) -> object:
         if isinstance(value, int) and not isinstance(value, bool):
             raise ValueError("is a number; write the octal digits as a text, such as '0640'")
-        if isinstance(value, str) and (not re.fullmatch("0?[0-7]{3}", value) or int(value, 8) & 0o600 != 0o600):
-            raise ValueError("is not a mode of three octal digits that lets the server read and write its own files, such as '0640'")
+        if isinstance(value, str) and (
+            not re.fullmatch("0?[0-7]{3}", value) or int(value, 8) & 0o600 != 0o600
+        ):
+            raise ValueError(
+                "is not a mode of three octal digits that lets the server read and write its own "
+                "files, such as '0640'"
+            )
         return value
 
     @field_validator("shared_storage_path", mode="before")
@@ -178,21 +205,21 @@ class HsxConfig(BaseModel):
     @classmethod
     def _require_absolute(cls, value: str | None) -> str | None:
         if value is not None and not Path(value).is_absolute():
-            raise ValueError("is not an absolute path; the server's processes need not share a working directory")
+            raise ValueError("is not an absolute path; working directories of processes may differ")
         try:
             usable = value is None or b"\0" not in os.fsencode(value)
         except UnicodeEncodeError:
             usable = False
         if not usable:
-            raise ValueError("is no path: it has a character that none can have")
+            raise ValueError("is not a path: it contains a character that paths cannot have")
         return value
 
     @classmethod
     def parse(cls, extra_config: dict[str, Any]) -> HsxConfig:
-        """Read `kv_connector_extra_config`.
+        """Parse `kv_connector_extra_config`.
 
         Raises:
-            UserError: an unknown key, a missing one, or a value that cannot be used; the first of them.
+            UserError: for the first unknown key, missing key or invalid value.
         """
         _require_names(cls, EXTRA_CONFIG, extra_config)
         if isinstance(mooncake := extra_config.get("mooncake"), dict):
@@ -201,22 +228,25 @@ class HsxConfig(BaseModel):
             config = cls.model_validate(extra_config)
         except ValidationError as error:
             first = error.errors()[0]
-            raise _explain(extra_config, [str(each) for each in first["loc"]], first["type"], first["msg"]) from None
+            keys = [str(each) for each in first["loc"]]
+            raise _explain(extra_config, keys, first["type"], first["msg"]) from None
         if config.sink == "mooncake":
             if config.mooncake is None:
                 remedy = 'Set it to {"master_server_address": "host:port"}.'
-                raise UserError(f"{EXTRA_CONFIG}.mooncake", None, "is missing, and sink is 'mooncake'", remedy)
+                problem = "is missing, and sink is 'mooncake'"
+                raise UserError(f"{EXTRA_CONFIG}.mooncake", None, problem, remedy)
         elif config.shared_storage_path is None:
-            remedy = "Set it to the directory that is to receive the files."
+            remedy = "Set it to the directory of the files."
             raise UserError(f"{EXTRA_CONFIG}.shared_storage_path", None, "is missing", remedy)
         return config
 
 
 def _require_names(model: type[BaseModel], option: str, values: dict[Any, Any]) -> None:
-    """Refuse a key that is no printable text, of which pydantic does not say where it is. Raises UserError."""
+    """Refuse unprintable keys, whose place pydantic does not report. Raises UserError."""
     for key, value in values.items():
         if not isinstance(key, str) or not key.isprintable():
-            raise UserError(f"{option}.{printable(str(key))}", value, "is not an option", _names_of(model))
+            option = f"{option}.{printable(str(key))}"
+            raise UserError(option, value, "is not an option", _names_of(model))
 
 
 def _names_of(model: type[BaseModel]) -> str:
@@ -224,7 +254,7 @@ def _names_of(model: type[BaseModel]) -> str:
 
 
 def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -> UserError:
-    """pydantic's first error in our words; `keys` lead to the option, through `mooncake` if it is one of its."""
+    """Convert pydantic's first error. `keys` is the path to the option."""
     model: type[BaseModel] = HsxConfig
     if keys[0] == "mooncake" and len(keys) > 1 and isinstance(values["mooncake"], dict):
         model, values = MooncakeOptions, values["mooncake"]
@@ -246,13 +276,13 @@ def _explain(values: dict[str, Any], keys: list[str], kind: str, message: str) -
 
 
 def read_options(transfer: Any) -> HsxConfig:
-    """Read and check the options of our connector, alone or inside MultiConnector.
+    """Parse and check the connector's options, alone or in MultiConnector.
 
     Args:
         transfer: vllm.config.KVTransferConfig, or None.
 
     Raises:
-        UserError: it is not there, or has a role or an option that cannot be used.
+        UserError: if the connector is missing, or its role or an option is invalid.
     """
     role, options = _connector_entry(transfer)
     config = HsxConfig.parse(options)
@@ -264,43 +294,41 @@ def _connector_entry(transfer: Any) -> tuple[str | None, dict[str, Any]]:
     if transfer is not None and transfer.kv_connector == CONNECTOR_NAME:
         return transfer.kv_role, transfer.kv_connector_extra_config
     if transfer is not None and transfer.kv_connector == "MultiConnector":
-        children = {child.get("kv_connector"): child for child in transfer.kv_connector_extra_config.get("connectors", ())}
+        connectors = transfer.kv_connector_extra_config.get("connectors", ())
+        children = {child.get("kv_connector"): child for child in connectors}
         if CONNECTOR_NAME in children:
             if UPSTREAM_CONNECTOR in children:
-                raise UserError(
-                    f"kv_transfer_config.{EXTRA_CONFIG}.connectors",
-                    UPSTREAM_CONNECTOR,
-                    f"reads hidden states from the KV cache, where {CONNECTOR_NAME} keeps none",
-                    "Leave it out.",
+                option = f"kv_transfer_config.{EXTRA_CONFIG}.connectors"
+                problem = (
+                    f"reads hidden states from the KV cache, where {CONNECTOR_NAME} keeps none"
                 )
+                raise UserError(option, UPSTREAM_CONNECTOR, problem, "Leave it out.")
             child = children[CONNECTOR_NAME]
-            return child.get("kv_role", transfer.kv_role), child.get("kv_connector_extra_config", {})
+            role = child.get("kv_role", transfer.kv_role)
+            return role, child.get("kv_connector_extra_config", {})
     raise UserError(
         "kv_transfer_config.kv_connector",
         getattr(transfer, "kv_connector", None),
-        f"does not take the hidden states that the speculative method extracts when the plugin {PLUGIN_NAME} is loaded",
-        f'Start the server with --kv-transfer-config \'{{"kv_connector": "{CONNECTOR_NAME}", "kv_role": "kv_producer", ...}}\'; '
-        f"or, for another connector of hidden states, without this plugin: VLLM_PLUGINS={plugins_without_ours()} vllm serve ...",
+        "does not take the hidden states that the speculative method extracts when the plugin "
+        f"{PLUGIN_NAME} is loaded",
+        f'Start the server with --kv-transfer-config \'{{"kv_connector": "{CONNECTOR_NAME}", '
+        '"kv_role": "kv_producer", ...}\'; '
+        "or, for another connector of hidden states, without this plugin: "
+        f"VLLM_PLUGINS={plugins_without_ours()} vllm serve ...",
     )
 
 
 def plugins_without_ours(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the value of VLLM_PLUGINS that leaves our plugin out and keeps every other one that is loaded now."""
+    """Return the value of VLLM_PLUGINS that excludes only this plugin."""
     allowed = environ.get("VLLM_PLUGINS")
-    names = [point.name for group in _PLUGIN_GROUPS for point in entry_points(group=group) if point.name != PLUGIN_NAME]
-    return ",".join(name for name in dict.fromkeys(names) if allowed is None or name in allowed.split(","))
+    points = [point.name for group in _PLUGIN_GROUPS for point in entry_points(group=group)]
+    others = dict.fromkeys(name for name in points if name != PLUGIN_NAME)
+    return ",".join(name for name in others if allowed is None or name in allowed.split(","))
 
 
 def require_producer(kv_role: str | None) -> None:
-    """Refuse a role that would have the engine load from us.
-
-    Raises:
-        UserError: any role but `kv_producer`.
-    """
+    """Require the role `kv_producer`: the connector loads nothing. Raises UserError."""
     if kv_role != "kv_producer":
-        raise UserError(
-            "kv_transfer_config.kv_role",
-            kv_role,
-            "makes the engine expect KV data from a connector that only writes hidden states",
-            'Set "kv_role": "kv_producer".',
-        )
+        problem = "makes the engine expect KV data from a connector that only writes hidden states"
+        remedy = 'Set "kv_role": "kv_producer".'
+        raise UserError("kv_transfer_config.kv_role", kv_role, problem, remedy)

@@ -1,4 +1,4 @@
-"""What is extracted: the target, its layers, and the parallel settings with which it can be extracted."""
+"""The extraction target: model, layers, and the parallel settings that are supported."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from vllm_ascend_hsx.protocol.errors import UserError
 
 @dataclass(frozen=True)
 class ExtractionTarget:
-    """What is extracted, read once from the engine's configuration.
+    """Model and layers to extract, read once from the engine's configuration.
 
     Attributes:
         model: the target's name or path, for the file's metadata.
-        layer_ids: residual-stream ids in the user's order; id i is the stream after i layers, `num_layers` the one before the final norm.
-        collected: for each entry of `layer_ids` its place in the list that the target returns, which is in ascending layer order.
+        layer_ids: residual-stream ids in the user's order. Id i is the stream after i layers;
+            `num_layers` is the state before the final norm.
+        layer_order: for each of `layer_ids`, its index in the list that the target returns, which
+            is in ascending layer order.
         hidden_size: elements per row and layer.
-        max_tokens: most tokens that one step can hold (`max_num_batched_tokens`).
+        max_tokens: most tokens of one step (`max_num_batched_tokens`).
     """
 
     model: str
     layer_ids: tuple[int, ...]
-    collected: tuple[int, ...]
+    layer_order: tuple[int, ...]
     hidden_size: int
     max_tokens: int
 
@@ -33,39 +35,51 @@ class ExtractionTarget:
 
 
 def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, ...]:
-    """Check the ids of the layers to extract; their order is kept, for it is the order of the file.
+    """Check the ids of the layers to extract, and keep their order, which is the order in the file.
 
     Args:
-        layer_ids: what the user gave as `eagle_aux_hidden_state_layer_ids`.
+        layer_ids: the user's `eagle_aux_hidden_state_layer_ids`.
         num_hidden_layers: layers of the target.
 
     Raises:
-        UserError: not a list of integers, empty, a duplicate, or an id outside [0, num_hidden_layers].
+        UserError: if it is not a list of integers, is empty, or has a duplicate or an id
+            outside [0, num_hidden_layers].
     """
     option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
-    example = [2, num_hidden_layers // 2, num_hidden_layers - 3, num_hidden_layers] if num_hidden_layers > 6 else [num_hidden_layers]
-    remedy = (
-        f"Give distinct integers from 0 (the embedding output) to {num_hidden_layers} (after the last layer, before the final norm), "
-        f"for example {example}."
+    example = (
+        [2, num_hidden_layers // 2, num_hidden_layers - 3, num_hidden_layers]
+        if num_hidden_layers > 6
+        else [num_hidden_layers]
     )
-    if not isinstance(layer_ids, list | tuple) or not layer_ids or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids):
+    remedy = (
+        f"Give distinct integers from 0 (the embedding output) to {num_hidden_layers} (after the "
+        f"last layer, before the final norm), for example {example}."
+    )
+    if (
+        not isinstance(layer_ids, list | tuple)
+        or not layer_ids
+        or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids)
+    ):
         raise UserError(option, layer_ids, "is not a list of layer ids", remedy)
     for index, layer_id in enumerate(layer_ids):
         if not 0 <= layer_id <= num_hidden_layers:
-            raise UserError(option, layer_ids, f"has id {layer_id}, which the target does not have", remedy)
+            raise UserError(
+                option, layer_ids, f"has id {layer_id}, which the target does not have", remedy
+            )
         if layer_id in layer_ids[:index]:
             raise UserError(option, layer_ids, f"has id {layer_id} twice", remedy)
     return tuple(layer_ids)
 
 
 def read_target(vllm_config: Any) -> ExtractionTarget:
-    """Read what is to be extracted from vLLM's configuration, and refuse what cannot be extracted correctly.
+    """Read the target from vLLM's configuration, and refuse settings that are not supported.
 
     Args:
         vllm_config: vllm.config.VllmConfig with the speculative method `extract_hidden_states`.
 
     Raises:
-        UserError: another speculative method, unusable layer ids, or a parallel or role setting that is not supported.
+        UserError: if the speculative method is another one, layer ids are invalid, or a
+            parallel setting is not supported.
     """
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD:
@@ -73,7 +87,8 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
             "speculative_config.method",
             getattr(speculative, "method", None),
             "produces no hidden states",
-            f'Start the server with --speculative-config \'{{"method": "{METHOD}", "num_speculative_tokens": 1, ...}}\'.',
+            "Start the server with --speculative-config "
+            f'\'{{"method": "{METHOD}", "num_speculative_tokens": 1, ...}}\'.',
         )
     if speculative.disable_padded_drafter_batch:
         raise UserError(
@@ -86,16 +101,22 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
     for option, reason in ONE_ONLY.items():
         value = getattr(parallel, option, 1)
         if value > 1:
-            raise UserError(option, value, reason, f"Use {option}=1; scale with tensor, data and expert parallelism.")
+            raise UserError(
+                option,
+                value,
+                reason,
+                f"Use {option}=1; scale with tensor, data and expert parallelism.",
+            )
     model = vllm_config.model_config
     layer_ids = validate_layer_ids(
-        getattr(speculative.draft_model_config.hf_config, LAYER_IDS_KEY, None), model.get_total_num_hidden_layers()
+        getattr(speculative.draft_model_config.hf_config, LAYER_IDS_KEY, None),
+        model.get_total_num_hidden_layers(),
     )
     ascending = sorted(layer_ids)
     return ExtractionTarget(
         model=model.served_model_name if isinstance(model.served_model_name, str) else model.model,
         layer_ids=layer_ids,
-        collected=tuple(ascending.index(layer_id) for layer_id in layer_ids),
+        layer_order=tuple(ascending.index(layer_id) for layer_id in layer_ids),
         hidden_size=model.get_hidden_size(),
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
     )

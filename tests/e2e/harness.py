@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -275,11 +275,10 @@ class EngineSession:
         self._answers = ours_read
         self._buffer = b""
         self._actions = os.fdopen(ours_write, "w")
-        try:
+        with ExitStack() as unless_started:
+            unless_started.callback(self.close)
             self.facts = self.call("start", self._arguments)
-        except BaseException:
-            self.close()
-            raise
+            unless_started.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -308,14 +307,12 @@ class EngineSession:
             AssertionError: the process ended, or took longer than the timeout; the message has the end of its log.
         """
         self.clock += 1
-        try:
-            with suppress(BrokenPipeError):  # the missing answer tells
-                self._actions.write(json.dumps({"action": action, "args": args, "kwargs": kwargs}) + "\n")
-                self._actions.flush()
-            answer = json.loads(self._read_line(action))
-        except BaseException:
-            self.failed = True
-            raise
+        failed, self.failed = self.failed, True  # unless an answer comes
+        with suppress(BrokenPipeError):  # the missing answer tells
+            self._actions.write(json.dumps({"action": action, "args": args, "kwargs": kwargs}) + "\n")
+            self._actions.flush()
+        answer = json.loads(self._read_line(action))
+        self.failed = failed
         for event in answer["events"]:
             request = self.requests[event["id"]]
             request.take(event)

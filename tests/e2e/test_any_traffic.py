@@ -156,7 +156,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["cramped", pytest.param("synchronous", marks=pytest.mark.long), "moe"])
 def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(engine: str, stage: Stage, request: pytest.FixtureRequest) -> None:
     asked = request.config.getoption("traffic_runs")
     runs = asked or RUNS[engine]

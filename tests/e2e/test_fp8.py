@@ -62,7 +62,11 @@ def test_rows_are_the_models_to_within_the_error_of_float8(float32_qwen3: Path, 
             assert examine(path).verdict == "verified"
 
 
-@pytest.mark.parametrize(("dtype", "target"), [(torch.bfloat16, "tiny_minimax_m2"), (torch.float16, "float32_qwen3")], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "target"),
+    [(torch.bfloat16, "tiny_minimax_m2"), pytest.param(torch.float16, "float32_qwen3", marks=pytest.mark.long)],
+    ids=str,
+)
 def test_a_server_stores_what_hs_connectors_would_make_of_its_rows_in_half_the_bytes(
     dtype: torch.dtype, target: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -94,7 +94,7 @@ class Pair:
         return graph
 
 
-@pytest.fixture(scope="module", params=CAPTURES)
+@pytest.fixture(scope="module", params=["FULL_DECODE_ONLY", pytest.param("PIECEWISE", marks=pytest.mark.long)])
 def pair(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     runs, events = [], []
     for extract in (True, False):
@@ -142,6 +142,7 @@ def test_rows_of_a_mixture_of_experts_on_two_npus_are_right_in_replays(tiny_mini
         assert comparison.matches, (request_id, comparison)
 
 
+@pytest.mark.long
 def test_rows_of_latent_attention_are_right_in_replays(tmp_path: Path) -> None:
     model = build_deepseek_v3(tmp_path / "deepseek_v3")
     done, (events,) = run(tmp_path / "run", model, "FULL_DECODE_ONLY", layer_ids=(4, 0, 2, 1))

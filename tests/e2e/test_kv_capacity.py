@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from harness import run_engine, tokens
 
 SCRIPT = [["add", "r", tokens(20), {"max_tokens": 1}], ["drain"]]
 
 
+@pytest.mark.long
 def test_only_the_staging_slots_are_taken_from_the_kv_cache(tiny_minimax_m2: Path, tmp_path: Path) -> None:
     without = run_engine(tmp_path / "without", tiny_minimax_m2, SCRIPT, extract=False)
     extracting = run_engine(tmp_path / "with", tiny_minimax_m2, SCRIPT)

@@ -106,6 +106,7 @@ def test_rows_are_right_with_tensor_expert_and_sequence_parallelism(model: Path,
         assert comparison.matches, f"{request_id}: {comparison}"
 
 
+@pytest.mark.long
 def test_queries_without_a_latent_of_their_own_are_served_too(tmp_path: Path) -> None:
     # As in DeepSeek-V2-Lite: q_lora_rank is null.
     target = build_deepseek_v3(tmp_path / "model", layers=2, q_lora_rank=None)

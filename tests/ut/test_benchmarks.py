@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from benchmarks.ours import Ours
 from benchmarks.rows import MINIMAX_M2, TINY, Load, Source, assert_files_are_right, token_ids
 from benchmarks.server_config import EngineOptions
 
+ROOT = Path(__file__).parents[2]
 STEP_TOKENS = 32
 SOURCE_TOKENS = 96
 HOST = host_path.Scale(
@@ -193,16 +195,19 @@ def test_an_error_in_a_pool_is_raised_where_it_is_waited_for() -> None:
 # Measuring
 
 
+MEMORY = """
+import numpy
+from benchmarks.measure import cost_of
+print(cost_of(lambda: numpy.ones(64 << 20, numpy.uint8)).rss, cost_of(lambda: None).rss)
+"""
+
+
 def test_memory_that_is_touched_and_given_back_is_seen_at_its_peak() -> None:
-    size = 64 << 20
-
-    def work() -> None:
-        np.ones(size, np.uint8)
-
-    work()
-    gc.collect()  # what earlier tests have left is not to be given back meanwhile
-    assert size * 0.9 < measure.cost_of(work).rss < size * 2
-    assert measure.cost_of(lambda: None).rss < size / 4
+    """In a process of its own: threads of other tests may free memory meanwhile."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    touched, nothing = map(int, done.stdout.split())
+    assert 0.9 < touched / (64 << 20) < 2
+    assert nothing < 16 << 20
 
 
 def test_contestants_take_turns_and_ratios_are_taken_within_a_repetition() -> None:
@@ -301,14 +306,14 @@ def test_a_goal_is_met_only_if_every_cell_meets_it_and_names_its_limit_if_not() 
     assert judged([cell_with(0.91), cell_with(0.95)], goal).limit == ""
     missed = judged([cell_with(0.91), cell_with(0.89)], goal)
     assert missed.met == "in 1 of 2 cells"
-    assert "more than its raw write" in missed.limit
+    assert "more CPU time than its raw write" in missed.limit
     assert judged([cell_with(0.1, tokens=128), replace(cell_with(0.1), evenly=True), cell_with(0.95)], goal).met == "yes"
 
 
 def test_what_is_beyond_a_raw_write_is_named_as_the_limit() -> None:
     verdict = judged([cell_with(0.9, view=COPIED)], "from 2,048 tokens on at least 4 times")
     assert verdict.met == "in 0 of 1 cells"
-    assert "3.0 x in the middle cell, 4 x in 0 of 1" in verdict.limit
+    assert "3.0 x in the median cell, 4 x in 0 of 1" in verdict.limit
 
 
 def test_the_report_has_every_table_and_its_words(results: goals.Results, tmp_path: Path) -> None:

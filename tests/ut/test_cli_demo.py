@@ -51,7 +51,7 @@ def test_sixteen_matching_requests_give_exit_code_zero(
         ("shifted", "13 of 16 requests match"),
         ("foreign tokens", "0 of 16 requests match"),
         ("no params", "has no hidden_states_path"),
-        ("miscounts", "/metrics counts 15 published files, 16 requests were answered"),
+        ("miscounts", "/metrics counts 15 files for 16 answers"),
         ("dies", "the server ended with exit code 3"),
     ],
 )

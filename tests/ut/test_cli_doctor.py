@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from documents import blocks
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
@@ -599,10 +600,9 @@ def test_the_command_starts_without_torch_and_vllm() -> None:
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout == "set()\n"
 
 
-def test_the_readmes_command_is_one_that_hsx_accepts() -> None:
-    match = re.search(r"<!-- doctor -->\n```bash\n(.*?)\n```", (ROOT / "README.md").read_text())
-    assert match is not None
-    words = shlex.split(match[1])
+def test_the_documented_command_is_one_that_hsx_accepts() -> None:
+    (shown,) = blocks("operations.md", "doctor")
+    words = shlex.split(shown)
     assert words[:2] == ["hsx", "doctor"]
     assert command.parse_arguments(words[2:]).out == Path("/data/hidden_states")
 

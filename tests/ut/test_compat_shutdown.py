@@ -32,12 +32,12 @@ from vllm_ascend.patch.platform import patch_glm_tool_call_streaming
 
 from vllm_ascend_hsx.compat import shutdown as patches
 from vllm_ascend_hsx.compat.shutdown import stop_timeout
-from vllm_ascend_hsx.config import LAST_WORDS_S
+from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 
 OPTIONS = {"shared_storage_path": "/data", "drain_timeout_s": 100, "storage_patience_s": 20}
 OURS = {"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer", "kv_connector_extra_config": OPTIONS}
-PATIENCE = 100 + 20 + LAST_WORDS_S
+PATIENCE = 100 + 20 + FAILURE_REPORT_TIMEOUT_S
 STATE = core_module.EngineShutdownState
 
 

@@ -26,9 +26,9 @@ def test_defaults_need_only_the_directory() -> None:
 @pytest.mark.parametrize(
     ("given_options", "option", "value", "remedy"),
     [
-        ({}, "shared_storage_path", None, "directory that is to receive"),
+        ({}, "shared_storage_path", None, "directory of the files"),
         ({"shared_storage_path": "relative"}, "shared_storage_path", "'relative'", "absolute path"),
-        ({"shared_storage_path": 7}, "shared_storage_path", "7", "Directory that receives"),
+        ({"shared_storage_path": 7}, "shared_storage_path", "7", "Directory of the files"),
         (GOOD | {"num_writer_thread": 8}, "num_writer_thread", "8", "Did you mean 'num_writer_threads'?"),
         (GOOD | {"file_mode": 640}, "file_mode", "640", "is a number; write the octal digits as a text, such as '0640'"),
         (GOOD | {"file_mode": "7777"}, "file_mode", "'7777'", "is not a mode of three octal digits"),
@@ -39,8 +39,8 @@ def test_defaults_need_only_the_directory() -> None:
         (GOOD | {"use_synchronization_lock": "no"}, "use_synchronization_lock", "'no'", "flock"),
         (GOOD | {"pinned_ring_bytes": "32MB"}, "pinned_ring_bytes", "'32MB'", "KiB, MiB or GiB"),
         (GOOD | {"pinned_ring_bytes": "٣GiB"}, "pinned_ring_bytes", "'٣GiB'", "KiB, MiB or GiB"),
-        ({"shared_storage_path": "/a\0b"}, "shared_storage_path", r"'/a\x00b'", "Directory that receives"),
-        ({"shared_storage_path": "/\ud800"}, "shared_storage_path", r"'/\ud800'", "Directory that receives"),
+        ({"shared_storage_path": "/a\0b"}, "shared_storage_path", r"'/a\x00b'", "Directory of the files"),
+        ({"shared_storage_path": "/\ud800"}, "shared_storage_path", r"'/\ud800'", "Directory of the files"),
         (GOOD | {"\ud800": 1}, r"\ud800", "1", "The options are: shared_storage_path"),
         (GOOD | {"a\nb": 1}, r"a\nb", "1", "The options are: shared_storage_path"),
         (GOOD | {1: 2}, "1", "2", "The options are: shared_storage_path"),
@@ -146,7 +146,7 @@ def test_the_target_returns_layers_ascending_and_the_file_has_the_users_order() 
     target = read_target(vllm_config((34, 2, 36)))
     assert target.layer_ids == (34, 2, 36)
     # The target collects 2, 34, 36; the first layer of a row, 34, is the second of these.
-    assert target.collected == (1, 0, 2)
+    assert target.layer_order == (1, 0, 2)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_data_and_lock_are_one_file_and_two_requests_of_one_id_are_told_apart(tm
     put(tmp_path, internal_id("id", 0), suffix=".lock")
     assert find(tmp_path, "id") == path
     put(tmp_path, internal_id("id", 0, digits="ffffffff"))
-    with pytest.raises(LookupError, match="an id of its own"):
+    with pytest.raises(LookupError, match="its own id"):
         find(tmp_path, "id")
 
 

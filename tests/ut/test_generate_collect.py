@@ -166,7 +166,7 @@ def test_the_server_s_reason_for_a_failure_is_passed_on(place: Place) -> None:
 def test_an_aborted_request_has_no_file(place: Place) -> None:
     file = place.begin()
     file.discard()
-    with pytest.raises(RequestError, match="no hidden states, no lock and no error are there"):
+    with pytest.raises(RequestError, match="there are no hidden states, lock or error"):
         place.collector.collect(file.path, 0, expected())
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from documents import blocks
 from generate_harness import (
     FakeServer,
     Seen,
@@ -614,15 +615,13 @@ def test_help_names_every_option_and_the_aliases_of_speculators(capsys: pytest.C
         assert option in text
 
 
-def test_the_readme_s_command_does_what_it_says(bench: Bench, tmp_path: Path) -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    found = re.search(r"<!-- generate -->\n```bash\n(.*?)\n```", readme)
-    assert found is not None
+def test_the_documented_command_does_what_it_says(bench: Bench, tmp_path: Path) -> None:
+    (shown,) = blocks("generate.md", "generate")
     with FakeServer(tmp_path / "second") as second:
         data = write_jsonl(
             tmp_path / "conversations.jsonl", [{"conversations": [{"from": "human", "value": str(row)}]} for row in range(9)]
         )
-        command = found[1].replace("http://node1:8000", bench.server.url).replace("http://node2:8000", second.url)
+        command = shown.replace("http://node1:8000", bench.server.url).replace("http://node2:8000", second.url)
         words = shlex.split(command.replace("conversations.jsonl", str(data)).replace("/data/rows", str(bench.output)))
         done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words[1:]], text=True, capture_output=True, check=False)
         assert words[0] == "hsx" and done.returncode == 0, done.stderr

@@ -136,7 +136,7 @@ def test_a_lock_without_data_that_no_server_made_ends_the_wait_and_verify_goes_o
     storage: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lock = storage / f"{name('e')}.lock"
-    words = "no hidden states, no lock|its server died|the server died"
+    words = "no hidden states, lock or error|its server died|the server died"
     if kind in KINDS:
         words = plant(lock, kind)
     else:

@@ -6,12 +6,12 @@ import math
 import re
 from collections.abc import Iterator
 from functools import partial, reduce
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from documents import page
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -23,7 +23,7 @@ from vllm.v1.metrics import ray_wrappers
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from vllm_ascend_hsx.connector.connector import AscendHiddenStatesConnector
-from vllm_ascend_hsx.connector.latency import BUCKETS
+from vllm_ascend_hsx.connector.histogram import BUCKETS
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder, StatsRecorder
 
@@ -129,7 +129,7 @@ def test_counters_add_up_over_steps_and_gauges_are_those_of_the_last_that_says_a
     assert (found["ring_fill_ratio tp_rank=0"], found["requests_held"], found["backpressure_seconds_total"]) == (0.25, 2, 3)
 
 
-def test_the_readme_lists_the_series_with_their_labels() -> None:
+def test_the_documentation_lists_the_series_with_their_labels() -> None:
     registry = CollectorRegistry()
     make_metrics(registry).observe(busy(0).data, 0)
     made = {}
@@ -137,8 +137,8 @@ def test_the_readme_lists_the_series_with_their_labels() -> None:
         labels = [set(sample.labels) - {*LABELS, "le"} for sample in family.samples]
         if family.samples and not family.name.endswith("_created"):
             made[family.name + ("_total" if family.type == "counter" else "")] = ",".join(sorted(labels[0]))
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert dict(re.findall(r"^\| `(vllm:hsx_\w+)(?:\{(\w+)\})?` \|", readme, re.MULTILINE)) == made
+    listed = re.findall(r"^\| `(vllm:hsx_\w+)(?:\{(\w+)\})?` \|", page("operations.md"), re.MULTILINE)
+    assert dict(listed) == made
 
 
 nanoseconds = st.one_of(st.integers(0, 20_000_000_000), st.sampled_from([round(bound * 1e9) for bound in BUCKETS]))

@@ -146,7 +146,7 @@ def test_a_name_from_elsewhere_is_refused_with_the_reason(name: str, words: str)
 )
 @pytest.mark.parametrize("path", ["{}/x.safetensors", "a/{}/x.safetensors", "{}/b/x.safetensors"])
 def test_no_directory_takes_the_name_of_a_file_of_ours(ours: str, path: str) -> None:
-    assert "is called like a file" in str(path_refusal(path.format(ours)))
+    assert "is reserved for files" in str(path_refusal(path.format(ours)))
 
 
 @pytest.mark.parametrize("folder", ["hsx-run1", "shards", "a.tar.d", "json", "v1.2"])

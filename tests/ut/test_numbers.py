@@ -108,7 +108,7 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused_whether_or_not_there_
     tmp_path: Path, timeout: float, locked: bool
 ) -> None:
     fd = held_lock(tmp_path / "a.safetensors.lock") if locked else None
-    with pytest.raises(ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits for ever$"):
+    with pytest.raises(ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits forever$"):
         load(tmp_path / "a.safetensors", timeout)
     if fd is not None:
         os.close(fd)

@@ -43,7 +43,7 @@ def ours(num_layers: int, hidden_size: int) -> dict[str, KVCacheSpec]:
         hidden_size=hidden_size,
         dtype=torch.bfloat16,
         device=torch.device("npu:0"),
-        collected=range(num_layers),
+        layer_order=range(num_layers),
     )
     config: Any = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
     spec = AscendCacheOnlyLayer(staging, LAYER, config).get_kv_cache_spec(config)

@@ -466,9 +466,9 @@ VALUES = torch.zeros(4, *ROW_SHAPE).to(torch.float8_e4m3fn)
         ({"hidden_states_scales": torch.ones(4)}, {}, r"hidden_states_scales F32 \[4\] does not fit"),
         ({"hidden_states_scales": torch.ones(4, 1, 1).half()}, {}, r"hidden_states_scales F16 \[4, 1, 1\] does not fit"),
         ({"hidden_states_scales": torch.ones(4, 1, 1), "hidden_states": VALUES.float()}, {}, r"does not fit hidden_states F32"),
-        ({}, {"quantization": "fp8_e4m3_per_token"}, "and has no hidden_states_scales"),
-        ({"hidden_states_scales": torch.ones(4, 1, 1)}, {"quantization": "int4"}, "quantised as 'int4', which is not known"),
-        ({"hidden_states_scales": torch.ones(4, 1, 1)}, {"dtype": "I64"}, "its rows were I64 before"),
+        ({}, {"quantization": "fp8_e4m3_per_token"}, "but it has no hidden_states_scales"),
+        ({"hidden_states_scales": torch.ones(4, 1, 1)}, {"quantization": "int4"}, "quantised as 'int4', which is unknown"),
+        ({"hidden_states_scales": torch.ones(4, 1, 1)}, {"dtype": "I64"}, "its rows were quantised from I64"),
     ],
 )
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, Any], metadata: dict[str, str], words: str) -> None:

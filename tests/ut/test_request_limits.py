@@ -97,4 +97,4 @@ def test_what_is_refused_is_logged_once_in_ten_seconds_and_the_others_are_counte
         assert len(caplog.messages) == 1
         now[0] = 10.0
         stored(limits, completion("z", 6)[5:])
-        assert caplog.messages[1].endswith("(36 others were refused since the last such line)")
+        assert caplog.messages[1].endswith("(36 others were refused since the last log line)")

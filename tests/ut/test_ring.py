@@ -87,9 +87,9 @@ AllocatorLife.TestCase.settings = settings(max_examples=depth(150), stateful_ste
 TestAllocatorLife = AllocatorLife.TestCase
 
 
-@pytest.mark.parametrize(("rows", "rows_per_piece"), [(2, 1), (10, 1), (40, 5), (800_000, (4 << 20) // ROW_BYTES)])
-def test_a_ring_holds_all_the_rows_it_has_bytes_for(rows: int, rows_per_piece: int) -> None:
-    assert ring_shape(rows * ROW_BYTES + ROW_BYTES - 1, ROW_BYTES) == (rows, rows_per_piece)
+@pytest.mark.parametrize(("rows", "rows_per_chunk"), [(2, 1), (10, 1), (40, 5), (800_000, (4 << 20) // ROW_BYTES)])
+def test_a_ring_holds_all_the_rows_it_has_bytes_for(rows: int, rows_per_chunk: int) -> None:
+    assert ring_shape(rows * ROW_BYTES + ROW_BYTES - 1, ROW_BYTES) == (rows, rows_per_chunk)
 
 
 def test_a_ring_is_pinned_begins_at_a_page_and_its_runs_lie_side_by_side() -> None:
@@ -141,7 +141,7 @@ def test_whoever_waits_for_a_full_ring_is_told_first_and_gets_what_becomes_free(
 
 
 def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
-    ring = make_ring(64 * 8)  # pieces of 64 rows; a run of less than 4 is not begun when more is wanted
+    ring = make_ring(64 * 8)  # chunks of 64 rows; a run of less than 4 is not begun when more is wanted
     while ring.free_rows:
         ring.acquire(64)
     for row in range(3):

@@ -378,7 +378,7 @@ def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: 
 
 
 @pytest.mark.parametrize("name", [None, "a.safetensors"], ids=["an id that is used again", "a name that is chosen again"])
-def test_a_request_waits_for_the_file_of_one_that_has_ended_and_hears_nothing_of_its_outcome(name: str | None) -> None:
+def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome(name: str | None) -> None:
     """An engine that has nothing to do asks no worker, so a file can be complete long before the scheduler knows it."""
     scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
     params = name and {"hidden_states_path": name}
@@ -389,7 +389,7 @@ def test_a_request_waits_for_the_file_of_one_that_has_ended_and_hears_nothing_of
     scheduler.on_new_request(second)
     assert scheduler.must_wait(second)
     assert schedule(scheduler).started == []
-    for _ in range(2):  # as hear_outcomes_before_answers has it
+    for _ in range(2):  # as report_before_answers has it
         scheduler.on_worker_report(WorkerReport({"r": "broken"}, {0: RankState(started=1)}))
     assert not scheduler.must_wait(second)
     (start,) = schedule(scheduler, second).started

@@ -277,7 +277,7 @@ def test_an_option_that_is_nearly_ours_is_not_taken_for_vllms(word: str, ours: s
         parse_arguments(["MODEL", word, "x"])
     assert left.value.code == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert f"{word.partition('=')[0]}: did you mean {ours}? An option of vllm serve goes behind --" in said
+    assert f"{word.partition('=')[0]}: did you mean {ours}? Options of vllm serve go after --" in said
 
 
 @pytest.mark.parametrize("words", [[*VLLM, "MODEL"], ["--enforce-eager", "MODEL"], ["--port=1", "--out", "/d", "MODEL"]])

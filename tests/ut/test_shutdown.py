@@ -139,7 +139,7 @@ def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
         rename(self, source, target)
 
     monkeypatch.setattr(Storage, "rename", hang)
-    monkeypatch.setattr(worker_module, "LAST_WORDS_S", 0.5)
+    monkeypatch.setattr(worker_module, "FAILURE_REPORT_TIMEOUT_S", 0.5)
     storage.set()
     compute(engine)
     assert publishing.wait(30)

@@ -269,7 +269,7 @@ def test_a_request_that_fails_leaves_its_reason_and_nothing_else(sink: MooncakeS
 
 @pytest.mark.parametrize("timeout", [float("nan"), -1, True])
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(reader: MooncakeReader, timeout: float) -> None:
-    with pytest.raises(ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits for ever$"):
+    with pytest.raises(ValueError, match=r"^timeout=.*give seconds, 0 or more; None or math\.inf waits forever$"):
         reader.load(handle_of("cmpl-none"), timeout)
 
 

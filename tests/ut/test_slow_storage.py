@@ -450,7 +450,7 @@ def test_a_write_that_takes_long_holds_up_no_other_file_and_of_its_own_only_what
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, side_by_side: bool, missing: list[tuple[int, int]]
 ) -> None:
     gate = Gate(monkeypatch, "long", 0)
-    engine = make_engine(ring_rows=24, side_by_side=side_by_side)  # pieces of three rows
+    engine = make_engine(ring_rows=24, side_by_side=side_by_side)  # chunks of three rows
     engine.step(started(engine.start("long", 6)), [("long", 0, 3)])
     assert gate.reached.wait(30)
     engine.step(started(engine.start("short", 4)), [("long", 3, 3), ("short", 0, 4)])
@@ -468,7 +468,7 @@ def test_rows_that_are_computed_again_are_written_behind_their_first_version(
     make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch, "a", 2)
-    engine = make_engine(ring_rows=24, side_by_side=True)  # pieces of three rows
+    engine = make_engine(ring_rows=24, side_by_side=True)  # chunks of three rows
     engine.values = {("a", position): -1.0 for position in range(5)}
     engine.step(started(engine.start("a", 8)), [("a", 0, 2)])
     engine.step(NOTHING, [("a", 2, 3)])
@@ -489,7 +489,7 @@ def test_rows_that_are_computed_again_are_written_behind_their_first_version(
 
 def test_the_end_of_a_request_comes_behind_its_rows(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch, "a", 0)
-    engine = make_engine(ring_rows=24, side_by_side=True)  # pieces of three rows
+    engine = make_engine(ring_rows=24, side_by_side=True)  # chunks of three rows
     engine.step(started(engine.start("a", 3, include_output=True), engine.start("b", 1)), [("a", 0, 3)])
     assert gate.reached.wait(30)
     engine.step(NOTHING, [("a", 3, 1)])

@@ -133,7 +133,7 @@ class Soak:
             hidden_size=FORMAT.hidden_size,
             dtype=torch.float32,
             device=DEVICE,
-            collected=(1, 0),
+            layer_order=(1, 0),
         )
         self._sink = FileSink(directory, FORMAT)
         self._ring = PinnedRing(8 * RUNNING * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)

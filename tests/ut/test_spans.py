@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.compat.runner import BatchRow
-from vllm_ascend_hsx.drafter.spans import Span, merge_rows, part_of, select_spans
+from vllm_ascend_hsx.drafter.spans import Span, merge_rows, select_spans, split_spans
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_pieces_hold_every_staged_row_once(batch: tuple[list[BatchRow], dict[str
     for size in itertools.cycle(sizes):
         if start >= at:
             break
-        spans = part_of(staged, start, min(start + size, at))
+        spans = split_spans(staged, start, min(start + size, at))
         assert sum(span.num_rows for span in spans) == min(size, at - start)
         found += [(s.request_id, s.first + k, start + s.row + k) for s in spans for k in range(s.num_rows)]
         start += size

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_ascend_hsx.drafter.ring import PinnedRing, Run
 from vllm_ascend_hsx.drafter.spans import Span
-from vllm_ascend_hsx.drafter.staging import Copier, Piece, StagingCache, StagingSlot
+from vllm_ascend_hsx.drafter.staging import Copier, HostChunk, StagingCache, StagingSlot
 
 LAYERS, HIDDEN, MAX_TOKENS = 3, 8, 24
-COLLECTED = (2, 0, 1)
+LAYER_ORDER = (2, 0, 1)
 DEVICE = torch.device("npu:0")
 DTYPE = torch.bfloat16
 
@@ -38,31 +38,31 @@ class Pipeline:
             hidden_size=HIDDEN,
             dtype=DTYPE,
             device=DEVICE,
-            collected=COLLECTED,
+            layer_order=LAYER_ORDER,
         )
         self.ring = PinnedRing(ring_rows * LAYERS * HIDDEN * DTYPE.itemsize, (LAYERS, HIDDEN), DTYPE)
-        self.pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self.chunks: queue.SimpleQueue[HostChunk | None] = queue.SimpleQueue()
         self.errors: list[Exception] = []
         self.read: dict[tuple[str, int], torch.Tensor] = {}
         self.gate = threading.Event()
         self.gate.set()
-        self.copier = Copier(self.ring, DEVICE, self.pieces.put, lambda spans, lost_rows, error: self.errors.append(error))
+        self.copier = Copier(self.ring, DEVICE, self.chunks.put, lambda spans, lost_rows, error: self.errors.append(error))
         self.writer = threading.Thread(target=self._write, daemon=True)
         self.writer.start()
 
     def _write(self) -> None:
-        while (piece := self.pieces.get()) is not None:
+        while (chunk := self.chunks.get()) is not None:
             self.gate.wait()
-            for span in piece.spans:
+            for span in chunk.spans:
                 try:
-                    piece.wait()
-                    rows = torch.frombuffer(bytearray(piece.read(span)), dtype=DTYPE).view(span.num_rows, LAYERS, HIDDEN)
+                    chunk.wait()
+                    rows = torch.frombuffer(bytearray(chunk.read(span)), dtype=DTYPE).view(span.num_rows, LAYERS, HIDDEN)
                     for offset, row in enumerate(rows):
                         self.read[span.request_id, span.first + offset] = row
                 except Exception as error:  # noqa: BLE001 - the test looks at it
                     self.errors.append(error)
                 finally:
-                    piece.release([span])
+                    chunk.release([span])
 
     def step(self, rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
         """What proposer and connector do in a step; the target's output is overwritten afterwards, as a graph's replay does."""
@@ -77,7 +77,7 @@ class Pipeline:
     def close(self) -> None:
         self.gate.set()
         self.copier.close()
-        self.pieces.put(None)
+        self.chunks.put(None)
         self.writer.join()
         if self.errors:
             raise self.errors[0]
@@ -104,7 +104,7 @@ def target_output(num_tokens: int, seed: int) -> list[torch.Tensor]:
 
 
 def expected_row(rows: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-    return torch.stack([rows[source][index] for source in COLLECTED])
+    return torch.stack([rows[source][index] for source in LAYER_ORDER])
 
 
 @st.composite
@@ -188,9 +188,9 @@ def _no_wait_for_the_copy_to_be_issued(pipeline: Pipeline) -> None:
 def _no_wait_for_the_copy_before_it_is_read(pipeline: Pipeline) -> None:
     original = pipeline.copier._deliver
 
-    def deliver(piece: Piece) -> None:
-        piece.copied = type("NoEvent", (), {"synchronize": lambda self: None})()
-        original(piece)
+    def deliver(chunk: HostChunk) -> None:
+        chunk.copied = type("NoEvent", (), {"synchronize": lambda self: None})()
+        original(chunk)
 
     pipeline.copier._deliver = deliver
 
@@ -198,10 +198,10 @@ def _no_wait_for_the_copy_before_it_is_read(pipeline: Pipeline) -> None:
 def _ring_is_free_too_early(pipeline: Pipeline) -> None:
     original = pipeline.copier._deliver
 
-    def deliver(piece: Piece) -> None:
-        original(piece)
-        pipeline.ring.free(piece._first, len(piece.rows))
-        piece._ring = SimpleNamespace(row_bytes=pipeline.ring.row_bytes, free=lambda first, count: None)
+    def deliver(chunk: HostChunk) -> None:
+        original(chunk)
+        pipeline.ring.free(chunk._first, len(chunk.rows))
+        chunk._ring = SimpleNamespace(row_bytes=pipeline.ring.row_bytes, free=lambda first, count: None)
 
     pipeline.copier._deliver = deliver
 
@@ -258,7 +258,7 @@ class Copied(TorchDispatchMode):
 def test_each_row_is_written_once_and_no_other_device_memory_is_used() -> None:
     """Three passes over a row's bytes on the device: read and written here, read by the copy to the host."""
     staging = StagingCache(
-        num_slots=1, max_tokens=MAX_TOKENS, num_layers=LAYERS, hidden_size=HIDDEN, dtype=DTYPE, device=DEVICE, collected=COLLECTED
+        num_slots=1, max_tokens=MAX_TOKENS, num_layers=LAYERS, hidden_size=HIDDEN, dtype=DTYPE, device=DEVICE, layer_order=LAYER_ORDER
     )
     rows = [layer.to(DEVICE) for layer in target_output(MAX_TOKENS, 1)]
     allocated = torch.npu.memory_allocated(DEVICE)
@@ -284,8 +284,8 @@ def test_closing_waits_until_no_copy_reads_a_slot() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipeline = Pipeline(ring_rows=40)
-        # Nobody reads the pieces, as when their requests have failed: no reader has waited for the copies.
-        pipeline.copier._deliver = lambda piece: None
+        # Nobody reads the chunks, as when their requests have failed: no reader has waited for the copies.
+        pipeline.copier._deliver = lambda chunk: None
         run_steps(pipeline, FULL[:1])
         shape = pipeline.staging.rows.shape
         del pipeline
@@ -296,17 +296,17 @@ def test_closing_waits_until_no_copy_reads_a_slot() -> None:
 
 
 def test_memory_of_rows_that_were_read_is_free_before_the_rest_of_their_piece_is_read() -> None:
-    pipeline = Pipeline(ring_rows=80)  # pieces of ten rows
-    pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-    pipeline.copier._deliver = pieces.put
+    pipeline = Pipeline(ring_rows=80)  # chunks of ten rows
+    chunks: queue.SimpleQueue[HostChunk] = queue.SimpleQueue()
+    pipeline.copier._deliver = chunks.put
     pipeline.step(target_output(10, 1), [Span("a", 0, 3, 0), Span("b", 0, 2, 3), Span("c", 0, 5, 5)])
-    piece = pieces.get(timeout=30)
-    piece.wait()
-    first, second, third = piece.spans
-    assert not piece.release([second])
+    chunk = chunks.get(timeout=30)
+    chunk.wait()
+    first, second, third = chunk.spans
+    assert not chunk.release([second])
     assert pipeline.ring._free.intervals == [(3, 5), (10, 80)]
-    assert not piece.release([first])
-    assert piece.release([third])
+    assert not chunk.release([first])
+    assert chunk.release([third])
     assert pipeline.ring._free.intervals == [(0, 80)]
     pipeline.close()
 

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.connector.latency import BUCKETS, quantile
+from vllm_ascend_hsx.connector.histogram import BUCKETS, quantile
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder, StatsRecorder, failure_kind
 from vllm_ascend_hsx.sinks.base import SinkError
 

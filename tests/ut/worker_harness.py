@@ -47,7 +47,7 @@ class Engine:
             hidden_size=HIDDEN,
             dtype=torch.float32,
             device=DEVICE,
-            collected=(1, 0),
+            layer_order=(1, 0),
         )
         self.staging = staging
         self.sink = FileSink(directory, FORMAT)

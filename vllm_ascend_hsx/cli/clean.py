@@ -1,4 +1,4 @@
-"""`hsx clean`: removes from a storage directory what nobody will need: locks without data, old errors, what dead servers left."""
+"""`hsx clean`: remove locks without data, old errors and orphans of dead servers."""
 
 from __future__ import annotations
 
@@ -14,40 +14,53 @@ from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
 from vllm_ascend_hsx.sinks.leftovers import Cleaning, Done
 
-_SHOWN = 20  # names; the rest is counted
+_SHOWN = 20  # names; further ones are only counted
 _AGE = re.compile(r"([0-9]{1,6})([smhd])")
 _WOULD: dict[Done, str] = {"removed": "would remove", "sealed": "would seal"}
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the options of `hsx clean`; exits with code 2 and one line for a wrong one."""
+    """Parse the options of `hsx clean`. Exits with code 2 and one line for an invalid one."""
     parser = argparse.ArgumentParser(
         prog="hsx clean",
-        description="Removes what consumers and dead servers leave in a storage directory and the folders below it: locks that nobody "
-        "holds without data or error beside them, hidden files of servers that died (their shards are sealed), and errors that are old "
-        "enough, with their locks. Nothing that a server writes or a reader waits for is touched, so servers may go on. "
-        "Exit code 0: done; 1: something could not be removed; 2: the directory cannot be read.",
+        description="Removes what consumers and dead servers left in a storage directory and its "
+        "folders: unheld locks without data or error, hidden files of dead servers (whose shards "
+        "are sealed), and old errors with their locks. Files that a server writes or a reader "
+        "waits for are never touched, so servers may keep running. Exit code 0: done; 1: "
+        "something could not be removed; 2: the directory cannot be read.",
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--errors-older-than", metavar="AGE", help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    parser.add_argument(
+        "--errors-older-than",
+        metavar="AGE",
+        help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would be removed, and remove nothing"
+    )
     options = parser.parse_args(argv)
     if options.errors_older_than is not None:
         age = _AGE.fullmatch(options.errors_older_than)
         if age is None:
-            parser.error(f"--errors-older-than {options.errors_older_than}: give a number and a unit, as in 7d, 12h, 30m or 45s")
+            parser.error(
+                f"--errors-older-than {options.errors_older_than}: give a number and a unit, as in "
+                "7d, 12h, 30m or 45s"
+            )
         options.errors_older_than = int(age[1]) * _SECONDS[age[2]]
     return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `hsx clean` and returns its exit code."""
+    """Run `hsx clean` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         dir_fd = os.open(options.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        problem = f"{options.directory} cannot be opened: {error.strerror}. Name the directory that the server stores files in."
+        problem = (
+            f"{options.directory} cannot be opened: {error.strerror}. Name the server's storage "
+            "directory."
+        )
         say(f"hsx clean: {problem}", error=True)
         return 2
     shown = 0
@@ -74,12 +87,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     would = "would be " if options.dry_run else ""
     print(cleaning.words(would + "sealed: {}", would + "removed: {}") or "nothing to remove")
     if cleaning.problems:
-        say(f"hsx clean: {cleaning.first_problem} ({cleaning.problems} problems in all)", error=True)
+        say(
+            f"hsx clean: {cleaning.first_problem} ({cleaning.problems} problems in all)", error=True
+        )
     return 1 if cleaning.problems else 0
 
 
 def _folders(dir_fd: int, cleaning: Cleaning) -> Iterator[str]:
-    """The directory itself, "", and every folder below it that a server may have made."""
+    """Yield "" for the directory itself, and every folder below it that a server may have made."""
     waiting = [""]
     while waiting:
         folder = waiting.pop()
@@ -87,10 +102,18 @@ def _folders(dir_fd: int, cleaning: Cleaning) -> Iterator[str]:
         if folder.count("/") + bool(folder) >= MAX_DEPTH:
             continue
         with cleaning.noting(f"could not look for folders in {folder or '.'!r}"):
-            fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
+            fd = os.open(
+                folder or ".",
+                os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
+                dir_fd=dir_fd,
+            )
             try:
                 with os.scandir(fd) as entries:
-                    names = [each.name for each in entries if each.is_dir(follow_symlinks=False) and not each.name.startswith(".")]
+                    names = [
+                        each.name
+                        for each in entries
+                        if each.is_dir(follow_symlinks=False) and not each.name.startswith(".")
+                    ]
             finally:
                 os.close(fd)
             waiting += sorted((os.path.join(folder, name) for name in names), reverse=True)

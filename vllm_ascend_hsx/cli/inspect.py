@@ -1,4 +1,4 @@
-"""`hsx inspect`: what a file, or each file of a directory, holds; with a picture if one is wanted."""
+"""`hsx inspect`: show the contents of a file, or of each file in a directory, or plot its norms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_ascend_hsx.reader.shards import shard_of
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the options of `hsx inspect`; exits with code 2 and one line for a wrong one."""
+    """Parse the options of `hsx inspect`. Exits with code 2 and one line for an invalid one."""
     parser = argparse.ArgumentParser(
         prog="hsx inspect",
         description="Shows tokens, layers, dtype, norms of the rows, provenance and verdict of files of hidden states. "
@@ -52,7 +52,7 @@ def _no_picture(target: Path) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `hsx inspect` and returns its exit code."""
+    """Run `hsx inspect` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     console = make_console()
     try:
@@ -120,7 +120,7 @@ def _layer_names(found: Examination) -> list[str]:
 
 
 def _plain(text: str, style: str = "") -> Text:
-    """What a file says, or is called: shown as it is, and never taken for markup or an instruction of the terminal."""
+    """Return a file's text or name literally: no markup, and control characters escaped."""
     return Text(printable(text), style)
 
 

@@ -1,4 +1,4 @@
-"""Dispatches `hsx COMMAND ...` to the function that does it."""
+"""Dispatch `hsx COMMAND ...` to the command's function."""
 
 import importlib
 import sys
@@ -14,8 +14,10 @@ class Command(NamedTuple):
 
     Attributes:
         summary: for `hsx --help`.
-        target: `module:function`, which takes the arguments after the command's name and returns an exit code.
-        at_work: what it does while it prints nothing, told after a second; None if it becomes another program at once.
+        target: `module:function`. The function takes the arguments after the command's name and
+            returns an exit code.
+        at_work: line to print after a second without output; None for a command that replaces the
+            process.
     """
 
     summary: str
@@ -24,16 +26,19 @@ class Command(NamedTuple):
 
     def run(self, argv: Sequence[str]) -> int:
         module, _, function = self.target.partition(":")
-        # Imported only now, so that `hsx --help` and `hsx emulate` start without torch.
-        entry = cast(Callable[[list[str]], int | None], getattr(importlib.import_module(module), function))
+        # Imported only here, so that `hsx --help` and `hsx emulate` start without torch.
+        entry = cast(
+            Callable[[list[str]], int | None], getattr(importlib.import_module(module), function)
+        )
         return entry(list(argv)) or 0
 
 
 COMMANDS: dict[str, Command] = {
     "clean": Command(
-        "remove locks without data, old errors and what dead servers left from a storage directory",
+        "remove locks without data, old errors and orphans of dead servers from a storage "
+        "directory",
         "vllm_ascend_hsx.cli.clean:main",
-        "looking through the directory",
+        "scanning the directory",
     ),
     "demo": Command(
         "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states",
@@ -41,21 +46,21 @@ COMMANDS: dict[str, Command] = {
         "reading the model",
     ),
     "doctor": Command(
-        "say whether extraction will work on this machine, and what to do if not",
+        "check whether extraction will work on this machine, and what to do if not",
         "vllm_ascend_hsx.cli.doctor:main",
-        "looking at vllm, vllm-ascend and this machine",
+        "checking vllm, vllm-ascend and this machine",
     ),
     "emulate": Command(
         "run a command with emulated Ascend NPUs on the CPU",
         "vllm_ascend_hsx.emulator.launch:emulate",
     ),
     "generate": Command(
-        "send a dataset to servers that extract, and make a file of hidden states of each row",
+        "send a dataset to servers that extract, and write a file of hidden states for each row",
         "vllm_ascend_hsx.cli.generate:main",
         "reading the dataset and asking the servers",
     ),
     "inspect": Command(
-        "show what a file of hidden states, or each file of a directory, holds",
+        "show the contents of a file of hidden states, or of each file in a directory",
         "vllm_ascend_hsx.cli.inspect:main",
         "reading files",
     ),
@@ -65,12 +70,12 @@ COMMANDS: dict[str, Command] = {
         "reading the model's configuration",
     ),
     "serve": Command(
-        "start vllm serve so that it extracts",
+        "start vllm serve with extraction",
         "vllm_ascend_hsx.cli.serve:main",
         "reading the model's configuration",
     ),
     "speculators": Command(
-        "run a command of speculators that knows the backend hsx",
+        "run a command of speculators with the backend hsx",
         "vllm_ascend_hsx.cli.speculators:main",
         "starting speculators",
     ),
@@ -83,24 +88,33 @@ COMMANDS: dict[str, Command] = {
 
 
 def usage() -> str:
-    """The text of `hsx --help`, one line per command."""
+    """Return the text of `hsx --help`, one line per command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: hsx COMMAND [OPTIONS]", "", *lines, "", "`hsx COMMAND --help` shows the options of a command."]
+        [
+            "usage: hsx COMMAND [OPTIONS]",
+            "",
+            *lines,
+            "",
+            "`hsx COMMAND --help` shows the options of a command.",
+        ]
     )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command line and returns its exit code: 2 for a command line that is wrong, 1 if the system ends it, 130 if it is
-    interrupted, 141 if nobody reads what it prints."""
+    """Run one command line and return its exit code.
+
+    It is 2 for an invalid command line, 1 for a system error, 130 if interrupted, and 141 if the
+    reader of the output has gone.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = f"hsx {arguments[0]}" if arguments and arguments[0] in COMMANDS else "hsx"
     output.escape_unwritable()
     try:
         try:
             code = _run(arguments)
-        except SystemExit:  # argparse, after a help or an error
+        except SystemExit:  # argparse, after --help or an error
             output.flush()
             raise
         output.flush()
@@ -113,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError) and output.drop_unread():
             return output.UNREAD
         output.drop_full()
-        output.say(f"{name}: it cannot go on, or print: {error}", error=True)
+        output.say(f"{name}: cannot continue or print: {error}", error=True)
         return 1
 
 
@@ -126,7 +140,10 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     command = COMMANDS.get(arguments[0])
     if command is None:
-        output.say(f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}", error=True)
+        output.say(
+            f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}",
+            error=True,
+        )
         return 2
     try:
         if command.at_work is None:

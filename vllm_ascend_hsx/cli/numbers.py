@@ -1,4 +1,4 @@
-"""Numbers on a command line, for argparse: each has bounds, and what lies outside is refused with the text that was typed."""
+"""Types for argparse: numbers with bounds, whose errors quote the text that was typed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S
 
-_SHOWN = 40  # characters of a text that is refused
+_SHOWN = 40  # most characters of a refused text to quote
 _SIZE = re.compile(r"^(\d{1,30}(?:\.\d{1,30})?)\s*(B|[KMGT]i?B?)?$", re.ASCII | re.IGNORECASE)
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """A whole number from `least` to `most`."""
+    """Return a type for whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"-?\d{1,30}", text, re.ASCII) or not least <= int(text) <= most:
@@ -25,14 +25,15 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def positive(most: float) -> Callable[[str], float]:
-    """A number above 0, and at most `most`."""
+    """Return a type for numbers above 0 and at most `most`."""
 
     def parse(text: str) -> float:
         try:
-            value = float(text) if text.isascii() and "_" not in text else 0.0  # float() takes what Python code may have
+            # float() accepts Python's notation
+            value = float(text) if text.isascii() and "_" not in text else 0.0
         except ValueError:
             value = 0.0
-        if not 0 < value <= most:  # nan is neither
+        if not 0 < value <= most:  # false for NaN too
             raise _refusal(text, f"a number above 0 and at most {most:.15g}")
         return value
 
@@ -43,7 +44,7 @@ seconds = positive(LONGEST_S)
 
 
 class Size(int):
-    """A number of bytes that is shown as it was typed."""
+    """A number of bytes that prints as it was typed."""
 
     text: str
 
@@ -52,10 +53,12 @@ class Size(int):
 
 
 def size(text: str) -> Size:
-    """Bytes from a size such as 64GiB, 1.5G or 1073741824 (units are powers of 1024)."""
+    """Parse a size such as 64GiB, 1.5G or 1073741824 (units are powers of 1024)."""
     match = _SIZE.match(text.strip())
     if match is None:
-        raise _refusal(text, "a size; give bytes, or a number with KiB, MiB, GiB or TiB, such as 64GiB")
+        raise _refusal(
+            text, "a size; give bytes, or a number with KiB, MiB, GiB or TiB, such as 64GiB"
+        )
     number = float(match[1]) * _UNITS[(match[2] or "B")[0].upper()]
     if number > LARGEST:
         raise _refusal(text, f"a size of at most {LARGEST >> 30}GiB")

@@ -1,4 +1,4 @@
-"""What all commands print to, whoever reads it: a terminal, a file, a pipe that is closed, or nobody."""
+"""Output of all commands, whether to a terminal, a file or a closed pipe."""
 
 from __future__ import annotations
 
@@ -16,54 +16,54 @@ from rich.console import Console
 
 from vllm_ascend_hsx.protocol.names import printable
 
-UNREAD = 128 + signal.SIGPIPE  # the exit code, as a shell gives it to a program that the signal has ended
+UNREAD = 128 + signal.SIGPIPE  # exit code, as shells report it for a program that the signal ended
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 SILENCE_S = 1.0
 
 
 class OneConsole(Console):
-    """What commands print to."""
+    """The console of all commands."""
 
     def tell(self, text: str, style: str = "") -> None:
-        """Print one line, whatever is in it: nothing of it is markup or an instruction to the terminal, and none of it is wrapped."""
+        """Print one line as it is: no markup or wrapping, and control characters escaped."""
         self.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Leave it to `cli.main`: rich would exit with 1, which has another meaning here."""
+        """Re-raise for `cli.main`: rich would exit with 1, which has another meaning here."""
         raise
 
 
 def make_console(width: int = 150, *, stderr: bool = False) -> OneConsole:
-    """A console as wide as the terminal, or `width` where there is none."""
+    """Return a console as wide as the terminal, or `width` if there is none."""
     terminal = sys.stdout is not None and sys.stdout.isatty()
     return OneConsole(width=None if terminal else width, stderr=stderr)
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Print one line, whatever is in it, as `OneConsole.tell` does."""
+    """Print one line with control characters escaped, like `OneConsole.tell`."""
     print(printable(text), file=sys.stderr if error else sys.stdout)
 
 
 def escape_unwritable() -> None:
-    """Have every output spell out what its encoding has not, such as the bytes of a file's name that are no UTF-8."""
+    """Escape what an output's encoding lacks, such as bytes of file names that are not UTF-8."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def flush() -> None:
-    """Write out what is buffered, now and not at exit, where an error can only be printed. Raises OSError."""
+    """Write buffered output now, because errors at exit can only be printed. Raises OSError."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # Python's own for a descriptor that is not open
+        if stream is not None:  # None if the descriptor is not open
             stream.flush()
 
 
 def drop_unread() -> bool:
-    """Let go of each output whose reader has gone, so that what is still buffered for it raises nothing more.
+    """Redirect each output whose reader has gone to /dev/null, so that later writes do not fail.
 
     Returns:
-        Whether there was one: a BrokenPipeError may also come from a socket.
+        Whether there was one. A BrokenPipeError may also come from a socket.
     """
     found = False
     for stream in (sys.stdout, sys.stderr):
@@ -78,7 +78,7 @@ def drop_unread() -> bool:
 
 
 def drop_full() -> None:
-    """Let go of each output that does not take what is buffered for it, such as one on a full disk."""
+    """Redirect each output that cannot be flushed to /dev/null, such as one on a full disk."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             try:
@@ -103,9 +103,10 @@ def sign_of_life(line: str, seconds: float = SILENCE_S) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join()  # not after what comes next
+        timer.join()  # so that the line is never printed after the block
 
 
 def _say(line: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads it, or the interpreter ends: the command finds out by itself
+    # no reader, or the interpreter is exiting; the command will notice
+    with suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`hsx plan`: what extraction from a model costs, before a server is started: memory, disk, bandwidth."""
+"""`hsx plan`: show the cost of extraction in memory, disk and bandwidth, without a server."""
 
 from __future__ import annotations
 
@@ -22,50 +22,116 @@ from vllm_ascend_hsx.protocol.errors import UserError
 
 speed = positive(1e12)
 count = whole(1, 10**9)
-DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "pinned_ring_bytes", "quantization")}
+DEFAULTS = {
+    name: HsxConfig.model_fields[name].default
+    for name in ("staging_slots", "pinned_ring_bytes", "quantization")
+}
 
 
 def layer_ids(text: str) -> tuple[int, ...]:
-    """Comma-separated ids."""
+    """Parse comma-separated ids."""
     if not re.fullmatch(r"\s*-?\d{1,30}\s*(,\s*-?\d{1,30}\s*)*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids; give comma-separated numbers, such as 2,31,59,62")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of ids; give comma-separated numbers, such as 2,31,59,62"
+        )
     return tuple(int(part) for part in text.split(","))
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the options of `hsx plan`; exits with code 2 and one line for a wrong one."""
+    """Parse the options of `hsx plan`. Exits with code 2 and one line for an invalid one."""
     parser = argparse.ArgumentParser(
         prog="hsx plan",
-        description="Shows what extraction costs: bytes per token, staging, what is kept of the KV cache's memory, pinned memory, disk and "
-        "write bandwidth. Arithmetic on a model's config.json: needs no NPU, no vLLM and no torch.",
+        description="Shows the cost of extraction: bytes per token, staging, remaining memory of "
+        "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's "
+        "config.json; needs no NPU, no vLLM and no torch.",
     )
-    parser.add_argument("model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}")
-    parser.add_argument("--layers", type=layer_ids, metavar="IDS", help="comma-separated ids to extract (default: 2, L/2, L-3, L)")
-    parser.add_argument("--tp", type=whole(1, 4096), default=4, metavar="N", help="tensor-parallel size (default: 4)")
-    parser.add_argument("--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="as for vllm serve")
-    parser.add_argument("--max-num-batched-tokens", type=count, default=2048, metavar="N", help="default: 2048, as vllm serve's")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}",
+    )
+    parser.add_argument(
+        "--layers",
+        type=layer_ids,
+        metavar="IDS",
+        help="comma-separated ids to extract (default: 2, L/2, L-3, L)",
+    )
+    parser.add_argument(
+        "--tp",
+        type=whole(1, 4096),
+        default=4,
+        metavar="N",
+        help="tensor-parallel size (default: 4)",
+    )
+    parser.add_argument(
+        "--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        default="auto",
+        help="as for vllm serve",
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=count,
+        default=2048,
+        metavar="N",
+        help="default: 2048, as vllm serve's",
+    )
     parser.add_argument(
         "--kv-memory",
         type=size,
         default="30GiB",
         metavar="SIZE",
-        help="of an NPU, without extraction; a server logs it as 'Available KV cache memory' (default: 30GiB)",
+        help="of an NPU, without extraction; a server logs it as 'Available KV cache memory' "
+        "(default: 30GiB)",
     )
     ours = parser.add_argument_group("the connector's options")
-    ours.add_argument("--staging-slots", type=whole(1, 8), default=DEFAULTS["staging_slots"], metavar="N", help="default: %(default)s")
-    ours.add_argument("--quantization", choices=("none", "fp8"), default=DEFAULTS["quantization"], help="default: %(default)s")
+    ours.add_argument(
+        "--staging-slots",
+        type=whole(1, 8),
+        default=DEFAULTS["staging_slots"],
+        metavar="N",
+        help="default: %(default)s",
+    )
+    ours.add_argument(
+        "--quantization",
+        choices=("none", "fp8"),
+        default=DEFAULTS["quantization"],
+        help="default: %(default)s",
+    )
     ring = f"{DEFAULTS['pinned_ring_bytes'] >> 20}MiB"
-    ours.add_argument("--ring", type=size, default=ring, metavar="SIZE", help="pinned_ring_bytes (default: %(default)s)")
+    ours.add_argument(
+        "--ring",
+        type=size,
+        default=ring,
+        metavar="SIZE",
+        help="pinned_ring_bytes (default: %(default)s)",
+    )
     files = parser.add_argument_group("files")
-    files.add_argument("--prompt-tokens", type=count, default=2048, metavar="N", help="length of a prompt (default: 2048)")
-    files.add_argument("--prefill-speed", type=speed, default=10_000.0, metavar="N", help="tokens/s of the whole server (default: 10000)")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON; sizes are in bytes")
+    files.add_argument(
+        "--prompt-tokens",
+        type=count,
+        default=2048,
+        metavar="N",
+        help="length of a prompt (default: 2048)",
+    )
+    files.add_argument(
+        "--prefill-speed",
+        type=speed,
+        default=10_000.0,
+        metavar="N",
+        help="tokens/s of the whole server (default: 10000)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan as JSON; sizes are in bytes"
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Shows a plan; returns 0, or 2 for an input that cannot be planned with."""
+    """Print a plan. Return 0, or 2 for an invalid input."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         result = plan(options)
@@ -80,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> Plan:
-    """The plan for a command line. Raises UserError."""
+    """Return the plan for a command line. Raises UserError."""
     shape = read_shape(options.model, options.dtype)
     return make_plan(
         Request(
@@ -100,34 +166,67 @@ def plan(options: argparse.Namespace) -> Plan:
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """What speculators extracts: three layers for the draft model, and the last."""
-    return tuple(sorted({layer for layer in (2, num_layers // 2, num_layers - 3, num_layers) if 0 < layer <= num_layers}))
+    """Return the layers that speculators extracts: three for the draft model, and the last one."""
+    return tuple(
+        sorted(
+            {
+                layer
+                for layer in (2, num_layers // 2, num_layers - 3, num_layers)
+                if 0 < layer <= num_layers
+            }
+        )
+    )
 
 
 def show(console: OneConsole, result: Plan) -> None:
-    """Prints the plan as a table."""
+    """Print the plan as a table."""
     request, shape = result.request, result.request.shape
     ids = ", ".join(map(str, request.layer_ids))
     console.tell(
-        f"{shape.name}: layers {ids} of {shape.num_layers}, TP={request.tensor_parallel} x DP={request.data_parallel} "
-        f"on {result.num_npus} NPUs, {shape.dtype}",
+        f"{shape.name}: layers {ids} of {shape.num_layers}, TP={request.tensor_parallel} x "
+        f"DP={request.data_parallel} on {result.num_npus} NPUs, {shape.dtype}",
         "bold",
     )
     stored = "" if request.quantization == "none" else f", rows as {request.quantization}"
     rate = result.write_bytes_per_second / 2**20
     costs = Table(show_header=False, box=None, pad_edge=False)
     for row in (
-        ("hidden states of a token", f"{result.row_bytes:,} bytes", f"{len(request.layer_ids)} layers x {shape.hidden_size:,} elements"),
-        ("staging", _mib(result.staging_bytes), f"per NPU: {request.staging_slots} slots of {request.max_num_batched_tokens:,} tokens"),
-        ("collected layers", _mib(result.collected_bytes), "per NPU, at most: held by the target in a step, with any extraction"),
-        ("KV cache that is kept", _percent(result.kept), f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: staging is taken from it"),
-        ("... at least", _percent(result.kept_at_least), "if the collected layers are taken from it, too"),
+        (
+            "hidden states of a token",
+            f"{result.row_bytes:,} bytes",
+            f"{len(request.layer_ids)} layers x {shape.hidden_size:,} elements",
+        ),
+        (
+            "staging",
+            _mib(result.staging_bytes),
+            f"per NPU: {request.staging_slots} slots of {request.max_num_batched_tokens:,} tokens",
+        ),
+        (
+            "collected layers",
+            _mib(result.collected_bytes),
+            "per NPU, at most: held by the target in a step, with any extraction method",
+        ),
+        (
+            "KV cache that is kept",
+            _percent(result.kept),
+            f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: staging is taken from it",
+        ),
+        (
+            "... at least",
+            _percent(result.kept_at_least),
+            "if the collected layers are taken from it, too",
+        ),
         ("pinned ring", _mib(result.ring_bytes), "of host memory, per NPU"),
-        ("files of 1,000 prompts", f"{result.prompts_bytes / 2**30:.2f} GiB", f"of {request.prompt_tokens:,} tokens each{stored}"),
+        (
+            "files of 1,000 prompts",
+            f"{result.prompts_bytes / 2**30:.2f} GiB",
+            f"of {request.prompt_tokens:,} tokens each{stored}",
+        ),
         (
             "write bandwidth",
             f"{rate:,.1f} MiB/s",
-            f"at {request.prefill_speed:,.0f} tokens/s of prefill; {rate / result.num_npus:,.1f} MiB/s per NPU",
+            f"at {request.prefill_speed:,.0f} tokens/s of prefill; {rate / result.num_npus:,.1f} "
+            "MiB/s per NPU",
         ),
     ):
         costs.add_row(*row)
@@ -135,7 +234,7 @@ def show(console: OneConsole, result: Plan) -> None:
 
 
 def _percent(share: float) -> str:
-    """Rounded down: no more is promised than is kept."""
+    """Format a share, rounded down, so that no more is promised than remains."""
     return f"{math.floor(share * 10_000) / 100:.2f}%"
 
 

@@ -1,4 +1,4 @@
-"""`hsx serve`: the `vllm serve` that extracts, shown and started."""
+"""`hsx serve`: print and start the `vllm serve` command that extracts."""
 
 from __future__ import annotations
 
@@ -17,39 +17,55 @@ from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.command import build
 
-_OURS = ("--layers", "--out", "--option")  # with a value
+_OURS = ("--layers", "--out", "--option")  # options with a value
 _FLAGS = ("--dry-run", "-h", "--help")
-_NEAR = 0.75  # of no option of vllm serve 0.23.0 is the name that similar to one of ours (--port and --out: 0.73)
+# no option of vllm serve 0.23.0 is that similar to one of ours (--port and --out: 0.73)
+_NEAR = 0.75
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the options of `hsx serve`, those of vLLM apart; exits with code 2 and one line for a wrong one."""
+    """Parse the options of `hsx serve`, without vLLM's.
+
+    Exits with code 2 and one line for an invalid one.
+    """
     parser = argparse.ArgumentParser(
         prog="hsx serve",
-        usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] [VLLM OPTIONS]",
-        description="Starts `vllm serve MODEL VLLM OPTIONS` with the two JSON options that make it extract, and shows the whole command. "
-        "What the server cannot do it refuses with the reason, before it loads weights.",
-        epilog="Options that are not ours are vLLM's, and so is all that follows --.",
+        usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] "
+        "[VLLM OPTIONS]",
+        description="Starts `vllm serve MODEL VLLM OPTIONS` with the two JSON options that "
+        "enable extraction, and prints the whole command. The server refuses unsupported "
+        "settings with the reason, before it loads weights.",
+        epilog="Other options, and all arguments after --, are passed to vllm serve.",
     )
     parser.add_argument("model", metavar="MODEL", help="a directory, or a repository's name")
     parser.add_argument(
         "--layers",
         default="eagle3",
         metavar="IDS",
-        help="comma-separated ids in the order that the files have: i is the residual stream after i layers; or eagle3 or dflash (2, half "
-        "of the L layers, L-3 and L), or mtp (L) (default: eagle3)",
+        help="comma-separated ids in the order of the files: i is the residual stream after i "
+        "layers; or eagle3 or dflash (2, L/2, L-3 and L of L layers), or mtp (L) (default: "
+        "eagle3)",
     )
     where = Path("hidden_states")
-    parser.add_argument("--out", type=Path, default=where, metavar="DIR", help="receives files (default: %(default)s)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=where,
+        metavar="DIR",
+        help="directory of the files (default: %(default)s)",
+    )
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         type=_option,
         metavar="KEY=VALUE",
-        help="a further key of kv_connector_extra_config, such as io=direct or include_output_tokens=true; may be given again",
+        help="a further key of kv_connector_extra_config, such as io=direct or "
+        "include_output_tokens=true; may be repeated",
     )
-    parser.add_argument("--dry-run", action="store_true", help="show the command and do not start it")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command and do not start it"
+    )
     own, vllm = _split(argv, parser)
     options = parser.parse_args(own)
     options.vllm = vllm
@@ -57,7 +73,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Our words, and those of vLLM: options that are not ours with what follows each, and all that follows `--`."""
+    """Separate our arguments from vLLM's: unknown options with values, and all after `--`."""
     own: list[str] = []
     vllm: list[str] = []
     rest, has_model = list(argv), False
@@ -73,9 +89,15 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
             own.append(word)
             has_model = True
         else:
-            near = [each for each in (*_OURS, "--dry-run") if each.startswith(name) or name.startswith(each)]
-            if near := near or difflib.get_close_matches(name, (*_OURS, "--dry-run"), n=1, cutoff=_NEAR):
-                parser.error(f"{name}: did you mean {near[0]}? An option of vllm serve goes behind --")
+            near = [
+                each
+                for each in (*_OURS, "--dry-run")
+                if each.startswith(name) or name.startswith(each)
+            ]
+            if near := near or difflib.get_close_matches(
+                name, (*_OURS, "--dry-run"), n=1, cutoff=_NEAR
+            ):
+                parser.error(f"{name}: did you mean {near[0]}? Options of vllm serve go after --")
             if not has_model:
                 parser.error(f"name MODEL first, before {word}")
             vllm.append(word)
@@ -85,24 +107,43 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """KEY=VALUE; the value is JSON, or else a text, as it is for an option that takes only that (the digits of file_mode)."""
+    """Parse KEY=VALUE.
+
+    The value is JSON, or else text, also for an option of type text (the digits of file_mode).
+    """
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; give an option and its value, such as io=direct")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not KEY=VALUE; give an option and its value, such as io=direct"
+        )
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
         return key, value
     field = HsxConfig.model_fields.get(key)
-    return key, value if field is not None and field.annotation is str and not isinstance(parsed, str) else parsed
+    return key, value if field is not None and field.annotation is str and not isinstance(
+        parsed, str
+    ) else parsed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Becomes the server; returns 0 after --dry-run, 1 if vLLM is not installed, 2 for what cannot be served."""
+    """Replace this process by the server.
+
+    Returns:
+        0 after --dry-run, 1 if vLLM is not installed, 2 if an argument is invalid or the model
+        cannot be served.
+    """
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        command = build(options.model, options.layers, options.out, dict(options.option), options.vllm, os.environ)
-    except UserError as error:
+        command = build(
+            options.model,
+            options.layers,
+            options.out,
+            dict(options.option),
+            options.vllm,
+            os.environ,
+        )
+    except (UserError) as error:
         print(f"hsx serve: {error}", file=sys.stderr)
         return 2
     for note in command.notes:
@@ -111,9 +152,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.dry_run:
         return 0
     beside = Path(sys.executable).parent
-    program = shutil.which(command.arguments[0], path=os.pathsep.join((str(beside), os.environ.get("PATH", os.defpath))))
+    program = shutil.which(
+        command.arguments[0],
+        path=os.pathsep.join((str(beside), os.environ.get("PATH", os.defpath))),
+    )
     if program is None:
-        print("hsx serve: vllm is not installed here; install vllm and vllm-ascend", file=sys.stderr)
+        print(
+            "hsx serve: vllm is not installed here; install vllm and vllm-ascend", file=sys.stderr
+        )
         return 1
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what this becomes would inherit that
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ignored by Python, and inherited by the server
     os.execve(program, command.arguments, {**os.environ, **command.environ})

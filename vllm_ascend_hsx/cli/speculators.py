@@ -1,6 +1,6 @@
-"""`hsx speculators`: runs a command of speculators, or a script of its repository, that knows the backend `hsx`.
+"""`hsx speculators`: run a command or a script of speculators with the backend `hsx`.
 
-hs-connectors 0.9.0 lists the backends that somebody has imported and looks for no others, so this imports ours first.
+hs-connectors 0.9.0 knows only backends that have been imported, so this imports ours first.
 """
 
 from __future__ import annotations
@@ -14,19 +14,24 @@ USAGE = """\
 usage: hsx speculators COMMAND [OPTIONS]
        hsx speculators PATH/TO/launch_vllm.py MODEL [OPTIONS] -- [VLLM OPTIONS]
 
-Runs a command of speculators (such as train), or a script of its repository, that takes --hidden-states-backend hsx.
+Runs a command of speculators (such as train), or a script of its repository, that takes
+--hidden-states-backend hsx.
 On several NPUs: torchrun --nproc-per-node 8 --no-python hsx speculators train ..."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `hsx speculators`; returns an exit code, or leaves with that of the command."""
+    """Run `hsx speculators`. Return an exit code, or exit with that of the command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
     script = arguments[0].endswith(".py")
     if script and not Path(arguments[0]).is_file():
-        print(f"hsx speculators: {arguments[0]}: there is no such script; name one of speculators' repository", file=sys.stderr)
+        print(
+            f"hsx speculators: {arguments[0]}: there is no such script; name one of speculators' "
+            "repository",
+            file=sys.stderr,
+        )
         return 2
     try:
         import vllm_ascend_hsx.integrations.speculators  # noqa: F401 - registers the backend
@@ -36,7 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("hs_connectors", "speculators"):
             raise
-        print(f"hsx speculators: {error.name} is not installed; install {error.name.replace('_', '-')}", file=sys.stderr)
+        print(
+            f"hsx speculators: {error.name} is not installed; install "
+            f"{error.name.replace('_', '-')}",
+            file=sys.stderr,
+        )
         return 1
     if script:
         sys.argv = arguments

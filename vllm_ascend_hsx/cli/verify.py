@@ -1,4 +1,4 @@
-"""`hsx verify`: looks at every file of a directory, in parallel, and says which are not what they should be."""
+"""`hsx verify`: check every file below a directory, in parallel, and report invalid ones."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class Tally:
         self.shapes[shape] = self.shapes.get(shape, 0) + 1
 
     def add_unreadable(self, error: OSError) -> None:
-        """Take note of a folder, of which nobody knows what it holds."""
+        """Record a folder that cannot be read."""
         self.bad.append((str(error.filename), f"it cannot be read: {error.strerror}"))
 
     def add_failure(self, path: Path) -> None:
-        """Take note of an error file."""
+        """Record an error file."""
         try:
             reason = failure_reason(path)
         except OSError as error:
@@ -86,7 +86,7 @@ class Tally:
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the options of `hsx verify`; exits with code 2 and one line for a wrong one."""
+    """Parse the options of `hsx verify`. Exits with code 2 and one line for an invalid one."""
     parser = argparse.ArgumentParser(
         prog="hsx verify",
         description="Looks at every file of hidden states below a directory, and every member of its shards: complete, finite, as its "
@@ -103,7 +103,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `hsx verify` and returns its exit code."""
+    """Run `hsx verify` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     console = make_console(stderr=options.json)
     try:
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[Examination]:
-    """What is found of each file, in any order; nothing of those that are left when a process is killed."""
+    """Yield the result for each file, in any order. Files left by a killed process are omitted."""
     look = partial(examine, checksum=checksum)
     if jobs == 1 or len(paths) < 2:
         yield from map(look, paths)
@@ -176,7 +176,7 @@ def _begin_process() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the one that started it has: it would wait for more files for good."""
+    """End this process when its parent has ended. Otherwise it would wait for files forever."""
     parent = parent_process()
     assert parent is not None
     parent.join()

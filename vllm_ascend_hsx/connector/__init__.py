@@ -1,1 +1,1 @@
-"""The KV connector: scheduler side, worker side, and what they tell each other."""
+"""The KV connector: scheduler side, worker side, and the messages between them."""

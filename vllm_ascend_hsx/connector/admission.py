@@ -1,4 +1,4 @@
-"""Which new requests a rank can take without a step having to wait for storage: what is owed, and what comes of it."""
+"""Admission: which new requests a rank can take without a step having to wait for storage."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class _Debt:
 
 
 class OwedRows(Generic[Key]):
-    """Rows that requests under way have still to get written, at most. Not safe for threads by itself.
+    """Upper bounds of the rows that running requests have yet to write. Not thread-safe.
 
     Attributes:
-        prompt, output: rows of prompts, and of generated tokens. generating: requests that owe some of these.
+        prompt, output: rows of prompts, and of generated tokens.
+        generating: number of requests that owe rows of generated tokens.
     """
 
     def __init__(self) -> None:
@@ -37,21 +38,26 @@ class OwedRows(Generic[Key]):
         return len(self._debts)
 
     def begin(self, request: Key, prompt_rows: int, output_rows: int) -> None:
-        """The request is under way."""
+        """Add a request that starts."""
         self._debts[request] = _Debt(prompt_rows, prompt_rows, output_rows)
         self.prompt += prompt_rows
         self.output += output_rows
         self.generating += output_rows > 0
 
     def wrote(self, request: Key, first: int, end: int) -> None:
-        """Rows of these token positions have left the memory. Nothing is known of a request that has ended."""
+        """Subtract rows of these token positions, which have left the memory.
+
+        Ignores a request that has ended.
+        """
         debt = self._debts.get(request)
         if debt is not None:
             of_prompt = max(0, min(end, debt.prompt_end) - first)
-            self._settle(debt, min(of_prompt, debt.prompt), min(end - first - of_prompt, debt.output))
+            self._settle(
+                debt, min(of_prompt, debt.prompt), min(end - first - of_prompt, debt.output)
+            )
 
     def end(self, request: Key) -> None:
-        """Nothing more of it will be written."""
+        """Subtract all that the request still owes."""
         debt = self._debts.pop(request, None)
         if debt is not None:
             self._settle(debt, debt.prompt, debt.output)
@@ -65,10 +71,10 @@ class OwedRows(Generic[Key]):
 
 
 class Cost(NamedTuple):
-    """Bytes of rows that a request makes at most.
+    """Most bytes of rows that a request makes.
 
     Attributes:
-        prompt, output: of its prompt, and of the tokens that it generates.
+        prompt, output: bytes of its prompt's rows, and of those of generated tokens.
     """
 
     prompt: int
@@ -76,19 +82,21 @@ class Cost(NamedTuple):
 
 
 class RankLoad:
-    """What a rank has to write, as the scheduler knows it: by its last report, and by what it was given since.
+    """What a rank has yet to write, as known to the scheduler.
 
-    Whether memory lasts is reckoned with a model in which everything flows. Rows of prompts come at P bytes per
-    second, those of generated tokens at D, of each such request one row with each step; storage takes W. Of F
-    bytes that come at rate P, F * (1 - W / P) are in memory when the last of them has come. What is not known is
-    taken to be bad: no W is 0, no P or D infinite.
+    The sources are its last report and the requests started since.
+
+    A fluid model predicts whether memory suffices. Rows of prompts arrive at P bytes per second,
+    and those of generated tokens at D, one row per step and request. Storage takes W. Of F bytes
+    that arrive at rate P, F * (1 - W / P) are in memory when the last one has arrived. Unknown
+    rates are assumed to be the worst: W is 0, and P and D are infinite.
 
     Args:
-        ring_bytes: memory that rows wait in.
-        row_bytes: of one token.
+        ring_bytes: memory for rows that wait to be written.
+        row_bytes: bytes of one token's rows.
 
     Attributes:
-        state: its last report.
+        state: the rank's last report.
     """
 
     def __init__(self, ring_bytes: int, row_bytes: int) -> None:
@@ -99,43 +107,53 @@ class RankLoad:
         self.state = RankState()
 
     def report(self, state: RankState) -> None:
-        """The rank has told how far it is."""
+        """Record the state that the rank has reported."""
         for _ in range(state.started - self.state.started):
             self._unreported.popleft()
         self.state = state
 
     def promise(self, cost: Cost) -> None:
-        """A request was let through; until `start` it is not certain that it begins."""
+        """Add a request that was admitted.
+
+        Only `start` makes it certain that the request begins.
+        """
         self._promised.append(cost)
 
     def start(self, costs: list[Cost]) -> None:
-        """These requests begin, and of those that were promised no other."""
+        """Add requests that begin, and drop all other admitted ones."""
         self._promised = []
         self._unreported.extend(costs)
 
     @property
     def owed(self) -> int:
-        """Bytes that requests which have begun may still make, or have not written."""
+        """Bytes that started requests may still make or have not written."""
         return self._future()[0] + self._future()[1] + self.state.backlog
 
     def admits(self, cost: Cost) -> bool:
-        """Whether memory will last with this request, too.
+        """Return whether memory suffices if this request is added.
 
-        One that memory would not last for in any case runs when the others need none of it any more, and half of
-        it is free; not all, so that the storage has something to do until its first rows come.
+        A request for which memory can never suffice runs once all others need no more memory and
+        half of it is free. Waiting for all of it would leave storage idle until the first rows
+        arrive.
         """
         if self.state.quiet:
             return False
         prompt, output, generating = self._future()
         backlog = self.state.backlog
-        peak = backlog + self._stays(prompt + cost.prompt, output + cost.output, generating + bool(cost.output))
+        peak = backlog + self._stays(
+            prompt + cost.prompt, output + cost.output, generating + bool(cost.output)
+        )
         if peak <= self._ring_bytes:
             return True
         too_large = self._stays(*cost, bool(cost.output)) > self._ring_bytes
-        return too_large and backlog <= self._ring_bytes / 2 and not self._stays(prompt, output, generating)
+        return (
+            too_large
+            and backlog <= self._ring_bytes / 2
+            and not self._stays(prompt, output, generating)
+        )
 
     def _future(self) -> tuple[int, int, int]:
-        """Bytes of prompts and of generated tokens that are still to come, and how many requests generate."""
+        """Return the bytes to come, of prompts and of output, and how many requests generate."""
         state, waiting = self.state, [*self._unreported, *self._promised]
         prompt = state.prompt_owed - state.backlog
         output = state.output_owed + min(prompt, 0)
@@ -146,7 +164,7 @@ class RankLoad:
         )
 
     def _stays(self, prompt: int, output: int, generating: int) -> float:
-        """How much of what is to come is in memory at the worst."""
+        """Return how many of the bytes to come are in memory at most."""
         state = self.state
         steps = state.step_rate and state.step_rate * generating * self._row_bytes
         return prompt * self._surplus(state.prompt_rate) + output * self._surplus(steps)

@@ -1,4 +1,4 @@
-"""AscendHiddenStatesConnector: the facade that vLLM talks to; the scheduler and the worker each use their half."""
+"""AscendHiddenStatesConnector: vLLM's interface to the scheduler side and the worker side."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ from vllm_ascend_hsx.settings import ServerSettings, read_settings
 
 
 class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
-    """Writes the hidden states of each request to a file while it runs; loads nothing and holds no KV block.
+    """Write the hidden states of each request to a file while it runs.
+
+    It loads nothing and holds no KV block.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
-        role: scheduler or worker; the other half is not built.
-        kv_cache_config: not read: the rows are not in the KV cache.
+        role: scheduler or worker. Only that side is created.
+        kv_cache_config: unused: the rows are not in the KV cache.
 
     Raises:
-        UserError: a setting, or a store, that cannot be used.
+        UserError: if a setting or the store cannot be used.
     """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -54,12 +56,17 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 include_output=config.include_output_tokens,
                 allow_path=config.allow_custom_save_path,
                 extract_all=config.extract == "all",
-                limits=RequestLimits(config.max_files_per_request, config.max_bytes_per_request, settings.row_format.stored_row_bytes),
+                limits=RequestLimits(
+                    config.max_files_per_request,
+                    config.max_bytes_per_request,
+                    settings.row_format.stored_row_bytes,
+                ),
             )
         else:
             self._worker = self._build_worker(settings)
-            # An engine in its user's own process is not shut down when it is deleted or the process ends (v1/engine/llm_engine.py:422).
-            # torch_npu has been imported: what it does at exit comes behind this.
+            # An engine in the user's own process is not shut down when it is deleted or the process
+            # ends (v1/engine/llm_engine.py:422). torch_npu is already imported, so its exit
+            # handlers run after this one.
             atexit.register(self.shutdown)
 
     def _build_worker(self, settings: ServerSettings) -> ExtractionWorker:
@@ -78,7 +85,9 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             stored_row_bytes=row_format.stored_row_bytes,
             sink=settings.destination.make_sink(row_format, ring.data),
             device=layer.staging.rows.device,
-            num_writers=settings.num_writers(parallel.tensor_parallel_size * parallel.data_parallel_size_local),
+            num_writers=settings.num_writers(
+                parallel.tensor_parallel_size * parallel.data_parallel_size_local
+            ),
             patience=config.storage_patience_s,
             slow_storage=config.slow_storage,
             where=settings.destination.where,
@@ -92,17 +101,22 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.on_new_request(request)
 
     def extracts(self, request: Any) -> bool:
-        """Whether rows of the request are wanted; see compat.engine.compute_extracted_tokens."""
+        """Return whether the request is extracted; see compat.engine.compute_extracted_tokens."""
         assert self._scheduler is not None
         return self._scheduler.extracts(request.request_id)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """There is never anything to load; None has the request wait until storage can take its rows."""
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return 0, because nothing is loaded, or None while the request must wait for storage."""
         assert self._scheduler is not None
         return (None, False) if self._scheduler.must_wait(request) else (0, False)
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
-        """What the response says of the request, asked before other connectors are; see compat.engine.answer_beside_others."""
+        """Return the request's `kv_transfer_params`, before other connectors are asked.
+
+        See compat.engine.answer_beside_others.
+        """
         assert self._scheduler is not None
         return self._scheduler.on_finished(request)
 
@@ -110,7 +124,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         pass
 
     def server_stops(self) -> None:
-        """From now on requests are aborted because the server stops; see compat.shutdown.stop_in_order."""
+        """Treat later aborts as caused by the server's stop; see compat.shutdown.stop_in_order."""
         assert self._scheduler is not None
         self._scheduler.server_stops()
 
@@ -122,20 +136,25 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         self.hear(connector_output.kv_connector_worker_meta)
 
     def hear(self, report: KVConnectorWorkerMetadata | None) -> None:
-        """What the workers report of a step; see compat.engine.report_before_answers."""
+        """Process the workers' report of a step; see compat.engine.report_before_answers."""
         assert self._scheduler is not None
         if isinstance(report, WorkerReport):
             self._scheduler.on_worker_report(report)
 
-    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         return False, self._scheduler.on_finished(request)
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         assert self._scheduler is not None
         return False, self._scheduler.on_finished(request)
 
-    # Stats: taken on both sides. What the scheduler's side says is added to what the workers say, if they say anything.
+    # Stats are recorded on both sides. vLLM adds those of the scheduler's side only if workers sent
+    # some.
 
     def get_kv_connector_stats(self) -> HsxStats | None:
         side = self._scheduler or self._worker
@@ -147,7 +166,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: dict[Any, Any], labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
     ) -> HsxPromMetrics:
         return HsxPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
@@ -162,14 +185,19 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
 
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Called for every attention layer of the target too; only the cache-only layer concerns us."""
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Pass the filled slot on.
+
+        Ignores the target's attention layers, for which vLLM calls it too.
+        """
         if layer_name == self._layer_name:
             assert self._worker is not None
             self._worker.save()
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: the rows are in a staging slot, which the engine does not overwrite."""
+        """Do nothing: the rows are in a staging slot, which the engine does not overwrite."""
 
     def drain_copies(self) -> None:
         """Wait until no copy reads device memory; see compat.engine.copy_before_sleep."""
@@ -181,9 +209,12 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.report()
 
     def shutdown(self) -> None:
-        """Write what was computed, for at most drain_timeout_s, and end every thread. A second call does nothing."""
+        """Write all computed rows, for at most drain_timeout_s, and end every thread.
+
+        May be called twice.
+        """
         worker, self._worker = self._worker, None
-        # A forked child has a copy of this object, but neither the threads nor the files are its own.
+        # A forked child has a copy of this object, but owns neither its threads nor its files.
         if worker is not None and os.getpid() == self._process:
             atexit.unregister(self.shutdown)
             worker.close(self._drain_timeout)

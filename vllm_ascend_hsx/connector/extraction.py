@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
-from vllm_ascend_hsx.connector.row_order import RowOrder
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, StatsRecorder, failure_kind
 from vllm_ascend_hsx.connector.threads import WriterPool
+from vllm_ascend_hsx.connector.write_order import WriteOrder
 from vllm_ascend_hsx.sinks.base import Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.spans import SpanSet
 
@@ -45,7 +45,7 @@ class Extraction:
         stats: StatsRecorder,
     ) -> None:
         self.request_id = start.request_id
-        self.order = RowOrder(side_by_side)
+        self.order = WriteOrder(side_by_side)
         self._writers = writers
         self._path = Path(start.path)
         self._prompt = start.token_ids

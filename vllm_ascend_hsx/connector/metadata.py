@@ -1,11 +1,14 @@
-"""What the two sides of the connector tell each other, once per step."""
+"""Messages between the two sides of the connector, once per step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import numpy as np
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 
 
 @dataclass(frozen=True)
@@ -14,11 +17,11 @@ class RequestStart:
 
     Attributes:
         request_id: vLLM's internal id.
-        path: the file that is to receive its rows.
+        path: the file that receives its rows.
         owner: tensor-parallel rank that copies and writes them.
         token_ids: int64 [rows], the prompt: one row for each.
-        include_output: rows of generated tokens are wanted too.
-        max_output_rows: of these, at most.
+        include_output: whether rows of generated tokens are extracted too.
+        max_output_rows: most rows of generated tokens.
     """
 
     request_id: str
@@ -31,13 +34,13 @@ class RequestStart:
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """A request that the scheduler has let go of; no step after this one computes rows of it.
+    """A request that the scheduler has removed. No later step computes rows of it.
 
     Attributes:
         request_id: vLLM's internal id.
-        aborted: nobody wants its file any more.
-        output_token_ids: int64 [generated - 1], the generated tokens that were an input of the model: all but the last. Empty if rows of
-            generated tokens are not wanted.
+        aborted: whether the file is to be discarded.
+        output_token_ids: int64 [generated - 1], the generated tokens that were an input of the
+            model: all but the last. Empty if rows of generated tokens are not extracted.
     """
 
     request_id: str
@@ -50,8 +53,11 @@ class HsxConnectorMetadata(KVConnectorMetadata):
     """Scheduler to workers. Ends come first: an id may end and start again in one step.
 
     Attributes:
-        stats_wanted: the workers are to send stats with this step even if they have counted nothing, for the scheduler has, and vLLM asks
-            it for stats only if they have sent some (v1/core/sched/scheduler.py:1352 in 0.23.0).
+        ended: requests that have ended since the last step.
+        started: requests that start in this step.
+        stats_wanted: whether the workers send stats with this step even if they counted nothing.
+            vLLM asks the scheduler's side for stats only if workers have sent some
+            (v1/core/sched/scheduler.py:1352 in 0.23.0).
     """
 
     ended: list[RequestEnd] = field(default_factory=list)
@@ -61,18 +67,22 @@ class HsxConnectorMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True)
 class RankState:
-    """How far a rank is with writing; in bytes, bytes per second and steps per second. A rate is None until it is known.
+    """Progress of a rank, in bytes, bytes per second and steps per second.
+
+    A rate is None until it is known.
 
     Attributes:
         backlog: rows that were computed but are not yet in their files.
-        prompt_owed, output_owed: rows of prompts and of generated tokens that requests under way have not written, computed or not.
-        generating: requests that owe rows of generated tokens.
-        started: how many requests the rank was given since it began. The numbers include these, and no others.
-        write_rate: what its storage takes.
-        prompt_rate: what an engine makes when it computes prompts.
-        step_rate: steps.
-        quiet: the storage has not answered for so long that nothing new should begin.
-        stuck: ... for so long that the rank refuses new requests.
+        prompt_owed, output_owed: rows of prompts and of generated tokens that running requests have
+            not written, computed or not.
+        generating: number of requests that owe rows of generated tokens.
+        started: number of requests that the rank has been given. The other numbers cover exactly
+            these.
+        write_rate: bytes per second that storage takes.
+        prompt_rate: bytes per second that the engine makes while it computes prompts.
+        step_rate: steps per second.
+        quiet: whether storage has been silent for so long that no new request should start.
+        stuck: whether it has been silent for so long that the rank refuses new requests.
     """
 
     backlog: int = 0
@@ -92,9 +102,9 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """Workers to scheduler.
 
     Attributes:
-        outcomes: requests whose file was decided since the last report: None for a complete file or one discarded after an abort, else
-            why it failed.
-        ranks: how far the ranks are.
+        outcomes: requests whose file was finished since the last report. None for a complete file
+            or one discarded after an abort, else the reason of the failure.
+        ranks: progress of the ranks.
     """
 
     outcomes: dict[str, str | None] = field(default_factory=dict)

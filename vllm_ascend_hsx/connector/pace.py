@@ -1,4 +1,4 @@
-"""How fast the storage takes rows, and how fast the engine makes them."""
+"""Measure how fast storage takes rows, and how fast the engine makes them."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_FORGET_S = 1.0  # of full work: after so long a change of the storage's speed is half known
-_WINDOW = 4  # steps; an engine launches one or two ahead of its device
-_DECAY = 0.999  # of a peak, with each step
+_FORGET_S = 1.0  # time constant, in seconds of full load, with which old writes fade
+_WINDOW = 4  # steps of a moving average; an engine launches one or two steps ahead of its device
+_DECAY = 0.999  # factor by which a peak decays with each step
 _REMEMBERED = 16  # steps
 _LONGEST_S = 1.0
 
 
 class WriteRate:
-    """Bytes per second that the storage takes while all writers are busy: what a thread gets, added up over the
-    threads. So light load does not make it look slow. Any thread.
+    """Bytes per second that storage takes while all writers are busy. Thread-safe.
+
+    It is the rate of one thread, added up over all threads, so a light load does not make storage
+    look slow.
 
     Args:
-        num_writers: threads that write.
-        clock: seconds that never run backwards.
+        num_writers: number of writing threads.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, num_writers: int, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -30,15 +32,15 @@ class WriteRate:
         self._lock = threading.Lock()
         self._bytes = 0.0
         self._busy = 0.0  # thread seconds
-        self._running: dict[int, tuple[float, int]] = {}  # since when, and how many bytes, by thread
+        self._running: dict[int, tuple[float, int]] = {}  # start time and bytes, by thread
 
     def begin(self, num_bytes: int) -> None:
-        """The calling thread begins to write so many bytes."""
+        """Record that the calling thread starts to write `num_bytes`."""
         with self._lock:
             self._running[threading.get_ident()] = self._clock(), num_bytes
 
     def end(self, num_bytes: int) -> None:
-        """It has written so many of them."""
+        """Record that the calling thread has written `num_bytes`."""
         with self._lock:
             since, _ = self._running.pop(threading.get_ident())
             seconds = self._clock() - since
@@ -47,20 +49,26 @@ class WriteRate:
             self._busy = self._busy * keep + seconds
 
     def value(self) -> float | None:
-        """None if nothing has been written yet. A thread that has been writing for long gets less than before."""
+        """Return the rate, or None before the first write. A long-running write lowers it."""
         with self._lock:
             if not self._bytes:
                 return None
             now, usual = self._clock(), self._bytes / max(self._busy, 1e-9)
-            running = [min(usual, size / max(now - since, 1e-9)) for since, size in self._running.values() if size]
+            running = [
+                min(usual, size / max(now - since, 1e-9))
+                for since, size in self._running.values()
+                if size
+            ]
             return usual * (self._num_writers - len(running)) + sum(running)
 
 
 class StepRate:
-    """How fast steps make rows, time that they wait for storage left out: peaks, which fade. The main thread's.
+    """Peak rates, which decay, of rows and steps, without the time that steps wait for storage.
+
+    For the main thread only.
 
     Args:
-        clock: seconds that never run backwards.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,11 +81,11 @@ class StepRate:
         self.steps_per_s: float | None = None
 
     def waited(self, seconds: float) -> None:
-        """The step waited so long for storage."""
+        """Record that the step waited for storage."""
         self._waited += seconds
 
     def stepped(self, num_bytes: int) -> None:
-        """A step ends that staged rows of so many bytes."""
+        """Record the end of a step that staged `num_bytes` of rows."""
         now = self._clock()
         before, self._ended = self._ended, now
         waited, self._waited = self._waited, 0.0
@@ -95,7 +103,7 @@ class StepRate:
 
     @property
     def longest(self) -> float:
-        """Seconds of the longest of the last steps but one: an engine that had nothing to do is no long step."""
+        """Seconds of the second-longest recent step. An idle engine makes one step look long."""
         return min(sorted(self._lengths)[-2], _LONGEST_S) if len(self._lengths) > 1 else _LONGEST_S
 
 

@@ -1,4 +1,4 @@
-"""Scheduler side: which requests are extracted, by which rank, into which file, and when new ones have to wait."""
+"""Scheduler side: choose the requests to extract, their owner rank and file, and their start."""
 
 from __future__ import annotations
 
@@ -11,17 +11,29 @@ import numpy as np
 
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad
 from vllm_ascend_hsx.connector.limits import RequestLimits
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.metadata import (
+    HsxConnectorMetadata,
+    RequestEnd,
+    RequestStart,
+    WorkerReport,
+)
 from vllm_ascend_hsx.connector.reminder import Reminder
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
-from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, ParamsError, ServerParams, read_params, shown
+from vllm_ascend_hsx.protocol.api import (
+    ERROR_KEY,
+    PATH_KEY,
+    ParamsError,
+    ServerParams,
+    read_params,
+    shown,
+)
 from vllm_ascend_hsx.sinks.destination import Destination
 
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-_HELD_LONG_S = 5.0  # after which the log says that requests are held back
-# A request's place among those that are held back: what vLLM calls its priority, its arrival, and its id.
+_HELD_LONG_S = 5.0  # seconds after which a log line reports held requests
+# Sort key of a held request: priority, arrival time and id, as in vLLM.
 _Place = tuple[int, float, str]
 
 
@@ -36,22 +48,23 @@ class _Request:
     error: str | None = None
     decided: bool = False
     ended: bool = False
-    place: _Place | None = None  # while it is held back
-    predecessor: _Request | None = None  # which has ended, with a file of the same name that was not decided yet
+    place: _Place | None = None  # set while the request is held
+    # an ended request whose file has the same name and is not finished
+    predecessor: _Request | None = None
 
 
 class ExtractionScheduler:
-    """The state of every request that is extracted, from its arrival to its end.
+    """The state of every extracted request, from its arrival to its end.
 
     Args:
-        destination: where rows go.
+        destination: destination of the rows.
         row_bytes: bytes of one token's rows, all layers.
         num_ranks: tensor-parallel ranks; each can own requests.
-        ring_bytes: memory of a rank in which rows wait until they are written.
-        include_output: whether rows of generated tokens are wanted of requests that do not say so themselves.
+        ring_bytes: a rank's memory for rows that wait to be written.
+        include_output: whether rows of generated tokens are extracted by default.
         allow_path: whether a request may choose its file.
-        extract_all: whether requests that say nothing of hidden states are extracted.
-        limits: how much one API request may store; None for as much as it likes.
+        extract_all: whether requests are extracted by default.
+        limits: limits on what one API request may store; None for no limits.
     """
 
     def __init__(
@@ -72,18 +85,18 @@ class ExtractionScheduler:
         self._requests: dict[str, _Request] = {}
         self._refused: dict[str, str] = {}
         self._ended: list[RequestEnd] = []
-        self._undecided: dict[str, _Request] = {}  # that have ended
-        self._writing: dict[str, _Request] = {}  # by the path of its file, until that is decided
+        self._undecided: dict[str, _Request] = {}  # requests that have ended
+        self._writing: dict[str, _Request] = {}  # by path, until the file is finished
         self._outstanding = [0] * num_ranks
         self._loads = tuple(RankLoad(ring_bytes, row_bytes) for _ in range(num_ranks))
-        self._promised: dict[str, int] = {}  # the rank of those that were let through since the last step
-        self._held: list[_Place] = []  # in order
+        self._promised: dict[str, int] = {}  # ranks of requests admitted since the last step
+        self._held: list[_Place] = []  # sorted
         self._reminder = Reminder(_HELD_LONG_S)
         self._recorder = SchedulerRecorder()
         self._stopping = False
 
     def on_new_request(self, request: Any) -> None:
-        """Decide whether the request is extracted; if so, have it compute every one of its rows.
+        """Decide whether the request is extracted. If so, make it compute all of its rows.
 
         Args:
             request: vllm.v1.request.Request, which has just entered the waiting queue.
@@ -101,15 +114,23 @@ class ExtractionScheduler:
         prompt_tokens = len(request.prompt_token_ids or ())
         output_rows = max(0, request.max_tokens - 1) if params.include_output else 0
         if request.prompt_token_ids is None:
-            self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
-        elif request.resumable:
-            self._refused[request.request_id] = "streaming input is not supported; send the whole prompt at once"
-        elif (other := self._writing.get(path)) is not None and not other.ended:
-            # The worker would see it by the lock, if the server has one; here it is known before anything is computed.
             self._refused[request.request_id] = (
-                f"kv_transfer_params.{PATH_KEY} is {shown(path)}, which another request is writing; choose another name"
+                "prompt_embeds have no token ids to store; send token ids or text"
             )
-        elif self._limits is not None and (reason := self._limits.refusal(request.request_id, prompt_tokens + output_rows)):
+        elif request.resumable:
+            self._refused[request.request_id] = (
+                "streaming input is not supported; send the whole prompt at once"
+            )
+        elif (other := self._writing.get(path)) is not None and not other.ended:
+            # The worker would detect this by the lock, if locks are enabled. Here it is known
+            # before anything is computed.
+            self._refused[request.request_id] = (
+                f"kv_transfer_params.{PATH_KEY} is {shown(path)}, which another request is "
+                "writing; choose another name"
+            )
+        elif self._limits is not None and (
+            reason := self._limits.refusal(request.request_id, prompt_tokens + output_rows)
+        ):
             self._refused[request.request_id] = reason
         else:
             self._requests[request.request_id] = self._writing[path] = _Request(
@@ -120,15 +141,18 @@ class ExtractionScheduler:
                 params.include_output,
                 predecessor=other,
             )
-            # A cached prefix is not computed, so its rows would be missing. Other requests go on using the prefix cache.
+            # Rows of a cached prefix would not be computed. Other requests keep using the prefix
+            # cache.
             request.skip_reading_prefix_cache = True
 
     def extracts(self, request_id: str) -> bool:
-        """Whether the request is to be extracted."""
+        """Return whether the request is extracted."""
         return request_id in self._requests
 
     def must_wait(self, request: Any) -> bool:
-        """Whether the request is to be extracted and storage could not take its rows in time, or those of one that waits already.
+        """Return whether the request must wait because storage could not take its rows in time.
+
+        It also waits if an earlier extracted request waits.
 
         Args:
             request: vllm.v1.request.Request, which is in the waiting queue.
@@ -136,8 +160,10 @@ class ExtractionScheduler:
         state = self._requests.get(request.request_id)
         if state is None or state.owner is not None or request.request_id in self._promised:
             return False
-        # Workers report with steps: a file may have been decided while the engine had nothing to do. The next step tells.
-        if request.request_id in self._undecided:  # what is reported of that one would be taken for this one's outcome
+        # Workers report with steps, so a file may have been finished while the engine was idle. The
+        # next step reports it. Until then an outcome could be attributed to the wrong request of
+        # this id.
+        if request.request_id in self._undecided:
             return True
         if (before := state.predecessor) is not None and not before.decided:
             assert before.owner is not None
@@ -146,9 +172,11 @@ class ExtractionScheduler:
         place = (request.priority, request.arrival_time, request.request_id)
         rank = self._least_loaded()
         load = self._loads[rank]
-        # Nobody overtakes: where large requests wait, there would always be room for a small one. vLLM asks for new ones first.
+        # Requests start in order. If small ones could overtake, large ones would wait forever. vLLM
+        # offers the first ones first.
         first = not self._held or place <= self._held[0]
-        # A rank whose storage does not answer refuses the request at once: that is better than to wait for nobody knows how long.
+        # A rank whose storage is stuck refuses the request at once, so that it does not wait
+        # indefinitely.
         if load.state.stuck or (first and load.admits(state.cost)):
             self._stop_holding(state)
             load.promise(state.cost)
@@ -163,7 +191,7 @@ class ExtractionScheduler:
         return True
 
     def build_metadata(self, scheduler_output: Any) -> HsxConnectorMetadata:
-        """What the workers have to know of this step.
+        """Return the message to the workers for this step.
 
         Args:
             scheduler_output: vllm.v1.core.sched.output.SchedulerOutput; not modified.
@@ -185,16 +213,23 @@ class ExtractionScheduler:
                 started[rank].append(request.cost)
                 token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
                 metadata.started.append(
-                    RequestStart(new.req_id, request.path, rank, token_ids, request.include_output, request.max_output_rows)
+                    RequestStart(
+                        new.req_id,
+                        request.path,
+                        rank,
+                        token_ids,
+                        request.include_output,
+                        request.max_output_rows,
+                    )
                 )
-        for request_id, rank in promised.items():  # for which there was no room in the KV cache
+        for request_id, rank in promised.items():  # did not fit into the KV cache
             self._outstanding[rank] -= sum(self._requests[request_id].cost)
         for load, costs in zip(self._loads, started, strict=True):
             load.start(costs)
         return metadata
 
     def on_worker_report(self, report: WorkerReport) -> None:
-        """Take note of files that were decided and of how far behind the ranks are."""
+        """Record finished files and the progress of the ranks."""
         for rank, state in report.ranks.items():
             self._loads[rank].report(state)
         for request_id, error in report.outcomes.items():
@@ -205,20 +240,23 @@ class ExtractionScheduler:
                 self._let_go_of(request)
 
     def take_stats(self) -> HsxStats | None:
-        """For how long, since the last call, requests had to wait, and how many were refused; None if none."""
+        """Return held time and refused requests since the last call, or None if there are none."""
         return self._recorder.take()
 
     def server_stops(self) -> None:
-        """Requests that are aborted from now on are not given up by their clients. Workers hear nothing of it: when they are closed, they
-        leave the reason in place of each file that is not complete."""
+        """Treat later aborts as caused by the server's stop, not by clients.
+
+        Workers are not told. When they are closed, they write the reason into the error file of
+        each unfinished request.
+        """
         self._stopping = True
 
     def on_finished(self, request: Any) -> dict[str, Any] | None:
-        """The request has ended, for whatever reason, scheduled or not.
+        """Process the end of the request, for whatever reason, scheduled or not.
 
         Returns:
-            What goes into the response as `kv_transfer_params`: where the rows are, and the error if it is known already. None if there
-            is nothing to say, and for a request that has ended before.
+            The response's `kv_transfer_params`: where the rows are, and the error if it is already
+            known. None if the request is not extracted or has ended before.
         """
         request_id = request.request_id
         if reason := self._refused.pop(request_id, None):
@@ -237,11 +275,15 @@ class ExtractionScheduler:
             return None
         end = RequestEnd(request_id, aborted=aborted and not _stopped_by_string(request))
         if state.include_output and not end.aborted:
-            end = replace(end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64))
+            end = replace(
+                end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64)
+            )
         self._ended.append(end)
         if not state.decided:
             self._undecided[request_id] = state
-        answer = self._destination.answer(state.path, state.prompt_tokens + len(end.output_token_ids), state.include_output)
+        answer = self._destination.answer(
+            state.path, state.prompt_tokens + len(end.output_token_ids), state.include_output
+        )
         if state.error is not None:
             answer[ERROR_KEY] = state.error
         return answer
@@ -258,9 +300,10 @@ class ExtractionScheduler:
         rank = self._least_loaded()
         load = self._loads[rank]
         logger.warning(
-            "slow storage: new requests have been held back for %.0f s, %d now, until what was admitted can be written to %s: "
-            "at least %.1f MiB, of which %.1f MiB are computed, and it takes %.1f MiB/s. Faster storage, more pinned_ring_bytes or "
-            "fewer layers let them through sooner.",
+            "slow storage: new requests have been held back for %.0f s, %d now, until admitted "
+            "requests can be written to %s: at least %.1f MiB, of which %.1f MiB are computed, "
+            "and storage takes %.1f MiB/s. Use faster storage, raise pinned_ring_bytes or "
+            "extract fewer layers.",
             self._reminder.seconds,
             len(self._held),
             self._destination.directory or "the Mooncake store",
@@ -283,10 +326,15 @@ class ExtractionScheduler:
 
 
 def _stopped_by_string(request: Any) -> bool:
-    """Whether a request that was aborted while it generated may have come to its end.
+    """Return whether a request that was aborted while generating may have ended by a stop string.
 
-    Stop strings are looked for where the text is, in the API server, which then aborts the request in the scheduler just as it does for
-    a client that has gone (vllm/v1/engine/output_processor.py, 0.23.0). So a file may be published that nobody waits for; the other
-    choice would throw away what somebody does wait for.
+    The API server looks for stop strings, because it has the text, and then aborts the request just
+    as if the client had disconnected (vllm/v1/engine/output_processor.py, 0.23.0). So a file may be
+    published that no client waits for. The alternative would discard files that clients do wait
+    for.
     """
-    return bool(request.num_output_tokens and request.sampling_params is not None and request.sampling_params.stop)
+    return bool(
+        request.num_output_tokens
+        and request.sampling_params is not None
+        and request.sampling_params.stop
+    )

@@ -1,4 +1,4 @@
-"""How long storage has been silent, how long a step waits for it, and what the log says meanwhile."""
+"""Track how long storage has been silent, limit how long a step waits for it, and log both."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from vllm_ascend_hsx.connector.stats import SILENT_STORAGE, SLOW_STORAGE, StatsR
 
 logger = logging.getLogger(__name__)
 
-_STALLED_S = 0.5  # of waiting for storage, after which the log says so
-_QUIET_S = 1.0  # without an answer, after which nothing new should begin
-_HUNG_S = 2.0  # ... after which new requests are refused where no step waits for storage
+_STALLED_S = 0.5  # seconds that a step waits for storage before a log line is due
+_QUIET_S = 1.0  # seconds without an answer, after which no new request starts
+_HUNG_S = 2.0  # ... after which new requests are refused if no step waits for storage
 _MIB = 1 << 20
 _TOO_SLOW = (
-    "its rows would have had to wait for slow storage, and slow_storage is 'fail': use faster storage, raise pinned_ring_bytes, "
-    "or set it to 'wait'"
+    "its rows would have had to wait for slow storage, and slow_storage is 'fail': use faster "
+    "storage, raise pinned_ring_bytes, or set it to 'wait'"
 )
 
 
 class StorageWatch:
-    """Watches the storage of one worker. `answered` is for any thread, `wait` for the main one.
+    """Watch the storage of one worker.
+
+    Any thread may call `answered`; only the main thread may call `wait`.
 
     Args:
-        patience: seconds that a step waits for storage that does nothing at all.
+        patience: seconds that a step waits for storage that makes no progress.
         slow_storage: see HsxConfig.
-        where: the storage, in words.
-        backlog: bytes that are to be written.
-        stats: what is counted.
-        write_rate, step_rate: of the worker.
+        where: description of the storage.
+        backlog: returns the bytes that have yet to be written.
+        stats: records stalls.
+        write_rate, step_rate: the worker's rates.
     """
 
     def __init__(
@@ -56,43 +58,51 @@ class StorageWatch:
         self._stall = Reminder(_STALLED_S)
 
     def answered(self) -> None:
-        """The storage has taken something, or is given something after it had nothing to do."""
+        """Record that storage has made progress, or gets its first work after it was idle."""
         self._answered_at = time.monotonic()
 
     def silent_for(self) -> float:
-        """Seconds for which there was something to write and nothing was written."""
+        """Return the seconds since the last progress, or 0 if there is nothing to write."""
         return time.monotonic() - self._answered_at if self._backlog() else 0.0
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing new should begin."""
+        """True while no new request should start."""
         return self.silent_for() >= min(_QUIET_S, self._limit)
 
     @property
     def is_stuck(self) -> bool:
-        """New requests are refused."""
+        """True while new requests are refused."""
         return self.silent_for() >= self._limit
 
     @property
     def silence(self) -> str:
-        """Why a request fails when the storage is stuck."""
+        """Reason for which a request fails if storage is stuck."""
         return f"the storage did not answer for {self._limit:g} s"
 
     @property
     def failure(self) -> tuple[str, str]:
-        """Reason and kind of failure of a request for which a step does not wait, or does not any longer."""
-        return (self.silence, SILENT_STORAGE) if self.steps_wait or self.is_stuck else (_TOO_SLOW, SLOW_STORAGE)
+        """Reason and kind of failure of a request whose rows no step waits for any longer."""
+        return (
+            (self.silence, SILENT_STORAGE)
+            if self.steps_wait or self.is_stuck
+            else (_TOO_SLOW, SLOW_STORAGE)
+        )
 
     @property
     def _limit(self) -> float:
         return self.patience if self.steps_wait else min(self.patience, _HUNG_S)
 
     def wait(self, done: Callable[[float], bool], silent_for: Callable[[], float]) -> bool:
-        """Have the step wait, count it, and say so in the log. False: the patience is over.
+        """Make the step wait for storage, count the time, and log it.
 
         Args:
-            done: waits so many seconds at most, and returns whether there is nothing more to wait for.
-            silent_for: seconds that the storage has not answered.
+            done: waits for at most the given number of seconds; returns True if there is nothing
+                left to wait for.
+            silent_for: returns the seconds since storage last answered.
+
+        Returns:
+            False if storage was silent for `patience` seconds.
         """
         self._stall.begin()
         try:
@@ -109,9 +119,10 @@ class StorageWatch:
 
     def _warn(self) -> None:
         logger.warning(
-            "slow storage: steps, and with them all requests, have waited %.1f s until rows are written to %s: %.1f MiB are computed, "
-            "and it takes %.1f MiB/s. Use faster storage; more pinned_ring_bytes carries bursts; with slow_storage set to 'fail' "
-            "requests that are extracted fail instead.",
+            "slow storage: steps, and with them all requests, have waited %.1f s for rows to be "
+            "written to %s: %.1f MiB are computed, and storage takes %.1f MiB/s. Use faster "
+            "storage, raise pinned_ring_bytes to absorb bursts, or set slow_storage to 'fail' to "
+            "fail extracted requests instead.",
             self._stall.seconds,
             self._where,
             self._backlog() / _MIB,

@@ -1,4 +1,4 @@
-"""The threads of a worker beside its main one: those that write files, and the one that opens them."""
+"""Helper threads of a worker: one opens files, the others write them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WriterJob: TypeAlias = "Callable[[], Iterable[WriterJob]]"
 
 
 class JobThread:
-    """Runs what it is given, in order. A job must not raise."""
+    """A thread that runs jobs in order. A job must not raise."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -23,14 +23,19 @@ class JobThread:
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not begun."""
+        """Number of jobs that have not started."""
         return self._jobs.qsize()
 
     def submit(self, job: Job) -> None:
         self._jobs.put(job)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Run what was submitted, then end. False: not within `timeout` seconds; it goes on by itself."""
+        """Run all submitted jobs, then end the thread.
+
+        Returns:
+            False if this takes longer than `timeout` seconds. The thread then continues in the
+            background.
+        """
         self._jobs.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -41,17 +46,22 @@ class JobThread:
 
 
 class WriterPool:
-    """Threads that write and decide files: the first that is free takes the next job. A job must not raise; it may return jobs that can
-    begin now that it has ended, and its thread runs these.
+    """Threads that write and finish files. An idle thread takes the next job.
+
+    A job must not raise. It may return jobs that can start now that it has ended; its thread runs
+    them.
 
     Args:
-        num_threads: how many.
-        name: of the threads, to which their number is added.
+        num_threads: number of threads.
+        name: name of the threads, to which their number is appended.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[WriterJob | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True) for index in range(num_threads)]
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{index}", daemon=True)
+            for index in range(num_threads)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -63,7 +73,7 @@ class WriterPool:
         self._jobs.put(job)
 
     def drain(self) -> None:
-        """Wait until all that was submitted has been done. Not from its own threads."""
+        """Wait until all submitted jobs have ended. Must not be called from the pool's threads."""
         everybody = threading.Barrier(self.num_threads + 1)
 
         def meet() -> tuple[()]:
@@ -75,12 +85,17 @@ class WriterPool:
         everybody.wait()
 
     def end(self) -> None:
-        """Let the threads end behind what was submitted."""
+        """Let each thread end once all submitted jobs have been taken."""
         for _ in self._threads:
             self._jobs.put(None)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for that. False: not within `timeout` seconds; the threads go on by themselves."""
+        """Wait until the threads have ended.
+
+        Returns:
+            False if this takes longer than `timeout` seconds. The threads then continue in the
+            background.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         for thread in self._threads:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -94,7 +109,10 @@ class WriterPool:
 
 
 class OpenerThread(JobThread):
-    """Opens files beside the forward pass. A directory that answers slowly costs a step only what is left of it at the step's end."""
+    """A thread that opens files during the forward pass.
+
+    A slow directory delays a step only by the time that remains when the forward pass has ended.
+    """
 
     def __init__(self, name: str) -> None:
         self._condition = threading.Condition()
@@ -121,11 +139,11 @@ class OpenerThread(JobThread):
         super().submit(run)
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all that was submitted is done. False: not within `timeout` seconds."""
+        """Wait until all submitted jobs have ended. Return False after `timeout` seconds."""
         with self._condition:
             return self._condition.wait_for(lambda: self._done == self._submitted, timeout)
 
     def silent_for(self) -> float:
-        """Seconds that the storage has not answered one call; 0 if it is asked for nothing."""
+        """Return the seconds since the last job ended, or 0 if no job is pending."""
         with self._condition:
             return 0.0 if self._done == self._submitted else time.monotonic() - self._last_done

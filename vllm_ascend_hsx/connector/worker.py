@@ -12,18 +12,18 @@ from typing import Literal
 
 import torch
 
-from vllm_ascend_hsx.config import LAST_WORDS_S
+from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 from vllm_ascend_hsx.connector.admission import OwedRows
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
-from vllm_ascend_hsx.connector.row_order import EVERY_POSITION
 from vllm_ascend_hsx.connector.stats import COPY_FAILED, REFUSED, SILENT_STORAGE, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.connector.threads import JobThread, OpenerThread, WriterJob, WriterPool
+from vllm_ascend_hsx.connector.write_order import EVERY_POSITION
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import ALL_ROWS, Span
-from vllm_ascend_hsx.drafter.staging import Copier, Piece, StagingCache, StagingSlot
+from vllm_ascend_hsx.drafter.staging import Copier, HostChunk, StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, file_name
 from vllm_ascend_hsx.sinks.base import Sink
@@ -227,7 +227,7 @@ class ExtractionWorker:
                 why = f"the storage did not take {self._backlog} bytes within {timeout:g} s"
         finally:  # also when a signal handler raises: whoever waits for a file is to hear of it
             patience = left()
-            self._give_up(why, None if patience is None else patience + LAST_WORDS_S)
+            self._give_up(why, None if patience is None else patience + FAILURE_REPORT_TIMEOUT_S)
 
     def _drain(self, left: Callable[[], float | None]) -> bool:
         """Have all that was staged written. False: not in the time that is left; the threads go on until the storage answers."""
@@ -276,7 +276,7 @@ class ExtractionWorker:
 
     # Copier thread
 
-    def _deliver(self, piece: Piece) -> None:
+    def _deliver(self, piece: HostChunk) -> None:
         parts: list[tuple[Extraction, Span]] = []
         num_bytes = 0
         for span in piece.spans:
@@ -304,7 +304,7 @@ class ExtractionWorker:
 
     # Writer threads
 
-    def _write(self, piece: Piece, parts: list[tuple[Extraction, Span]]) -> list[WriterJob]:
+    def _write(self, piece: HostChunk, parts: list[tuple[Extraction, Span]]) -> list[WriterJob]:
         written = 0
         try:
             landed_at = piece.wait()

@@ -1,1 +1,1 @@
-"""What `hsx demo` is made of: tiny models, a server, requests, and the reference they are compared with."""
+"""Parts of `hsx demo`: tiny models, a server, requests, and the reference."""

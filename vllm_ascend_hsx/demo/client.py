@@ -1,4 +1,4 @@
-"""Sends the demo's prompts with the openai client and returns where the server put the hidden states."""
+"""Send the demo's prompts with the openai client, and return the files of their hidden states."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ EXTRA_BODY = {"return_token_ids": True}
 
 
 class Answer(NamedTuple):
-    """What one request came back with: the prompt as the server tokenized it, and the file of its hidden states."""
+    """The answer to one request: the prompt as the server tokenized it, and the file."""
 
     prompt: Prompt
     token_ids: list[int]
@@ -22,16 +22,22 @@ class Answer(NamedTuple):
 
 
 class AnswerError(RuntimeError):
-    """A response without what extraction promises."""
+    """A response lacks the fields of an extracted request."""
 
 
 def send_all(
-    url: str, prompts: Sequence[Prompt], *, timeout: float, on_answer: Callable[[int], None] = lambda count: None
+    url: str,
+    prompts: Sequence[Prompt],
+    *,
+    timeout: float,
+    on_answer: Callable[[int], None] = lambda count: None,
 ) -> list[Answer]:
-    """Sends wave after wave, the prompts of a wave at the same time; returns the answers in the order of the prompts.
+    """Send the prompts, those of a wave at the same time.
 
-    Calls on_answer(how many are there) after each wave. Raises AnswerError, or openai's error for a request that failed or took
-    longer than timeout seconds.
+    Return the answers in the order of the prompts.
+
+    Calls on_answer(number of answers) after each wave. Raises AnswerError, or openai's error for a
+    request that failed or took longer than timeout seconds.
     """
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
     model = client.models.list().data[0].id
@@ -44,7 +50,7 @@ def send_all(
 
 
 def send(client: OpenAI, model: str, prompt: Prompt) -> Answer:
-    """Sends one prompt, asking for one token; raises AnswerError if the response names no file."""
+    """Send one prompt and request one token. Raises AnswerError if the response names no file."""
     response: Any
     if prompt.kind == "chat":
         response = client.chat.completions.create(
@@ -63,5 +69,8 @@ def send(client: OpenAI, model: str, prompt: Prompt) -> Answer:
     params = getattr(response, "kv_transfer_params", None) or {}
     path = params.get("hidden_states_path")
     if not path:
-        raise AnswerError(f"the response to a {prompt.kind} prompt has no hidden_states_path; its kv_transfer_params are {params}")
+        raise AnswerError(
+            f"the response to a {prompt.kind} prompt has no hidden_states_path; its "
+            f"kv_transfer_params are {params}"
+        )
     return Answer(prompt, token_ids, Path(path))

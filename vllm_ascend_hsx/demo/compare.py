@@ -1,23 +1,28 @@
-"""Decides whether extracted hidden states are the expected ones, and names the mistake when they are not."""
+"""Compare extracted hidden states with a reference, and diagnose differences."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
 
-# In units of the dtype's eps (2**-7 for bfloat16). A row's relative error is at most 5 eps = 4 %, an element's at most 20 eps of the
-# row's root mean square. Measured on the tiny models, transformers in bfloat16 against float32: 2.1 % and 8 %; the closest two
-# different rows of one layer lie 9 % apart.
+# In units of the dtype's eps (2**-7 for bfloat16): relative error of a row at most 5 eps = 4 %,
+# error of an element at most 20 eps of the row's root mean square. Measured on the tiny models,
+# transformers in bfloat16 against float32: 2.1 % and 8 %. The closest two different rows of one
+# layer are 9 % apart.
 ROW_TOLERANCE = 5.0
 ELEMENT_TOLERANCE = 20.0
-# That holds for up to this many layers; each layer rounds on top of the one before it, so beyond them the error grows as a random walk.
+# This holds for up to this many layers. Each layer rounds on top of the previous one, so in deeper
+# models the error grows like a random walk.
 TOLERANCE_DEPTH = 4
-# Summation order alone costs float32 more than its eps.
+# Summation order alone causes larger differences in float32 than its eps.
 LEAST_EPS = 1e-5
 
 
 class Comparison(NamedTuple):
-    """What compare() found; reason is empty for a match and names the mistake otherwise."""
+    """The result of compare().
+
+    `reason` is empty for a match and otherwise describes the difference.
+    """
 
     max_abs_difference: float
     verdict: Literal["match", "mismatch"]
@@ -28,19 +33,28 @@ class Comparison(NamedTuple):
         return self.verdict == "match"
 
 
-def compare(actual: torch.Tensor, expected: torch.Tensor, layer_ids: Sequence[int] | None = None) -> Comparison:
-    """Compares [tokens, layers, hidden] as extracted (its dtype sets the tolerance) with the reference.
+def compare(
+    actual: torch.Tensor, expected: torch.Tensor, layer_ids: Sequence[int] | None = None
+) -> Comparison:
+    """Compare extracted rows, [tokens, layers, hidden], with the reference.
 
-    Names rows that are missing, not finite, zero, shifted, permuted or foreign, and layers in the wrong order. With layer_ids, deep
-    layers of a deep model get a wider tolerance: sqrt(id / 4) times that of the fourth.
+    Their dtype sets the tolerance.
+
+    The reason names rows that are missing, not finite, zero, shifted, permuted or foreign, and
+    layers in the wrong order. With layer_ids, deep layers get a wider tolerance: sqrt(id / 4) times
+    that of the fourth.
     """
     if actual.shape != expected.shape:
-        return Comparison(float("inf"), "mismatch", f"shape {list(actual.shape)}, expected {list(expected.shape)}")
+        return Comparison(
+            float("inf"), "mismatch", f"shape {list(actual.shape)}, expected {list(expected.shape)}"
+        )
     eps = layer_eps(actual.dtype, layer_ids or [0] * actual.shape[1])
     a, e = actual.float().cpu(), expected.float().cpu()
     if not a.isfinite().all():
         rows = (~a.isfinite()).any(-1).any(-1).nonzero().flatten().tolist()
-        return Comparison(float("nan"), "mismatch", f"{name_rows(rows)} not finite (NaN or infinity)")
+        return Comparison(
+            float("nan"), "mismatch", f"{name_rows(rows)} not finite (NaN or infinity)"
+        )
     difference = (a - e).abs()
     largest = difference.max().item() if difference.numel() else 0.0
     bad = ~equal_rows(a, e, eps)  # [tokens, layers]
@@ -50,13 +64,16 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, layer_ids: Sequence[in
 
 
 def layer_eps(dtype: torch.dtype, layer_ids: Sequence[int]) -> torch.Tensor:
-    """Rounding of one element in each layer of a file of that dtype: float32 [layers], the unit of the tolerances."""
+    """Return the rounding of one element in each layer, float32 [layers]: the tolerances' unit."""
     depths = torch.tensor([max(TOLERANCE_DEPTH, i) for i in layer_ids])
     return max(torch.finfo(dtype).eps, LEAST_EPS) * (depths / TOLERANCE_DEPTH).sqrt()
 
 
 def equal_rows(a: torch.Tensor, e: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
-    """Which rows of a [..., hidden] equal those of e within the tolerance: bool [...]; eps (see layer_eps) broadcasts to that."""
+    """Return bool [...]: which rows of a [..., hidden] equal those of e within the tolerance.
+
+    eps (see layer_eps) broadcasts to that shape.
+    """
     difference = a - e
     rms = e.square().mean(-1).sqrt()
     near = difference.square().mean(-1).sqrt() <= ROW_TOLERANCE * eps * rms
@@ -67,10 +84,13 @@ def _diagnose(a: torch.Tensor, e: torch.Tensor, bad: torch.Tensor, eps: torch.Te
     zero = ((a == 0).all(-1) & bad).any(-1).nonzero().flatten().tolist()
     if zero:
         return f"{name_rows(zero)} zero"
-    order = [next((m for m in range(e.shape[1]) if equal_rows(a[:, i], e[:, m], eps[m]).all()), None) for i in range(e.shape[1])]
+    order = [
+        next((m for m in range(e.shape[1]) if equal_rows(a[:, i], e[:, m], eps[m]).all()), None)
+        for i in range(e.shape[1])
+    ]
     if None not in order:
         return f"layers in the wrong order: the slots hold what belongs in slots {order}"
-    # The deepest layer that is wrong tells tokens apart best: layer 0 has equal rows for equal tokens.
+    # The deepest wrong layer distinguishes tokens best: in layer 0 equal tokens have equal rows.
     layer = int(bad.any(0).nonzero().max())
     rows = bad[:, layer].nonzero().flatten().tolist()
     sources = {row: _source(a[row, layer], e[:, layer], eps[layer]) for row in rows}
@@ -86,12 +106,19 @@ def _diagnose(a: torch.Tensor, e: torch.Tensor, bad: torch.Tensor, eps: torch.Te
     worst = int(difference.argmax())
     token, slot = divmod(worst, e.shape[1])
     wrong = bad.any(-1).nonzero().flatten().tolist()
-    text = f"{name_rows(wrong)} wrong (row {token}, layer slot {slot}: relative error {difference.max().item():.1%})"
-    return f"{text}; {name_rows(list(moved))} from other positions: {_examples(moved)}" if moved else text
+    text = (
+        f"{name_rows(wrong)} wrong (row {token}, layer slot {slot}: relative error "
+        f"{difference.max().item():.1%})"
+    )
+    return (
+        f"{text}; {name_rows(list(moved))} from other positions: {_examples(moved)}"
+        if moved
+        else text
+    )
 
 
 def _source(row: torch.Tensor, candidates: torch.Tensor, eps: torch.Tensor) -> int | None:
-    """The index of the expected row that this row holds, if any."""
+    """Return the index of the expected row that this row equals, if any."""
     nearest = int((candidates - row).norm(dim=-1).argmin())
     return nearest if equal_rows(row, candidates[nearest], eps) else None
 
@@ -101,12 +128,14 @@ def _examples(moved: dict[int, int]) -> str:
 
 
 def name_rows(rows: list[int]) -> str:
-    """`row 3 is`, `rows 3-7, 9 are`: at most five ranges of the given rows, which ascend."""
+    """Return `row 3 is` or `rows 3-7, 9 are`, with at most five ranges of ascending rows."""
     runs: list[list[int]] = []
     for row in rows:
         if runs and runs[-1][1] == row - 1:
             runs[-1][1] = row
         else:
             runs.append([row, row])
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:5]) + (", ..." if len(runs) > 5 else "")
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:5]) + (
+        ", ..." if len(runs) > 5 else ""
+    )
     return f"row {text} is" if len(rows) == 1 else f"rows {text} are"

@@ -1,4 +1,4 @@
-"""What the server counts: our series of GET /metrics, by engine, after a step of each engine has brought the last of it."""
+"""Read this plugin's metrics from GET /metrics, by engine, after a last step of each engine."""
 
 import urllib.request
 from collections import defaultdict
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 from openai import OpenAI
 
-from vllm_ascend_hsx.connector.latency import quantile
+from vllm_ascend_hsx.connector.histogram import quantile
 
 PREFIX = "vllm:hsx_"
 NOT_EXTRACTED = {"kv_transfer_params": {"hidden_states": False}}
 
 
 class Count(NamedTuple):
-    """One value of a series. labels lacks those that every series has."""
+    """One value of a metric. `labels` lacks those that every metric has."""
 
     name: str
     engine: str
@@ -23,7 +23,7 @@ class Count(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """One histogram, in figures: the seconds that half of them and 99 of 100 do not exceed."""
+    """One histogram: its median and 99th percentile in seconds."""
 
     name: str
     engine: str
@@ -33,49 +33,55 @@ class Latency(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What one scrape showed of our series."""
+    """This plugin's metrics at one time."""
 
     counts: list[Count]
     latencies: list[Latency]
 
     @property
     def engines(self) -> list[str]:
-        """In the order of their numbers."""
+        """Engines in numerical order."""
         return sorted({count.engine for count in self.counts}, key=int)
 
     def total(self, name: str, **labels: str) -> float:
-        """Of all engines; labels restrict it."""
-        return sum(each.value for each in self.counts if each.name == name and labels.items() <= each.labels.items())
+        """Return the sum over all engines, restricted by labels."""
+        return sum(
+            each.value
+            for each in self.counts
+            if each.name == name and labels.items() <= each.labels.items()
+        )
 
 
 def collect(url: str, timeout: float) -> Metrics:
-    """Our series once every engine has said all it has counted.
+    """Return the metrics after every engine has reported all its counts.
 
     Raises:
-        OSError, OpenAIError: the server did not answer within timeout seconds.
+        OSError, OpenAIError: if the server did not answer within timeout seconds.
     """
     settle(url, scrape(url, timeout).engines, timeout)
     return scrape(url, timeout)
 
 
 def settle(url: str, engines: Sequence[str], timeout: float) -> None:
-    """Has each engine take one more step: what it counted since the last one is on /metrics then.
+    """Make each engine take one more step, with which it reports its latest counts.
 
     Raises:
-        OpenAIError: a request failed or took longer than timeout seconds.
+        OpenAIError: if a request failed or took longer than timeout seconds.
     """
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
     model = client.models.list().data[0].id
     for engine in engines:
         headers = {"X-data-parallel-rank": engine}
-        client.completions.create(model=model, prompt=[1], max_tokens=1, extra_headers=headers, extra_body=NOT_EXTRACTED)
+        client.completions.create(
+            model=model, prompt=[1], max_tokens=1, extra_headers=headers, extra_body=NOT_EXTRACTED
+        )
 
 
 def scrape(url: str, timeout: float) -> Metrics:
-    """Our series as they are now.
+    """Return the current metrics.
 
     Raises:
-        OSError: the server did not answer.
+        OSError: if the server did not answer.
     """
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"{url}/metrics", timeout=timeout) as response:
@@ -83,8 +89,9 @@ def scrape(url: str, timeout: float) -> Metrics:
 
 
 def parse(text: str) -> Metrics:
-    """Our series in the text of /metrics."""
-    from prometheus_client.parser import text_string_to_metric_families  # a requirement of vLLM's, not of ours
+    """Parse the text of /metrics."""
+    # required by vLLM, not by this package
+    from prometheus_client.parser import text_string_to_metric_families
 
     counts, buckets = [], defaultdict(list)
     for family in text_string_to_metric_families(text):
@@ -103,5 +110,7 @@ def parse(text: str) -> Metrics:
     for (name, engine), cumulative in buckets.items():
         upto = [0, *(count for _, count in sorted(cumulative))]
         single = [count - before for before, count in zip(upto, upto[1:], strict=False)]
-        latencies.append(Latency(name, engine, upto[-1], quantile(single, 0.5), quantile(single, 0.99)))
+        latencies.append(
+            Latency(name, engine, upto[-1], quantile(single, 0.5), quantile(single, 0.99))
+        )
     return Metrics(counts, latencies)

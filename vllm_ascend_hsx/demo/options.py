@@ -9,7 +9,10 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 
 class ServeOptions(NamedTuple):
-    """What the demo's server is started with. max_num_batched_tokens is small so that long prompts are prefilled in chunks."""
+    """Options of the demo's server.
+
+    A small max_num_batched_tokens makes it prefill long prompts in chunks.
+    """
 
     model: str
     storage: Path
@@ -24,11 +27,11 @@ class ServeOptions(NamedTuple):
     extra: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        """`vllm serve ...` with this interpreter, chunked prefill and prefix caching on."""
+        """Return `vllm serve ...` with this interpreter, chunked prefill and prefix caching."""
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
-            # One API server: a second would only cost memory and time to start.
+            # One API server: a second one would only take memory and start time.
             *("--data-parallel-size", str(self.data_parallel_size), "--api-server-count", "1"),
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *(("--enable-expert-parallel",) if self.expert_parallel else ()),

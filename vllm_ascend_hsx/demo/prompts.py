@@ -5,24 +5,25 @@ from typing import Literal, NamedTuple
 
 TEXTS = (
     "What is the capital of France?",
-    "A draft model learns to guess what its target model says next. Explain in one paragraph why it needs the hidden states.",
+    "A draft model learns to guess what its target model says next. Explain in one paragraph why "
+    "it needs the hidden states.",
     "Tokyo, 東京, كيوتو, Ærøskøbing ☃: every byte is a token here.",
 )
 CHATS = (
     "Write a short story about a river.",
     "Which ranks take part in a collective when one of them has nothing to do?",
 )
-# Sent one by one, so that the other data-parallel rank is idle. The second is prefilled in chunks; the third shares its first 200
-# tokens, which prefix caching would let the server skip.
+# Sent one by one, so that the other data-parallel rank is idle. The second is prefilled in chunks.
+# The third shares its first 200 tokens, which the server could skip by prefix caching.
 ALONE = (3, 300, 260)
 SHARED_PREFIX = 200
-# Sent together with the texts and chats: lengths that tensor parallelism does not divide, around the size of a KV block (128), and
-# one more that is cut into chunks while others decode.
+# Sent together with the texts and chats: lengths that are not multiples of the TP size, lengths
+# around the size of a KV block (128), and one that is prefilled in chunks while others decode.
 TOGETHER = (5, 6, 17, 33, 64, 127, 129, 281)
 
 
 class Prompt(NamedTuple):
-    """One request. Prompts with the same wave are sent together; waves run one after the other."""
+    """One request. Prompts of the same wave are sent together; waves run one after the other."""
 
     kind: Literal["token ids", "text", "chat"]
     content: list[int] | str
@@ -30,12 +31,17 @@ class Prompt(NamedTuple):
 
 
 def demo_prompts(vocab_size: int, *, seed: int = 0) -> list[Prompt]:
-    """The same sixteen prompts for the same arguments; token ids are drawn from the ids of ordinary tokens below vocab_size."""
+    """Return the sixteen prompts, which depend on the arguments only.
+
+    Token ids are drawn from ordinary tokens below vocab_size.
+    """
     draw = random.Random(seed)
 
     def ids(count: int) -> list[int]:
         # The lowest ids are special tokens in many vocabularies.
-        return [draw.randrange(min(100, vocab_size // 2), min(vocab_size, 20_000)) for _ in range(count)]
+        return [
+            draw.randrange(min(100, vocab_size // 2), min(vocab_size, 20_000)) for _ in range(count)
+        ]
 
     alone = [ids(count) for count in ALONE]
     alone[2][:SHARED_PREFIX] = alone[1][:SHARED_PREFIX]

@@ -1,4 +1,4 @@
-"""Computes, with transformers on the CPU, the hidden states that an extraction must give."""
+"""Compute expected hidden states with transformers on the CPU."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,24 +13,31 @@ __all__ = ["Comparison", "compare", "reference_hidden_states"]
 
 
 def reference_hidden_states(
-    model_dir: str | Path, token_ids: Sequence[int], layer_ids: Sequence[int], dtype: torch.dtype | None = None
+    model_dir: str | Path,
+    token_ids: Sequence[int],
+    layer_ids: Sequence[int],
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Returns [tokens, layers, hidden] on the CPU, layers in the order of layer_ids, in dtype (default: float32).
+    """Return expected rows, [tokens, layers, hidden], on the CPU, in dtype (default: float32).
 
-    Id i is the residual stream after i layers: 0 is the output of the embedding, num_hidden_layers is after the last layer and
-    before the final norm. In float32 the reference has next to no rounding of its own, so that a difference is the server's.
-    Raises ValueError for an id out of range and for an empty prompt.
+    Layers are in the order of layer_ids. Id i is the residual stream after i layers: 0 is the
+    output of the embedding, num_hidden_layers is after the last layer and before the final norm. In
+    float32 the reference has negligible rounding errors, so any difference is the server's. Raises
+    ValueError for an id out of range and for an empty prompt.
     """
     model = _load(str(model_dir), dtype or torch.float32)
     layers = model.get_decoder().layers
     wrong = [i for i in layer_ids if not 0 <= i <= len(layers)]
     if wrong:
-        raise ValueError(f"layer ids {wrong}: {model_dir} has {len(layers)} layers; choose from 0 to {len(layers)}")
+        raise ValueError(
+            f"layer ids {wrong}: {model_dir} has {len(layers)} layers; choose from 0 to "
+            f"{len(layers)}"
+        )
     if not token_ids:
         raise ValueError("token_ids is empty; a prompt has at least one token")
     stream: dict[int, torch.Tensor] = {}
 
-    # Hooks on the layers, because output_hidden_states gives the last layer after the final norm.
+    # Hooks, because output_hidden_states returns the last layer after the final norm.
     def keep_input(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stream[0] = (args[0] if args else kwargs["hidden_states"])[0]
 
@@ -41,7 +48,9 @@ def reference_hidden_states(
         return hook
 
     handles = [layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)]
-    handles += [layer.register_forward_hook(keep_output(index + 1)) for index, layer in enumerate(layers)]
+    handles += [
+        layer.register_forward_hook(keep_output(index + 1)) for index, layer in enumerate(layers)
+    ]
     try:
         with torch.no_grad():
             model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
@@ -55,6 +64,9 @@ def reference_hidden_states(
 def _load(model_dir: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True).eval()
-    # Of a model with a text part (Qwen3.5) transformers 5.5.4 keeps the checkpoint's dtype (models/auto/auto_factory.py:386).
+    model = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=dtype, local_files_only=True
+    ).eval()
+    # For a model with a text part (Qwen3.5) transformers 5.5.4 keeps the checkpoint's dtype
+    # (models/auto/auto_factory.py:386).
     return model if model.dtype == dtype else model.to(dtype)

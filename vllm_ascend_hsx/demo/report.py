@@ -1,4 +1,4 @@
-"""What the demo shows: how far the server's start has come, the server's metrics, and the table of results."""
+"""The demo's output: progress of the server's start, table of results, and metrics."""
 
 import math
 import re
@@ -12,7 +12,8 @@ from rich.table import Table
 from vllm_ascend_hsx.demo.metrics import Metrics
 from vllm_ascend_hsx.demo.verify import Row
 
-# What the server says, in the order in which a start goes by, and what that means. The last that occurs in the log counts.
+# Log lines of the server in the order of a start, and their meaning. The last one in the log
+# counts.
 PHASES = (
     (r"^\$ ", "importing vllm and vllm-ascend"),
     (r"non-default args", "reading the configuration"),
@@ -29,7 +30,7 @@ QUIET_SECONDS = 20.0
 
 
 class StartProgress:
-    """Shows elapsed time and phase while the server starts: one live line on a terminal, a line per phase elsewhere."""
+    """Show elapsed time and phase of the start: a live line on a terminal, or a line per phase."""
 
     def __init__(self, console: Console, log: Path, title: str) -> None:
         self._console = console
@@ -58,15 +59,18 @@ class StartProgress:
 
 
 def phase_of(log: Path) -> str:
-    """What the server that writes this log is doing."""
+    """Return the current phase of the server that writes this log."""
     text = log.read_text(errors="replace")
     reached = [meaning for pattern, meaning in PHASES if re.search(pattern, text, re.MULTILINE)]
     return reached[-1] if reached else "starting"
 
 
 def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int]) -> None:
-    """Prints one line per request."""
-    table = Table(title=f"hidden states of layers {', '.join(map(str, layer_ids))} against the reference", title_justify="left")
+    """Print one line per request."""
+    table = Table(
+        title=f"hidden states of layers {', '.join(map(str, layer_ids))} against the reference",
+        title_justify="left",
+    )
     for heading in ("#", "request"):
         table.add_column(heading)
     for heading in ("tokens", "shape", "bytes", "max |difference|"):
@@ -77,20 +81,31 @@ def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int]) -
         shape = " × ".join(map(str, row.shape))
         colour = "green" if row.passed else "red"
         table.add_row(
-            str(number), row.request, str(row.tokens), shape, f"{row.size:,}", difference, f"[{colour}]{row.verdict}[/{colour}]"
+            str(number),
+            row.request,
+            str(row.tokens),
+            shape,
+            f"{row.size:,}",
+            difference,
+            f"[{colour}]{row.verdict}[/{colour}]",
         )
     console.print(table)
 
 
 def show_metrics(console: Console, metrics: Metrics) -> None:
-    """Prints one line per series, one column per engine; of histograms two quantiles and the number of observations."""
+    """Print one line per metric and one column per engine.
+
+    Of histograms it shows two quantiles and the number of observations.
+    """
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for each in metrics.counts:
         labels = ",".join(f'{name}="{value}"' for name, value in each.labels.items())
         cells[each.name + (f"{{{labels}}}" if labels else "")][each.engine] = _number(each.value)
     for latency in metrics.latencies:
         cells[f"{latency.name}: P50, P99, count"][latency.engine] = (
-            f"{1e3 * latency.p50:.2f} ms, {1e3 * latency.p99:.2f} ms, {latency.observations:,}" if latency.observations else "none"
+            f"{1e3 * latency.p50:.2f} ms, {1e3 * latency.p99:.2f} ms, {latency.observations:,}"
+            if latency.observations
+            else "none"
         )
     table = Table(title="GET /metrics, by engine (DP rank)", title_justify="left")
     table.add_column("series", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Starts a server process with everything it starts in turn, waits until it answers, and stops all of it."""
+"""Start a server process, wait until it answers, and stop it with all its descendants."""
 
 import contextlib
 import http.client
@@ -17,48 +17,57 @@ from types import TracebackType
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 15.0
-PORTS = range(20000, 32000)  # Linux gives ports from 32768 on by itself
+PORTS = range(20000, 32000)  # Linux assigns ports from 32768 on itself
 KILL_SECONDS = 10.0
 LOG_TAIL_LINES = 25
-# The line that ends a traceback, wherever a logger puts it. Later ones are mostly other processes that miss the first.
+# Last line of a traceback, with any logger's prefix. Later ones mostly come from other processes
+# that lost the first.
 FIRST_ERROR = re.compile(r"^.*?\b[A-Za-z_.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 
 class ServerError(RuntimeError):
-    """The server ended or stayed silent; the message holds the end of its log and where the log is."""
+    """The server ended or did not answer. The message has the end and the path of its log."""
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing uses now.
+    """Return an unused TCP port of the loopback interface.
 
-    It is below those that the kernel gives to whoever asks for any, so that it is still free when a server binds it, which vLLM does many
-    seconds after it was started.
+    It is below the kernel's ephemeral ports, so that it is probably still free when vLLM binds it
+    many seconds later.
 
     Raises:
-        ServerError: all of them are in use.
+        ServerError: if all of them are in use.
     """
     for port in random.SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise ServerError(f"no free TCP port was found on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: stop what listens there")
+    raise ServerError(
+        f"no free TCP port was found on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: stop "
+        "what listens there"
+    )
 
 
 def group_members(group: int) -> list[int]:
-    """The processes of a process group that still run; one that has ended and waits for its parent does not count."""
+    """Return the running processes of a process group, without zombies."""
     members = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            # A process may end while we look.
+            # A process may end meanwhile.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                state, _parent, its_group = (
+                    (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+                )
                 if int(its_group) == group and state not in "ZX":
                     members.append(int(entry.name))
     return members
 
 
 def wait_for_ends(pids: Sequence[int], timeout: float) -> None:
-    """Returns when all of these processes, which need not be our children, have ended, or after timeout seconds."""
+    """Wait until all of these processes have ended, or for timeout seconds.
+
+    They need not be children.
+    """
     deadline = time.monotonic() + timeout
     for pid in pids:
         try:
@@ -72,16 +81,20 @@ def wait_for_ends(pids: Sequence[int], timeout: float) -> None:
 
 
 class Server:
-    """One `vllm serve` in a session of its own, so that a signal reaches every process of it. Use as a context manager.
+    """One `vllm serve` in a session of its own, so that signals reach all its processes.
+
+    A context manager.
 
     Args:
         command: the command line.
-        port: where it will answer GET /health.
-        log: file that takes its output; overwritten.
+        port: port of GET /health.
+        log: file of its output, which is overwritten.
         environment: added to this process's environment.
     """
 
-    def __init__(self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]
+    ) -> None:
         self.command = list(command)
         self.port = port
         self.log = log
@@ -107,54 +120,71 @@ class Server:
             )
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
-    def wait_ready(self, timeout: float, on_wait: Callable[[float], None] = lambda elapsed: None) -> float:
-        """Waits until /health answers 200 and returns the seconds it took; calls on_wait(elapsed) about twice a second.
+    def wait_ready(
+        self, timeout: float, on_wait: Callable[[float], None] = lambda elapsed: None
+    ) -> float:
+        """Wait until /health answers 200, and return the elapsed seconds.
 
-        Raises ServerError when the server ends or the timeout (seconds) passes.
+        Calls on_wait(elapsed) about twice a second. Raises ServerError when the server ends or the
+        timeout (seconds) passes.
         """
         started = time.monotonic()
         while not self._healthy():
             elapsed = time.monotonic() - started
             self.check_running()
             if elapsed > timeout:
-                raise ServerError(f"the server did not answer within {timeout:.0f} s\n{self.log_tail()}")
+                raise ServerError(
+                    f"the server did not answer within {timeout:.0f} s\n{self.log_tail()}"
+                )
             on_wait(elapsed)
             assert self.process is not None
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the wait ends early if the server does
+            with contextlib.suppress(subprocess.TimeoutExpired):  # returns early if the server ends
                 self.process.wait(POLL_SECONDS)
         return time.monotonic() - started
 
     def check_running(self) -> None:
-        """Raises ServerError if the server has ended."""
+        """Raise ServerError if the server has ended."""
         assert self.process is not None
         code = self.process.poll()
         if code is not None:
             raise ServerError(f"the server ended with exit code {code}\n{self.log_tail()}")
 
     def log_tail(self) -> str:
-        """The first error in the log, its last lines, and where it is."""
+        """Return the first error in the log, its last lines, and its path."""
         text = self.log.read_text(errors="replace")
         errors = (line for line in FIRST_ERROR.findall(text) if "WARNING" not in line)
         first = [f"the first error in the log: {line}" for line in errors][:1]
-        return "\n".join([*first, f"the last lines of {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]])
+        return "\n".join(
+            [*first, f"the last lines of {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]]
+        )
 
     def stop(self, patience: float | None = None) -> None:
-        """Ends every process of the server: SIGTERM, and SIGKILL for what is left `patience` seconds later, or else STOP_SECONDS later.
+        """End every process of the server: SIGTERM, and SIGKILL after `patience` or STOP_SECONDS.
 
-        Harmless when called again.
+        May be called again.
         """
         if self.process is None:
             return
-        for number, seconds in ((signal.SIGTERM, STOP_SECONDS if patience is None else patience), (signal.SIGKILL, KILL_SECONDS)):
+        for number, seconds in (
+            (signal.SIGTERM, STOP_SECONDS if patience is None else patience),
+            (signal.SIGKILL, KILL_SECONDS),
+        ):
             deadline = time.monotonic() + seconds
             if group_members(self.process.pid):
-                with contextlib.suppress(ProcessLookupError):  # the last of them may end between the two lines
+                with contextlib.suppress(ProcessLookupError):  # the last one may have ended
                     os.killpg(self.process.pid, number)
-            # Members can still start others, hence the loop.
-            while (members := group_members(self.process.pid)) and (left := deadline - time.monotonic()) > 0:
+            # Members can start other processes, hence the loop.
+            while (members := group_members(self.process.pid)) and (
+                left := deadline - time.monotonic()
+            ) > 0:
                 wait_for_ends(members, left)
         self.process.wait()
 

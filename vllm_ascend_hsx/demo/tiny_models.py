@@ -1,4 +1,4 @@
-"""Builds tiny models of real architectures with random weights: a directory that vllm and transformers both load."""
+"""Build tiny models of real architectures with random weights, for both vllm and transformers."""
 
 import json
 import shutil
@@ -8,12 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MiniMaxM2Config, MiniMaxM2ForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from vllm_ascend_hsx.demo.tokenizer import build_tokenizer
 
 MARKER = "hsx_tiny_model.json"
-RECIPE_VERSION = 1  # to be raised with every change below that changes a weight or a config key
+RECIPE_VERSION = 1  # increment with each change that affects a weight or a config key
 
 VOCAB_SIZE = 640
 HIDDEN_SIZE = 256
@@ -24,21 +30,25 @@ ROTARY_DIM = 16  # half of the head, as MiniMax-M2's 64 of 128
 NUM_EXPERTS = 8  # divisible by EP 2, 4 and 8
 EXPERTS_PER_TOKEN = 2
 MAX_POSITIONS = 4096
-# Coordinates of the residual stream that say to which experts a token goes.
+# Coordinates of the residual stream that determine a token's experts.
 ROUTING = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)
 
 
-def build_minimax_m2(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
-    """Builds a MiniMax-M2 of about 5 MB and returns its directory; a directory that already holds it is left as it is.
+def build_minimax_m2(
+    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0
+) -> Path:
+    """Build a MiniMax-M2 of about 5 MB and return its directory. An existing one is kept.
 
-    The same arguments give the same bytes. Raises ValueError if the directory holds something else, or for a wrong dtype or
-    number of layers.
+    The same arguments give the same bytes. Raises ValueError if the directory holds something else,
+    or for a wrong dtype or number of layers.
     """
     return build_model(directory, "minimax_m2", _minimax_m2, dtype=dtype, layers=layers, seed=seed)
 
 
-def build_qwen3(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
-    """Builds a dense Qwen3 of about 4 MB; otherwise as build_minimax_m2."""
+def build_qwen3(
+    directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0
+) -> Path:
+    """Build a dense Qwen3 of about 4 MB. Otherwise like build_minimax_m2."""
     return build_model(directory, "qwen3", _qwen3, dtype=dtype, layers=layers, seed=seed)
 
 
@@ -51,26 +61,36 @@ def build_model(
     layers: int,
     seed: int,
 ) -> Path:
-    """Builds a model of any architecture; `create` gets the number of layers and a generator, and returns it with further config keys.
+    """Build a model of any architecture. Otherwise like build_minimax_m2.
 
-    Otherwise as build_minimax_m2.
+    `create` gets the number of layers and a generator, and returns the model and further config
+    keys.
     """
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"dtype={dtype!r}: choose one of bfloat16, float16, float32")
     if layers < 1:
         raise ValueError(f"layers={layers}: a model needs at least one layer")
     target = Path(directory)
-    recipe = {"version": RECIPE_VERSION, "model_type": model_type, "dtype": dtype, "layers": layers, "seed": seed}
+    recipe = {
+        "version": RECIPE_VERSION,
+        "model_type": model_type,
+        "dtype": dtype,
+        "layers": layers,
+        "seed": seed,
+    }
     if target.exists() and any(target.iterdir()):
         found = _recipe_of(target)
         if found == recipe:
             return target
         if found is None:
-            raise ValueError(f"{target} is not empty and holds no tiny model; give an empty or new directory")
+            raise ValueError(
+                f"{target} is not empty and holds no tiny model; give an empty or new directory"
+            )
         shutil.rmtree(target)
     model, extra_config = create(layers, torch.Generator().manual_seed(seed))
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside the target and renamed, so that an interrupted build never looks like a model.
+    # Written to a temporary directory and renamed, so that an interrupted build never looks like a
+    # model.
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         model.to(getattr(torch, dtype)).save_pretrained(scratch)
@@ -100,8 +120,10 @@ def _extend_json(path: Path, extra: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def common_config(layers: int, heads: int = NUM_HEADS, kv_heads: int = NUM_KV_HEADS) -> dict[str, Any]:
-    """What a tiny model's configuration says, whatever its architecture."""
+def common_config(
+    layers: int, heads: int = NUM_HEADS, kv_heads: int = NUM_KV_HEADS
+) -> dict[str, Any]:
+    """Return the configuration keys that all tiny models share."""
     return {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": HIDDEN_SIZE,
@@ -122,7 +144,8 @@ def _minimax_m2(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
         head_dim=HEAD_DIM,
         num_local_experts=NUM_EXPERTS,
         num_experts_per_tok=EXPERTS_PER_TOKEN,
-        # transformers 5.5.4 knows partial rotary embedding by this key alone; vllm 0.23.0 prefers it to rotary_dim.
+        # transformers 5.5.4 reads the partial rotary factor from this key only; vllm 0.23.0 prefers
+        # it to rotary_dim.
         rope_parameters={
             "rope_type": "default",
             "rope_theta": 5_000_000.0,
@@ -132,12 +155,12 @@ def _minimax_m2(layers: int, generator: torch.Generator) -> tuple[PreTrainedMode
     model = MiniMaxM2ForCausalLM(config)
     draw_weights(model, generator)
     _widen_routing_margins(model, generator)
-    # Keys of the published config.json that vllm reads (model_executor/models/minimax_m2.py, 0.23.0) or that describe the
-    # architecture, and that transformers' class does not write.
+    # Keys of the published config.json that vllm reads (model_executor/models/minimax_m2.py,
+    # 0.23.0) or that describe the architecture, but that transformers' class does not write.
     return model, {
         "attn_type_list": [1] * layers,
         "qk_norm_type": "per_layer",
-        "num_mtp_modules": 0,  # the published model names three, and its checkpoint has none either
+        "num_mtp_modules": 0,  # the published config has three, without weights in the checkpoint
         "rotary_dim": ROTARY_DIM,
         "scoring_func": "sigmoid",
         "shared_intermediate_size": 0,
@@ -161,14 +184,16 @@ def _qwen3(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, di
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Draws every parameter so that each layer adds about as much to the residual stream as is there already.
+    """Draw parameters so that each layer adds about as much to the residual stream as is there.
 
-    Rows of different tokens, positions and layers then lie far apart: a row in the wrong place cannot pass for rounding.
+    Rows of different tokens, positions and layers are then far apart: a row in the wrong place
+    differs by far more than rounding.
     """
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith(("q_norm.weight", "k_norm.weight")):
-            # Above one, so that attention picks out tokens; an average over the whole prompt would hide a wrong row.
+            # Above one, so that attention selects tokens. An average over the whole prompt would
+            # hide a wrong row.
             parameter.copy_(1.5 + 0.1 * noise)
         elif "norm" in name:
             parameter.copy_(1.0 + 0.1 * noise)
@@ -180,32 +205,40 @@ def draw_weights(model: PreTrainedModel, generator: torch.Generator) -> None:
 
 @torch.no_grad()
 def choose_experts(embedding: torch.Tensor, generator: torch.Generator) -> None:
-    """Writes into the ROUTING of each row of `embedding` [VOCAB_SIZE, HIDDEN_SIZE] which experts its token goes to.
+    """Write the experts of each token into ROUTING of `embedding` [VOCAB_SIZE, HIDDEN_SIZE].
 
-    With plain random routers about one token in fifteen has two experts so close that two correct bfloat16 implementations
-    choose differently, and then its rows differ by far more than rounding. So routers follow this choice (follow_choice), and the
-    layers are to write little into ROUTING. Context still moves the router's logits, hence the weights of the chosen experts,
-    but not the choice.
+    With plain random routers about one token in fifteen has two experts so close that two correct
+    bfloat16 implementations choose differently, and its rows then differ by far more than rounding.
+    So routers follow this choice (follow_choice), and layers write little into ROUTING. Context
+    still affects the router's logits, and so the weights of the chosen experts, but not the choice.
     """
     chosen = torch.stack(
-        [torch.randperm(NUM_EXPERTS, generator=generator)[:EXPERTS_PER_TOKEN] for _ in range(VOCAB_SIZE)]
+        [
+            torch.randperm(NUM_EXPERTS, generator=generator)[:EXPERTS_PER_TOKEN]
+            for _ in range(VOCAB_SIZE)
+        ]
     )
     embedding[:, ROUTING] = torch.full((VOCAB_SIZE, NUM_EXPERTS), -1.5).scatter_(1, chosen, 3.0)
 
 
 @torch.no_grad()
 def follow_choice(router: torch.Tensor, own: float, generator: torch.Generator) -> None:
-    """Lets `router` [NUM_EXPERTS, HIDDEN_SIZE] read ROUTING, permuted anew, and go by its own weights only `own` times as much."""
+    """Make `router` [NUM_EXPERTS, HIDDEN_SIZE] read ROUTING, newly permuted.
+
+    Scales its own weights by `own`.
+    """
     router *= own
     router[:, ROUTING] = torch.eye(NUM_EXPERTS)[torch.randperm(NUM_EXPERTS, generator=generator)]
 
 
 @torch.no_grad()
 def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Makes the choice of experts robust to rounding, and even."""
+    """Make the choice of experts balanced and robust to rounding."""
     choose_experts(model.get_input_embeddings().weight, generator)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight[ROUTING] *= 0.1
         layer.mlp.experts.down_proj[:, ROUTING] *= 0.1
         follow_choice(layer.mlp.gate.weight, 0.3, generator)
-        layer.mlp.e_score_correction_bias.copy_(0.02 * torch.randn(NUM_EXPERTS, generator=generator))
+        layer.mlp.e_score_correction_bias.copy_(
+            0.02 * torch.randn(NUM_EXPERTS, generator=generator)
+        )

@@ -1,4 +1,4 @@
-"""Reads the file behind each answer and holds it against the reference: one row of the demo's table per request."""
+"""Compare the file of each answer with the reference."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -16,7 +16,10 @@ Reference = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
 
 
 class Row(NamedTuple):
-    """One request of the table; max_difference is NaN where nothing was compared, shape is empty where nothing was read."""
+    """One request of the table.
+
+    max_difference is NaN if nothing was compared; shape is empty if nothing was read.
+    """
 
     request: str
     tokens: int
@@ -28,10 +31,10 @@ class Row(NamedTuple):
 
 
 def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None) -> Row:
-    """Checks one answer: its file is there, holds the tokens that were sent and the layers asked for, and the reference's states.
+    """Check that an answer's file has the tokens sent, the layers and the reference's states.
 
-    Without a reference (a model too large for this machine's memory) only what the file says by itself is checked: its shape, its
-    token ids, and that all values are finite.
+    Without a reference (a model too large for this machine's memory) only shape, token ids and
+    finiteness are checked.
     """
     prompt = answer.prompt
     try:
@@ -48,17 +51,26 @@ def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None
         return Row(prompt.kind, shape[0], shape, size, math.nan, finite, verdict)
     result = compare(states.hidden_states, reference(answer.token_ids, layer_ids), layer_ids)
     return Row(
-        prompt.kind, shape[0], shape, size, result.max_abs_difference, result.matches, result.reason or result.verdict
+        prompt.kind,
+        shape[0],
+        shape,
+        size,
+        result.max_abs_difference,
+        result.matches,
+        result.reason or result.verdict,
     )
 
 
 def _contradiction(answer: Answer, layer_ids: Sequence[int], states: HiddenStates) -> str:
-    """What the file says against the request, or nothing."""
+    """Return how the file contradicts the request, or ""."""
     sent = answer.prompt.content
     if isinstance(sent, list) and answer.token_ids != sent:
         return "the response's prompt_token_ids are not the ids that were sent"
     if states.token_ids.tolist() != answer.token_ids:
-        return f"the file's token_ids ({len(states.token_ids)}) are not the request's ({len(answer.token_ids)})"
+        return (
+            f"the file's token_ids ({len(states.token_ids)}) are not the request's "
+            f"({len(answer.token_ids)})"
+        )
     if states.layer_ids != list(layer_ids):
-        return f"the file holds layers {states.layer_ids}, asked for were {list(layer_ids)}"
+        return f"the file holds layers {states.layer_ids}, the request was for {list(layer_ids)}"
     return ""

@@ -1,1 +1,1 @@
-"""The device side: who is in the batch, the cache-only layer that catches their rows, and the staging that copies them to the host."""
+"""Device side: batch layout, the cache-only layer, and staging, which copies rows to the host."""

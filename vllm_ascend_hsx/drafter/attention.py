@@ -1,4 +1,4 @@
-"""The cache-only attention backend: a layer that catches rows in the staging cache, outside the KV pool."""
+"""The cache-only attention backend: a layer that stages rows outside the KV pool."""
 
 from __future__ import annotations
 
@@ -24,35 +24,40 @@ from vllm_ascend_hsx.drafter.staging import StagingCache
 
 @dataclass(frozen=True)
 class CacheOnlyMetadata:
-    """What one step writes: the spans of the requests that this rank extracts; `Span.row` counts rows of the batch."""
+    """The spans of one step that this rank extracts. `Span.row` is an index into the batch."""
 
     spans: Sequence[Span]
 
 
 class AscendCacheOnlyMetadataBuilder(AttentionMetadataBuilder[CacheOnlyMetadata]):
-    """Builds the metadata of a step.
+    """Build the metadata of a step.
 
-    The layer is in no KV cache group, so the runner never asks this builder; the proposer does.
+    The layer is in no KV cache group, so the runner never calls this builder; the proposer does.
     """
 
-    # The layer runs behind the target's graph, in eager mode: it restricts no graph mode of the target.
+    # The layer runs after the target's graph, in eager mode, so it restricts no graph mode of the
+    # target.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CacheOnlyMetadata:
-        """Metadata without spans: nothing is known here of requests, so nothing is caught."""
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> CacheOnlyMetadata:
+        """Return metadata without spans: requests are unknown here, so nothing is staged."""
         return CacheOnlyMetadata(())
 
     def build_for_spans(self, spans: Sequence[Span]) -> dict[str, CacheOnlyMetadata]:
-        """Metadata by layer name, as the forward context takes it."""
+        """Return metadata by layer name, as the forward context expects it."""
         metadata = CacheOnlyMetadata(spans)
         return dict.fromkeys(self.layer_names, metadata)
 
 
 class AscendCacheOnlyImpl(AttentionImpl[CacheOnlyMetadata]):
-    """Catches rows; computes nothing.
+    """Stage rows; compute nothing.
 
     Args:
         num_heads: layers of a row.
@@ -64,11 +69,17 @@ class AscendCacheOnlyImpl(AttentionImpl[CacheOnlyMetadata]):
         self.head_size = head_size
         self.scale = scale
 
-    def do_kv_cache_update(self, target_rows: Sequence[torch.Tensor], staging: StagingCache, metadata: CacheOnlyMetadata) -> None:
+    def do_kv_cache_update(
+        self,
+        target_rows: Sequence[torch.Tensor],
+        staging: StagingCache,
+        metadata: CacheOnlyMetadata,
+    ) -> None:
         """Write the rows of the step's spans into a staging slot, once.
 
         Args:
-            target_rows: one [tokens, hidden] per collected layer, ascending, model dtype.
+            target_rows: one [tokens, hidden] per extracted layer, in ascending layer order, in the
+                model's dtype.
         """
         staging.write(target_rows, metadata.spans)
 
@@ -77,7 +88,7 @@ class AscendCacheOnlyImpl(AttentionImpl[CacheOnlyMetadata]):
 
 
 class AscendCacheOnlyAttentionBackend(AttentionBackend):
-    """Backend of the one layer of the drafter."""
+    """Backend of the drafter's only layer."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     forward_includes_kv_cache_update: bool = False
@@ -100,24 +111,31 @@ class AscendCacheOnlyAttentionBackend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        raise NotImplementedError("the cache-only layer has no KV cache: its rows are staged outside the KV pool")
+        raise NotImplementedError(
+            "the cache-only layer has no KV cache: its rows are staged outside the KV pool"
+        )
 
 
 class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
-    """The layer whose "KV cache" is a staging slot.
+    """A layer whose "KV cache" is a staging slot.
 
-    A subclass of vLLM's layer only so that vllm-ascend recognises it (MR:3989, MR:5003); it shares none of its state. Its
-    `get_kv_cache_spec` is None: no KV pool memory, no KV cache group, no page to unify with, no say in the graph mode.
+    It subclasses vLLM's layer only so that vllm-ascend recognises it (MR:3989, MR:5003), and shares
+    none of its state. Its `get_kv_cache_spec` is None: it has no KV pool memory, no KV cache group
+    and no page size, and does not affect the graph mode.
 
     Args:
         staging: receives the rows.
-        prefix: the layer's name, unique in the engine; it must contain `cache_only_layers`.
-        vllm_config: whose registry of attention layers takes the layer.
+        prefix: the layer's name, unique in the engine. It must contain `cache_only_layers`.
+        vllm_config: the configuration in which the layer is registered.
 
     Raises:
-        ValueError: a layer of that name exists.
+        ValueError: if a layer of that name exists.
     """
 
     def __init__(self, staging: StagingCache, prefix: str, vllm_config: Any) -> None:
@@ -125,17 +143,20 @@ class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
         self.layer_name = prefix
         self.staging = staging
         self.attn_backend = AscendCacheOnlyAttentionBackend
-        self.impl = AscendCacheOnlyImpl(num_heads=staging.rows.shape[2], head_size=staging.rows.shape[3])
-        # What the connector is handed as "KV layer".
+        self.impl = AscendCacheOnlyImpl(
+            num_heads=staging.rows.shape[2], head_size=staging.rows.shape[3]
+        )
+        # The tensor that the connector gets as "KV layer".
         self.kv_cache = staging.rows
         register_layer(vllm_config, prefix, self)
 
     def forward(self, target_rows: Sequence[torch.Tensor], metadata: CacheOnlyMetadata) -> None:
-        """Catch the rows of a step and hand them to the connector.
+        """Stage the rows of a step and pass them to the connector.
 
         Args:
-            target_rows: one [tokens, hidden] per collected layer, ascending, model dtype.
-            metadata: of this step; also in the forward context.
+            target_rows: one [tokens, hidden] per extracted layer, in ascending layer order, in the
+                model's dtype.
+            metadata: of this step, as in the forward context.
         """
         self.impl.do_kv_cache_update(target_rows, self.staging, metadata)
         _hand_over(self.layer_name)
@@ -148,7 +169,7 @@ class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
 
 
 def _hand_over_body(layer_name: str) -> None:
-    """Nothing to compute; the decorator around it calls the connector's save_kv_layer."""
+    """Do nothing. The decorator calls the connector's save_kv_layer."""
 
 
 _hand_over = transfers_to_connector(_hand_over_body)

@@ -1,4 +1,4 @@
-"""The drafter "model": it holds the cache-only layer and has no weights."""
+"""The drafter's "model": it holds the cache-only layer and has no weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_ascend_hsx.settings import read_settings
 
 
 class AscendExtractHiddenStatesModel(nn.Module):
-    """Stands in vLLM's model registry under `ExtractHiddenStatesModel`, so that no patch is needed to load it.
+    """Replace `ExtractHiddenStatesModel` in vLLM's model registry, which needs no patch.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
@@ -32,15 +32,15 @@ class AscendExtractHiddenStatesModel(nn.Module):
             hidden_size=target.hidden_size,
             dtype=settings.dtype,
             device=torch.get_default_device(),
-            collected=target.collected,
+            layer_order=target.layer_order,
         )
-        # vLLM reads a layer's index from its name: ours comes behind the target's.
+        # vLLM reads a layer's index from its name. This one follows the target's layers.
         index = str(vllm_config.model_config.get_total_num_hidden_layers())
         name = ".".join(part for part in (prefix, "cache_only_layers", index) if part)
         self.layer = AscendCacheOnlyLayer(staging, name, vllm_config)
 
     def forward(self, target_rows: Sequence[torch.Tensor], metadata: CacheOnlyMetadata) -> None:
-        """Catch the rows of a step; see AscendCacheOnlyLayer.forward."""
+        """Stage the rows of a step; see AscendCacheOnlyLayer.forward."""
         self.layer(target_rows, metadata)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

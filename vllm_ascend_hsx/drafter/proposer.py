@@ -1,4 +1,4 @@
-"""HsxProposer: finds out who is in the batch, keeps DP ranks in step, and passes the target's rows to the cache-only layer."""
+"""HsxProposer: select rows, keep DP ranks in step, and pass rows to the cache-only layer."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from vllm.config import CUDAGraphMode
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
 from vllm_ascend_hsx.compat.models import require_collecting_target
-from vllm_ascend_hsx.compat.runner import batch_layout, find_layers, forward_context, require_runner_hooks
+from vllm_ascend_hsx.compat.runner import (
+    batch_layout,
+    find_layers,
+    forward_context,
+    require_runner_hooks,
+)
 from vllm_ascend_hsx.drafter.spans import select_spans
 from vllm_ascend_hsx.settings import read_settings
 
 
 class HsxProposer(AscendExtractHiddenStatesProposer):
-    """Takes the place of vllm-ascend's proposer for the method extract_hidden_states.
+    """Replace vllm-ascend's proposer for the method `extract_hidden_states`.
 
     Args:
         vllm_config: vllm.config.VllmConfig.
@@ -23,8 +28,10 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         runner: the v1 NPUModelRunner.
 
     Raises:
-        UserError: settings or a target that cannot be used; before weights are loaded.
-        IncompatibleVersionError: no runner, or one without the methods that keep DP ranks in step.
+        UserError: if a setting or the target cannot be used. Raised
+            before weights are loaded.
+        IncompatibleVersionError: if there is no runner, or it lacks the methods that keep DP ranks
+            in step.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
@@ -32,11 +39,12 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         read_settings(vllm_config)
         require_collecting_target(vllm_config.model_config)
         super().__init__(vllm_config, device, runner)
-        # Upstream collects rows and slots in buffers of its own; ours go straight from the target's output into the staging slot.
+        # Upstream gathers rows and slots in these buffers. Rows are written directly from the
+        # target's output into the staging slot instead.
         del self.hidden_states, self._slot_mapping_buffer
 
     def load_model(self, target_model: torch.nn.Module) -> None:
-        """Load the drafter, and with it the cache-only layer and its staging slots."""
+        """Load the drafter, which creates the cache-only layer and its staging slots."""
         super().load_model(target_model)
         from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
 
@@ -53,16 +61,20 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         """Stage the rows of this step.
 
         Args:
-            sampled_token_ids: int [requests, 1], what the target sampled.
-            target_hidden_states: one [tokens, hidden] per collected layer, ascending, without padding rows.
-            common_attn_metadata: layout of the batch; of any KV cache group, for only `query_start_loc_cpu` is read.
-            slot_mappings: unused; rows are addressed by request and position, not by KV slot.
+            sampled_token_ids: int [requests, 1], the tokens that the target sampled.
+            target_hidden_states: one [tokens, hidden] per extracted layer, in ascending layer
+                order, without padding rows.
+            common_attn_metadata: layout of the batch, of any KV cache group: only
+                `query_start_loc_cpu` is read.
+            slot_mappings: unused. Rows are addressed by request and position, not by KV slot.
 
         Returns:
             int [requests, 0]: no drafts.
         """
         num_tokens = target_hidden_states[0].shape[0]
-        _, num_tokens_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(num_tokens)
+        _, num_tokens_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(
+            num_tokens
+        )
         spans = []
         if self.staging.wanted:
             layout = batch_layout(self.runner, common_attn_metadata.query_start_loc_cpu)
@@ -71,48 +83,57 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
             assert self.model is not None
             assert self.attn_metadata_builder is not None
             metadata = self.attn_metadata_builder.build_for_spans(spans)
-            with forward_context(metadata, self.vllm_config, num_tokens_padded, num_tokens_across_dp):
+            with forward_context(
+                metadata, self.vllm_config, num_tokens_padded, num_tokens_across_dp
+            ):
                 self.model(target_hidden_states, next(iter(metadata.values())))
         return sampled_token_ids[:, :0]
 
     def _determine_batch_execution_and_padding(
         self, num_tokens: int, use_cudagraphs: bool = True
     ) -> tuple[CUDAGraphMode, int, torch.Tensor | None]:
-        """Pad for sequence parallelism, then agree with the other DP ranks through the runner's own [2, dp] collective.
+        """Pad for sequence parallelism, then agree with the other DP ranks on the number of tokens.
 
-        The one place where the drafter talks to other ranks, for busy and idle ranks alike. Padding comes first, so that what is agreed
-        on divides by the TP size; vLLM's own `coordinate_batch_across_dp` would post [4, dp] into the same group.
+        The ranks agree through the runner's own [2, dp] collective. This is the only communication
+        between ranks in the drafter, for busy and idle ranks alike. Padding comes first, so that
+        the agreed number is a multiple of the TP size. vLLM's own `coordinate_batch_across_dp`
+        would post [4, dp] into the same group.
 
         Args:
             num_tokens: rows of this rank's batch, without padding.
-            use_cudagraphs: as upstream; the drafter has no graph, so the answer does not depend on it.
+            use_cudagraphs: as upstream. Ignored: the drafter has no graph.
 
         Returns:
-            Mode NONE; the padded number of tokens of this rank; int32 [dp] on the host, or None with one DP rank.
+            Mode NONE; the padded number of tokens of this rank; int32 [dp] on the host, or None
+            with one DP rank.
         """
         num_tokens_padded = self.runner._pad_for_sequence_parallelism(num_tokens)
         mode = CUDAGraphMode.NONE
         if self.vllm_config.parallel_config.data_parallel_size == 1:
             return mode, num_tokens_padded, None
         _, num_tokens_across_dp, _ = self.runner._sync_metadata_across_dp(
-            num_tokens=num_tokens_padded, is_draft_model=True, cudagraph_mode=mode, allow_dp_padding=True
+            num_tokens=num_tokens_padded,
+            is_draft_model=True,
+            cudagraph_mode=mode,
+            allow_dp_padding=True,
         )
         return mode, int(num_tokens_across_dp[self.dp_rank]), num_tokens_across_dp
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """What an idle DP rank does, and every rank while memory is profiled or graphs are captured: only the collectives.
+        """Issue the collectives of a step, and nothing else.
 
-        There is nothing else to run: the staging memory is allocated, the layer has no kernel to warm up and is in no graph.
+        Idle DP ranks call this, and every rank while memory is profiled or graphs are captured.
+        Staging memory is already allocated; the layer has no kernel to warm up and is in no graph.
 
         Args:
             num_tokens: tokens of the dummy batch.
-            args, kwargs: vllm-ascend's further arguments, which concern drafters that compute.
+            args, kwargs: further arguments of vllm-ascend, for drafters that compute.
         """
         self._determine_batch_execution_and_padding(num_tokens)
 
     def initialize_cudagraph_keys(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """The drafter takes part in no graph, whatever the target's mode is."""
+        """Keep the drafter out of all graphs, whatever the target's mode is."""
         self.cudagraph_dispatcher.initialize_cudagraph_keys(CUDAGraphMode.NONE)
 
     def prepare_next_token_ids_padded(
@@ -123,16 +144,20 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         discard_request_indices: torch.Tensor,
         num_discarded_requests: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is the next input of each request. The runner throws the answer away when no draft tokens are scheduled (MR:1644).
+        """Return the next input token of each request.
 
-        Upstream builds it on the host and copies it to the device in each step (extract_hidden_states_proposer.py:169).
+        The runner discards it when no draft tokens are scheduled (MR:1644).
+
+        Upstream builds it on the host and copies it to the device in each step
+        (extract_hidden_states_proposer.py:169).
 
         Args:
-            sampled_token_ids: int [requests, 1], what the target sampled.
-            requests, gpu_input_batch, discard_request_indices, num_discarded_requests: not needed for that.
+            sampled_token_ids: int [requests, 1], the tokens that the target sampled.
+            requests, gpu_input_batch, discard_request_indices, num_discarded_requests: unused.
 
         Returns:
-            int [requests] the sampled tokens, twice: nothing reads the second, upstream's numbers of accepted tokens.
+            int [requests], the sampled tokens, twice. The second is upstream's number of accepted
+            tokens, which nothing reads.
         """
         assert sampled_token_ids.shape[1] == 1, "draft tokens were scheduled"
         return sampled_token_ids[:, 0], sampled_token_ids[:, 0]

@@ -1,4 +1,4 @@
-"""The pinned ring: host memory that rows pass through, given out in runs of rows of any length."""
+"""The pinned ring: host memory for rows in transit, allocated in runs of rows of any length."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vllm_ascend_hsx.config import EXTRA_CONFIG
 from vllm_ascend_hsx.drafter.ring_shape import ring_shape
 from vllm_ascend_hsx.protocol.errors import UserError
 
-_PAGE = 4096  # what direct I/O may want memory to be aligned to
+_PAGE = 4096  # alignment of memory that direct I/O may require
 
 
 class FreeRows:
-    """Which of a number of rows are free: intervals in ascending order, no two of which touch.
+    """Track free rows as ascending intervals, no two of which touch.
 
     Args:
-        num_rows: all of them, free at first.
+        num_rows: number of rows, all free at first.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -30,15 +30,15 @@ class FreeRows:
 
     @property
     def intervals(self) -> list[tuple[int, int]]:
-        """[first, end) of each interval."""
+        """Each interval as [first, end)."""
         return list(zip(self._firsts, self._ends, strict=True))
 
     def take(self, wish: int, least: int = 1) -> tuple[int, int] | None:
-        """Take one run: the first that is long enough, or else the longest there is.
+        """Take one run: the first that is long enough, else the longest.
 
         Args:
             wish: most rows to take.
-            least: fewest rows to take, unless fewer are wished for.
+            least: fewest rows to take, unless `wish` is smaller.
 
         Returns:
             (first row, rows), or None if every run is too short.
@@ -60,10 +60,10 @@ class FreeRows:
         return first, count
 
     def give_back(self, first: int, count: int) -> None:
-        """Join a run that was taken with the free rows beside it.
+        """Free a run and join it with free neighbours.
 
         Raises:
-            ValueError: some of these rows are free.
+            ValueError: if some of these rows are already free.
         """
         end, index = first + count, bisect_left(self._firsts, first)
         after = self._firsts[index] if index < len(self._firsts) else end
@@ -89,9 +89,9 @@ class Run(NamedTuple):
     """Consecutive rows of the ring.
 
     Attributes:
-        first: index of the first one.
+        first: index of the first row.
         rows: pinned [rows, layers, hidden].
-        data: their bytes.
+        data: the bytes of `rows`.
     """
 
     first: int
@@ -100,36 +100,44 @@ class Run(NamedTuple):
 
 
 class PinnedRing:
-    """A fixed amount of pinned host memory, given out in runs of rows. It begins at a page, as direct I/O wants it.
+    """A fixed amount of pinned host memory, allocated in runs of rows.
+
+    It is page-aligned for direct I/O.
 
     Args:
-        num_bytes: upper bound.
-        row_shape, dtype: of one row.
+        num_bytes: upper bound of its size.
+        row_shape, dtype: shape and dtype of one row.
 
     Attributes:
-        num_rows: rows that it holds. rows_per_piece: the longest run that is given out.
-        data: all of it, as bytes.
+        num_rows: rows in the ring.
+        rows_per_chunk: most rows of a run.
+        data: the whole ring as bytes.
 
     Raises:
-        ValueError: fewer than two rows fit.
-        UserError: the host has no such memory.
+        ValueError: if fewer than two rows fit.
+        UserError: if the memory cannot be allocated.
     """
 
     def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
         self.row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
-        self.num_rows, self.rows_per_piece = ring_shape(num_bytes, self.row_bytes)
-        # Shorter runs are left until their neighbours are free: else a full ring would be given out in ever
-        # smaller parts, and written in ever smaller writes.
-        self._least = max(1, self.rows_per_piece // 16)
+        self.num_rows, self.rows_per_chunk = ring_shape(num_bytes, self.row_bytes)
+        # Shorter runs are not taken until their neighbours are free. Otherwise a full ring would
+        # split into ever smaller runs and writes.
+        self._least = max(1, self.rows_per_chunk // 16)
         self.num_bytes = self.num_rows * self.row_bytes
         try:
             whole = torch.empty(self.num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
-            problem = f"cannot be allocated as pinned memory: {str(error).partition(chr(10))[0].rstrip('.')}"
-            remedy = "Give less, or leave it out for the default of 32MiB."
-            raise UserError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy) from None
+            reason = str(error).partition("\n")[0].rstrip(".")
+            problem = f"cannot be allocated as pinned memory: {reason}"
+            remedy = "Set a smaller value, or omit the option for the default of 32MiB."
+            raise UserError(
+                f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy
+            ) from None
         begin = -whole.data_ptr() % _PAGE
-        self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)
+        self._memory = (
+            whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)
+        )
         self.data = whole.numpy().data[begin : begin + self.num_bytes]
         self._changed = threading.Condition()  # guards the next two
         self._free = FreeRows(self.num_rows)
@@ -140,19 +148,21 @@ class PinnedRing:
         return self._free.count
 
     def take_peak_fill(self) -> float:
-        """The largest part that was in use since the last call, from 0 to 1. One thread calls this."""
+        """Return the largest share in use since the last call, from 0 to 1. For one thread only."""
         with self._changed:
             least, self._least_free = self._least_free, self._free.count
         return 1 - least / self.num_rows
 
     def acquire(self, wish: int, before_waiting: Callable[[], None] = lambda: None) -> Run:
-        """Take up to `wish` rows, at most `rows_per_piece`; wait for some. One thread calls this.
+        """Take up to `wish` rows, at most `rows_per_chunk`.
+
+        Block until there are some. For one thread only.
 
         Args:
-            wish: rows that are wanted.
-            before_waiting: called if there is not enough free memory now.
+            wish: most rows to take.
+            before_waiting: called before blocking.
         """
-        wish = min(wish, self.rows_per_piece)
+        wish = min(wish, self.rows_per_chunk)
         with self._changed:
             taken = self._free.take(wish, self._least)
             if taken is None:
@@ -166,7 +176,7 @@ class PinnedRing:
         return Run(first, self._memory[first : first + count], data)
 
     def free(self, first: int, count: int) -> None:
-        """Let a run, or a part of one, be used again. Any thread."""
+        """Free a run or a part of one. Thread-safe."""
         with self._changed:
             self._free.give_back(first, count)
             self._changed.notify()

@@ -1,14 +1,20 @@
-"""How many rows the pinned ring holds. On its own, so that `hsx plan` reckons with it where there is no torch."""
+"""Number of rows in the pinned ring. A module of its own, because `hsx plan` runs without torch."""
 
 from __future__ import annotations
 
-_MIN_PIECES = 8  # rows of a step are written while the rest of them are copied
-_MAX_PIECE_BYTES = 4 << 20
+_MIN_CHUNKS = 8  # so that some rows of a step are written while others are copied
+_MAX_CHUNK_BYTES = 4 << 20
 
 
 def ring_shape(num_bytes: int, row_bytes: int) -> tuple[int, int]:
-    """How many rows, and how many of them a piece has at most. Raises ValueError: fewer than two rows fit."""
+    """Return the number of rows of the ring, and the most rows of a chunk.
+
+    Raises:
+        ValueError: if fewer than two rows fit.
+    """
     rows = num_bytes // row_bytes
     if rows < 2:
-        raise ValueError(f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes")
-    return rows, max(1, min(rows // _MIN_PIECES, _MAX_PIECE_BYTES // row_bytes))
+        raise ValueError(
+            f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes"
+        )
+    return rows, max(1, min(rows // _MIN_CHUNKS, _MAX_CHUNK_BYTES // row_bytes))

@@ -1,4 +1,4 @@
-"""Spans: which rows belong to which token positions of which request, in a batch, in a slot, in a piece of one."""
+"""Spans: which rows of a batch, slot or chunk belong to which token positions of which request."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from vllm_ascend_hsx.compat.runner import BatchRow
 
-# As the number of wanted rows of a request: its prompt's and those of all tokens that it generates.
+# As a number of wanted rows: the rows of the prompt and of all generated tokens.
 ALL_ROWS = sys.maxsize
 
 
 class Span(NamedTuple):
-    """Consecutive token positions of one request, and where their rows stand.
+    """Consecutive token positions of one request, and the rows that hold them.
 
     Attributes:
         request_id: vLLM's internal request id.
         first: token position of the first row.
         num_rows: number of rows.
-        row: index of the first row, in the batch or in the slot.
+        row: index of the first row, in the batch, slot or chunk.
     """
 
     request_id: str
@@ -29,17 +29,17 @@ class Span(NamedTuple):
 
     @property
     def positions(self) -> tuple[int, int]:
-        """[first, end) of its token positions."""
+        """Token positions, as [first, end)."""
         return self.first, self.first + self.num_rows
 
 
 def select_spans(layout: Iterable[BatchRow], wanted: dict[str, int]) -> list[Span]:
-    """The spans of a batch that this rank extracts.
+    """Return the spans of a batch that this rank extracts.
 
     Args:
-        layout: who is in the batch.
-        wanted: for each request that this rank owns the number of its rows to extract, counted from position 0. Rows from there on
-            (a decode of a prompt-only request) are left out.
+        layout: the requests of the batch and their rows.
+        wanted: number of rows to extract for each request that this rank owns, counted from
+            position 0. Later rows (a decode of a prompt-only request) are left out.
     """
     spans = []
     for request_id, first, count, row in layout:
@@ -50,7 +50,10 @@ def select_spans(layout: Iterable[BatchRow], wanted: dict[str, int]) -> list[Spa
 
 
 def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Ranges (first row, rows) that cover `spans` in their order, neighbours joined: one copy serves them."""
+    """Return ranges (first row, rows) that cover `spans` in order.
+
+    Neighbours are joined: one copy serves them.
+    """
     ranges: list[tuple[int, int]] = []
     for span in spans:
         if ranges and sum(ranges[-1]) == span.row:
@@ -60,11 +63,16 @@ def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
     return ranges
 
 
-def part_of(spans: Sequence[Span], start: int, end: int) -> list[Span]:
-    """What staged rows [start, end) hold; `row` of the spans is counted from `start`."""
+def split_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
+    """Split spans at rows `start` and `end`, and return those in between.
+
+    Their `row` is counted from `start`.
+    """
     inside = []
     for span in spans:
         low, high = max(span.row, start), min(span.row + span.num_rows, end)
         if low < high:
-            inside.append(Span(span.request_id, span.first + low - span.row, high - low, low - start))
+            inside.append(
+                Span(span.request_id, span.first + low - span.row, high - low, low - start)
+            )
     return inside

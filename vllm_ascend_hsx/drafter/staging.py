@@ -1,11 +1,12 @@
-"""Staging: device slots that catch the rows of a step, a pinned ring, and the copy between them on a stream of its own.
+"""Staging: device slots for the rows of a step, and asynchronous copies to the pinned ring.
 
-The order that must hold, and what keeps it:
-* the copy reads a slot after it was written           copy stream waits for `slot.written`
-* a slot is written again after its copy was issued    the host waits for `slot.issued` (the copier may be behind a full ring)
-* ... and after that copy has run                      compute stream waits for `slot.copied`, on the device
-* a writer reads pinned memory after the copy has run  the writer waits in `Piece.wait`
-* pinned memory is copied into after it was read       `Piece.release`, called by each of its readers
+These orderings must hold:
+* the copy reads a slot after it was written           the copy stream waits for `slot.written`
+* a slot is written again after its copy was issued    the host waits for `slot.issued`
+* ... and after that copy has completed                the device waits for `slot.copied`
+* a writer reads pinned memory after the copy          the writer waits in `HostChunk.wait`
+* pinned memory is reused after it was read            each reader calls `HostChunk.release`
+The host's wait for `slot.issued` exists because a full ring delays the copier.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.drafter.ring import PinnedRing
-from vllm_ascend_hsx.drafter.spans import Span, merge_rows, part_of
+from vllm_ascend_hsx.drafter.spans import Span, merge_rows, split_spans
 
 
 def _npu() -> Any:
-    """torch.npu, and never the device-neutral or CUDA names: vllm-ascend replaces those by placeholders (MR:5177)."""
+    """Return torch.npu: the device-neutral and CUDA names are placeholders (MR:5177)."""
     return torch.npu  # type: ignore[attr-defined]
 
 
 class StagingSlot:
-    """Device memory for the rows of one step, and the events that say who may touch it.
+    """Device memory for the rows of one step, and the events that order access to it.
 
     Attributes:
         rows: [max_tokens, layers, hidden], model dtype.
-        spans: what the slot holds; `Span.row` counts rows of the slot.
+        spans: contents of the slot. `Span.row` is an index into the slot.
         issued: set once the copy has been issued.
-        settled: set while only the storage decides how long `issued` takes, or it is set: the ring is full.
+        settled: set while the copier waits for a full ring, and once `issued` is set. In both cases
+            only storage can cause further delay.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -56,15 +58,16 @@ class StagingSlot:
 class StagingCache:
     """A fixed number of staging slots, used in turn.
 
-    Allocated with the drafter, before vLLM profiles the device, so its memory is counted and never taken from the KV cache later.
+    Slots are allocated with the drafter, before vLLM profiles the device. So their memory is
+    counted, and never taken from the KV cache later.
 
     Args:
-        num_slots: slots.
+        num_slots: number of slots.
         max_tokens: most rows of a step.
         num_layers, hidden_size: shape of a row.
         dtype: the target's dtype; rows are never converted.
         device: the worker's NPU.
-        collected: for each layer of a row its place in the target's list (see ExtractionTarget).
+        layer_order: for each layer of a row, its index in the target's list (see ExtractionTarget).
     """
 
     def __init__(
@@ -76,32 +79,38 @@ class StagingCache:
         hidden_size: int,
         dtype: torch.dtype,
         device: torch.device,
-        collected: Sequence[int],
+        layer_order: Sequence[int],
     ) -> None:
-        self.rows = torch.empty((num_slots, max_tokens, num_layers, hidden_size), dtype=dtype, device=device)
-        self.collected = tuple(collected)
+        self.rows = torch.empty(
+            (num_slots, max_tokens, num_layers, hidden_size), dtype=dtype, device=device
+        )
+        self.layer_order = tuple(layer_order)
         self.slots = [StagingSlot(self.rows[index]) for index in range(num_slots)]
         self._next = 0
         self._filled: StagingSlot | None = None
-        # Set by the connector at the start of each step; without a connector nothing is wanted and nothing is staged.
+        # The connector sets this at the start of each step. Without a connector nothing is staged.
         self.wanted: dict[str, int] = {}
-        # Waits until the copy of what a slot held was issued; False: it will not be, and the rows of these spans are given up.
-        self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: slot.issued.wait()
+        # Wait until the slot's last copy was issued. False: it will not be in time, and the rows of
+        # these spans are dropped.
+        self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: (
+            slot.issued.wait()
+        )
 
     def write(self, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
         """Write the rows of `spans` into the next slot, once, on the current stream.
 
         Args:
-            target_rows: one [tokens, hidden] per collected layer, in the target's (ascending) order.
-            spans: which rows; `Span.row` counts rows of `target_rows`. Not empty.
+            target_rows: one [tokens, hidden] per extracted layer, in the target's (ascending)
+                order.
+            spans: the rows to write, not empty. `Span.row` is an index into `target_rows`.
 
         Raises:
-            ValueError: layers or dtype are not what the staging was made for.
+            ValueError: if the number of layers or the dtype is not that of the staging slots.
         """
-        if len(target_rows) != len(self.collected) or target_rows[0].dtype != self.rows.dtype:
+        if len(target_rows) != len(self.layer_order) or target_rows[0].dtype != self.rows.dtype:
             raise ValueError(
                 f"the target returned {len(target_rows)} layers of {target_rows[0].dtype}, "
-                f"expected {len(self.collected)} of {self.rows.dtype}"
+                f"expected {len(self.layer_order)} of {self.rows.dtype}"
             )
         slot = self.slots[self._next]
         if not self.wait_for_slot(slot, spans):
@@ -111,8 +120,12 @@ class StagingCache:
         compute.wait_event(slot.copied)
         at = 0
         for row, count in merge_rows(spans):
-            # One launch, and no temporary: it writes where the rows are to stand.
-            torch.stack([target_rows[source][row : row + count] for source in self.collected], dim=1, out=slot.rows[at : at + count])
+            # One launch and no temporary: `out` is the final place.
+            torch.stack(
+                [target_rows[source][row : row + count] for source in self.layer_order],
+                dim=1,
+                out=slot.rows[at : at + count],
+            )
             at += count
         at, staged = 0, []
         for span in spans:
@@ -123,20 +136,24 @@ class StagingCache:
         self._filled = slot
 
     def take(self) -> StagingSlot | None:
-        """The slot that was filled since the last call, if any; its rows belong to the caller until it sets `issued`."""
+        """Return the slot that was filled since the last call, if any.
+
+        The caller owns its rows until it sets `issued`.
+        """
         slot, self._filled = self._filled, None
         return slot
 
 
 @dataclass
-class Piece:
+class HostChunk:
     """Rows of one slot on their way to the host.
 
     Attributes:
-        rows: pinned [rows, layers, hidden]; a span's are valid once `wait` has returned, until their `release`.
-        data: their bytes.
-        spans: what it holds; `Span.row` counts rows of the piece.
-        copied: recorded on the copy stream behind the copy.
+        rows: pinned [rows, layers, hidden]. The rows of a span are valid from the return of `wait`
+            to their `release`.
+        data: the bytes of `rows`.
+        spans: contents of the chunk. `Span.row` is an index into the chunk.
+        copied: event that is recorded on the copy stream after the copy.
         issued_at: when the copy was issued, by time.perf_counter.
     """
 
@@ -156,23 +173,26 @@ class Piece:
 
     @property
     def landed_after(self) -> float:
-        """Seconds from the issue of the copy until a reader saw that it had run."""
+        """Seconds from the issue of the copy until a reader saw that it had completed."""
         return self._landed_at - self.issued_at
 
     def wait(self) -> float:
-        """Block the calling thread until the copy has run; returns when a reader saw it first, by time.perf_counter."""
+        """Block until the copy has completed.
+
+        Return when a reader first saw this, by time.perf_counter.
+        """
         self.copied.synchronize()
         with self._lock:
             self._landed_at = self._landed_at or time.perf_counter()
             return self._landed_at
 
     def read(self, span: Span) -> memoryview:
-        """The bytes of one span's rows, once `wait` has returned."""
+        """Return the bytes of one span's rows. Call `wait` first."""
         row_bytes = self._ring.row_bytes
         return self.data[span.row * row_bytes : (span.row + span.num_rows) * row_bytes]
 
     def release(self, spans: Sequence[Span]) -> bool:
-        """These spans have been read: their memory is used again. Returns True for the last of all."""
+        """Release `spans`; their memory may be reused. Return True if none is left to release."""
         for row, count in merge_rows(spans):
             self._ring.free(self._first + row, count)
         with self._lock:
@@ -181,47 +201,54 @@ class Piece:
 
 
 class Copier:
-    """A thread that copies filled slots into the ring on a stream of its own, in the order in which they were filled.
+    """A thread that copies filled slots into the ring, in order, on a separate stream.
 
-    A thread, because a full ring makes the copy wait for the disk, and the worker's main thread must not.
+    It is a thread because a full ring makes the copy wait for the disk, and the worker's main
+    thread must not.
 
     Args:
-        ring: where the rows go.
+        ring: destination of the rows.
         device: the worker's NPU.
-        deliver: called with each piece, from this thread, once its copy has been issued.
-        on_error: called with the spans of the slot, the number of its rows that were not delivered, and the exception when a copy could not
-            be issued; these rows are lost and someone must say so.
+        deliver: called from this thread with each chunk, once its copy has been issued.
+        on_error: called with the spans of the slot, the number of its rows that were not delivered,
+            and the exception, if a copy could not be issued. These rows are lost.
     """
 
     def __init__(
         self,
         ring: PinnedRing,
         device: torch.device,
-        deliver: Callable[[Piece], None],
+        deliver: Callable[[HostChunk], None],
         on_error: Callable[[Sequence[Span], int, Exception], None],
     ) -> None:
         self._ring = ring
         self._device = device
         self._deliver = deliver
         self._on_error = on_error
-        self._delivered = 0  # rows of the slot in hand
+        self._delivered = 0  # rows of the current slot
         self._stream = _npu().Stream(device=device)
         self._jobs: queue.SimpleQueue[StagingSlot | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="hsx-copier", daemon=True)
         self._thread.start()
 
     def submit(self, slot: StagingSlot) -> None:
-        """Copy what the slot holds. The slot may be written again once `issued` is set and `copied` waited for."""
+        """Copy the rows of a slot.
+
+        It may be written again once `issued` is set and `copied` has completed.
+        """
         slot.issued.clear()
         slot.settled.clear()
         self._jobs.put(slot)
 
     def then(self, action: Callable[[], None]) -> None:
-        """Call `action` from the copier's thread behind all copies submitted so far."""
+        """Call `action` from the copier's thread after all copies submitted so far."""
         self._jobs.put(action)
 
     def drain(self) -> None:
-        """Wait until all that was submitted has been copied: nothing reads a slot until the next is submitted. Not from its own thread."""
+        """Block until all submitted copies have completed.
+
+        Must not be called from the copier's thread.
+        """
         copied = threading.Event()
 
         def note() -> None:
@@ -232,10 +259,10 @@ class Copier:
         copied.wait()
 
     def close(self, timeout: float | None = None) -> bool:
-        """Finish what was submitted and end the thread. No copy reads a slot after this.
+        """Complete all submitted copies and end the thread. No copy reads a slot after this.
 
         Returns:
-            False: not within `timeout` seconds, because the ring is full and stays so.
+            False if this takes longer than `timeout` seconds, because the ring stays full.
         """
         self._jobs.put(None)
         self._thread.join(timeout)
@@ -253,7 +280,7 @@ class Copier:
             self._delivered = 0
             try:
                 self._copy(job)
-            except Exception as error:  # noqa: BLE001 - a failed copy costs these requests, not the server
+            except Exception as error:  # noqa: BLE001 - a failed copy fails its requests only
                 self._on_error(job.spans, job.num_rows - self._delivered, error)
             finally:
                 job.issued.set()
@@ -273,13 +300,16 @@ class Copier:
                         copied = _npu().Event()
                         copied.record(self._stream)
                     except Exception:
-                        # No piece will release it, and a ring without memory stops every later request. The copy may have been issued.
+                        # No chunk will free this run, and a leaked ring blocks every later request.
+                        # The copy may have been issued.
                         self._stream.synchronize()
                         self._ring.free(run.first, count)
                         raise
-                    spans = part_of(slot.spans, begin, begin + count)
-                    self._deliver(Piece(run.rows, run.data, spans, copied, self._ring, run.first))
+                    spans = split_spans(slot.spans, begin, begin + count)
+                    self._deliver(
+                        HostChunk(run.rows, run.data, spans, copied, self._ring, run.first)
+                    )
                     self._delivered += count
             finally:
-                # Also behind a failure: whatever was issued may still be reading the slot.
+                # Also after a failure: an issued copy may still be reading the slot.
                 slot.copied.record(self._stream)

@@ -1,1 +1,4 @@
-"""For the tools of others that consume hidden states; each module needs its tool, and nothing here is imported without being asked for."""
+"""Integrations with tools that consume hidden states.
+
+Each module needs its tool and is imported only on request.
+"""

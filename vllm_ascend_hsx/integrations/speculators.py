@@ -1,6 +1,7 @@
-"""The backend `hsx` of speculators' launch and train commands: starts the server with our connector, reads its files with our reader.
+"""The backend `hsx` of speculators: servers with this connector, files with this reader.
 
-Importing this module registers it. Needs hs-connectors, and speculators only to train (checked with 0.9.0 of both).
+Importing this module registers the backend. Needs hs-connectors; training also needs speculators
+(both tested with 0.9.0).
 """
 
 from __future__ import annotations
@@ -24,34 +25,42 @@ TIMEOUT_S = 60.0
 
 
 class HsxTransfer(HiddenStatesTransfer):
-    """Reads samples as FileTransfer does (hs_connectors/transfer.py:136), but waits in the kernel, as long as it is told to, and says why.
+    """Read samples like FileTransfer (hs_connectors/transfer.py:136), with a timeout.
+
+    It sleeps in the kernel while it waits.
 
     Args:
-        directory: of the samples that were generated beforehand, `hs_<index>.safetensors`.
-        timeout: seconds to wait for a file that the server is still writing; infinity waits for ever.
+        directory: directory of samples that were generated in advance, `hs_<index>.safetensors`.
+        timeout: most seconds to wait for a file that is being written. Infinity waits forever.
 
     Raises:
-        ValueError: the timeout is not a number of seconds.
+        ValueError: if the timeout is not a number of seconds.
     """
 
     def __init__(self, directory: str | os.PathLike[str], timeout: float = TIMEOUT_S) -> None:
-        deadline_after(timeout)  # refused here, not with the first sample
+        deadline_after(timeout)  # raises here, not at the first sample
         self.directory = Path(directory)
         self.timeout = timeout
 
     def get_cached(self, file_idx: int) -> dict[str, torch.Tensor] | None:
-        """The sample generated beforehand, or None if there is none. Raises as `vllm_ascend_hsx.load` otherwise."""
+        """Return a sample that was generated in advance, or None.
+
+        Raises like `vllm_ascend_hsx.load`.
+        """
         try:
             return self._load(self.directory / f"hs_{file_idx}.safetensors")
         except FileNotFoundError:
             return None
 
     def get_generated(self, hs_transfer_params: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The sample of a request, from the kv_transfer_params of its response. Raises as `vllm_ascend_hsx.load`."""
+        """Return a request's sample, given its kv_transfer_params.
+
+        Raises like `vllm_ascend_hsx.load`.
+        """
         return self._load(Path(hs_transfer_params["hidden_states_path"]))
 
     def delete(self, handle: str | os.PathLike[str]) -> None:
-        """Remove a generated sample, its lock, and the reason why there is none."""
+        """Remove a generated sample with its lock and error file."""
         remove(handle)
 
     def _load(self, path: Path) -> dict[str, torch.Tensor]:
@@ -61,24 +70,27 @@ class HsxTransfer(HiddenStatesTransfer):
 
 @HiddenStatesBackend.register(NAME)
 class HsxBackend(HiddenStatesBackend):
-    """What launch_vllm.py and `speculators train` ask a backend for."""
+    """The backend's interface to launch_vllm.py and `speculators train`."""
 
     @staticmethod
     def add_train_args(parser: argparse.ArgumentParser) -> None:
-        # Types and defaults only: speculators copies no other property of an option (train/config/resolution.py:252).
+        # Only types and defaults: speculators copies no other properties of options
+        # (train/config/resolution.py:252).
         _add(
             parser,
             "--hidden-states-path",
             type=str,
             default=None,
-            help="Directory of the hidden states generated beforehand. (Default: args.data_path / 'hidden_states')",
+            help="Directory of the hidden states generated beforehand. (Default: args.data_path "
+            "/ 'hidden_states')",
         )
         _add(
             parser,
             "--hsx-timeout",
             type=float,
             default=TIMEOUT_S,
-            help=f"Seconds to wait for a file that the server is still writing. Used with backend=hsx. (Default: {TIMEOUT_S:.0f})",
+            help="Seconds to wait for a file that the server is still writing. Used with "
+            f"backend=hsx. (Default: {TIMEOUT_S:.0f})",
         )
 
     @staticmethod
@@ -96,35 +108,44 @@ class HsxBackend(HiddenStatesBackend):
             type=_options,
             default={},
             metavar="JSON",
-            help='Further options of the connector, e.g. \'{"io": "direct"}\'. Used with backend=hsx.',
+            help='Further options of the connector, e.g. \'{"io": "direct"}\'. '
+            "Used with backend=hsx.",
         )
 
     @staticmethod
     def from_train_args(args: argparse.Namespace, data_path: str) -> HsxTransfer:
-        directory = Path(args.hidden_states_path) if args.hidden_states_path else Path(data_path) / "hidden_states"
+        directory = (
+            Path(args.hidden_states_path)
+            if args.hidden_states_path
+            else Path(data_path) / "hidden_states"
+        )
         return HsxTransfer(directory, args.hsx_timeout)
 
     @staticmethod
     def build_kv_transfer_config(args: argparse.Namespace) -> dict[str, Any]:
-        """The value of --kv-transfer-config."""
-        storage = None if args.hsx_options.get("sink") == "mooncake" else Path(args.hidden_states_path).absolute()
+        """Return the value of --kv-transfer-config."""
+        storage = (
+            None
+            if args.hsx_options.get("sink") == "mooncake"
+            else Path(args.hidden_states_path).absolute()
+        )
         return kv_transfer_config(storage, **args.hsx_options)
 
 
 def _add(parser: argparse.ArgumentParser, option: str, **kwargs: Any) -> None:
-    """Add an option unless another backend has: launch_vllm.py gives all of them one parser."""
+    """Add an option unless another backend has added it: in launch_vllm.py all share one parser."""
     if option not in parser._option_string_actions:
         parser.add_argument(option, **kwargs)
 
 
 def _options(text: str) -> dict[str, Any]:
-    """Options of the connector, refused here if the server would refuse them."""
+    """Parse options of the connector, with the server's checks."""
     try:
         options = json.loads(text)
         if not isinstance(options, dict):
             raise ValueError(f"{text} is not an object")
         if "shared_storage_path" in options:
-            raise ValueError("shared_storage_path is what --hidden-states-path gives")
+            raise ValueError("shared_storage_path is set by --hidden-states-path")
         HsxConfig.parse({"shared_storage_path": "/", **options})
     except ValueError as error:  # UserError is one
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,1 +1,4 @@
-"""What extraction costs before a server is started: memory, disk, bandwidth. Arithmetic; used by `hsx plan`."""
+"""Cost of extraction in memory, disk and bandwidth, computed without a server.
+
+Used by `hsx plan`.
+"""

@@ -1,4 +1,4 @@
-"""The plan: bytes of hidden states, staging, collected layers, ring and files, and the share of the KV cache's memory that is kept."""
+"""Compute a plan: bytes of rows, staging, ring and files, and the KV cache that remains."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from vllm_ascend_hsx.target import validate_layer_ids
 
 PROMPTS = 1000
 _SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_REQUEST_ID = "cmpl-" + 40 * "0"  # as long as those of the API server; a file's header holds it
+_REQUEST_ID = "cmpl-" + 40 * "0"  # as long as the API server's ids, which the header contains
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned.
+    """Input of a plan.
 
     Attributes:
         shape: the target.
-        layer_ids: residual streams that are extracted.
-        tensor_parallel, data_parallel: of the server.
+        layer_ids: residual streams to extract.
+        tensor_parallel, data_parallel: parallel sizes of the server.
         max_num_batched_tokens: most tokens of one step.
-        kv_bytes: memory of an NPU for the KV cache, without extraction.
-        staging_slots, ring_bytes: of our connector, per NPU.
-        prompt_tokens: of a prompt whose file is reckoned.
+        kv_bytes: an NPU's memory for the KV cache, without extraction.
+        staging_slots, ring_bytes: the connector's options, per NPU.
+        prompt_tokens: length of a prompt, for the size of its file.
         prefill_speed: tokens per second of the whole server.
-        quantization: how rows are stored; in the memory of NPU and host they are as the model computed them.
+        quantization: format of stored rows. NPU and host memory hold the model's values.
     """
 
     shape: ModelShape
@@ -49,18 +49,22 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a request costs; bytes, and per NPU where nothing else is said. Each rank holds whole rows, however heads are cut.
+    """Costs of extraction, in bytes per NPU unless stated otherwise.
+
+    Each rank holds whole rows, regardless of tensor parallelism.
 
     Attributes:
+        request: the input.
         row_bytes: hidden states of one token.
         staging_bytes: device memory of the staging slots.
-        collected_bytes: what the target holds until its forward is done: a tensor for each extracted layer below the last. It adds to the
-            peak of activations that vLLM measures, with any extraction, if the peak is in the last layers; else it adds less.
-        ring_bytes: pinned host memory, whole rows.
-        kept: share of the memory for the KV cache that is left for it.
-        kept_at_least: the same when the collected layers are taken from it in full.
+        collected_bytes: memory that the target holds until its forward pass ends: a tensor for each
+            extracted layer except the last. With any extraction it adds to the activation peak that
+            vLLM measures, in full if the peak is in the last layers, else less.
+        ring_bytes: pinned host memory, in whole rows.
+        kept: share of the KV cache's memory that remains.
+        kept_at_least: the same if the extracted layers take their memory from it in full.
         prompts_bytes: files of 1,000 prompts.
-        write_bytes_per_second: of all NPUs together, at the given prefill speed.
+        write_bytes_per_second: of all NPUs, at the given prefill speed.
     """
 
     request: Request
@@ -79,10 +83,10 @@ class Plan:
 
 
 def make_plan(request: Request) -> Plan:
-    """Reckon a request.
+    """Compute the plan of a request.
 
     Raises:
-        UserError: an input that cannot be used.
+        UserError: if an input is invalid.
     """
     shape, ids, step = request.shape, request.layer_ids, request.max_num_batched_tokens
     file = FileLayout(_row_format(request), _REQUEST_ID)
@@ -91,7 +95,9 @@ def make_plan(request: Request) -> Plan:
     collected = sum(layer_id < shape.num_layers for layer_id in ids) * step * shape.layer_bytes
     if staging >= request.kv_bytes:
         problem = f"is not more than the staging slots take, {staging / 2**20:,.1f} MiB"
-        remedy = "Give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
+        remedy = (
+            "Give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
+        )
         raise UserError("--kv-memory", request.kv_bytes, problem, remedy)
     return Plan(
         request=request,
@@ -112,10 +118,19 @@ def _row_format(request: Request) -> RowFormat:
     try:
         validate_layer_ids(ids, shape.num_layers)
     except UserError as error:
-        remedy = f"Give distinct ids from 0 (the embedding output) to {shape.num_layers} (after the last layer)."
+        remedy = (
+            f"Give distinct ids from 0 (the embedding output) to {shape.num_layers} (after the "
+            "last layer)."
+        )
         raise UserError("--layers", shown, error.problem, remedy) from None
     try:
-        return RowFormat(ids, shape.hidden_size, _SAFETENSORS_DTYPES[shape.dtype], shape.name, request.quantization)
+        return RowFormat(
+            ids,
+            shape.hidden_size,
+            _SAFETENSORS_DTYPES[shape.dtype],
+            shape.name,
+            request.quantization,
+        )
     except ValueError as error:
         raise UserError("--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose others.") from None
 

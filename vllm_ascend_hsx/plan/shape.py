@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model, read from its config.json."""
+"""Dimensions of a model, from its config.json."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _LARGEST = 10**9
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A target model.
+    """Dimensions of a target model.
 
     Attributes:
-        name: what it is called in what is shown.
+        name: displayed name.
         num_layers: decoder layers.
         hidden_size: elements of a hidden state.
-        dtype: "bfloat16", "float16" or "float32", in which it is served.
+        dtype: served dtype: "bfloat16", "float16" or "float32".
     """
 
     name: str
@@ -34,57 +34,80 @@ class ModelShape:
 
     @property
     def layer_bytes(self) -> int:
-        """Of one token's hidden state after one layer."""
+        """Bytes of one token's hidden state after one layer."""
         return self.hidden_size * DTYPE_BYTES[self.dtype]
 
 
 def read_shape(model: str, dtype: str = "auto") -> ModelShape:
-    """The shape of a preset, or of the model whose directory or config.json is given.
+    """Return the dimensions of a preset, or of a model given by its directory or config.json.
 
     Raises:
-        UserError: no such preset or file, not a config.json, or one that does not say what is needed.
+        UserError: if there is no such preset or file, or it is not a config.json with the needed
+            fields.
     """
     name, content = read_config(model)
     text = content.get("text_config")
     config = {**content, **(text if isinstance(text, dict) else {})}
-    layers, hidden = (_integer(model, config, field) for field in ("num_hidden_layers", "hidden_size"))
+    layers, hidden = (
+        _integer(model, config, field) for field in ("num_hidden_layers", "hidden_size")
+    )
     return ModelShape(name, layers, hidden, _dtype(model, config, dtype))
 
 
 def read_config(model: str) -> tuple[str, dict[str, Any]]:
-    """The name and the config.json of a preset, or of the model whose directory or config.json is given.
+    """Return name and config.json of a preset, or of a model given by its directory or config.json.
 
     Raises:
-        UserError: no such preset or file, or not a config.json.
+        UserError: if there is no such preset or file, or it is not a config.json.
     """
     if model in PRESETS:
         preset = PRESETS[model]
         return preset.repository, preset.config
-    path = Path(os.path.expanduser(model))  # unlike Path's, it raises nothing for a user that is not there
+    path = Path(os.path.expanduser(model))  # unlike Path's, does not raise for an unknown user
     directory = os.path.isdir(path)
     file = path / "config.json" if directory else path
     if not os.path.isfile(file):
         problem = "has no config.json" if directory else "is neither a preset nor a file"
-        raise UserError(MODEL, model, problem, f"Give a model's directory, its config.json, or one of: {', '.join(PRESETS)}.")
+        raise UserError(
+            MODEL,
+            model,
+            problem,
+            f"Give a model's directory, its config.json, or one of: {', '.join(PRESETS)}.",
+        )
     try:
-        content = json.loads(file.read_bytes())  # not strict: models with Mamba layers are published with an Infinity
+        # not strict: configs of Mamba models contain Infinity
+        content = json.loads(file.read_bytes())
     except OSError as error:
-        raise UserError(MODEL, model, f"cannot be read ({error.strerror or error})", "Give the config.json of a model.") from None
+        raise UserError(
+            MODEL,
+            model,
+            f"cannot be read ({error.strerror or error})",
+            "Give the config.json of a model.",
+        ) from None
     except (ValueError, RecursionError) as error:
         problem = "it nests too deep" if isinstance(error, RecursionError) else str(error)
-        raise UserError(MODEL, model, f"is not JSON ({problem})", "Give the config.json of a model.") from None
+        raise UserError(
+            MODEL, model, f"is not JSON ({problem})", "Give the config.json of a model."
+        ) from None
     if not isinstance(content, dict):
         raise UserError(MODEL, model, "is not a JSON object", "Give the config.json of a model.")
     return file.absolute().parent.name, content
 
 
 def _dtype(model: str, config: dict[str, Any], dtype: str) -> str:
-    """As vllm/config/model.py:1996 (_resolve_auto_dtype) of 0.23.0: float32 is served as bfloat16 unless it was asked for."""
+    """Resolve the dtype as vLLM does: float32 is served as bfloat16 unless it was requested.
+
+    See vllm/config/model.py:1996 (_resolve_auto_dtype) of 0.23.0.
+    """
     if dtype != "auto":
         return dtype
-    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    found = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix(
+        "torch."
+    )
     if found not in DTYPE_BYTES:
-        raise UserError(MODEL, model, f"is of dtype {found!r}", "Give --dtype bfloat16, float16 or float32.")
+        raise UserError(
+            MODEL, model, f"is of dtype {found!r}", "Give --dtype bfloat16, float16 or float32."
+        )
     return "bfloat16" if found == "float32" else found
 
 
@@ -92,5 +115,10 @@ def _integer(model: str, config: dict[str, Any], field: str) -> int:
     value = config.get(field)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST:
         problem = "has no" if value is None else f"has {value!r:.40} for"
-        raise UserError(MODEL, model, f"{problem} {field}", "Give the config.json of a decoder model, as it was published.")
+        raise UserError(
+            MODEL,
+            model,
+            f"{problem} {field}",
+            "Give the config.json of a decoder model, as it was published.",
+        )
     return value

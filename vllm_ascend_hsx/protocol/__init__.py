@@ -1,1 +1,1 @@
-"""What writers and readers of hidden states agree on: the bytes of files and shards, their names, locks and checksums, and request keys."""
+"""The contract of writers and readers: bytes, names, locks and checksums; request keys."""

@@ -1,6 +1,6 @@
-"""The checksum of a file: each write's is made while its bytes pass by, in any order, and they are put together at the end.
+"""The checksum of a file, combined from checksums of its writes, which come in any order.
 
-It covers the header, too, in which it stands: of that, all bytes but its own eight digits, for which zeros are taken.
+It also covers the header that contains it, with zeros in place of its own eight digits.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from awscrt.checksums import combine_crc32c, crc32c
 
 ALGORITHM = "crc32c"
-BLANK = "0" * 8  # what stands in a header for the digits of the checksum while it is made
+BLANK = "0" * 8  # placeholder for the checksum's digits
 _BLOCK = 4 << 20
-_DATA_ONLY = ("1", None)  # versions of the format in which the checksum does not cover the header
+_DATA_ONLY = ("1", None)  # format versions whose checksum does not cover the header
 
 
 class Digest:
-    """CRC-32C of bytes that come in order, or of parts that were put together.
+    """CRC-32C of consecutive bytes, or of parts that were combined.
 
     Args:
-        value: of the bytes so far.
-        size: how many there are.
+        value: checksum of the bytes so far.
+        size: number of bytes so far.
     """
 
     def __init__(self, value: int = 0, size: int = 0) -> None:
@@ -35,7 +35,7 @@ class Digest:
         self._size += len(data)
 
     def read(self, fd: int, begin: int, end: int) -> None:
-        """Go on with a file's bytes [begin, end). Raises OSError: they cannot be read."""
+        """Add a file's bytes [begin, end). Raises OSError if they cannot be read."""
         while begin < end:
             block = os.pread(fd, min(_BLOCK, end - begin), begin)
             if not block:
@@ -44,7 +44,7 @@ class Digest:
             begin += len(block)
 
     def combine(self, value: int, size: int) -> None:
-        """Go on with `size` bytes that have the checksum `value`."""
+        """Add `size` bytes with the checksum `value`."""
         self._value = combine_crc32c(self._value, value, size)
         self._size += size
 
@@ -55,10 +55,11 @@ class Digest:
         """Put the checksum of header and data into the header.
 
         Args:
-            header: as a JSON encoder without spaces writes it, with the digits BLANK; the bytes that this is of follow it.
+            header: as written by a JSON encoder without spaces, with the digits BLANK. The bytes of
+                this digest follow it.
 
         Returns:
-            The header with the checksum in it, and the checksum.
+            The header with the checksum, and the checksum.
         """
         whole = Digest()
         whole.update(header)
@@ -68,26 +69,29 @@ class Digest:
 
 
 def names_checksum(metadata: Mapping[str, str]) -> bool:
-    """Whether one was made: metadata in which one of the two keys is spoilt have had both."""
+    """Return whether a checksum was made, even if one of the two keys is damaged."""
     return not metadata.keys().isdisjoint(("checksum", "checksum_algorithm"))
 
 
 def stated_checksum(header: bytes, metadata: Mapping[str, str]) -> tuple[str, Digest] | None:
-    """The checksum that a header states, and the digest of what of the header it covers: the data are to be added.
+    """Return the checksum that a header states, and the header's digest.
+
+    The digest of the data must be added to it.
 
     Args:
-        header: its bytes as they stand in the file.
-        metadata: what it says.
+        header: its bytes in the file.
+        metadata: its metadata.
 
     Returns:
-        None: it states none that is known here.
+        None if it states no checksum of a known algorithm.
     """
     stated = metadata.get("checksum")
     if stated is None or metadata.get("checksum_algorithm") != ALGORITHM:
         return None
     digest = Digest()
     if metadata.get("format_version") not in _DATA_ONLY:
-        # No other text in it looks so: inside a JSON string each quotation mark has a backslash before it.
+        # No other text in the header can match: inside a JSON string each quotation mark is
+        # escaped.
         digest.update(header.replace(_field(stated), _field(BLANK)))
     return stated, digest
 
@@ -97,23 +101,26 @@ def _field(digits: str) -> bytes:
 
 
 class Checksums:
-    """CRC-32C of the bytes of a file from `begin` on, of which every part is written at its own time and by any thread.
+    """CRC-32C of a file's bytes from `begin` on, whose parts any thread may write at any time.
 
-    Bytes cost one pass while they are in the processor's cache. Only what is left of a part that was written over or cut off is read from
-    the file when the digest is asked for.
+    Checksums are computed while the bytes are in the processor's cache. Only remnants of parts that
+    were overwritten or truncated are read from the file when the digest is requested.
 
     Args:
-        begin: offset in the file of the first byte that counts.
+        begin: file offset of the first byte that counts.
     """
 
     def __init__(self, begin: int) -> None:
         self._begin = begin
         self._mutex = threading.Lock()
-        self._begins: list[int] = []  # of the parts, which do not overlap, in ascending order
-        self._parts: dict[int, tuple[int, int]] = {}  # offset: end and checksum
+        self._begins: list[int] = []  # of the parts, ascending; parts do not overlap
+        self._parts: dict[int, tuple[int, int]] = {}  # end and checksum by offset
 
     def begin_write(self, offset: int, data: memoryview) -> int:
-        """Forget what stood where `data` goes, and return its checksum. No write of the same bytes may be in flight."""
+        """Drop the checksums of the bytes that `data` replaces, and return the checksum of `data`.
+
+        No other write of these bytes may be in flight.
+        """
         end = offset + len(data)
         with self._mutex:
             begins = self._begins
@@ -128,29 +135,31 @@ class Checksums:
         return crc32c(data)
 
     def end_write(self, offset: int, num_bytes: int, checksum: int) -> None:
-        """The bytes are in the file: `checksum` is what begin_write returned."""
+        """Record that the bytes are in the file. `checksum` is the result of begin_write."""
         if num_bytes:
             with self._mutex:
                 insort(self._begins, offset)
                 self._parts[offset] = (offset + num_bytes, checksum)
 
     def finish(self, fd: int, end: int, rest: memoryview) -> Digest:
-        """The digest of the file's bytes [begin, end) followed by `rest`. No write may be in flight.
+        """Return the digest of the file's bytes [begin, end) followed by `rest`.
+
+        No write may be in flight.
 
         Args:
-            fd: the file, for reading.
-            end: where the bytes end that count; what was written behind it does not.
-            rest: bytes that will stand there.
+            fd: the file, open for reading.
+            end: end of the bytes that count. Bytes written after it do not.
+            rest: bytes that will follow.
 
         Raises:
-            OSError: a part had to be read and could not be.
+            OSError: if a part had to be read and could not be.
         """
         digest, position = Digest(), self._begin
         for begin in self._begins:
             part_end, checksum = self._parts[begin]
             if part_end > end:
                 break
-            digest.read(fd, position, begin)  # nothing, unless parts overlapped
+            digest.read(fd, position, begin)  # empty, unless parts overlapped
             digest.combine(checksum, part_end - begin)
             position = part_end
         digest.read(fd, position, end)

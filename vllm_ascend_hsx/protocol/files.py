@@ -1,4 +1,4 @@
-"""Open, read and write files: only regular ones are opened, without a wait; and describe the system's errors."""
+"""Open, read and write regular files without blocking, and describe system errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 
-_MOST = 16 << 20  # bytes of a small file; our own have some hundred
+_MOST = 16 << 20  # bytes; small files have a few hundred
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -17,12 +17,12 @@ _KINDS = {
 }
 
 
-# Of a symbolic link.
+# Errors of a symbolic link that leads nowhere.
 LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 class NotAFileError(OSError):
-    """Something that is no regular file has the name of one; `reason` says what it is, in one sentence."""
+    """The path is not a regular file. `reason` says in one sentence what it is."""
 
     def __init__(self, path: str | os.PathLike[str], mode: int) -> None:
         problem = f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file"
@@ -30,22 +30,32 @@ class NotAFileError(OSError):
         self.reason = f"{os.path.basename(path)} {problem}"
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """A descriptor of a regular file. To open anything else could wait for ever (a FIFO) or have an effect (a device).
+def open_regular(
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    mode: int = 0o600,
+    *,
+    dir_fd: int | None = None,
+) -> int:
+    """Return a descriptor of a regular file.
+
+    Opening anything else could block forever (a FIFO) or have side effects (a device).
 
     Args:
-        path: of the file; symbolic links are followed unless `flags` has O_NOFOLLOW.
+        path: the file. Symbolic links are followed unless `flags` has O_NOFOLLOW.
         flags: as for os.open.
         mode: permissions of a file that is created, with O_CREAT.
-        dir_fd: directory in which a relative path begins.
+        dir_fd: directory of a relative path.
 
     Raises:
-        NotAFileError: it is no regular file.
-        FileNotFoundError: it is not there, or its name is longer than one can be.
-        OSError: it cannot be opened.
+        NotAFileError: if it is not a regular file.
+        FileNotFoundError: if it does not exist, or its name is too long to exist.
+        OSError: if it cannot be opened.
     """
     try:
-        _require_regular(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=not flags & os.O_NOFOLLOW))
+        _require_regular(
+            path, os.stat(path, dir_fd=dir_fd, follow_symlinks=not flags & os.O_NOFOLLOW)
+        )
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
@@ -53,7 +63,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise FileNotFoundError(errno.ENOENT, error.strerror, os.fspath(path)) from error
-    # Without a wait all the same: somebody may put something else there between the two calls.
+    # Non-blocking all the same: another process may replace the file between the two calls.
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     try:
         _require_regular(path, os.fstat(fd))
@@ -64,7 +74,10 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The content of a small regular file, up to 16 MiB. Raises OSError: as open_regular, or it cannot be read."""
+    """Return the content of a small regular file, up to 16 MiB.
+
+    Raises OSError like open_regular.
+    """
     fd = open_regular(path)
     try:
         return os.pread(fd, _MOST, 0)
@@ -78,7 +91,7 @@ def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> No
 
 
 def read_all(fd: int) -> bytes:
-    """The content of a file. Raises OSError."""
+    """Return the content of a file. Raises OSError."""
     size = os.fstat(fd).st_size
     blocks = []
     position = 0
@@ -89,7 +102,7 @@ def read_all(fd: int) -> bytes:
 
 
 def write_at(fd: int, data: memoryview, offset: int) -> None:
-    """pwrite all of it; the system may take less at a time than it is given (never more than 2 GiB)."""
+    """Write all of `data` at `offset`. One pwrite may write less (never more than 2 GiB)."""
     while data:
         written = os.pwrite(fd, data, offset)
         if written == 0:
@@ -99,6 +112,6 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
 
 
 def describe(what: str, error: OSError) -> str:
-    """`what`, and the system's reason in words and by name."""
+    """Return `what` followed by the system's reason and the name of its errno."""
     name = errno.errorcode.get(error.errno or 0)
     return f"{what}: {error.strerror or error}" + (f" ({name})" if name else "")

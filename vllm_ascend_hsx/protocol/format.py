@@ -1,4 +1,4 @@
-"""The bytes of a hidden-states file: a safetensors file whose header has a reserved size, so that offsets are known at once."""
+"""The file format: safetensors with a header of reserved size, so that offsets are known early."""
 
 from __future__ import annotations
 
@@ -20,38 +20,44 @@ from vllm_ascend_hsx.protocol.checksum import ALGORITHM, BLANK
 from vllm_ascend_hsx.protocol.rows import RowFormat, TokenIds
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
 
-FORMAT_VERSION = "2"  # since 2 the checksum covers the header
+FORMAT_VERSION = "2"  # the checksum covers the header since 2
 PRODUCER = "vllm-ascend-hsx"
 HIDDEN_STATES = "hidden_states"
 TOKEN_IDS = "token_ids"
 SCALES = "hidden_states_scales"
-QUANTIZATIONS = {"fp8": "fp8_e4m3_per_token"}  # as the metadata calls them
+QUANTIZATIONS = {"fp8": "fp8_e4m3_per_token"}  # names in the metadata
 LAYER_ID_MEANING = "residual stream after i layers, before the final norm (0: embedding output)"
 
 PAGE = 4096
 _LENGTH = struct.Struct("<Q")
 _TOKEN_ID_BYTES = 8
 _SCALE_BYTES = 4
-# Room for the numbers and digests that are known only at the end: eleven of at most 20 digits, and a checksum with its name.
+# Room for values that are known only at the end: eleven numbers of at most 20 digits, and a
+# checksum with its name.
 _LATE_BYTES = 320
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _MAX_HEADER = 100_000_000  # safetensors' own limit (safetensors 0.8.0, MAX_HEADER_SIZE)
 _MAX_DIMENSIONS = 64  # numpy's limit
 _COUNT = re.compile("[0-9]{1,18}")
 
-# Bytes per element of every dtype that a file which we read may hold, by safetensors name.
+# Bytes per element of every dtype in files that can be read, by safetensors name.
 DTYPE_BYTES = {
-    "F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1,
+    "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
 
 
 class FormatError(ValueError):
-    """A file is not a complete safetensors file; the message says in what way."""
+    """A file is not a complete safetensors file. The message says why."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file: safetensors dtype name, shape, and its bytes [begin, end) counted from the start of what was read from."""
+    """One tensor of a file.
+
+    `dtype` is the safetensors name. Its bytes are [begin, end), counted from the start of the open
+    file.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -61,7 +67,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """What the header of a safetensors file says, and its bytes, from the first of the file to the last before the data."""
+    """Parsed header of a safetensors file, and its bytes up to the beginning of the data."""
 
     metadata: dict[str, str]
     tensors: dict[str, TensorInfo]
@@ -69,23 +75,33 @@ class Header:
 
 
 class FileLayout:
-    """Where everything of one request's file stands: header space, rows by position, token ids, and the scales of quantised rows."""
+    """Offsets in one request's file: header space, rows by position, token ids and scales."""
 
     def __init__(self, row_format: RowFormat, request_id: str) -> None:
         self._row_format = row_format
         self._request_id = request_id
-        needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(valid_unicode(request_id))) + _LATE_BYTES
+        needed = (
+            _LENGTH.size
+            + _fixed_bytes(row_format)
+            + len(_ENCODER.encode(valid_unicode(request_id)))
+            + _LATE_BYTES
+        )
         self.data_start = -(-needed // PAGE) * PAGE
 
     def row_offset(self, position: int) -> int:
-        """Offset in the file of the row of a token position; known before the number of tokens is."""
+        """Return the file offset of a token position's row.
+
+        It does not depend on the number of tokens.
+        """
         return self.data_start + position * self._row_format.stored_row_bytes
 
     def file_size(self, tokens: int) -> int:
-        return self.row_offset(tokens) + tokens * (_TOKEN_ID_BYTES + (_SCALE_BYTES if self._row_format.is_quantized else 0))
+        return self.row_offset(tokens) + tokens * (
+            _TOKEN_ID_BYTES + (_SCALE_BYTES if self._row_format.is_quantized else 0)
+        )
 
     def tail(self, token_ids: TokenIds, scales: npt.NDArray[np.float32] | None) -> bytes:
-        """What stands behind the rows.
+        """Return the bytes after the rows.
 
         Args:
             token_ids: int64 [tokens].
@@ -96,12 +112,12 @@ class FileLayout:
         return ids if scales is None else ids + scales.astype("<f4", copy=False).tobytes()
 
     def header(self, tokens: int, num_prompt_tokens: int, checksum: bool = False) -> bytes:
-        """The first `data_start` bytes of the file, padded with the spaces that safetensors allows.
+        """Return the first `data_start` bytes of the file, padded with spaces.
 
         Args:
             tokens: rows of the file.
-            num_prompt_tokens: how many of them are the prompt's.
-            checksum: leave room for one, which `Digest.stamp` fills.
+            num_prompt_tokens: number of rows of the prompt.
+            checksum: whether to reserve space for a checksum, which `Digest.stamp` fills in.
         """
         text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum)
         size = self.data_start - _LENGTH.size
@@ -111,11 +127,16 @@ class FileLayout:
 
 @lru_cache(maxsize=8)
 def _fixed_bytes(row_format: RowFormat) -> int:
-    """Bytes of a header without what is only known of a request; a server has one format, and many requests."""
+    """Return the size of the header's part that is the same for all requests.
+
+    A server has one format.
+    """
     return len(_header_json(row_format, "", 0, 0, False))
 
 
-def _header_json(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool) -> bytes:
+def _header_json(
+    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool
+) -> bytes:
     rows_end = tokens * row_format.stored_row_bytes
     ids_end = rows_end + tokens * _TOKEN_ID_BYTES
     header: dict[str, Any] = {
@@ -140,15 +161,17 @@ def _header_json(row_format: RowFormat, request_id: str, tokens: int, num_prompt
     return _ENCODER.encode(header).encode("ascii")
 
 
-def metadata_of(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool) -> dict[str, str]:
-    """What is said of a request's rows, wherever they are stored.
+def metadata_of(
+    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool
+) -> dict[str, str]:
+    """Return the metadata of a request's rows, wherever they are stored.
 
     Args:
-        row_format: what a row looks like.
-        request_id: the request.
-        tokens: rows that are stored.
-        num_prompt_tokens: how many of them are the prompt's.
-        checksum: leave room for one, which `Digest.stamp` fills.
+        row_format: format of the rows.
+        request_id: id of the request.
+        tokens: number of stored rows.
+        num_prompt_tokens: number of rows of the prompt.
+        checksum: whether to reserve space for a checksum, which `Digest.stamp` fills in.
     """
     return {
         "format_version": FORMAT_VERSION,
@@ -158,7 +181,11 @@ def metadata_of(row_format: RowFormat, request_id: str, tokens: int, num_prompt_
         "layer_ids": json.dumps(list(row_format.layer_ids)),
         "layer_id_meaning": LAYER_ID_MEANING,
         "dtype": row_format.dtype,
-        **({"quantization": QUANTIZATIONS[row_format.quantization]} if row_format.is_quantized else {}),
+        **(
+            {"quantization": QUANTIZATIONS[row_format.quantization]}
+            if row_format.is_quantized
+            else {}
+        ),
         "num_prompt_tokens": str(num_prompt_tokens),
         "num_output_tokens": str(tokens - num_prompt_tokens),
         "request_id": valid_unicode(request_id),
@@ -170,16 +197,17 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
     """Read and check the header of a safetensors file.
 
     Args:
-        fd: what it is in; the whole file by default.
-        offset: of its first byte.
-        size: its bytes; all that follow `offset` if None.
+        fd: the open file, which may contain more than the safetensors file.
+        offset: offset of its first byte.
+        size: its bytes; None for all bytes from `offset` on.
 
     Returns:
-        Its metadata and tensors; their bytes are counted from the start of what is open at `fd`.
+        Its metadata and tensors, whose offsets are counted from the start of the open file.
 
     Raises:
-        FormatError: not a safetensors file, or not of the length that its header says, or its metadata make no sense.
-        OSError: it cannot be read.
+        FormatError: if it is not a safetensors file, does not have the length that its header
+            states, or has invalid metadata.
+        OSError: if it cannot be read.
     """
     there = max(0, os.fstat(fd).st_size - offset)
     if size is None:
@@ -192,14 +220,18 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
     length: int = _LENGTH.unpack(prefix)[0]
     data_start = _LENGTH.size + length
     if length > _MAX_HEADER or data_start > size:
-        raise FormatError(f"it has {size} bytes, and its first 8 say that the header alone has {length}")
+        raise FormatError(
+            f"it has {size} bytes, and its first 8 say that the header alone has {length}"
+        )
     content = prefix + os.pread(fd, length, offset + _LENGTH.size)
     try:
         entries = parse(content[_LENGTH.size :])
         if not isinstance(entries, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
         metadata = check_metadata(entries.pop("__metadata__", {}))
-        tensors = {name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()}
+        tensors = {
+            name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()
+        }
     except ValueError as error:
         raise FormatError(f"its header cannot be understood: {error}") from error
     _check_places(tensors, offset, data_start, size)
@@ -207,7 +239,10 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
 
 
 def layer_ids_of(metadata: Mapping[str, str]) -> list[int] | None:
-    """Which residual streams the layers are; None if the metadata do not say. Raises FormatError: they say something else."""
+    """Return the ids of the layers, None if the metadata have none.
+
+    Raises FormatError if invalid.
+    """
     text = metadata.get("layer_ids")
     if text is None:
         return None
@@ -216,23 +251,23 @@ def layer_ids_of(metadata: Mapping[str, str]) -> list[int] | None:
     except ValueError:
         ids = None
     if not isinstance(ids, list) or not all(map(is_count, ids)):
-        raise FormatError(f"layer_ids={_short(text)} is no list of layers")
+        raise FormatError(f"layer_ids={_short(text)} is not a list of layers")
     return ids
 
 
 def num_prompt_tokens_of(metadata: Mapping[str, str]) -> int | None:
-    """How many tokens are the prompt's; None if the metadata do not say. Raises FormatError: they say something else."""
+    """Return the number of prompt tokens, None if absent. Raises FormatError if invalid."""
     text = metadata.get("num_prompt_tokens")
     if text is not None and not _COUNT.fullmatch(text):
-        raise FormatError(f"num_prompt_tokens={_short(text)} is no number of tokens")
+        raise FormatError(f"num_prompt_tokens={_short(text)} is not a number of tokens")
     return None if text is None else int(text)
 
 
 def check_metadata(value: object) -> dict[str, str]:
-    """The metadata of a request, if that is what it is. Raises ValueError: it is not, or what we read of them makes no sense."""
+    """Return the metadata of a request. Raises ValueError if they are invalid."""
     if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
-        raise ValueError("its metadata are no texts")
-    "".join((*value, *value.values())).encode()  # half of a surrogate pair is no text either, and a ValueError
+        raise ValueError("its metadata are not all strings")
+    "".join((*value, *value.values())).encode()  # a lone surrogate raises a ValueError
     layer_ids_of(value)
     num_prompt_tokens_of(value)
     return value
@@ -244,42 +279,64 @@ def _tensor_info(entry: object, data_start: int) -> TensorInfo:
     offsets = entry["data_offsets"]
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
         raise ValueError(f"a tensor at {_short(offsets)}")
-    return tensor_info(entry["dtype"], entry["shape"], data_start + offsets[0], data_start + offsets[1])
+    return tensor_info(
+        entry["dtype"], entry["shape"], data_start + offsets[0], data_start + offsets[1]
+    )
 
 
 def tensor_info(dtype: object, shape: object, begin: int, end: int) -> TensorInfo:
-    """A tensor as somebody says that it is. Raises ValueError: it is none, or not at these bytes."""
+    """Return a tensor's description.
+
+    Raises ValueError if it is invalid or does not fit these bytes.
+    """
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise ValueError(f"a tensor of dtype {_short(dtype)}")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(is_count, shape)):
         raise ValueError(f"a tensor of shape {_short(shape)}")
-    if prod(shape) * DTYPE_BYTES[dtype] != end - begin or prod(filter(None, shape)) * DTYPE_BYTES[dtype] > LARGEST:
+    if (
+        prod(shape) * DTYPE_BYTES[dtype] != end - begin
+        or prod(filter(None, shape)) * DTYPE_BYTES[dtype] > LARGEST
+    ):
         raise ValueError(f"a tensor {dtype} {shape} of {end - begin} bytes")
     return TensorInfo(dtype, tuple(shape), begin, end)
 
 
-def _check_places(tensors: Mapping[str, TensorInfo], offset: int, data_start: int, size: int) -> None:
-    """Raises FormatError unless the tensors stand one after the other, up to the last byte: as safetensors demands."""
+def _check_places(
+    tensors: Mapping[str, TensorInfo], offset: int, data_start: int, size: int
+) -> None:
+    """Require that the tensors fill the data without gaps, as safetensors demands.
+
+    Raises FormatError.
+    """
     end = offset + data_start
     for name, tensor in sorted(tensors.items(), key=lambda each: (each[1].begin, each[1].end)):
         if tensor.end > offset + size:
-            raise FormatError(f"{_short(name)} ends at byte {tensor.end - offset}, and the file has {size}")
+            raise FormatError(
+                f"{_short(name)} ends at byte {tensor.end - offset}, and the file has {size}"
+            )
         if tensor.begin != end:
-            raise FormatError(f"{_short(name)} begins at byte {tensor.begin - offset}, and what is before it ends at {end - offset}")
+            raise FormatError(
+                f"{_short(name)} begins at byte {tensor.begin - offset}, and what is before it "
+                f"ends at {end - offset}"
+            )
         end = tensor.end
     if end != offset + size:
         raise FormatError(f"its tensors end at byte {end - offset}, and the file has {size}")
 
 
 def _short(value: object) -> str:
-    """What is quoted of a value in an error: printable, whatever it is."""
+    """Return a value as short, printable text for an error."""
     try:
-        text = value if isinstance(value, str) and value.isidentifier() and value.isascii() else ascii(value)
+        text = (
+            value
+            if isinstance(value, str) and value.isidentifier() and value.isascii()
+            else ascii(value)
+        )
     except RecursionError:
         return "that nests too deep"
     return text if len(text) <= 100 else text[:100] + "..."
 
 
 def valid_unicode(text: str) -> str:
-    """Lone surrogates, which a JSON request can carry, spelt out: safetensors refuses a header that holds them."""
+    """Escape lone surrogates, which safetensors refuses in a header."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

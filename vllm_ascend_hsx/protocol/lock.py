@@ -1,8 +1,10 @@
-"""The companion lock of a file: a writer holds an flock on `<path>.lock`, and readers sleep in the kernel until it lets go.
+"""The lock file `<path>.lock`: a writer holds an flock on it, and readers wait for its release.
 
-A writer leaves the lock file behind, released, when it has published data or an error. It must: vLLM's `load_hidden_states` opens the
-lock file without asking whether it exists (example_hidden_states_connector.py:59, vLLM 0.23.0), and the waiting reader of speculators
-removes it itself and fails if it is gone (hs_connectors/transfer.py:43 and 126, hs-connectors 0.9.0). Consumers remove it.
+A writer releases the lock file but does not remove it when it has published data or an error.
+vLLM's `load_hidden_states` opens the lock file without checking that it exists
+(example_hidden_states_connector.py:59, vLLM 0.23.0), and the waiting reader of speculators removes
+it itself and fails if it is missing (hs_connectors/transfer.py:43 and 126, hs-connectors 0.9.0).
+Consumers remove it.
 """
 
 from __future__ import annotations
@@ -23,20 +25,25 @@ from vllm_ascend_hsx.protocol.names import partial_name
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
-# Seconds before each attempt. An attempt is lost to somebody who changed the name between two of our calls, or who holds the lock for a
-# moment: a server that cleans up, and the reader of speculators, which locks exclusively to see whether it can.
+# Seconds before each attempt. An attempt fails if another process changes the name between two
+# system calls, or holds the lock for a moment: a server that cleans up, or the reader of
+# speculators, which tries an exclusive lock.
 _PAUSES = (0.0, 0.0, 0.0, 0.001, 0.002, 0.004, 0.008, 0.016)
 _CONTENT_MAX = 16 << 20
-# Of link(2) on a filesystem without hard links. There the lock has its name some microseconds before it is held.
+# Errors of link(2) on a filesystem without hard links. There the lock file gets its name some
+# microseconds before it is locked.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class LockHeldError(Exception):
-    """Somebody else is writing this file."""
+    """Another writer holds the lock of this file."""
 
 
 class HeldLock:
-    """An exclusive flock on the file `name` in the directory open at `dir_fd`. Ended by `release` or `remove`, once."""
+    """An exclusive flock on the file `name` in the directory open at `dir_fd`.
+
+    Call `release` or `remove` exactly once.
+    """
 
     def __init__(self, dir_fd: int, name: str, fd: int) -> None:
         self._dir_fd = dir_fd
@@ -45,19 +52,21 @@ class HeldLock:
 
     @classmethod
     def acquire(cls, dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
-        """Create the lock file and hold it; waits for some milliseconds at most, follows no symbolic link.
+        """Create and lock the lock file.
 
-        A file that stands there already is taken over unless another writer holds it.
+        Waits for at most some milliseconds; follows no symbolic link.
+
+        Takes over an existing file unless another writer holds it.
 
         Args:
             dir_fd: the directory.
-            name: of the lock file.
-            mode: of a lock file that is created.
-            token: the server's, for a hidden name.
+            name: name of the lock file.
+            mode: permissions of a new lock file.
+            token: the server's token, for a hidden name.
 
         Raises:
-            LockHeldError: another writer holds it.
-            OSError: it cannot be created.
+            LockHeldError: if another writer holds it.
+            OSError: if it cannot be created.
         """
         for pause in _PAUSES:
             if pause:
@@ -69,14 +78,14 @@ class HeldLock:
 
     @classmethod
     def create(cls, dir_fd: int, name: str, mode: int) -> HeldLock | None:
-        """Create the lock file under its name, then hold it: for a name that no reader waits for.
+        """Create the lock file under its name, then lock it. For names that no reader waits for.
 
         Returns:
-            None: somebody who saw it before it was held has locked or removed it.
+            None if another process locked or removed the file before it was locked here.
 
         Raises:
-            FileExistsError: something is called so.
-            OSError: it cannot be created, or its filesystem has no flock.
+            FileExistsError: if the name exists.
+            OSError: if it cannot be created, or its filesystem has no flock.
         """
         fd = os.open(name, _CREATE, mode, dir_fd=dir_fd)
         held = cls(dir_fd, name, fd)
@@ -92,13 +101,13 @@ class HeldLock:
 
     @classmethod
     def adopt(cls, dir_fd: int, name: str) -> HeldLock | None:
-        """Hold a lock file that is there, at once.
+        """Lock an existing lock file without waiting.
 
         Returns:
-            None: a writer or a reader holds it, or there is no regular file of that name.
+            None if a writer or a reader holds it, or there is no regular file of that name.
 
         Raises:
-            OSError: it cannot be opened.
+            OSError: if it cannot be opened.
         """
         try:
             fd = os.open(name, _OPEN, dir_fd=dir_fd)
@@ -106,7 +115,11 @@ class HeldLock:
             return None
         held = None
         try:
-            if stat.S_ISREG(os.fstat(fd).st_mode) and _flock_now(fd, fcntl.LOCK_EX) and _is_named(fd, name, dir_fd):
+            if (
+                stat.S_ISREG(os.fstat(fd).st_mode)
+                and _flock_now(fd, fcntl.LOCK_EX)
+                and _is_named(fd, name, dir_fd)
+            ):
                 held = cls(dir_fd, name, fd)
         finally:
             if held is None:
@@ -114,21 +127,24 @@ class HeldLock:
         return held
 
     def append(self, line: bytes) -> None:
-        """Write at the end of the lock file. Raises OSError."""
+        """Append to the lock file. Raises OSError."""
         os.lseek(self._fd, 0, os.SEEK_END)
         if os.write(self._fd, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._name)
 
     def content(self) -> bytes:
-        """What was written into the lock file, and no more than a server would write: somebody else may have made it. Raises OSError."""
+        """Return the content of the lock file, limited to what a server would write.
+
+        Raises OSError.
+        """
         return os.pread(self._fd, min(os.fstat(self._fd).st_size, _CONTENT_MAX), 0)
 
     def release(self) -> None:
-        """Wake the readers; the lock file stays."""
+        """Wake the readers. The lock file is kept."""
         _unlock_and_close(self._fd)
 
     def remove(self) -> None:
-        """Remove the lock file, if it is still ours, and wake the readers."""
+        """Remove the lock file if it still has its name, and wake the readers."""
         try:
             if _is_named(self._fd, self._name, self._dir_fd):
                 with suppress(FileNotFoundError):  # a consumer may remove it between the two calls
@@ -138,25 +154,27 @@ class HeldLock:
 
 
 def hold_new(dir_fd: int, name: str, fd: int) -> bool:
-    """Hold the file `name`, which the caller has just created.
+    """Lock the file `name`, which the caller has just created.
 
     Returns:
-        False: somebody who saw it before it was held has locked or removed it.
+        False if another process locked or removed the file before it was locked here.
 
     Raises:
-        OSError: the filesystem has no flock.
+        OSError: if the filesystem has no flock.
     """
     return _flock_now(fd, fcntl.LOCK_EX) and _is_named(fd, name, dir_fd)
 
 
 def _make(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
-    """Create the lock file, held before it is called `name`: a free lock without data tells readers that its server died.
+    """Create the lock file, locked before it gets its name.
+
+    A lock file that is not locked and has no data tells readers that its server has died.
 
     Returns:
-        None: something is called so.
+        None if the name exists.
 
     Raises:
-        OSError: it cannot be created, or its filesystem has no flock.
+        OSError: if it cannot be created, or its filesystem has no flock.
     """
     hidden = _make_hidden(dir_fd, name, mode, token)
     try:
@@ -180,11 +198,11 @@ def _make(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
 
 
 def _make_hidden(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
-    """A new lock file under a hidden name, to be called `name`. Raises OSError."""
+    """Create a locked file under a hidden name, to be renamed to `name`. Raises OSError."""
     hidden = partial_name(name, token)
     try:
         fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
-    except FileExistsError:  # planted, or ours, if it could not be removed before
+    except FileExistsError:  # planted, or left by this server when it could not be removed
         os.unlink(hidden, dir_fd=dir_fd)
         fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
     held = HeldLock(dir_fd, hidden, fd)
@@ -198,12 +216,15 @@ def _make_hidden(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
 
 
 def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
-    """Hold the lock file `name`, which exists: an earlier request's, or planted. None if somebody holds it, or it has gone meanwhile."""
+    """Lock the existing lock file `name`.
+
+    Return None if another process holds it or it has disappeared.
+    """
     try:
         fd = os.open(name, _OPEN, dir_fd=dir_fd)
     except FileNotFoundError:
         return None
-    except OSError:  # a symbolic link, a socket, not ours to open: put ours in its place
+    except OSError:  # a symbolic link, a socket, or no permission: replace it
         return _put_in_place(dir_fd, name, mode, token)
     held = None
     try:
@@ -211,12 +232,12 @@ def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None
             if not _is_named(fd, name, dir_fd):
                 return None
             if stat.S_ISREG(os.fstat(fd).st_mode):
-                held = HeldLock(dir_fd, name, fd)  # with the mode it has: it may belong to another user
+                held = HeldLock(dir_fd, name, fd)  # keep its mode: it may belong to another user
                 return held
         elif not _flock_now(fd, fcntl.LOCK_SH):
             return None
-        # Only readers hold it, of what stood here before, and they keep it; a new one takes its name. Our own lock on the old one
-        # keeps other writers from adopting it meanwhile.
+        # Only readers hold it. They keep their locks on the old file, and a new file takes its
+        # name. Holding the old one as well keeps other writers from adopting it meanwhile.
         return _put_in_place(dir_fd, name, mode, token)
     finally:
         if held is None:
@@ -224,7 +245,7 @@ def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None
 
 
 def _put_in_place(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
-    """Replace whatever is called `name` by a lock file that is held before it can be seen."""
+    """Replace the file `name` by a lock file that is locked before it is visible."""
     hidden = _make_hidden(dir_fd, name, mode, token)
     try:
         os.rename(hidden._name, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
@@ -244,14 +265,16 @@ def _flock_now(fd: int, kind: int) -> bool:
 
 def _unlock_and_close(fd: int) -> None:
     try:
-        # Not left to close(): a child forked meanwhile would keep the lock with its copy of the descriptor.
+        # Explicitly: a forked child would keep the lock with its copy of the descriptor.
         fcntl.flock(fd, fcntl.LOCK_UN)
     finally:
         os.close(fd)
 
 
-def _is_named(fd: int, name: str | Path, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
-    """Whether `name` is still a name of the file open at `fd`."""
+def _is_named(
+    fd: int, name: str | Path, dir_fd: int | None = None, *, follow_symlinks: bool = False
+) -> bool:
+    """Return whether `name` is still a name of the file open at `fd`."""
     try:
         named = os.stat(name, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
     except FileNotFoundError:
@@ -264,15 +287,15 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
 
     Args:
         path: the lock file.
-        timeout: seconds to wait at most; None or infinity waits for ever.
+        timeout: most seconds to wait. None or infinity waits forever.
 
     Returns:
         Whether there was a lock file.
 
     Raises:
-        ValueError: the timeout is not a number of seconds.
-        TimeoutError: a writer still holds it.
-        OSError: it cannot be opened or is no regular file, or its filesystem has no flock.
+        ValueError: if the timeout is not a number of seconds.
+        TimeoutError: if a writer still holds it.
+        OSError: if it cannot be opened, is not a regular file, or its filesystem has no flock.
     """
     deadline = deadline_after(timeout)
     seen = False
@@ -290,26 +313,34 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
                     sleep_on(path, fd, deadline, _unlock_and_close)
             if _is_named(fd, path, follow_symlinks=True):
                 return True
-            # The name has gone, or belongs to another request now: look again.
+            # The name was removed or now belongs to another request: look again.
         finally:
             _unlock_and_close(fd)
 
 
 def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
-    """True if nobody writes the file of the lock at `path` and its request was never decided: a server died, or a consumer left the lock.
+    """Return whether the lock at `path` is not held and its request was never finished.
+
+    Either its server died, or a consumer kept the lock file.
 
     Args:
         path: the lock file.
-        is_decided: asked while writers cannot take the lock over: is there data or an error?
+        is_decided: returns whether there are data or an error. Called while no writer can take the
+            lock over.
 
     Raises:
-        OSError: the lock file cannot be opened or is no regular file, or its filesystem has no flock.
+        OSError: if the lock file cannot be opened, is not a regular file, or its filesystem has no
+            flock.
     """
     try:
         fd = open_regular(path)
     except FileNotFoundError:
         return False
     try:
-        return _flock_now(fd, fcntl.LOCK_SH) and not is_decided() and _is_named(fd, path, follow_symlinks=True)
+        return (
+            _flock_now(fd, fcntl.LOCK_SH)
+            and not is_decided()
+            and _is_named(fd, path, follow_symlinks=True)
+        )
     finally:
         _unlock_and_close(fd)

@@ -1,4 +1,4 @@
-"""Sleeping on a lock file with a time limit, which flock() itself has not."""
+"""Wait for a lock file with a time limit, which flock() lacks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Release: TypeAlias = Callable[[int], None]
 
 
 class _Sleeper(threading.Thread):
-    """A thread asleep in flock(), for callers that must be able to give up: the call itself has no timeout."""
+    """A thread that sleeps in flock(), so that callers can stop waiting: flock() has no timeout."""
 
     def __init__(self, key: tuple[int, int], path: Path, fd: int, release: Release) -> None:
         super().__init__(name=f"hsx-lock-{path.name}", daemon=True)
@@ -30,7 +30,8 @@ class _Sleeper(threading.Thread):
         except OSError as error:
             self._error = error
         finally:
-            # Before all else: somebody waits. Who finds this thread in the table is right to go on as long as the shared lock is held.
+            # First, because callers wait for it. A caller that finds this thread in the table may
+            # proceed while the shared lock is held.
             self._woken.set()
             with _sleepers_mutex:
                 del _sleepers[self._key]
@@ -44,7 +45,7 @@ class _Sleeper(threading.Thread):
         return True
 
 
-# One thread per lock file, however often a reader gives up and comes back: by (device, inode).
+# One thread per lock file, however often a reader times out and retries: by (device, inode).
 _sleepers: dict[tuple[int, int], _Sleeper] = {}
 _sleepers_mutex = threading.Lock()
 
@@ -53,16 +54,16 @@ def sleep_on(path: Path, fd: int, deadline: float, release: Release) -> None:
     """Sleep until no writer holds the lock file that is open at `fd`.
 
     Args:
-        path, fd: of the lock file.
-        deadline: until when, by time.monotonic.
+        path, fd: the lock file.
+        deadline: latest time, by time.monotonic.
         release: unlocks and closes a descriptor.
 
     Raises:
-        TimeoutError: a writer still holds it.
-        OSError: its filesystem has no flock.
+        TimeoutError: if a writer still holds it.
+        OSError: if its filesystem has no flock.
     """
     if time.monotonic() >= deadline or not _sleeper_of(path, fd, release).join_until(deadline):
-        raise TimeoutError(f"{path}: still locked by its writer when the time to wait was over")
+        raise TimeoutError(f"{path}: still locked by its writer after the timeout")
 
 
 def _sleeper_of(path: Path, fd: int, release: Release) -> _Sleeper:
@@ -83,7 +84,10 @@ def _sleeper_of(path: Path, fd: int, release: Release) -> _Sleeper:
 
 
 def _forget_sleepers() -> None:
-    """In a forked child: the threads are not there, so their descriptors go, and whoever waits starts its own."""
+    """Close the descriptors in a forked child, which has no such threads.
+
+    Callers there start their own.
+    """
     global _sleepers_mutex
     _sleepers_mutex = threading.Lock()
     for sleeper in _sleepers.values():

@@ -1,4 +1,4 @@
-"""From a request id, or a path that a client chose, to file names: the one place where what a client sends becomes part of a path."""
+"""File names: the only place where request ids and client-chosen paths become paths."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ DATA_SUFFIX = ".safetensors"
 LOCK_SUFFIX = ".lock"
 ERROR_SUFFIX = ".error"
 PARTIAL_SUFFIX = ".partial"
-# Of all that servers, consumers and `hsx generate` (its ledger is called *.jsonl) make in a storage directory, but for the mark of shards.
+# Suffixes of all files that servers, consumers and `hsx generate` (its ledger is called *.jsonl)
+# make in a storage directory, except for the mark of shards.
 _FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX, TAR, INDEX, MANIFEST)
 MARK_SUFFIX = ".server"
 
-NAME_MAX = 255  # bytes of one path component on every Linux filesystem (NAME_MAX in linux/limits.h)
-# What a companion adds to the name of the data: the longest is `.<name>.error.<8 hex digits>.partial`.
+NAME_MAX = 255  # most bytes of a path component on Linux (NAME_MAX in linux/limits.h)
+# Bytes that a companion adds to the name of the data. The longest is `.<name>.error.<8 hex
+# digits>.partial`.
 COMPANION_ROOM = 32
-MAX_DEPTH = 8  # directories between the storage directory and a file
+MAX_DEPTH = 8  # most directories between the storage directory and a file
 
-# '~' joins prefix and hash, and is in no id that is used unchanged: a changed id can never meet an unchanged one.
+# '~' joins prefix and hash. No unchanged id contains it, so a changed id never equals an unchanged
+# one.
 _UNCHANGED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _MARK = re.compile(r"\.hsx-([0-9a-f]{8})" + re.escape(MARK_SUFFIX))
@@ -31,14 +34,15 @@ _ID_MAX = NAME_MAX - COMPANION_ROOM - len(DATA_SUFFIX)
 
 
 def file_name(request_id: str) -> str:
-    """The name of a request's data file.
+    """Return the name of a request's data file.
 
-    An id of letters, digits, '_', '-' and '.' that starts with none of the latter two is used as it is. Any other is made so, cut to
-    length, and followed by '~' and 128 bits of its SHA-256: two ids never share a file. The result is one path component of at most
-    `NAME_MAX - COMPANION_ROOM` ASCII characters that starts with no dot and ends with `DATA_SUFFIX`.
+    An id of letters, digits, '_', '-' and '.' that starts with neither '-' nor '.' is used
+    unchanged. Any other id is sanitised, truncated, and followed by '~' and 128 bits of its
+    SHA-256, so two ids never share a file. The result is one path component of at most `NAME_MAX -
+    COMPANION_ROOM` ASCII characters that starts with no dot and ends with `DATA_SUFFIX`.
 
     Args:
-        request_id: any string, of any length; lone surrogates are allowed.
+        request_id: any string of any length. Lone surrogates are allowed.
     """
     if len(request_id) <= _ID_MAX and _UNCHANGED.fullmatch(request_id):
         return request_id + DATA_SUFFIX
@@ -47,34 +51,40 @@ def file_name(request_id: str) -> str:
 
 
 def sanitize(request_id: str) -> str:
-    """The id with every character replaced that a file name must not have: what stands before the '~', if the id is not too long."""
+    """Return the id without characters that file names must not have: the part before the '~'."""
     return _UNSAFE.sub("_", request_id).lstrip(".-")
 
 
 def partial_name(name: str, token: str = "") -> str:
-    """The hidden name under which `name` is made before it is renamed; `token` tells several of them apart."""
+    """Return the hidden name under which `name` is written before it is renamed.
+
+    `token` distinguishes servers.
+    """
     return f".{name}.{token}{PARTIAL_SUFFIX}" if token else f".{name}{PARTIAL_SUFFIX}"
 
 
 def mark_name(token: str) -> str:
-    """The hidden name of the mark of a server that lives; `token` is in the names of all its hidden files."""
+    """Return the hidden name of a running server's mark. All its hidden files contain `token`."""
     return f".hsx-{token}{MARK_SUFFIX}"
 
 
 def token_of_mark(name: str) -> str | None:
-    """The token of a server's mark, or None: `name` is no mark."""
+    """Return the token of a server's mark, or None if `name` is not a mark."""
     match = _MARK.fullmatch(name)
     return match and match[1]
 
 
 def token_of_partial(name: str) -> str | None:
-    """The token of a hidden file, or None: `name` is none of a server's hidden files."""
+    """Return the token of a server's hidden file, or None if `name` is not one."""
     match = _PARTIAL.fullmatch(name)
     return match and match[1]
 
 
 def refusal(name: str) -> str | None:
-    """Why `name` cannot be the data file's name, or None if it can; holds for names that do not come from `file_name` too."""
+    """Return why `name` cannot be a data file's name, or None if it can.
+
+    This also holds for names that `file_name` did not make.
+    """
     problem = _component_refusal(name)
     if problem is None and not name.endswith(DATA_SUFFIX):
         return f"it does not end with {DATA_SUFFIX}"
@@ -82,26 +92,33 @@ def refusal(name: str) -> str | None:
 
 
 def path_refusal(path: str) -> str | None:
-    """Why `path`, relative to the storage directory, cannot be that of a data file, or None if it can."""
+    """Return why `path`, relative to the storage directory, cannot name a data file, or None."""
     *folders, name = path.split("/", MAX_DEPTH + 1)
     if len(folders) > MAX_DEPTH:
-        return f"it leads through more than {MAX_DEPTH} directories"
+        return f"it has more than {MAX_DEPTH} directories"
     for folder in folders:
         problem = _component_refusal(folder)
         if problem is None and (folder == SHARDS_MARK or folder.endswith(_FILE_SUFFIXES)):
-            problem = "it is called like a file, and would be in that file's way"
+            problem = "its name is reserved for files"
         if problem is not None:
-            return f"a directory's name in it cannot be used: {problem}"
+            return f"one of its directories cannot be used: {problem}"
     return refusal(name)
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would take for an instruction, or could not show, spelt out."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    """Return the text with control and other unprintable characters escaped."""
+    return (
+        text
+        if text.isprintable()
+        else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    )
 
 
 def below(path: str, directory: str) -> str | None:
-    """What stands behind `directory` in `path`, both as they are written: nothing is resolved. None: it does not begin with it."""
+    """Return the part of `path` after `directory`, or None if `path` is not below it.
+
+    Both are taken literally; nothing is resolved.
+    """
     prefix = directory.rstrip("/") + "/"
     return path[len(prefix) :] if path.startswith(prefix) else None
 

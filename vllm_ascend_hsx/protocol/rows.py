@@ -1,4 +1,4 @@
-"""What one row is: the hidden states of one token, as the model computes them and as they are stored."""
+"""The format of a row: the hidden states of one token, as computed and as stored."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-# Bytes per element of the dtypes a row can have, by their safetensors names.
+# Bytes per element of the dtypes that rows can have, by safetensors name.
 ROW_DTYPES = {"BF16": 2, "F16": 2, "F32": 4}
 FP8_DTYPE = "F8_E4M3"  # one byte per element
 
@@ -18,18 +18,21 @@ TokenIds = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What one row, the hidden states of one token, looks like: as the model computes it, and as it is stored.
+    """The format of a row, as the model computes it and as it is stored.
 
     Attributes:
-        layer_ids: residual-stream ids in the order of the row's layers; id i is the stream after i layers.
+        layer_ids: residual-stream ids in the order of the row's layers. Id i is the stream after i
+            layers.
         hidden_size: elements per layer.
         dtype: safetensors name of the model's element type: "BF16", "F16" or "F32".
         model: name of the target model, for the metadata.
-        quantization: "fp8": stored as float8_e4m3fn with a scale per row; "none": as the model computes it.
+        quantization: "fp8" stores float8_e4m3fn with a scale per row; "none" stores the model's
+            values.
 
     Raises:
-        ValueError: no layers, a size that is not positive, an unknown dtype, or stored rows that are not a multiple of 8 bytes (the token
-            ids stand behind them and would not be aligned).
+        ValueError: if there are no layers, the size is not positive, the dtype is unknown, or
+            stored rows are not a multiple of 8 bytes (the token ids that follow them would not be
+            aligned).
     """
 
     layer_ids: tuple[int, ...]
@@ -42,14 +45,18 @@ class RowFormat:
         if not self.layer_ids:
             raise ValueError("layer_ids=() names no layer. Give at least one.")
         if self.hidden_size < 1:
-            raise ValueError(f"hidden_size={self.hidden_size} is not a size. Give the target's hidden size.")
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a size. Give the target's hidden size."
+            )
         if self.dtype not in ROW_DTYPES:
-            raise ValueError(f"dtype={self.dtype!r} cannot be stored. Use one of {', '.join(ROW_DTYPES)}.")
+            raise ValueError(
+                f"dtype={self.dtype!r} cannot be stored. Use one of {', '.join(ROW_DTYPES)}."
+            )
         if self.stored_row_bytes % 8:
             raise ValueError(
-                f"hidden_size={self.hidden_size} with {self.num_layers} layers of {self.stored_dtype} makes rows of "
-                f"{self.stored_row_bytes} bytes. "
-                "Choose layers so that a row is a multiple of 8 bytes."
+                f"hidden_size={self.hidden_size} with {self.num_layers} layers of "
+                f"{self.stored_dtype} makes rows of {self.stored_row_bytes} bytes. Choose layers "
+                "so that a row is a multiple of 8 bytes."
             )
 
     @property
@@ -63,7 +70,7 @@ class RowFormat:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row as the model computes it, and as it is written to a SinkFile."""
+        """Bytes of a row as the model computes it, and as a SinkFile receives it."""
         return self.num_layers * self.hidden_size * ROW_DTYPES[self.dtype]
 
     @property
@@ -77,5 +84,5 @@ class RowFormat:
 
     @property
     def stored_row_bytes(self) -> int:
-        """Of a row in the file, without its scale."""
+        """Bytes of a row in the file, without its scale."""
         return self.num_layers * self.hidden_size if self.is_quantized else self.row_bytes

@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written: it is what the standard says, and nothing worse than a ValueError comes of it."""
+"""Parse JSON from untrusted sources: strictly, and with ValueError as the only error."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import math
 from typing import Any, TypeGuard
 
-LARGEST = 2**62  # of a size, a position or a time: the sum of two has an int64
+LARGEST = 2**62  # of a size, a position or a time: the sum of two fits into an int64
 
 
 def parse(text: bytes | str) -> Any:
-    """What a JSON text says.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is no JSON in UTF-8, or nests too deep, names a key twice, or has a number that is not finite or too long.
+        ValueError: if it is not JSON in UTF-8, nests too deep, repeats a key, or has a number that
+            is not finite or too long.
     """
     try:
         return _DECODER.decode(text if isinstance(text, str) else text.decode("utf-8"))
@@ -22,14 +23,14 @@ def parse(text: bytes | str) -> Any:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether it is an integer that can be a size, a position or a number of things."""
+    """Return whether the value is an integer that can be a size, a position or a count."""
     return type(value) is int and 0 <= value <= LARGEST
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return found
 
 
@@ -41,7 +42,7 @@ def _float(digits: str) -> float:
 
 
 def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)

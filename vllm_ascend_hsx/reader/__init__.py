@@ -1,1 +1,1 @@
-"""What consumers use: wait for a request's rows, load them, find them, check them. Imports `protocol` and nothing else of ours."""
+"""The consumers' side: wait for, load, find and check files. Imports no room but `protocol`."""

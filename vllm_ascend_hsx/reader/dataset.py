@@ -1,4 +1,4 @@
-"""Files of hidden states as a torch Dataset, and the collate function that makes a batch of them."""
+"""A torch Dataset of files of hidden states, and its collate function."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ from vllm_ascend_hsx.reader.shards import shards_of
 
 
 class HiddenStatesDataset(Dataset[dict[str, Any]]):
-    """One item per file, loaded (memory-mapped) when it is asked for; safe in the worker processes of a DataLoader.
+    """One item per file, memory-mapped on access. Safe in worker processes of a DataLoader.
 
     Args:
-        source: a directory, whose complete files and members of shards are taken in the order of their names, or the files themselves.
-        layer_ids: which residual streams an item has, in this order; all that the files have if None.
-        dtype: convert rows to it; the model's if None.
-        max_tokens: cut longer sequences off after this many tokens, at least 1; None takes them whole.
-        verify: compare each file with its checksum when it is loaded.
+        source: a directory, whose complete files and members of shards are sorted by name, or a
+            list of files.
+        layer_ids: residual streams of an item, in this order; None for all layers of the file.
+        dtype: dtype to which rows are converted; None for the model's.
+        max_tokens: length to which longer sequences are truncated, at least 1; None for no limit.
+        verify: whether to compare each file with its checksum when it is loaded.
 
     An item is a dict:
-        hidden_states: [tokens, layers, hidden], dequantised if the file's rows are not the model's own.
+        hidden_states: [tokens, layers, hidden]. Quantised rows are dequantised.
         token_ids: int64 [tokens].
         is_output: bool [tokens], true for generated tokens.
         path: the file.
 
     Raises:
-        ValueError: no files, a max_tokens that is no whole number, or (with an item) a file that lacks a layer; the message names it.
-        HiddenStatesError: (with an item) a file that is not what it should be.
+        ValueError: if there are no files or max_tokens is not a whole number. On access, if a file
+            lacks a layer.
+        HiddenStatesError: on access, if a file does not hold valid hidden states.
     """
 
     def __init__(
@@ -51,7 +53,11 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
             require_whole("max_tokens", max_tokens, 1, "give a whole number of at least 1, or None")
         if isinstance(source, str | os.PathLike):
             directory = Path(source)
-            files = {path.name for path in directory.glob(f"*{DATA_SUFFIX}") if not path.name.startswith(".")}
+            files = {
+                path.name
+                for path in directory.glob(f"*{DATA_SUFFIX}")
+                if not path.name.startswith(".")
+            }
             members = shards_of(directory).members() if directory.is_dir() else {}
             self.paths = [directory / name for name in sorted(files | members.keys())]
             if not self.paths:
@@ -72,38 +78,59 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         path = self.paths[index]
         states = load(path, mmap=True, verify=self._verify, dequantize=False)
-        rows, token_ids = states.hidden_states[: self._max_tokens], states.token_ids[: self._max_tokens]
+        rows, token_ids = (
+            states.hidden_states[: self._max_tokens],
+            states.token_ids[: self._max_tokens],
+        )
         if self._layer_ids is not None:
             rows = rows[:, self._columns(path, states, self._layer_ids)]
         if states.scales is not None:
             rows = dequantized(rows, states.scales[: self._max_tokens], states.dtype)
         if self._dtype is not None:
             rows = rows.to(self._dtype)
-        prompt = states.num_prompt_tokens if "num_prompt_tokens" in states.metadata else len(states.token_ids)
-        return {"hidden_states": rows, "token_ids": token_ids, "is_output": torch.arange(len(token_ids)) >= prompt, "path": str(path)}
+        prompt = (
+            states.num_prompt_tokens
+            if "num_prompt_tokens" in states.metadata
+            else len(states.token_ids)
+        )
+        return {
+            "hidden_states": rows,
+            "token_ids": token_ids,
+            "is_output": torch.arange(len(token_ids)) >= prompt,
+            "path": str(path),
+        }
 
     @staticmethod
     def _columns(path: Path, states: HiddenStates, wanted: Sequence[int]) -> list[int]:
         if "layer_ids" not in states.metadata:
-            raise HiddenStatesError(path, f"it does not say which layers it has, so {list(wanted)} cannot be chosen")
+            raise HiddenStatesError(
+                path, f"it does not say which layers it has, so {list(wanted)} cannot be chosen"
+            )
         stored = states.layer_ids
         if len(stored) != states.hidden_states.shape[1]:
-            raise HiddenStatesError(path, f"it names {len(stored)} layer ids and has {states.hidden_states.shape[1]} layers")
+            raise HiddenStatesError(
+                path,
+                f"it names {len(stored)} layer ids and has {states.hidden_states.shape[1]} layers",
+            )
         missing = [layer_id for layer_id in wanted if layer_id not in stored]
         if missing:
-            raise ValueError(f"{path} has layers {list(stored)} and not {missing}. Choose from those, or extract again.")
+            raise ValueError(
+                f"{path} has layers {list(stored)} and not {missing}. Choose from those, or "
+                "extract again."
+            )
         return [stored.index(layer_id) for layer_id in wanted]
 
 
 def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of items of different lengths, padded at the end with zeros.
+    """Return a batch of items of different lengths, padded at the end with zeros.
 
     Args:
-        items: of a HiddenStatesDataset; at least one, with the same layers.
+        items: at least one item of a HiddenStatesDataset, all with the same layers.
 
     Returns:
-        hidden_states [batch, longest, layers, hidden], token_ids int64 [batch, longest], is_output and attention_mask bool [batch, longest]
-        (true where there is a token), lengths int64 [batch], paths.
+        hidden_states [batch, longest, layers, hidden], token_ids int64 [batch, longest], is_output
+        and attention_mask bool [batch, longest] (true for tokens, false for padding), lengths int64
+        [batch], paths.
     """
     lengths = torch.tensor([len(item["token_ids"]) for item in items])
 

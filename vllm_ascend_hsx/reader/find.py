@@ -1,16 +1,17 @@
-"""Finds the file of a response that does not name it: several prompts in one request, several samples, streaming, stop strings.
+"""Find the file of a response that does not name it, such as a stream or one of several samples.
 
-vLLM 0.23.0 passes `kv_transfer_params` on for one prompt and one sample of a request only, and not at all in a stream or when a stop string
-ended it. But the file is named after vLLM's internal id, which is built from the response's:
+vLLM 0.23.0 returns `kv_transfer_params` for only one prompt and one sample of a request, and not at
+all in a stream or if a stop string ended the request. But the file is named after vLLM's internal
+id, which contains the id of the response:
 
     [{sample}_]{response id}[-{prompt} or _{prompt}][-{8 hex digits}]
 
-`sample` stands there with n > 1 (v1/engine/parallel_sampling.py:92), `-{prompt}` for completions
-(entrypoints/openai/completion/serving.py:180) and the items of /generative_scoring
+`sample` is present with n > 1 (v1/engine/parallel_sampling.py:92). `-{prompt}` is used for
+completions (entrypoints/openai/completion/serving.py:180) and the items of /generative_scoring
 (entrypoints/generate/generative_scoring/serving.py:267), `_{prompt}` for the turns of /v1/responses
 (entrypoints/openai/responses/serving.py:661) and the conversations of /v1/chat/completions/batch
-(entrypoints/openai/chat_completion/batch_serving.py:151), the digits unless VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set
-(v1/engine/input_processor.py:240).
+(entrypoints/openai/chat_completion/batch_serving.py:151). The digits are present unless
+VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set (v1/engine/input_processor.py:240).
 """
 
 from __future__ import annotations
@@ -21,39 +22,53 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.arguments import require_whole
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
+from vllm_ascend_hsx.protocol.names import (
+    DATA_SUFFIX,
+    ERROR_SUFFIX,
+    LOCK_SUFFIX,
+    file_name,
+    sanitize,
+)
 from vllm_ascend_hsx.reader.shards import shards_of
 
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
-# The longest first: the name of a lock file ends with DATA_SUFFIX + LOCK_SUFFIX.
+# Longest first: the name of a lock file ends with DATA_SUFFIX + LOCK_SUFFIX.
 _SUFFIXES = (DATA_SUFFIX + LOCK_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX, DATA_SUFFIX)
 
 
-def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0, sample: int = 0) -> Path:
-    """The path for `load` of one prompt and sample of a response, complete or not.
+def find(
+    directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0, sample: int = 0
+) -> Path:
+    """Return the path, for `load`, of one prompt and sample of a response, complete or not.
 
-    It is there as soon as the server has begun with the prompt, hence always when text has come back. All names in the directory are
-    read; where a response has `kv_transfer_params["hidden_states_path"]`, that is quicker.
+    The path exists once the server has started the prompt, so always when text has been returned.
+    This reads all names in the directory; `kv_transfer_params["hidden_states_path"]` of a response,
+    if present, is faster.
 
     Args:
-        directory: where the server stores files.
-        response_id: the `id` of the response or of any chunk of its stream, for example `cmpl-5f...`. A client that sends the header
-            `X-Request-Id: NAME` knows it beforehand: `cmpl-NAME` for completions, `chatcmpl-NAME` for chat and /v1/messages. For
-            /v1/responses it is what the client sends as `request_id` in the body; /inference/v1/generate answers with another id than
-            its own, `generate-tokens-NAME`.
-        prompt: index of the prompt in a request for completions of several, of the item in one for scores, of the conversation in a
-            batch of chats, or of the turn in a response whose tools were called by the server.
+        directory: the server's storage directory.
+        response_id: the `id` of the response or of any chunk of its stream, such as `cmpl-5f...`. A
+            client that sends the header `X-Request-Id: NAME` knows it in advance: `cmpl-NAME` for
+            completions, `chatcmpl-NAME` for chat and /v1/messages. For /v1/responses it is the
+            `request_id` that the client sends in the body. /inference/v1/generate answers with an
+            id that differs from its internal one, `generate-tokens-NAME`.
+        prompt: index of the prompt in a request for several completions, of the item in a scoring
+            request, of the conversation in a batch of chats, or of the turn in a response whose
+            tools the server called.
         sample: index of the sample in a request with n > 1.
 
     Raises:
-        FileNotFoundError: neither a file nor a lock nor an error is there: not begun, aborted, opted out, or taken away.
-        LookupError: several are there, because several requests had this id. Ids longer than about 170 characters are not found.
-        ValueError: `prompt` or `sample` is no index.
-        OSError: the directory cannot be read.
+        FileNotFoundError: if there is no file, lock or error: the request has not started, was
+            aborted or opted out, or its file was removed.
+        LookupError: if there are several, because several requests had this id. Ids longer than
+            about 170 characters are not found.
+        ValueError: if `prompt` or `sample` is not an index.
+        OSError: if the directory cannot be read.
     """
     for name, value in (("prompt", prompt), ("sample", sample)):
         require_whole(name, value, 0, "give a whole number, counted from 0")
-    # The forms of the id, first those that leave no doubt: another client's own `NAME_0` looks like the first turn of NAME.
+    # Forms of the id, unambiguous ones first: another client's own `NAME_0` looks like the first
+    # turn of NAME.
     plain = [response_id, f"{response_id}-{prompt}"] if prompt == 0 else [f"{response_id}-{prompt}"]
     forms = [_with_sample(bases, sample) for bases in (plain, [f"{response_id}_{prompt}"])]
     common = sanitize(response_id)
@@ -70,14 +85,23 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
                 paths.add(stem + DATA_SUFFIX)
     best = next(filter(None, found), set())
     if len(best) > 1:
-        raise LookupError(f"{response_id!r} is the id of several requests: {', '.join(sorted(best))}. Give each request an id of its own.")
+        raise LookupError(
+            f"{response_id!r} is the id of several requests: {', '.join(sorted(best))}. Give each "
+            "request its own id."
+        )
     if not best:
-        raise FileNotFoundError(f"{directory} has no hidden states of prompt {prompt}, sample {sample} of {response_id!r}")
+        raise FileNotFoundError(
+            f"{directory} has no hidden states of prompt {prompt}, sample {sample} of "
+            f"{response_id!r}"
+        )
     return Path(directory, best.pop())
 
 
 def _with_sample(bases: list[str], sample: int) -> list[str]:
-    """The beginnings of an id, with the sample's number; without it too where there may be one sample only."""
+    """Return the ids with the sample's number.
+
+    Without it too if the request may have one sample only.
+    """
     numbered = [f"{sample}_{base}" for base in bases]
     return [*bases, *numbered] if sample == 0 else numbered
 

@@ -1,4 +1,4 @@
-"""What readers do with quantised rows: whether a file's scales fit them, and what they were before."""
+"""Check and dequantise quantised rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from vllm_ascend_hsx.protocol.rows import FP8_DTYPE, ROW_DTYPES
 if TYPE_CHECKING:
     import torch
 
-# float32 of the scale that no row goes below: of rows whose largest magnitude is under 4.5e-10, most or all becomes 0.
+# The smallest scale, as float32. Rows whose largest magnitude is below 4.5e-10 become mostly 0.
 LEAST_SCALE = 9.999999960041972e-13
 
 
 def dequantized(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows in the model's dtype.
+    """Return rows in the model's dtype.
 
-    In bfloat16 and float32 both factors are converted to that and then multiplied, as hs_connectors 0.9.0 does (fp8_utils.py:54): both
-    readers give the same bits. In float16 the product is made in float32 first, for the scale of a small row has no float16.
+    In bfloat16 and float32 both factors are converted to that dtype and multiplied, as in
+    hs_connectors 0.9.0 (fp8_utils.py:54), so both readers give the same bits. In float16 the
+    product is computed in float32 first, because scales of small rows are below float16's range.
 
     Args:
         rows: float8_e4m3fn [tokens, layers, hidden].
@@ -30,14 +31,25 @@ def dequantized(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
 
 
 def quantization_problem(header: Header) -> str | None:
-    """What is wrong with how a file with hidden states says that they are quantised, if it does; None if nothing is."""
+    """Return what is wrong with a file's quantisation, or None if it is valid or absent."""
     states, scales = header.tensors[HIDDEN_STATES], header.tensors.get(SCALES)
     said = header.metadata.get("quantization")
     if said not in (None, *QUANTIZATIONS.values()):
-        return f"its rows are quantised as {said!r}, which is not known here"
+        return f"its rows are quantised as {said!r}, which is unknown"
     if scales is None:
-        return None if said is None else f"it says that its rows are {said}, and has no {SCALES}"
-    if states.dtype != FP8_DTYPE or scales.dtype != "F32" or scales.shape != (*states.shape[:1], *[1] * len(states.shape[1:])):
-        return f"{SCALES} {scales.dtype} {list(scales.shape)} does not fit {HIDDEN_STATES} {states.dtype} {list(states.shape)}"
+        return None if said is None else f"its rows are {said}, but it has no {SCALES}"
+    if (
+        states.dtype != FP8_DTYPE
+        or scales.dtype != "F32"
+        or scales.shape != (*states.shape[:1], *[1] * len(states.shape[1:]))
+    ):
+        return (
+            f"{SCALES} {scales.dtype} {list(scales.shape)} does not fit {HIDDEN_STATES} "
+            f"{states.dtype} {list(states.shape)}"
+        )
     before = header.metadata.get("dtype", "BF16")
-    return None if before in ROW_DTYPES else f"it says that its rows were {before} before they were quantised"
+    return (
+        None
+        if before in ROW_DTYPES
+        else f"its rows were quantised from {before}, which is not supported"
+    )

@@ -1,1 +1,1 @@
-"""`hsx serve`: a `vllm serve` that extracts, from a model's name and the layers that are wanted."""
+"""`hsx serve`: run `vllm serve` with extraction, given a model and its layers."""

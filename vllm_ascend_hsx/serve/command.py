@@ -1,4 +1,4 @@
-"""From what a user asks `hsx serve` for to the `vllm serve` that does it, or the reason why none can."""
+"""Build the `vllm serve` command of `hsx serve`, or report why there can be none."""
 
 from __future__ import annotations
 
@@ -18,19 +18,31 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.target import ONE_ONLY, validate_layer_ids
 
 PLUGINS = "VLLM_PLUGINS"
-# Options of vllm serve that say what `hsx serve` says.
-_SET_BY_US = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--kv-transfer-config", "--model")
-_SHORT = {"-pp": "--pipeline-parallel-size", "-pcp": "--prefill-context-parallel-size", "-dcp": "--decode-context-parallel-size"}
+# Options of vllm serve that hsx serve sets.
+_SET_BY_US = (
+    "--speculative-config",
+    "-sc",
+    "--spec-method",
+    "--spec-model",
+    "--spec-tokens",
+    "--kv-transfer-config",
+    "--model",
+)
+_SHORT = {
+    "-pp": "--pipeline-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+}
 
 
 @dataclass(frozen=True)
 class Command:
-    """A `vllm serve`.
+    """A `vllm serve` command.
 
     Attributes:
         arguments: from `vllm` on.
-        environ: variables that it needs to have other values than now.
-        notes: what the user should know before it starts, a sentence each.
+        environ: environment variables that must be set.
+        notes: sentences for the user to read before it starts.
     """
 
     arguments: tuple[str, ...]
@@ -38,8 +50,13 @@ class Command:
     notes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """As one would type it."""
-        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environ.items()), shlex.join(self.arguments)])
+        """Return the command line, quoted for a shell."""
+        return " ".join(
+            [
+                *(f"{name}={shlex.quote(value)}" for name, value in self.environ.items()),
+                shlex.join(self.arguments),
+            ]
+        )
 
 
 def build(
@@ -50,52 +67,76 @@ def build(
     vllm_arguments: Sequence[str],
     environ: Mapping[str, str],
 ) -> Command:
-    """The command.
+    """Build the command.
 
     Args:
         model: a directory, or a repository's name.
-        layers: comma-separated ids, or the name of a kind of drafter; see `layer_ids`.
-        storage: the directory that receives the files, relative to the current one or absolute.
+        layers: comma-separated ids, or a kind of drafter; see `layer_ids`.
+        storage: directory of the files, absolute or relative to the current directory.
         options: further keys of `kv_connector_extra_config`.
         vllm_arguments: further arguments of vllm serve.
-        environ: the environment that it would have.
+        environ: the server's environment.
 
     Raises:
-        UserError: it cannot be served.
+        UserError: if an argument is invalid or the model cannot be served.
     """
     _refuse_what_cannot_be(vllm_arguments)
     model, storage = os.fspath(model), Path(storage).expanduser().absolute()
     config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
-    target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))
+    target = read_model(
+        model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision")
+    )
     if reason := UNSERVABLE.get(target.architecture):
-        raise UserError("MODEL", model, f"cannot be served ({target.architecture}): {reason}", "Choose another target.")
+        raise UserError(
+            "MODEL",
+            model,
+            f"cannot be served ({target.architecture}): {reason}",
+            "Choose another target.",
+        )
     ids = layer_ids(layers, target.num_layers)
     settings = (
         *("--speculative-config", json.dumps(speculative_config(ids))),
-        *("--kv-transfer-config", json.dumps(kv_transfer_config(None if config.sink == "mooncake" else storage, **options))),
+        *(
+            "--kv-transfer-config",
+            json.dumps(
+                kv_transfer_config(None if config.sink == "mooncake" else storage, **options)
+            ),
+        ),
     )
-    return Command(("vllm", "serve", model, *vllm_arguments, *settings), _environ(environ), _notes(target))
+    return Command(
+        ("vllm", "serve", model, *vllm_arguments, *settings), _environ(environ), _notes(target)
+    )
 
 
 def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
-    """The layers that are meant, in the order that the file has.
+    """Return the selected layers, in the order of the file.
 
     Args:
-        text: ids such as "2,30,59,62"; or "eagle3" or "dflash": those that speculators 0.9.0 trains on if nothing else is said
-            (speculators/models/utils.py:113) and the last one, which it takes the target's logits from; or "mtp": the last one.
-        num_layers: of the target.
+        text: ids such as "2,30,59,62"; or "eagle3" or "dflash", which select the default layers of
+            speculators 0.9.0 (speculators/models/utils.py:113) plus the last one, from which it
+            computes the target's logits; or "mtp", the last one.
+        num_layers: layers of the target.
 
     Raises:
-        UserError: not ids, or not ids of this target.
+        UserError: if these are not ids, or not of this target.
     """
     last = num_layers
-    rules = {"eagle3": (2, last // 2, last - 3, last), "dflash": (2, last // 2, last - 3, last), "mtp": (last,)}
+    rules = {
+        "eagle3": (2, last // 2, last - 3, last),
+        "dflash": (2, last // 2, last - 3, last),
+        "mtp": (last,),
+    }
     remedy = f"Give ids from 0 to {last}, such as {last // 2},{last}, or one of {', '.join(rules)}."
     if text in rules:
         ids: Sequence[int] = rules[text]
         if list(ids) != sorted(set(ids)) or ids[0] < 0:
-            raise UserError("--layers", text, f"selects {_listed(ids)}, which a target of {last} layers does not have", remedy)
+            raise UserError(
+                "--layers",
+                text,
+                f"selects {_listed(ids)}, which a target of {last} layers does not have",
+                remedy,
+            )
     else:
         try:
             ids = [int(part) for part in text.split(",")]
@@ -112,14 +153,14 @@ def _listed(ids: Sequence[int]) -> str:
 
 
 def _arguments(vllm_arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(option, what stands behind it) as vLLM's parser reads them: underscores are dashes, and `=` may stand before a value."""
+    """Yield options with values as vLLM parses them: `_` equals `-`, and `=` may separate them."""
     for index, argument in enumerate(vllm_arguments):
         if not argument.startswith("-") or argument.lstrip("-").partition(".")[0].isdecimal():
             continue
         option, equals, value = argument.partition("=")
         name, dot, field = option.partition(".")
-        behind = vllm_arguments[index + 1] if index + 1 < len(vllm_arguments) else ""
-        yield _SHORT.get(name, name).replace("_", "-") + dot + field, value if equals else behind
+        following = vllm_arguments[index + 1] if index + 1 < len(vllm_arguments) else ""
+        yield _SHORT.get(name, name).replace("_", "-") + dot + field, value if equals else following
 
 
 def _values(vllm_arguments: Sequence[str]) -> dict[str, str]:
@@ -131,15 +172,23 @@ def _refuse_what_cannot_be(vllm_arguments: Sequence[str]) -> None:
         name = option.partition(".")[0]
         if name in _SET_BY_US:
             raise UserError(
-                option, value, "is set by hsx serve", "Leave it out, or start vllm serve with the options that --dry-run prints."
+                option,
+                value,
+                "is set by hsx serve",
+                "Leave it out, or start vllm serve with the options that --dry-run prints.",
             )
         field = name.removeprefix("--").replace("-", "_")
         if field in ONE_ONLY and value != "1":
-            raise UserError(option, value, ONE_ONLY[field], "Use 1; scale with tensor, data and expert parallelism.")
+            raise UserError(
+                option,
+                value,
+                ONE_ONLY[field],
+                "Use 1; scale with tensor, data and expert parallelism.",
+            )
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """A server that loads only some plugins must load ours, too."""
+    """Return the variables that make a server load this plugin if it loads only some plugins."""
     if PLUGINS not in environ or PLUGIN_NAME in environ[PLUGINS].split(","):
         return {}
     return {PLUGINS: ",".join(filter(None, (environ[PLUGINS], PLUGIN_NAME)))}
@@ -149,6 +198,7 @@ def _notes(target: Model) -> tuple[str, ...]:
     if target.architecture in ARCHITECTURES:
         return ()
     return (
-        f"{target.architecture or 'a model that names no class'} is not among vLLM's targets that collect hidden states; if a plugin of "
-        "yours serves it, the server will tell before it loads weights",
+        f"{target.architecture or 'a model without a class'} is not among vLLM's targets that "
+        "collect hidden states; if another plugin adds it, the server checks it before it loads "
+        "weights",
     )

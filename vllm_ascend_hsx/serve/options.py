@@ -1,4 +1,4 @@
-"""The two JSON options that make a `vllm serve` extract."""
+"""The two JSON options of `vllm serve` that enable extraction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from vllm_ascend_hsx.config import CONNECTOR_NAME, LAYER_IDS_KEY, METHOD
 
 
 def speculative_config(layer_ids: Sequence[int]) -> dict[str, Any]:
-    """The value of --speculative-config; layer_ids are residual-stream ids in the order wanted in the file."""
+    """Return the value of --speculative-config.
+
+    `layer_ids` are residual-stream ids in the file's order.
+    """
     return {
         "method": METHOD,
         "num_speculative_tokens": 1,
@@ -19,14 +22,17 @@ def speculative_config(layer_ids: Sequence[int]) -> dict[str, Any]:
 
 
 def kv_transfer_config(storage: str | os.PathLike[str] | None, **options: Any) -> dict[str, Any]:
-    """The value of --kv-transfer-config.
+    """Return the value of --kv-transfer-config.
 
     Args:
-        storage: the absolute path of the directory that receives the files; None for a sink that makes none.
+        storage: absolute path of the directory of the files; None for a sink without files.
         options: further keys of `kv_connector_extra_config`; see HsxConfig.
     """
     return {
         "kv_connector": CONNECTOR_NAME,
         "kv_role": "kv_producer",
-        "kv_connector_extra_config": {**({} if storage is None else {"shared_storage_path": str(storage)}), **options},
+        "kv_connector_extra_config": {
+            **({} if storage is None else {"shared_storage_path": str(storage)}),
+            **options,
+        },
     }

@@ -38,7 +38,7 @@ class RowEncoder(ABC):
         """float32 [tokens], of the rows that were encoded last for each position; None if rows are stored as they are."""
 
 
-class AsTheyAre(RowEncoder):
+class Passthrough(RowEncoder):
     """Rows are stored as the model computed them; nothing is copied."""
 
     def encode(self, first: int, data: memoryview) -> memoryview:
@@ -80,7 +80,7 @@ class Fp8PerToken(RowEncoder):
 
 def encoder_for(row_format: RowFormat) -> RowEncoder:
     """A new encoder for one request."""
-    return Fp8PerToken(row_format) if row_format.is_quantized else AsTheyAre()
+    return Fp8PerToken(row_format) if row_format.is_quantized else Passthrough()
 
 
 class _Workspace:

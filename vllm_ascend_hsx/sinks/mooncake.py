@@ -31,7 +31,7 @@ from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import as_bytes
 from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.one_end import OneEndFile, State, fail_all
-from vllm_ascend_hsx.sinks.spans import Span, describe_missing
+from vllm_ascend_hsx.sinks.spans import Interval, describe_missing
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class MooncakeFile(OneEndFile):
             self._require_open()
             self._writers += 1
 
-    def _end_write(self, span: Span) -> None:
+    def _end_write(self, span: Interval) -> None:
         with self._condition:
             self._writers -= 1
             self._written.add(*span)

@@ -20,7 +20,7 @@ from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import RequestData
 from vllm_ascend_hsx.sinks.home import Home
 from vllm_ascend_hsx.sinks.one_end import OneEndFile, State
-from vllm_ascend_hsx.sinks.spans import Span, describe_missing
+from vllm_ascend_hsx.sinks.spans import Interval, describe_missing
 from vllm_ascend_hsx.sinks.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class RequestFile(OneEndFile):
             self._writers += 1
             return self._data
 
-    def _end_write(self, span: Span, problem: str | None) -> None:
+    def _end_write(self, span: Interval, problem: str | None) -> None:
         with self._condition:
             self._writers -= 1
             if problem is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 
-Span = tuple[int, int]
+Interval = tuple[int, int]
 
 _NAMED = 8  # of the missing spans; the rest is counted
 
@@ -29,9 +29,9 @@ class SpanSet:
         self._firsts[low:high] = [first]
         self._lasts[low:high] = [last]
 
-    def missing(self, last: int) -> list[Span]:
+    def missing(self, last: int) -> list[Interval]:
         """The spans of [0, last) that are not in the set, in order."""
-        gaps: list[Span] = []
+        gaps: list[Interval] = []
         position = 0
         for begin, end in zip(self._firsts, self._lasts, strict=True):
             if begin >= last:
@@ -43,12 +43,12 @@ class SpanSet:
             gaps.append((position, last))
         return gaps
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[Interval]:
         """The spans, in order."""
         return list(zip(self._firsts, self._lasts, strict=True))
 
 
-def describe_missing(missing: list[Span], tokens: int) -> str:
+def describe_missing(missing: list[Interval], tokens: int) -> str:
     """Which of a file's rows are missing, in words."""
     named = ", ".join(f"[{first}, {last})" for first, last in missing[:_NAMED])
     more = f" and {len(missing) - _NAMED} more spans" if len(missing) > _NAMED else ""

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from vllm_ascend_hsx.connector.latency import BUCKETS
+from vllm_ascend_hsx.connector.histogram import BUCKETS
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
 parser = argparse.ArgumentParser()

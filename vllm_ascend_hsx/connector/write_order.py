@@ -1,4 +1,4 @@
-"""Which work on one request's rows may run at the same time: a row that is computed again is written behind its first version."""
+"""Order of writes to one request's file: recomputed rows are written after their first version."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from collections import deque
 
 from vllm_ascend_hsx.connector.threads import WriterJob
 
-Positions = tuple[int, float]  # [first, end) of tokens
+Positions = tuple[int, float]  # [first, end) of token positions
 EVERY_POSITION: Positions = (0, math.inf)
 
 
-class RowOrder:
-    """Work on rows [first, end) waits for earlier work on any of them, whether that runs or waits itself; all other work may run at once.
+class WriteOrder:
+    """Make work on rows [first, end) wait for all earlier work on any of them, running or waiting.
 
-    A request computes its rows in order, so its pieces can be written by several threads. Only after a preemption does it come back to rows
-    that may still be on their way to the file.
+    Other work may run at the same time. A request computes its rows in order, so several threads
+    can write its chunks. Only after a preemption does it recompute rows that may still be on their
+    way to the file.
 
     Args:
-        side_by_side: whether work on different rows may run at the same time, or all of it runs one after the other.
+        side_by_side: whether work on different rows may run at the same time. If not, jobs run one
+            after the other.
     """
 
     def __init__(self, side_by_side: bool = True) -> None:
@@ -29,16 +31,21 @@ class RowOrder:
         self._waiting: deque[tuple[Positions, WriterJob]] = deque()
 
     def begin(self, rows: Positions, job: WriterJob) -> bool:
-        """Whether the caller may have `job` run now. If not, the `done` of what it waits for will return it."""
+        """Return True if the caller may run `job` now.
+
+        Otherwise a later call of `done` returns it.
+        """
         with self._mutex:
-            if self._collide(rows, self._running) or self._collide(rows, [each for each, _ in self._waiting]):
+            if self._collide(rows, self._running) or self._collide(
+                rows, [each for each, _ in self._waiting]
+            ):
                 self._waiting.append((rows, job))
                 return False
             self._running.append(rows)
             return True
 
     def done(self, rows: Positions) -> list[WriterJob]:
-        """A job on `rows` that began has ended. Returns those that begin instead: the caller has them run."""
+        """Record that the job on `rows` has ended. Return the jobs that the caller must run now."""
         with self._mutex:
             self._running.remove(rows)
             ready: list[WriterJob] = []

@@ -1,4 +1,4 @@
-"""Latencies as counts in fixed buckets: where an observation goes, and what the counts say. Needs no vLLM."""
+"""Latency histograms with fixed buckets. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -6,24 +6,50 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-# Upper bounds of the buckets in seconds; one more takes what is longer. Fixed, so that size does not grow with traffic.
-BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+# Upper bounds of the buckets in seconds; one more bucket takes longer observations. They are fixed,
+# so that the size does not grow with traffic.
+BUCKETS = (
+    1e-5,
+    2.5e-5,
+    5e-5,
+    1e-4,
+    2.5e-4,
+    5e-4,
+    1e-3,
+    2.5e-3,
+    5e-3,
+    1e-2,
+    2.5e-2,
+    5e-2,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
 NUM_BUCKETS = len(BUCKETS) + 1
 _BUCKETS_NS = tuple(round(bound * 1e9) for bound in BUCKETS)
 
 
 def bucket_of(nanoseconds: int) -> int:
-    """Index of the bucket: the first whose bound the observation does not exceed."""
+    """Return the index of the first bucket whose bound the observation does not exceed."""
     return bisect_left(_BUCKETS_NS, nanoseconds)
 
 
 def mean_seconds(count: int, sum_ns: int) -> float:
-    """Of the observations in one bucket; NaN for none. It lies in the same bucket, for both divisions are correctly rounded."""
+    """Return the mean of the observations in one bucket, or NaN without any.
+
+    The mean lies in the same bucket, because both divisions are correctly rounded.
+    """
     return sum_ns / count / 1e9 if count else math.nan
 
 
 def quantile(counts: Sequence[int], share: float) -> float:
-    """Seconds below which `share` of the observations lie, as histogram_quantile of Prometheus computes it; 0 for none.
+    """Return the seconds below which `share` of the observations lie, or 0 without any.
+
+    It is computed like histogram_quantile of Prometheus.
 
     Args:
         counts: observations in each bucket.
