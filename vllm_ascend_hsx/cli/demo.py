@@ -260,12 +260,8 @@ def _model_directory(options: argparse.Namespace, console: Console) -> Path:
     if options.model is not None:
         path = Path(options.model).expanduser().absolute()
         if not (path / "config.json").is_file():
-            raise UserError(
-                "--model",
-                str(options.model),
-                "has no config.json",
-                "Give the directory of a downloaded model.",
-            )
+            remedy = "Give the directory of a downloaded model."
+            raise UserError("--model", str(options.model), "has no config.json", remedy)
         return path
     from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
 
@@ -285,9 +281,8 @@ def _model_config(model: Path) -> dict[str, Any]:
     content = json.loads((model / "config.json").read_text())
     text: dict[str, Any] = content.get("text_config") or content
     if not isinstance(text.get("vocab_size"), int):
-        raise UserError(
-            "MODEL", str(model), "has no vocab_size in its config.json", "Give a language model."
-        )
+        problem = "has no vocab_size in its config.json"
+        raise UserError("MODEL", str(model), problem, "Give a language model.")
     return text
 
 

@@ -94,5 +94,5 @@ def _ask_vllm(
         first_line = str(error).strip().partition("\n")[0]
         remedy = "Give a directory, or a name that vllm serve takes."
         raise UserError(
-            "MODEL", name, f"has no config.json that vLLM can fetch: {first_line}", remedy
+            "MODEL", name, f"has no config.json that vLLM can read: {first_line}", remedy
         ) from None
