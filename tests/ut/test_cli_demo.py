@@ -110,6 +110,13 @@ def test_wrong_layers_are_named_before_a_server_is_started(
     assert message in capsys.readouterr().out
 
 
+def test_an_output_that_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert demo.main(["--output", str(file)]) == 2
+    assert f"--output={str(file)!r} cannot be a directory: File exists. Name a new" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_a_directory_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--model", str(tmp_path)]) == 2
     assert "has no config.json" in capsys.readouterr().out.replace("\n", " ")

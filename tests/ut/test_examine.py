@@ -331,6 +331,25 @@ def test_inspect_shows_a_directory_and_what_is_bad_in_it(tmp_path: Path, capsys:
     assert "bad: this is not a file" in " ".join(said.split())
 
 
+def test_inspect_shows_the_folders_of_files_and_names_one_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    for folder in ("one", "two", "closed"):
+        write(tmp_path / folder, "same", rows_of(5))
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert inspect.main([str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "one/same.safetensors" in said and "two/same.safetensors" in said
+    assert f"hsx inspect: {tmp_path}/closed cannot be read: Permission denied" in said
+
+
 def test_inspect_draws_a_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
     path = write(tmp_path, "a", rows_of(50))

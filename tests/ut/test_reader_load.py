@@ -448,3 +448,12 @@ def test_the_package_offers_the_reader_and_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, text=True, check=True
     )
     assert "no_such_name" in result.stdout
+
+
+def test_a_file_of_a_later_format_is_refused_with_its_version(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"hidden_states": torch.ones(1, 1, 4)}, path, {"producer": "vllm-ascend-hsx", "format_version": "3"})
+    with pytest.raises(HiddenStatesError, match="format_version='3' is unknown to this version of vllm-ascend-hsx"):
+        load(path)
+    save_file({"hidden_states": torch.ones(1, 1, 4), "token_ids": torch.ones(1, dtype=torch.int64)}, path, {"format_version": "3"})
+    assert load(path).metadata == {"format_version": "3"}, "another producer's"

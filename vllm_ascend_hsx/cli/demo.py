@@ -130,6 +130,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
+    if options.output is not None:
+        try:
+            options.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                "--output",
+                str(options.output),
+                f"cannot be a directory: {error.strerror}",
+                "Name a new or existing directory that can be written.",
+            ) from error
     missing = [module for module in NEEDED if find_spec(module) is None]
     if missing:
         raise DemoError(

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,17 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `hsx inspect` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     console = make_console()
+    unreadable: list[OSError] = []
     try:
-        paths = _paths(options.path)
+        paths = _paths(options.path, unreadable.append)
     except OSError as error:
         console.tell(f"hsx inspect: {options.path} cannot be read: {error}", "red")
         return 2
-    if not paths:
+    for problem in unreadable:
+        console.tell(f"hsx inspect: {problem.filename} cannot be read: {problem.strerror}", "red")
+    if not paths and not unreadable:
         console.tell(f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", "red")
         return 2
     found = [examine(path, norms=True) for path in paths[: options.limit]]
     if os.path.isdir(options.path):
-        console.print(_table(found))
+        console.print(_table(options.path, found))
         if len(paths) > options.limit:
             console.print(f"... and {len(paths) - options.limit} more; --limit {len(paths)} shows them", highlight=False)
     else:
@@ -73,19 +76,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.plot is not None and found[0].token_norms is not None and found[0].tokens:
             draw(found[0], options.plot)
             console.tell(f"drawn: {options.plot}")
-    return 0 if all(each.problem is None for each in found) else 1
+    return 1 if unreadable or any(each.problem is not None for each in found) else 0
 
 
-def _paths(path: Path) -> list[Path]:
-    """The files of a directory, or one if there is anything of it. Raises OSError: that cannot be found out."""
+def _paths(path: Path, on_error: Callable[[OSError], None]) -> list[Path]:
+    """Return the files of a directory, or the one file if it, its error or its lock exists.
+
+    Raises OSError if it cannot be read.
+    """
     if os.path.isdir(path):
-        return [each for each in files_in(path) if not each.name.endswith(ERROR_SUFFIX)]
+        return [each for each in files_in(path, on_error) if not each.name.endswith(ERROR_SUFFIX)]
     name = str(path.with_name(path.name.removesuffix(ERROR_SUFFIX) or path.name))
     there = any(os.path.exists(name + suffix) for suffix in ("", ERROR_SUFFIX, LOCK_SUFFIX)) or shard_of(Path(name)) is not None
     return [Path(name)] if there else []
 
 
-def _table(found: Sequence[Examination]) -> Table:
+def _table(directory: Path, found: Sequence[Examination]) -> Table:
     table = Table("file", "tokens", "layers", "dtype", "norm per layer", "verdict")
     for each in found:
         prompt = each.tokens if each.prompt_tokens is None else each.prompt_tokens
@@ -93,7 +99,7 @@ def _table(found: Sequence[Examination]) -> Table:
         layers = f"{list(each.kind.layer_ids or range(each.kind.layers))} x {each.kind.hidden_size}"
         verdict = Text(each.verdict) if each.problem is None else _plain(f"{each.verdict}: {each.problem}", "red")
         norms = " ".join(f"{norm:.3g}" for norm in each.norms)
-        table.add_row(_plain(each.path.name), tokens, Text(layers), each.kind.dtype, norms, verdict)
+        table.add_row(_plain(str(each.path.relative_to(directory))), tokens, Text(layers), each.kind.dtype, norms, verdict)
     return table
 
 

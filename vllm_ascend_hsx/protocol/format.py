@@ -21,6 +21,7 @@ from vllm_ascend_hsx.protocol.rows import RowFormat, TokenIds
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
 
 FORMAT_VERSION = "2"  # the checksum covers the header since 2
+_READABLE = ("1", "2")
 PRODUCER = "vllm-ascend-hsx"
 HIDDEN_STATES = "hidden_states"
 TOKEN_IDS = "token_ids"
@@ -268,6 +269,9 @@ def check_metadata(value: object) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(each, str) for each in value.values()):
         raise ValueError("its metadata are not all strings")
     "".join((*value, *value.values())).encode()  # a lone surrogate raises a ValueError
+    version = value.get("format_version")
+    if value.get("producer") == PRODUCER and version not in _READABLE:
+        raise ValueError(f"format_version={_short(version)} is unknown to this version of {PRODUCER}")
     layer_ids_of(value)
     num_prompt_tokens_of(value)
     return value

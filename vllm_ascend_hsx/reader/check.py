@@ -326,15 +326,30 @@ def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | 
     return sorted(found)
 
 
-def files_in(directory: str | Path) -> list[Path]:
-    """The data and error files below a directory and the members of its shards, in the order of their paths; hidden ones are passed over.
+def files_in(
+    directory: str | Path, on_error: Callable[[OSError], None] | None = None
+) -> list[Path]:
+    """Return the data and error files below a directory and the members of its shards, sorted.
+
+    Hidden names are left out.
+
+    Args:
+        directory: where to look.
+        on_error: called for each folder that cannot be read, which is passed over.
 
     Raises:
-        OSError: it is no directory, or cannot be read.
+        OSError: if it is not a directory, or cannot be read.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is not a directory")
-    found = (path for suffix in (DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX) for path in directory.rglob(f"*{suffix}"))
-    files = {path for path in found if not any(part.startswith(".") for part in path.relative_to(directory).parts)}
-    return sorted(files.union(directory / name for name in shards_of(directory).members()))
+    os.scandir(directory).close()
+    found = {directory / name for name in shards_of(directory).members()}
+    for folder, inside, names in os.walk(directory, onerror=on_error):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        found.update(
+            Path(folder, name)
+            for name in (*inside, *names)
+            if name.endswith((DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX)) and name[0] != "."
+        )
+    return sorted(found)
