@@ -562,6 +562,22 @@ def test_an_earlier_requests_rows_are_not_the_answer_either_when_the_clock_was_s
     assert np.array_equal(rows_of(path), make_rows(0, 3, version=1))
 
 
+def test_the_rows_of_the_later_request_are_the_answer_whichever_server_started_later(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+
+    def store(sink: ShardSink, version: int) -> None:
+        file = sink.open("x", path, 2, may_grow=False)
+        file.write(0, make_rows(0, 2, version))
+        file.commit(token_ids(2), 2)
+        assert np.array_equal(rows_of(path), make_rows(0, 2, version))
+
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as older:
+        store(older, 0)
+        with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as newer:
+            store(newer, 1)
+            store(older, 2)
+
+
 def test_names_that_the_server_makes_cost_no_line(sink: ShardSink, tmp_path: Path) -> None:
     publish(sink, tmp_path, "a")
     ((stem, _),) = walked(tmp_path).items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -121,7 +122,11 @@ def end_of_members(fd: int, index: bytes) -> int:
 
 
 def latest_ns(dir_fd: int) -> int:
-    """Return a time that no line of the indexes in a directory exceeds. Raises OSError: it cannot be read."""
+    """Return a time that no line of the indexes in a directory exceeds, if the clock was set back.
+
+    Otherwise 0: a lead over the clock would put this server's lines before later ones of others.
+    Raises OSError if the directory cannot be read.
+    """
     latest = 0
     with os.scandir(dir_fd) as entries:
         for entry in entries:
@@ -130,4 +135,4 @@ def latest_ns(dir_fd: int) -> int:
                 with suppress(FileNotFoundError):
                     changed = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns
                     latest = max(latest, changed if changed < _LATEST_NS else 0)
-    return latest + _TICK_NS
+    return latest + _TICK_NS if latest > time.time_ns() else 0
