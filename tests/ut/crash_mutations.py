@@ -22,15 +22,15 @@ from vllm_ascend_hsx.sinks.shard_file import Shard
 
 def shown_before_it_is_complete() -> None:
     """The rename comes first, then token ids and header."""
-    publish = RequestFile._publish
+    commit = RequestFile.commit
 
-    def rename_and_publish(self: Any, *args: Any) -> None:
+    def rename_and_commit(self: Any, *args: Any) -> None:
         if self._data is not None:
             self._data.publish()
             self._data._hidden = self._data._name
-        publish(self, *args)
+        commit(self, *args)
 
-    RequestFile._publish = rename_and_publish  # type: ignore[method-assign]
+    RequestFile.commit = rename_and_commit  # type: ignore[method-assign]
 
 
 def written_under_its_own_name() -> None:

@@ -32,13 +32,13 @@ NOTHING = HsxConnectorMetadata()
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A write begins only while it is set, which it is at the end."""
     answers = threading.Event()
-    begin = RequestFile._begin_write
+    begin = RequestFile._made_data
 
     def wait(self: Any) -> Any:
         answers.wait()
         return begin(self)
 
-    monkeypatch.setattr(RequestFile, "_begin_write", wait)
+    monkeypatch.setattr(RequestFile, "_made_data", wait)
     yield answers
     answers.set()
 

@@ -207,6 +207,24 @@ def _address(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) if not data.readonly else 1
 
 
+def rows_as_bytes(first: int, rows: Rows, row_bytes: int) -> tuple[memoryview, int]:
+    """The bytes of rows that are to be written, and how many rows they are.
+
+    Args:
+        first: token position of the first row.
+        rows: as for SinkFile.write.
+        row_bytes: of one row.
+
+    Raises:
+        ValueError: not contiguous, not a whole number of rows, or a negative position.
+    """
+    data = as_bytes(rows)
+    count, rest = divmod(data.nbytes, row_bytes)
+    if rest or first < 0:
+        raise ValueError(f"{data.nbytes} bytes at position {first} are not rows of {row_bytes} bytes")
+    return data, count
+
+
 def as_bytes(rows: Rows) -> memoryview:
     """The bytes of an array or a buffer, not copied.
 

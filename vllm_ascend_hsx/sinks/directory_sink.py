@@ -18,7 +18,6 @@ from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions, RequestData
 from vllm_ascend_hsx.sinks.directory import StorageDirectoryError
 from vllm_ascend_hsx.sinks.home import Home
-from vllm_ascend_hsx.sinks.one_end import fail_all
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 logger = logging.getLogger(__name__)
@@ -61,8 +60,8 @@ class DirectorySink(Sink):
         self._home = Home(self._directory, options, self._memory)
         self._opening = threading.Lock()  # for one request, or the end, at a time; held while the storage does not answer
         self._mutex = threading.Lock()  # guards everything below, and the numbers of requests
-        self._former: list[Home] = []  # each with requests that have not ended
-        self._files: dict[str, RequestFile] = {}
+        self._former: list[Home] = []  # each with files that are not closed
+        self._files: dict[str, RequestFile] = {}  # that have not ended
         self._closed = False
 
     @property
@@ -104,7 +103,7 @@ class DirectorySink(Sink):
                     raise SinkError(request_id, path, "the sink is closed")
                 earlier = self._files.get(relative)
             # At once: to take its lock would be tried for some milliseconds.
-            if earlier is not None and (earlier.is_open or not self.options.use_lock):
+            if earlier is not None:
                 raise SinkError(request_id, path, "another request is writing this file")
             file = self._announce(request_id, path, relative, expected_tokens, may_grow)
             with self._mutex:
@@ -130,25 +129,29 @@ class DirectorySink(Sink):
             if self._closed:
                 return
             self._closed = True
-            files = list(self._files.values())
-        fail_all(files, SERVER_STOPPED)
-        for home in (*self._former, self._home):
-            self._close(home)
+            not_ended = list(self._files.values())
+        for file in not_ended:
+            file.fail(SERVER_STOPPED)
+        self._close_after_requests(self._home)
 
-    def leave(self, home: Home) -> None:
-        """Called when all requests in a directory have ended, before it is closed."""
+    def seal(self, home: Home) -> None:
+        """Called when all files in a directory are closed, before it is closed itself."""
 
     def forget(self, file: RequestFile) -> None:
-        """Called by a file that has ended. Its name may already belong to the next one: the lock is free."""
+        """Called by a file that ends: its name can be used again."""
         with self._mutex:
             if self._files.get(file.relative) is file:
                 del self._files[file.relative]
-            home = file.home
+
+    def leave(self, file: RequestFile) -> None:
+        """Called by a file that is closed."""
+        home = file.home
+        with self._mutex:
             home.requests -= 1
-            ended = home in self._former and not home.requests
-            if ended:
+            was_last = home in self._former and not home.requests
+            if was_last:
                 self._former.remove(home)
-        if ended:
+        if was_last:
             self._close(home)
 
     def _announce(
@@ -198,16 +201,19 @@ class DirectorySink(Sink):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(self._directory))
             self._home = Home(self._directory, self.options, self._memory)
             logger.warning("%s is another directory than before; new files go there", self._directory)
-            with self._mutex:
-                ended = not former.requests
-                if not ended:
-                    self._former.append(former)
-            if ended:
-                self._close(former)
+            self._close_after_requests(former)
         return self._home
 
+    def _close_after_requests(self, home: Home) -> None:
+        """Close a directory in which no more files are opened, or have its last file close it."""
+        with self._mutex:
+            if home.requests:
+                self._former.append(home)
+                return
+        self._close(home)
+
     def _close(self, home: Home) -> None:
-        self.leave(home)
+        self.seal(home)
         home.close()
 
     def _relative(self, path: Path) -> str | None:

@@ -32,7 +32,7 @@ class Home:
     Attributes:
         filesystem: what the sink has to know of it.
         storage: the directory, open.
-        requests: how many have not ended; its sink counts them.
+        requests: how many have files that are not closed; its sink counts them.
         token: part of the names of this sink's hidden files: two servers in one directory never meet in them.
         tidy: whether every hidden file that was to be removed could be.
 

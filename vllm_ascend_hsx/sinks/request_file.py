@@ -1,10 +1,11 @@
-"""One request in a storage directory, from its announcement to its one end: published, failed or discarded."""
+"""One request in a storage directory: its rows, and what each of its ends leaves there."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,11 +17,10 @@ from vllm_ascend_hsx.protocol.format import PRODUCER
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, partial_name
 from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
-from vllm_ascend_hsx.sinks.base import SinkError
-from vllm_ascend_hsx.sinks.data_file import RequestData
+from vllm_ascend_hsx.sinks.base import SinkError, SinkFile
+from vllm_ascend_hsx.sinks.data_file import RequestData, rows_as_bytes
+from vllm_ascend_hsx.sinks.encoder import encoder_for
 from vllm_ascend_hsx.sinks.home import Home
-from vllm_ascend_hsx.sinks.one_end import OneEndFile, State
-from vllm_ascend_hsx.sinks.spans import Span, describe_missing
 from vllm_ascend_hsx.sinks.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -36,9 +36,10 @@ class Owner(Protocol):
     def follow(self, file: RequestFile) -> RequestFile | None: ...
     def move(self, file: RequestFile, successor: RequestFile) -> None: ...
     def forget(self, file: RequestFile) -> None: ...
+    def leave(self, file: RequestFile) -> None: ...
 
 
-class RequestFile(OneEndFile):
+class RequestFile(SinkFile):
     """One request of a DirectorySink. The place of its data is made when the first rows arrive.
 
     Args:
@@ -63,7 +64,8 @@ class RequestFile(OneEndFile):
         may_grow: bool,
         lock: HeldLock | None,
     ) -> None:
-        super().__init__(request_id, path, sink.row_format)
+        self.request_id = request_id
+        self.path = path
         self.relative = relative
         self.name = relative.rpartition("/")[2]
         self.home = home
@@ -74,23 +76,62 @@ class RequestFile(OneEndFile):
         self.predecessor: RequestFile | None = None  # this request in the folder that its path led to before
         self._sink = sink
         self._lock = lock
-        self._data: RequestData | None = None  # both guarded by _condition
-        self._write_error: str | None = None
+        self._row_bytes = sink.row_format.row_bytes
+        self._encoder = encoder_for(sink.row_format)
+        self._mutex = threading.Lock()  # guards the next two
+        self._data: RequestData | None = None
+        self._withdrawn = False
         self._successor: RequestFile | None = None  # this request in the folder that its path leads to now
 
     def write(self, first: int, rows: Rows) -> None:
-        data, count = self._rows(first, rows)
-        rows_named = f"rows [{first}, {first + count})"
-        file = self._begin_write()
-        problem: str | None = f"writing {rows_named} was interrupted"
+        data, count = rows_as_bytes(first, rows, self._row_bytes)
+        file = self._made_data()
         try:
             file.write(first, self._encoder.encode(first, data))
-            problem = None
         except OSError as error:
-            problem = describe(f"{rows_named} could not be written", error)
-            raise self._error(problem) from error
-        finally:
-            self._end_write((first, first + count), problem)
+            raise self._error(describe(f"rows [{first}, {first + count}) could not be written", error)) from error
+
+    def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
+        try:
+            data = self._made_data()
+            data.complete(token_ids, num_prompt_tokens, self._encoder.scales(len(token_ids)))
+            data.publish()
+            self._follow_directory()
+        except SinkError as error:
+            self.fail(error.reason)
+            raise
+        except OSError as error:
+            reason = describe("the file could not be published", error)
+            self.fail(reason)
+            raise self._error(reason) from error
+        self._end(lock_stays=self._sink.keeps_locks)
+        self.close()
+
+    def fail(self, reason: str, close: bool = True) -> None:
+        self._withdraw()
+        if close:
+            self._attempt("close its data", self._close_data)  # first: the reason may need its space
+        self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
+        try:
+            successor = self._successor or self._sink.follow(self)
+        except SinkError as error:
+            logger.error("%s", error)
+        else:
+            if successor is not None:
+                successor.fail(reason)
+        self._end(lock_stays=True)
+        if close:
+            self.close()
+
+    def discard(self) -> None:
+        self._withdraw()
+        self._end(lock_stays=False)
+        self.close()
+
+    def close(self) -> None:
+        self._attempt("close its data", self._close_data)
+        self._attempt("close the directory", lambda: self.home.leave(self.storage))
+        self._sink.leave(self)
 
     def refuse(self, reason: str) -> None:
         """Instead of opening it: publish the reason. The response may leave before the scheduler has heard of the failure."""
@@ -100,75 +141,40 @@ class RequestFile(OneEndFile):
         else:
             hidden = partial_name(self.name + LOCK_SUFFIX, self.home.token)
             self._attempt("remove a lock's hidden file", lambda: self.storage.unlink(hidden))  # if that was what went wrong
-        self._leave()
+        self._attempt("close the directory", lambda: self.home.leave(self.storage))
 
-    # Writing
-
-    def _begin_write(self) -> RequestData:
-        with self._condition:
-            self._require_open()
+    def _made_data(self) -> RequestData:
+        """The place of its rows, made for the first of them. Raises SinkError: it cannot be made, or `fail` has come first."""
+        with self._mutex:
+            if self._withdrawn:
+                raise self._error("the file has failed")
             if self._data is None:
                 try:
                     self._data = self._sink.make_data(self)
                 except OSError as error:
-                    self._write_error = describe("the file of its rows could not be created", error)
-                    raise self._error(self._write_error) from error
-            self._writers += 1
+                    raise self._error(describe("the file of its rows could not be created", error)) from error
             return self._data
 
-    def _end_write(self, span: Span, problem: str | None) -> None:
-        with self._condition:
-            self._writers -= 1
-            if problem is None:
-                self._written.add(*span)
-            else:
-                self._write_error = problem
-            if self._writers == 0:
-                if self._state in (State.FAILED, State.DISCARDED):
-                    self._close_data()
-                self._condition.notify_all()
+    def _withdraw(self) -> None:
+        with self._mutex:
+            self._withdrawn = True
+            if self._data is not None:
+                self._attempt("remove its rows", self._data.withdraw)
 
-    # Ending
+    def _close_data(self) -> None:
+        if self._data is not None:
+            self._data.close()
 
-    def _publish(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
-        """Complete the data and show them. Nothing can go wrong once they can be seen under their name to stay."""
-        self._wait_for_writers()
-        tokens = len(token_ids)
-        missing = self._written.missing(tokens)
-        if missing:
-            raise self._error(self._write_error or describe_missing(missing, tokens))
-        if self._data is None:
-            self._data = self._sink.make_data(self)
-        self._data.complete(token_ids, num_prompt_tokens, self._encoder.scales(tokens))
-        self._data.publish()
+    def _follow_directory(self) -> None:
+        """Have what was published be where the path leads now. Raises SinkError."""
         self._successor = self._sink.follow(self)
         if self._successor is not None:
             try:
                 self._sink.move(self, self._successor)
             except OSError as error:
                 raise self._error(describe("the storage directory was replaced, and its rows cannot follow", error)) from error
-            if self._successor._claim_end():
-                self._successor._end(State.COMMITTED)
-
-    def _why_not_published(self, error: OSError) -> str:
-        return describe("the file could not be published", error)
-
-    def _drop_rows(self) -> None:
-        with self._condition:
-            if self._data is not None:
-                self._attempt("remove its rows", self._data.withdraw)
-            if self._writers == 0:  # else the last writer closes it: this call must not wait for a slow disk
-                self._attempt("close its data", self._close_data)
-
-    def _publish_reason(self, reason: str) -> None:
-        self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
-        try:
-            successor = self._successor or self._sink.follow(self)
-        except SinkError as error:
-            logger.error("%s", error)
-            return
-        if successor is not None:
-            successor.fail(reason)
+            self._successor._end(lock_stays=self._sink.keeps_locks)
+            self._successor.close()
 
     def _write_reason(self, reason: str) -> None:
         text = json.dumps(
@@ -193,27 +199,13 @@ class RequestFile(OneEndFile):
             self.storage.unlink(hidden)
             raise
 
-    def _end(self, state: State) -> None:
+    def _end(self, lock_stays: bool) -> None:
         """What every end has in common; nothing here can change the outcome any more, so problems are only logged."""
-        try:
-            if self._lock is not None:  # first: somebody may be asleep on it
-                is_left = state is State.FAILED or (state is State.COMMITTED and self._sink.keeps_locks)
-                release = self._lock.release if is_left else self._lock.remove
-                self._attempt("release the lock", release)
-            if self.superseded is not None:
-                self._attempt("remove the earlier file of this name", self.superseded)
-        finally:
-            self._leave()
-            with self._condition:
-                self._state = state
-                if self._writers == 0:
-                    self._attempt("close its data", self._close_data)
-                self._condition.notify_all()
-            self._sink.forget(self)
-
-    def _leave(self) -> None:
-        """The directory is needed no more: a writer that is still in flight has the hidden file open."""
-        self._attempt("close the directory", lambda: self.home.leave(self.storage))
+        self._sink.forget(self)  # first: whoever sees the lock free may open the name again
+        if self._lock is not None:
+            self._attempt("release the lock", self._lock.release if lock_stays else self._lock.remove)
+        if self.superseded is not None:
+            self._attempt("remove the earlier file of this name", self.superseded)
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:
@@ -222,6 +214,5 @@ class RequestFile(OneEndFile):
             self.home.tidy = False
             logger.error("request %r, %s: %s", self.request_id, self.path, describe(f"could not {what}", error))
 
-    def _close_data(self) -> None:
-        if self._data is not None:
-            self._data.close()
+    def _error(self, reason: str) -> SinkError:
+        return SinkError(self.request_id, self.path, reason)

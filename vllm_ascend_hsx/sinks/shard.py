@@ -78,7 +78,7 @@ class ShardSink(DirectorySink):
             self._shards_of(file.home).say_gone(file.relative)
         return set_file_aside(file)
 
-    def leave(self, home: Home) -> None:
+    def seal(self, home: Home) -> None:
         with self._shards_mutex:
             shards = self._shards.pop(home, None)
         if shards is not None:

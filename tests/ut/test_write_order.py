@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from vllm_ascend_hsx.connector.row_order import EVERY_POSITION, Positions, RowOrder
+from vllm_ascend_hsx.connector.extraction import EVERY_POSITION, Positions, WriteOrder
 from vllm_ascend_hsx.connector.threads import WriterJob
 
 spans = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda span: (span[0], span[0] + span[1]))
@@ -23,7 +23,7 @@ def no_job() -> tuple[()]:
 def test_overlapping_work_runs_one_after_the_other_and_nothing_waits_without_need(
     work: list[Positions], side_by_side: bool, data: st.DataObject
 ) -> None:
-    order = RowOrder(side_by_side)
+    order = WriteOrder(side_by_side)
     jobs: list[WriterJob] = [lambda: () for _ in work]
     running: set[int] = set()
     finished: set[int] = set()
@@ -60,7 +60,7 @@ def test_overlapping_work_runs_one_after_the_other_and_nothing_waits_without_nee
 
 @given(work=st.lists(spans, max_size=12))
 def test_work_on_rows_of_its_own_begins_at_once(work: list[Positions]) -> None:
-    order = RowOrder()
+    order = WriteOrder()
     apart: list[Positions] = []
     for span in work:
         if not any(overlap(span, other) for other in apart):

@@ -52,4 +52,4 @@ def describe_missing(missing: list[Span], tokens: int) -> str:
     """Which of a file's rows are missing, in words."""
     named = ", ".join(f"[{first}, {last})" for first, last in missing[:_NAMED])
     more = f" and {len(missing) - _NAMED} more spans" if len(missing) > _NAMED else ""
-    return f"rows of token positions {named}{more} of {tokens} were never written"
+    return f"rows of token positions {named}{more} of {tokens}"
