@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hostile import make_outside, snapshot
-from sink_harness import FORMAT, as_version_1, lines_of, token_ids
+from sink_harness import FORMAT, as_version_1, dead_workspace, lines_of, token_ids
 from test_shards import make_rows, publish
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
@@ -23,7 +23,6 @@ from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.generate.examine import CheckError, Expected
 from vllm_ascend_hsx.generate.examine import examine as examine_row
 from vllm_ascend_hsx.generate.output import _rows
-from vllm_ascend_hsx.protocol.names import mark_name
 from vllm_ascend_hsx.protocol.shard_index import Member, encode
 from vllm_ascend_hsx.protocol.tar import END, HOLE, Entry, _comment, _record, headers, walk
 from vllm_ascend_hsx.reader.check import examine, files_in
@@ -336,7 +335,7 @@ def claim_size(tar: Path, entry: Entry, size: int, kind: str = "ustar", called: 
 
 def leave_to_recovery(storage: Path) -> None:
     """As the server of the shard that is not sealed would if it had died."""
-    (storage / mark_name(index_of(storage).name.split("-")[1])).touch()
+    dead_workspace(storage, index_of(storage).name.split("-")[1])
 
 
 def _walk(tar: Path) -> list[Any]:
@@ -465,7 +464,7 @@ def leave_dead(storage: Path, ids: list[str]) -> Path:
             file.commit(token_ids(3), 3)
     tar = next(storage.glob("hsx-*.tar"))
     tar.with_suffix(".json").unlink()
-    (storage / mark_name(tar.stem.split("-")[1])).touch()
+    dead_workspace(storage, tar.stem.split("-")[1])
     return tar
 
 

@@ -170,8 +170,7 @@ def test_until_commit_only_the_lock_and_a_hidden_file_are_there(sink: FileSink, 
     assert listing(tmp_path) == ["cmpl-1.safetensors.lock"]
     file.write(0, make_rows(0, 2))
     hidden, lock = listing(tmp_path)
-    assert hidden.startswith(".cmpl-1.safetensors.")
-    assert hidden.endswith(".partial")
+    assert hidden.startswith(f".hsx-{sink.token}/")
     file.commit(token_ids(2), 2)
     assert listing(tmp_path) == ["cmpl-1.safetensors", lock]
 
@@ -536,7 +535,7 @@ def test_a_fault_at_any_system_call_of_open_leaves_its_reason_and_no_lock_and_no
                     # A response that has left already names the path: the reason stands there.
                     assert reason_of(error.path) == error.reason
             assert not open_fds() - inside
-            assert not [name for name in os.listdir(tmp_path / str(fail_at)) if name.endswith(".partial")]
+            assert not any(name.startswith(".") and not name.endswith(".new") for name in listing(tmp_path / str(fail_at)))
             open_file(sink, tmp_path / str(fail_at)).discard()
         if calls_made < fail_at:
             break

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
-from vllm_ascend_hsx.sinks.leftovers import Cleaning, Done
+from vllm_ascend_hsx.sinks.orphans import Cleaning, Done
 
 _SHOWN = 20  # names; the rest is counted
 _AGE = re.compile(r"([0-9]{1,6})([smhd])")
@@ -25,8 +25,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hsx clean",
         description="Removes what consumers and dead servers leave in a storage directory and the folders below it: locks that nobody "
-        "holds without data or error beside them, hidden files of servers that died (their shards are sealed), and errors that are old "
-        "enough, with their locks. Nothing that a server writes or a reader waits for is touched, so servers may go on. "
+        "holds without data or error beside them, hidden directories of servers that died (their shards are sealed), "
+        "and errors that are old enough, with their locks. Nothing that a server writes or a reader waits for is touched, "
+        "so servers may go on. "
         "Exit code 0: done; 1: something could not be removed; 2: the directory cannot be read.",
     )
     parser.add_argument("directory", type=Path)

@@ -1,4 +1,4 @@
-"""The life of one owned request: its file, which of its rows are there, and the one decision about it."""
+"""The life of one owned request: its file, its rows, and the one decision about it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ EVERY_POSITION: Positions = (0, math.inf)
 class Extraction:
     """An owned request, and what SinkFile asks of its caller.
 
-    It is decided once: complete, failed or aborted. Then its file is ended once, by whoever takes it out of `_file`: the thread
-    that decided, a writer if that was not to wait for the storage, or the one that stops the worker. Where that overtakes writes,
-    the last of these closes the file.
+    It is decided once: complete, failed or aborted. Then its file is ended once, by the thread that takes
+    it out of `_file`: the one that decided, a writer if that one must not wait for the storage, or the
+    one that stops the worker. A failure overtakes writes in flight; the last of these closes the file.
 
-    `open` belongs to the opener, `write` and `end` to the writers as far as `order` lets them, the rest to any thread.
+    `open` belongs to the opener, `write` and `end` to the writers as far as `order` lets them, the rest
+    to any thread.
 
     Args:
         start: what the scheduler said about it.
@@ -124,14 +125,14 @@ class Extraction:
             file.write(first, rows)
             count = len(rows) // self._row_bytes
             self._stats.wrote(count * self._stored_row_bytes, time.perf_counter() - began)
-        except Exception as error:  # noqa: BLE001 - it concerns this request alone; writers serve others too
+        except Exception as error:  # noqa: BLE001 - it concerns this request alone
             failure = error
         with self._mutex:
             self._writing -= 1
             self._written.add(first, first + count)
             self._landed_at = max(self._landed_at, landed_at)
             # The last write in flight commits: another one may be of rows that are computed again.
-            done = not self._include_output and not self._writing and not self._written.missing(len(self._prompt))
+            done = not self._include_output and not self._writing and self._has_prompt()
             taken = self._claim() if done or failure is not None else None
             unused = self._closed_by_writer and not self._writing
         if unused:
@@ -142,8 +143,11 @@ class Extraction:
             self._commit(taken, self._prompt)
         return count
 
+    def _has_prompt(self) -> bool:
+        return not self._written.missing(len(self._prompt))
+
     def end(self, end: RequestEnd) -> None:
-        """No more rows will come, and no write is in flight. A file that is not complete now never will be."""
+        """End the file: no more rows will come, and no write is in flight."""
         self._opened_or_failed.wait()
         token_ids = np.concatenate([self._prompt, end.output_token_ids])
         with self._mutex:
@@ -156,13 +160,14 @@ class Extraction:
             self._stats.aborted()
             self._on_decided(self, None)
         elif missing:
-            reason = f"the request ended without {describe_missing(missing, len(token_ids))}"
+            spans = describe_missing(missing, len(token_ids))
+            reason = f"the request ended without rows of token positions {spans}"
             self._fail_file(file, SinkError(self.request_id, self._path, reason, MISSING_ROWS))
         else:
             self._commit(file, token_ids)
 
     def fail(self, reason: str, kind: str) -> None:
-        """Give the file up: the decision is known at once, and the reason takes the file's place when a writer is free."""
+        """Give the file up: decide at once, and have a writer leave the reason in its place."""
         with self._mutex:
             if self._decided:
                 return
@@ -192,7 +197,7 @@ class Extraction:
         return ()
 
     def _claim(self) -> SinkFile | None:
-        """Decide the request and take its file; None: it was decided before. The caller holds the mutex."""
+        """Decide and take the file; None: it was decided before. The caller holds the mutex."""
         if self._decided:
             return None
         self._decided = True
@@ -204,7 +209,7 @@ class Extraction:
         self._report(_reason_of(error), failure_kind(error))
 
     def _leave_reason(self, file: SinkFile, reason: str) -> None:
-        """Fail a file that was taken, so that no write begins any more. Writes in flight are not waited for."""
+        """Fail a file that was taken. No write begins any more, and those in flight may hang."""
         with self._mutex:
             idle = not self._writing
         file.fail(reason, close=idle)
@@ -222,11 +227,12 @@ class Extraction:
             self._on_ended(self)
             self._report(error.reason, failure_kind(error))
             return
-        except Exception as error:  # noqa: BLE001 - a mistake of ours: the file has not ended, and writers serve others too
+        except Exception as error:  # noqa: BLE001 - a mistake of ours: the file has not ended
             self._fail_file(file, error)
             return
         self._on_ended(self)
-        self._stats.published(len(token_ids) * self._stored_row_bytes, time.perf_counter() - self._landed_at)
+        seconds = time.perf_counter() - self._landed_at
+        self._stats.published(len(token_ids) * self._stored_row_bytes, seconds)
         self._on_decided(self, None)
 
     def _report(self, reason: str, kind: str) -> None:
@@ -236,13 +242,13 @@ class Extraction:
 
 
 class WriteOrder:
-    """Work on rows [first, end) waits for earlier work on any of them, whether that runs or waits itself; other work may run at once.
+    """The order of work on a request's rows: it waits for earlier work on any of the same rows.
 
-    A request computes its rows in order, so its pieces can be written by several threads. Only after a preemption does it come back
-    to rows that may still be on their way to the file.
+    A request computes its rows in order, so its pieces can be written by several threads. Only after a
+    preemption does it come back to rows that may still be on their way to the file.
 
     Args:
-        side_by_side: whether work on different rows may run at the same time, or all of it runs one after the other.
+        side_by_side: let work on different rows run at the same time.
     """
 
     def __init__(self, side_by_side: bool = True) -> None:
@@ -252,16 +258,17 @@ class WriteOrder:
         self._waiting: deque[tuple[Positions, WriterJob]] = deque()
 
     def begin(self, rows: Positions, job: WriterJob) -> bool:
-        """True: the caller has `job` run now. False: the `done` of the work that it waits for returns it."""
+        """True: the caller runs `job` now. False: `done` of the work that it waits for returns it."""
         with self._mutex:
-            if self._collide(rows, self._running) or self._collide(rows, [each for each, _ in self._waiting]):
+            waiting = [each for each, _ in self._waiting]
+            if self._collide(rows, self._running) or self._collide(rows, waiting):
                 self._waiting.append((rows, job))
                 return False
             self._running.append(rows)
             return True
 
     def done(self, rows: Positions) -> list[WriterJob]:
-        """A job on `rows` that began has ended. Returns the jobs that begin instead: the caller has them run."""
+        """End a job on `rows` that began. Returns the jobs that can begin, for the caller to run."""
         with self._mutex:
             self._running.remove(rows)
             ready: list[WriterJob] = []

@@ -19,7 +19,6 @@ from pathlib import Path
 from vllm_ascend_hsx.protocol.arguments import deadline_after
 from vllm_ascend_hsx.protocol.files import open_regular
 from vllm_ascend_hsx.protocol.lock_sleepers import sleep_on
-from vllm_ascend_hsx.protocol.names import partial_name
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
@@ -44,25 +43,30 @@ class HeldLock:
         self._fd = fd
 
     @classmethod
-    def acquire(cls, dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
+    def acquire(cls, dir_fd: int, name: str, mode: int, workspace_fd: int, gid: int = -1) -> HeldLock:
         """Create the lock file and hold it; waits for some milliseconds at most, follows no symbolic link.
 
-        A file that stands there already is taken over unless another writer holds it.
+        A file of that name is taken over unless another writer holds it.
 
         Args:
             dir_fd: the directory.
             name: of the lock file.
             mode: of a lock file that is created.
-            token: the server's, for a hidden name.
+            workspace_fd: a directory of the caller alone, in which it is made before it has its name.
+            gid: its group; -1: the one that files in the workspace have.
 
         Raises:
             LockHeldError: another writer holds it.
-            OSError: it cannot be created.
+            OSError: it cannot be created, or not be moved from the workspace (EXDEV).
         """
+
+        def make() -> HeldLock:
+            return _make_hidden(workspace_fd, f"{name}.new", mode, gid)
+
         for pause in _PAUSES:
             if pause:
                 time.sleep(pause)
-            held = _make(dir_fd, name, mode, token) or _take_over(dir_fd, name, mode, token)
+            held = _make(dir_fd, name, mode, make()) or _take_over(dir_fd, name, make)
             if held is not None:
                 return held
         raise LockHeldError
@@ -149,18 +153,17 @@ def hold_new(dir_fd: int, name: str, fd: int) -> bool:
     return _flock_now(fd, fcntl.LOCK_EX) and _is_named(fd, name, dir_fd)
 
 
-def _make(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
-    """Create the lock file, held before it is called `name`: a free lock without data tells readers that its server died.
+def _make(dir_fd: int, name: str, mode: int, hidden: HeldLock) -> HeldLock | None:
+    """Give a lock file that is held its name: a free lock without data tells readers that its server died.
 
     Returns:
         None: something is called so.
 
     Raises:
-        OSError: it cannot be created, or its filesystem has no flock.
+        OSError: it cannot be done, or its filesystem has no flock.
     """
-    hidden = _make_hidden(dir_fd, name, mode, token)
     try:
-        os.link(hidden._name, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+        os.link(hidden._name, name, src_dir_fd=hidden._dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
     except FileExistsError:
         hidden.remove()
         return None
@@ -171,25 +174,27 @@ def _make(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
         with suppress(FileExistsError):
             return HeldLock.create(dir_fd, name, mode)
         return None
+    held = HeldLock(dir_fd, name, hidden._fd)
     try:
-        os.unlink(hidden._name, dir_fd=dir_fd)
-    except BaseException:
-        HeldLock(dir_fd, name, hidden._fd).remove()
+        os.unlink(hidden._name, dir_fd=hidden._dir_fd)
+    except OSError:
+        held.remove()
         raise
-    return HeldLock(dir_fd, name, hidden._fd)
+    return held
 
 
-def _make_hidden(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
-    """A new lock file under a hidden name, to be called `name`. Raises OSError."""
-    hidden = partial_name(name, token)
+def _make_hidden(workspace_fd: int, hidden: str, mode: int, gid: int) -> HeldLock:
+    """A new lock file that has no name yet but in the workspace. Raises OSError."""
     try:
-        fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
+        fd = os.open(hidden, _CREATE, mode, dir_fd=workspace_fd)
     except FileExistsError:  # planted, or ours, if it could not be removed before
-        os.unlink(hidden, dir_fd=dir_fd)
-        fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
-    held = HeldLock(dir_fd, hidden, fd)
+        os.unlink(hidden, dir_fd=workspace_fd)
+        fd = os.open(hidden, _CREATE, mode, dir_fd=workspace_fd)
+    held = HeldLock(workspace_fd, hidden, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if gid >= 0:
+            os.fchown(fd, -1, gid)
         os.fchmod(fd, mode)
     except BaseException:
         held.remove()
@@ -197,14 +202,14 @@ def _make_hidden(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
     return held
 
 
-def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
+def _take_over(dir_fd: int, name: str, make: Callable[[], HeldLock]) -> HeldLock | None:
     """Hold the lock file `name`, which exists: an earlier request's, or planted. None if somebody holds it, or it has gone meanwhile."""
     try:
         fd = os.open(name, _OPEN, dir_fd=dir_fd)
     except FileNotFoundError:
         return None
     except OSError:  # a symbolic link, a socket, not ours to open: put ours in its place
-        return _put_in_place(dir_fd, name, mode, token)
+        return _put_in_place(dir_fd, name, make())
     held = None
     try:
         if _flock_now(fd, fcntl.LOCK_EX):
@@ -217,17 +222,16 @@ def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None
             return None
         # Only readers hold it, of what stood here before, and they keep it; a new one takes its name. Our own lock on the old one
         # keeps other writers from adopting it meanwhile.
-        return _put_in_place(dir_fd, name, mode, token)
+        return _put_in_place(dir_fd, name, make())
     finally:
         if held is None:
             _unlock_and_close(fd)
 
 
-def _put_in_place(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
+def _put_in_place(dir_fd: int, name: str, hidden: HeldLock) -> HeldLock:
     """Replace whatever is called `name` by a lock file that is held before it can be seen."""
-    hidden = _make_hidden(dir_fd, name, mode, token)
     try:
-        os.rename(hidden._name, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.rename(hidden._name, name, src_dir_fd=hidden._dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
         hidden.remove()
         raise

@@ -14,7 +14,6 @@ ERROR_SUFFIX = ".error"
 PARTIAL_SUFFIX = ".partial"
 # Of all that servers, consumers and `hsx generate` (its ledger is called *.jsonl) make in a storage directory, but for the mark of shards.
 _FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX, TAR, INDEX, MANIFEST)
-MARK_SUFFIX = ".server"
 
 NAME_MAX = 255  # bytes of one path component on every Linux filesystem (NAME_MAX in linux/limits.h)
 # What a companion adds to the name of the data: the longest is `.<name>.error.<8 hex digits>.partial`.
@@ -24,8 +23,7 @@ MAX_DEPTH = 8  # directories between the storage directory and a file
 # '~' joins prefix and hash, and is in no id that is used unchanged: a changed id can never meet an unchanged one.
 _UNCHANGED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
-_MARK = re.compile(r"\.hsx-([0-9a-f]{8})" + re.escape(MARK_SUFFIX))
-_PARTIAL = re.compile(r"\..+\.([0-9a-f]{8})" + re.escape(PARTIAL_SUFFIX), re.DOTALL)
+_WORKSPACE = re.compile(r"\.hsx-([0-9a-f]{8})")
 _HASH_DIGITS = 32
 _ID_MAX = NAME_MAX - COMPANION_ROOM - len(DATA_SUFFIX)
 
@@ -56,20 +54,14 @@ def partial_name(name: str, token: str = "") -> str:
     return f".{name}.{token}{PARTIAL_SUFFIX}" if token else f".{name}{PARTIAL_SUFFIX}"
 
 
-def mark_name(token: str) -> str:
-    """The hidden name of the mark of a server that lives; `token` is in the names of all its hidden files."""
-    return f".hsx-{token}{MARK_SUFFIX}"
+def workspace_name(token: str, is_locked: bool = True) -> str:
+    """The hidden directory that a server makes files in; nobody cleans up one without a lock."""
+    return f".hsx-{token}" if is_locked else f".hsx-unlocked-{token}"
 
 
-def token_of_mark(name: str) -> str | None:
-    """The token of a server's mark, or None: `name` is no mark."""
-    match = _MARK.fullmatch(name)
-    return match and match[1]
-
-
-def token_of_partial(name: str) -> str | None:
-    """The token of a hidden file, or None: `name` is none of a server's hidden files."""
-    match = _PARTIAL.fullmatch(name)
+def token_of_workspace(name: str) -> str | None:
+    """The token of a hidden directory with a lock, or None: `name` is none."""
+    match = _WORKSPACE.fullmatch(name)
     return match and match[1]
 
 

@@ -36,8 +36,9 @@ class SinkError(Exception):
 class SinkFile(ABC):
     """The rows of one request on their way to `path`.
 
-    A file does as it is told and keeps no account of its life. The caller (`connector/extraction.py`) guarantees:
-    * Writes that are in flight at the same time are of different positions; several threads may write.
+    A file does as it is told and keeps no account of its life. The caller guarantees
+    (`connector/extraction.py`):
+    * Writes that are in flight at the same time are of different positions. Several threads may write.
     * One call ends the file: `commit`, `fail` or `discard`.
     * No write is in flight when the file ends, unless `fail` is told so: storage may hang in one.
     * Each position of the tokens has been written when `commit` is called.
@@ -62,14 +63,16 @@ class SinkFile(ABC):
 
     @abstractmethod
     def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
-        """Publish the file, and free descriptors and memory. Rows at positions beyond the tokens are dropped.
+        """Publish the file, and free descriptors and memory.
+
+        Rows at positions beyond the tokens are dropped.
 
         Args:
             token_ids: int64 [tokens], prompt first, then output.
             num_prompt_tokens: how many of them are the prompt's.
 
         Raises:
-            SinkError: the file could not be published. The reason is in its place, and the file has ended.
+            SinkError: it could not be published. The reason is in its place, and the file has ended.
         """
 
     @abstractmethod
@@ -78,16 +81,20 @@ class SinkFile(ABC):
 
         Args:
             reason: one sentence for the request's owner.
-            close: free descriptors and memory. False: writes are in flight, and the caller calls `close` once they have returned.
+            close: free descriptors and memory. False: writes are in flight, and the caller calls `close`
+                once they have returned.
         """
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove every trace: the request was aborted. Frees descriptors and memory. Raises nothing; logs what goes wrong."""
+        """Remove every trace, and free descriptors and memory: the request was aborted.
+
+        Raises nothing; logs what goes wrong.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Free descriptors and memory after `fail` could not. Raises nothing; logs what goes wrong."""
+        """Free descriptors and memory that `fail` left open. Raises nothing; logs what goes wrong."""
 
 
 class Sink(ABC):
@@ -115,9 +122,10 @@ class Sink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Open no more files, fail those that have not ended with `SERVER_STOPPED`, and free everything. A second call does nothing.
+        """Open no more files, fail those that have not ended with `SERVER_STOPPED`, free everything.
 
-        No call to a file may be in flight, except writes of one that has failed: what these need is freed by its `close`.
+        No call of a file may be in flight, except writes of one that has failed: what these need is
+        freed by its `close`. A second call does nothing.
         """
 
     def __enter__(self) -> Sink:

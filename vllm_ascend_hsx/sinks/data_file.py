@@ -89,9 +89,11 @@ class DataFile(RequestData):
     """A file under its hidden name, which becomes the one that readers know.
 
     Args:
-        storage: the directory.
-        name: the file's.
-        hidden: its name until it is published.
+        workspace: where it is until it is published.
+        hidden: its name there.
+        storage: where it is published.
+        name: its name then.
+        gid: its group, or -1; see Storage.create.
         layout: where everything stands.
         options: how to write.
         expected_tokens: rows to reserve space for; there may be more or less in the end.
@@ -103,9 +105,11 @@ class DataFile(RequestData):
 
     def __init__(
         self,
+        workspace: Storage,
+        hidden: str,
         storage: Storage,
         name: str,
-        hidden: str,
+        gid: int,
         layout: FileLayout,
         options: FileOptions,
         expected_tokens: int,
@@ -113,7 +117,7 @@ class DataFile(RequestData):
     ) -> None:
         self._storage = storage
         self._name = name
-        self._hidden = hidden
+        self._place = workspace, hidden
         self._layout = layout
         self._options = options
         self._filesystem = filesystem
@@ -123,13 +127,13 @@ class DataFile(RequestData):
         self._end = 0  # of what was written
         self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
         self._direct_fd = -1
-        self._fd = storage.create(hidden)
+        self._fd = workspace.create(hidden, gid)
         try:
             if options.io == "direct":
-                self._direct_fd = storage.open_direct(hidden, self._fd)
+                self._direct_fd = workspace.open_direct(hidden, self._fd)
         except BaseException:
             self.close()
-            storage.unlink(hidden)
+            workspace.unlink(hidden)
             raise
 
     def write(self, first: int, data: memoryview) -> None:
@@ -161,8 +165,9 @@ class DataFile(RequestData):
         self.close()
 
     def publish(self) -> None:
-        self._storage.rename(self._hidden, self._name)
-        self._hidden = self._name  # what is withdrawn, if it turns out to be where no reader looks
+        workspace, hidden = self._place
+        workspace.move(hidden, self._storage, self._name)
+        self._place = self._storage, self._name  # what is withdrawn, if it turns out to be where no reader looks
         if self._options.durability == "fdatasync":
             try:
                 self._storage.sync()
@@ -170,8 +175,14 @@ class DataFile(RequestData):
                 self._storage.unlink(self._name)  # what may not survive must not be seen
                 raise
 
+    def reopen(self) -> int:
+        """A descriptor of the complete file, for reading. Raises OSError."""
+        storage, name = self._place
+        return storage.open(name)
+
     def withdraw(self) -> None:
-        self._storage.unlink(self._hidden)
+        storage, name = self._place
+        storage.unlink(name)
 
     def close(self) -> None:
         """Close it, if it is open. Raises OSError: the system reports now that an earlier write failed."""

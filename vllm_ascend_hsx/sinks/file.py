@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from vllm_ascend_hsx.protocol.format import FileLayout
-from vllm_ascend_hsx.protocol.names import partial_name
-from vllm_ascend_hsx.sinks.data_file import DataFile
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
@@ -16,12 +16,10 @@ class FileSink(DirectorySink):
     """Publishes a file per request."""
 
     def make_data(self, file: RequestFile) -> DataFile:
-        layout = FileLayout(self.row_format, file.request_id)
-        hidden = partial_name(file.name, file.home.token)
-        return DataFile(file.storage, file.name, hidden, layout, self.options, file.expected_tokens, file.home.filesystem)
+        return make_data_file(file, self.row_format, self.options)
 
     def move(self, file: RequestFile, successor: RequestFile) -> None:
-        file.storage.move(file.name, successor.storage)
+        file.storage.move(file.name, successor.storage, file.name)
         if self.options.durability == "fdatasync":
             try:
                 successor.storage.sync()
@@ -29,14 +27,22 @@ class FileSink(DirectorySink):
                 successor.storage.unlink(file.name)  # as DataFile does
                 raise
 
-    def set_aside(self, file: RequestFile) -> Callable[[], None] | None:
-        return set_file_aside(file)
+    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None:
+        return hide_previous_file(file)
 
 
-def set_file_aside(file: RequestFile) -> Callable[[], None] | None:
-    """Take an earlier request's file of this name out of sight; see DirectorySink.set_aside."""
+def make_data_file(file: RequestFile, row_format: RowFormat, options: FileOptions) -> DataFile:
+    """A new file in the workspace for the rows of a request. Raises OSError."""
+    session = file.session
+    layout = FileLayout(row_format, file.request_id)
+    place = session.workspace, session.new_name(file.name), file.storage, file.name, file.gid
+    return DataFile(*place, layout, options, file.expected_tokens, session.filesystem)
+
+
+def hide_previous_file(file: RequestFile) -> Callable[[], None] | None:
+    """Take an earlier request's file of this name out of sight; see DirectorySink.hide_previous."""
     if not file.storage.has_file(file.name):
         return None
-    hidden = partial_name(f"{file.name}.superseded", file.home.token)
-    file.storage.rename(file.name, hidden)
-    return partial(file.storage.unlink, hidden)
+    workspace, hidden = file.session.workspace, file.session.new_name(file.name)
+    file.storage.move(file.name, workspace, hidden)
+    return partial(workspace.unlink, hidden)

@@ -15,12 +15,12 @@ from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.files import describe, write_at
 from vllm_ascend_hsx.protocol.format import PRODUCER
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, partial_name
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
 from vllm_ascend_hsx.sinks.base import SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import RequestData, rows_as_bytes
 from vllm_ascend_hsx.sinks.encoder import encoder_for
-from vllm_ascend_hsx.sinks.home import Home
+from vllm_ascend_hsx.sinks.session import Session
 from vllm_ascend_hsx.sinks.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -44,35 +44,38 @@ class RequestFile(SinkFile):
 
     Args:
         sink: that it belongs to.
-        home: the directory, and the sink's life in it.
+        session: the sink's stay in the directory.
         request_id, path: of the request.
         storage: the folder that the file is in.
         relative: what stands in `path` behind the directory.
         expected_tokens, may_grow: how many rows there will be at least, and whether there may be more.
+        gid: group of its files; see Storage.group_in.
         lock: held until the end, or None.
     """
 
     def __init__(
         self,
         sink: Owner,
-        home: Home,
+        session: Session,
         request_id: str,
         path: Path,
         storage: Storage,
         relative: str,
         expected_tokens: int,
         may_grow: bool,
+        gid: int,
         lock: HeldLock | None,
     ) -> None:
         self.request_id = request_id
         self.path = path
         self.relative = relative
         self.name = relative.rpartition("/")[2]
-        self.home = home
+        self.session = session
         self.storage = storage
+        self.gid = gid
         self.expected_tokens = expected_tokens
         self.may_grow = may_grow
-        self.superseded: Callable[[], None] | None = None
+        self.remove_previous: Callable[[], None] | None = None
         self.predecessor: RequestFile | None = None  # this request in the folder that its path led to before
         self._sink = sink
         self._lock = lock
@@ -130,7 +133,7 @@ class RequestFile(SinkFile):
 
     def close(self) -> None:
         self._attempt("close its data", self._close_data)
-        self._attempt("close the directory", lambda: self.home.leave(self.storage))
+        self._attempt("close the directory", lambda: self.session.leave(self.storage))
         self._sink.leave(self)
 
     def refuse(self, reason: str) -> None:
@@ -138,13 +141,10 @@ class RequestFile(SinkFile):
         self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
         if self._lock is not None:
             self._attempt("remove the lock", self._lock.remove)
-        else:
-            hidden = partial_name(self.name + LOCK_SUFFIX, self.home.token)
-            self._attempt("remove a lock's hidden file", lambda: self.storage.unlink(hidden))  # if that was what went wrong
-        self._attempt("close the directory", lambda: self.home.leave(self.storage))
+        self._attempt("close the directory", lambda: self.session.leave(self.storage))
 
     def _made_data(self) -> RequestData:
-        """The place of its rows, made for the first of them. Raises SinkError: it cannot be made, or `fail` has come first."""
+        """The place of its rows, made for the first ones. Raises SinkError: it cannot, or `fail` came first."""
         with self._mutex:
             if self._withdrawn:
                 raise self._error("the file has failed")
@@ -187,16 +187,16 @@ class RequestFile(SinkFile):
             }
         )
         name = self.name + ERROR_SUFFIX
-        hidden = partial_name(name, self.home.token)
-        fd = self.storage.create(hidden)
+        workspace, hidden = self.session.workspace, self.session.new_name(name)
+        fd = workspace.create(hidden, self.gid)
         try:
             try:
                 write_at(fd, memoryview(text.encode("ascii")), 0)
             finally:
                 os.close(fd)
-            self.storage.rename(hidden, name)
+            workspace.move(hidden, self.storage, name)
         except BaseException:
-            self.storage.unlink(hidden)
+            workspace.unlink(hidden)
             raise
 
     def _end(self, lock_stays: bool) -> None:
@@ -204,14 +204,14 @@ class RequestFile(SinkFile):
         self._sink.forget(self)  # first: whoever sees the lock free may open the name again
         if self._lock is not None:
             self._attempt("release the lock", self._lock.release if lock_stays else self._lock.remove)
-        if self.superseded is not None:
-            self._attempt("remove the earlier file of this name", self.superseded)
+        if self.remove_previous is not None:
+            self._attempt("remove the earlier file of this name", self.remove_previous)
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
         except OSError as error:
-            self.home.tidy = False
+            self.session.tidy = False
             logger.error("request %r, %s: %s", self.request_id, self.path, describe(f"could not {what}", error))
 
     def _error(self, reason: str) -> SinkError:

@@ -13,16 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.format import FileLayout
-from vllm_ascend_hsx.protocol.names import file_name, partial_name
+from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.shard_index import follow
 from vllm_ascend_hsx.protocol.shard_names import SHARDS_MARK, stem
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
-from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
+from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
-from vllm_ascend_hsx.sinks.file import set_file_aside
-from vllm_ascend_hsx.sinks.home import Home
+from vllm_ascend_hsx.sinks.file import hide_previous_file, make_data_file
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.session import Session
 from vllm_ascend_hsx.sinks.shard_data import MemberData, RowsBeside, RowsInPlace
 from vllm_ascend_hsx.sinks.shard_file import Range, Shard
 
@@ -52,52 +52,50 @@ class ShardSink(DirectorySink):
     ) -> None:
         super().__init__(directory, row_format, options, memory)
         self._shard_bytes = shard_bytes
-        self._shards: dict[Home, _Shards] = {}
+        self._shards: dict[Session, _Shards] = {}
         self._shards_mutex = threading.Lock()
 
     def make_data(self, file: RequestFile) -> MemberData:
         layout = FileLayout(self.row_format, file.request_id)
-        common = (file.relative, file.request_id, layout, self._shards_of(file.home).reserve)
+        common = (file.relative, file.request_id, layout, self._shards_of(file.session).reserve)
         if not file.may_grow:
-            return RowsInPlace(*common, self.options, file.expected_tokens, file.home.filesystem)
-        hidden = partial_name(file.name, file.home.token)
-        options = replace(self.options, durability="none")  # it becomes durable in the shard
-        data = DataFile(file.storage, file.name, hidden, layout, options, file.expected_tokens, file.home.filesystem)
-        return RowsBeside(*common, data, file.storage, hidden)
+            return RowsInPlace(*common, self.options, file.expected_tokens, file.session.filesystem)
+        data = make_data_file(file, self.row_format, replace(self.options, durability="none"))  # it becomes durable in the shard
+        return RowsBeside(*common, data)
 
     def move(self, file: RequestFile, successor: RequestFile) -> None:
-        if successor.home is not file.home:  # else it is found by its name, whatever has become of a folder that this names
+        if successor.session is not file.session:  # else it is found by its name, whatever has become of a folder that this names
             raise OSError(errno.EXDEV, "they are in a shard of the former one")
 
-    def set_aside(self, file: RequestFile) -> Callable[[], None] | None:
+    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None:
         # No other request has such an id, so nothing need be said of the earlier ones: a line for each of millions.
         is_unique = file.relative == file_name(file.request_id) and _RANDOM_ID.fullmatch(file.request_id)
         # The name's member may be this request's own already.
-        is_here = file.predecessor is not None and file.predecessor.home is file.home
+        is_here = file.predecessor is not None and file.predecessor.session is file.session
         if not is_unique and not is_here:
-            self._shards_of(file.home).say_gone(file.relative)
-        return set_file_aside(file)
+            self._shards_of(file.session).say_gone(file.relative)
+        return hide_previous_file(file)
 
-    def seal(self, home: Home) -> None:
+    def seal(self, session: Session) -> None:
         with self._shards_mutex:
-            shards = self._shards.pop(home, None)
+            shards = self._shards.pop(session, None)
         if shards is not None:
             shards.close()
 
-    def _shards_of(self, home: Home) -> _Shards:
+    def _shards_of(self, session: Session) -> _Shards:
         with self._shards_mutex:
-            shards = self._shards.get(home)
+            shards = self._shards.get(session)
             if shards is None:
-                follow(home.storage.fd)
-                shards = self._shards[home] = _Shards(home, self.options, self._shard_bytes)
+                follow(session.storage.fd)
+                shards = self._shards[session] = _Shards(session, self.options, self._shard_bytes)
             return shards
 
 
 class _Shards:
     """The shards of one sink in one directory, of which one at a time takes requests."""
 
-    def __init__(self, home: Home, options: FileOptions, shard_bytes: int) -> None:
-        self._home = home
+    def __init__(self, session: Session, options: FileOptions, shard_bytes: int) -> None:
+        self._session = session
         self._options = options
         self._shard_bytes = shard_bytes
         self._numbers = itertools.count()
@@ -137,7 +135,7 @@ class _Shards:
                 return self._current
             self._mark()
             with suppress(FileExistsError):
-                self._current = Shard(self._home, stem(self._home.token, next(self._numbers)), self._options, self._shard_bytes)
+                self._current = Shard(self._session, stem(self._session.token, next(self._numbers)), self._options, self._shard_bytes)
         if self._current is None:
             raise FileExistsError("every shard's name was taken by somebody else")
         return self._current
@@ -145,7 +143,7 @@ class _Shards:
     def _mark(self) -> None:
         """Say that there are shards here."""
         with suppress(FileExistsError):
-            os.close(self._home.storage.create(SHARDS_MARK))
+            os.close(self._session.storage.create(SHARDS_MARK))
 
     def _end_current(self) -> None:
         shard, self._current = self._current, None

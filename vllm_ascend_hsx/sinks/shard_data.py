@@ -17,7 +17,6 @@ from vllm_ascend_hsx.sinks.data_file import WRITEBACK, DataFile, FileOptions, Re
 from vllm_ascend_hsx.sinks.directory import Filesystem
 from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.shard_file import Range, Shard
-from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import copy_into, start_writeback
 
 # Name, size, and how many bytes come before the rows; see Shard.reserve.
@@ -138,24 +137,18 @@ class RowsBeside(MemberData):
     Args:
         name, request_id, layout, reserve: of MemberData.
         file: the hidden file.
-        storage: its folder.
-        hidden: its name.
     """
 
-    def __init__(
-        self, name: str, request_id: str, layout: FileLayout, reserve: Reserve, file: DataFile, storage: Storage, hidden: str
-    ) -> None:
+    def __init__(self, name: str, request_id: str, layout: FileLayout, reserve: Reserve, file: DataFile) -> None:
         super().__init__(name, request_id, layout, reserve)
         self._file = file
-        self._storage = storage
-        self._hidden = hidden
 
     def write(self, first: int, data: memoryview) -> None:
         self._file.write(first, data)
 
     def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
         self._file.complete(token_ids, num_prompt_tokens, scales)
-        fd = self._storage.open(self._hidden)
+        fd = self._file.reopen()
         try:
             size = os.fstat(fd).st_size
             try:

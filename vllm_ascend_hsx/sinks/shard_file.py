@@ -25,7 +25,7 @@ from vllm_ascend_hsx.sinks.shard_seal import seal
 from vllm_ascend_hsx.sinks.system import punch_hole, reserve
 
 if TYPE_CHECKING:
-    from vllm_ascend_hsx.sinks.home import Home
+    from vllm_ascend_hsx.sinks.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Shard:
     """A shard that is open for writing. Every range that is reserved must be given to `release`, once.
 
     Args:
-        home: the directory.
+        session: the directory.
         stem: of its names.
         options: how to write.
         limit: bytes from which on no more ranges are given out.
@@ -66,8 +66,8 @@ class Shard:
         OSError: it cannot be created.
     """
 
-    def __init__(self, home: Home, stem: str, options: FileOptions, limit: int) -> None:
-        self._home = home
+    def __init__(self, session: Session, stem: str, options: FileOptions, limit: int) -> None:
+        self._session = session
         self._stem = stem
         self._options = options
         self._durable = options.durability == "fdatasync"
@@ -83,7 +83,7 @@ class Shard:
         self._index_mutex = threading.Lock()
         self._index_end = 0
         self.fd = self.direct_fd = self._index_fd = -1
-        storage = home.storage
+        storage = session.storage
         self.fd = storage.create(stem + TAR)
         try:
             if options.io == "direct":
@@ -128,7 +128,7 @@ class Shard:
             end = round_up(offset + size, PAGE if self.direct_fd >= 0 else BLOCK)
             try:
                 self._write_headers(HOLE, end - offset, start, offset)
-                if self._home.filesystem.reserves:
+                if self._session.filesystem.reserves:
                     reserve(self.fd, end - offset, offset)
                 else:
                     os.ftruncate(self.fd, end)
@@ -204,7 +204,7 @@ class Shard:
             self._users += 1
             if abandon and self._users > 1 and not self._sealed:
                 self._abandoned = True
-                self._home.tidy = False
+                self._session.tidy = False
         self._leave()
 
     def _is_there(self) -> bool:
@@ -228,9 +228,9 @@ class Shard:
             if self._spoiled:
                 raise OSError(errno.EIO, "it has headers of a request that has no rows")
             if not self._abandoned:
-                seal(self._home.storage, self._home.token, self._stem, self.fd, self._index_fd, self._end, self._durable, "server")
+                seal(self._session.storage, self._session.token, self._stem, self.fd, self._index_fd, self._end, self._durable, "server")
         except OSError as error:  # of no request
-            self._home.tidy = False
+            self._session.tidy = False
             logger.error("%s", describe(f"{self._stem}{TAR} could not be sealed, which the next server will do", error))
         finally:
             self._close()

@@ -21,23 +21,20 @@ from vllm_ascend_hsx.sinks.storage import Storage
 from vllm_ascend_hsx.sinks.system import punch_hole
 
 
-def unsealed_shards(dir_fd: int, tokens: Collection[str]) -> list[tuple[str, str]]:
-    """Token and stem of each shard of these tokens that has no manifest, in order. Raises OSError: the directory cannot be read."""
-    found: dict[str, str] = {}
-    sealed = set()
+def unsealed_shards(dir_fd: int, token: str) -> list[str]:
+    """The stem of each shard of a server that has no manifest, in order. Raises OSError: the directory cannot be read."""
+    found: set[str] = set()
+    sealed: set[str] = set()
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             parts = parse_name(entry.name)
-            if parts is not None and parts[1] in tokens:
-                stem, token, suffix = parts
-                found[stem] = token
-                if suffix == MANIFEST:
-                    sealed.add(stem)
-    return sorted((token, stem) for stem, token in found.items() if stem not in sealed)
+            if parts is not None and parts[1] == token:
+                (sealed if parts[2] == MANIFEST else found).add(parts[0])
+    return sorted(found - sealed)
 
 
 def recover_shard(dir_fd: int, token: str, stem: str) -> int:
-    """Seal a shard whose server is dead, durably. The caller holds that server's mark.
+    """Seal a shard whose server is dead, durably. The caller holds the lock of its workspace.
 
     Args:
         dir_fd: the directory.

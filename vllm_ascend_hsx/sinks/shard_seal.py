@@ -53,7 +53,7 @@ def seal(
                 os.fdatasync(manifest_fd)
         finally:
             os.close(manifest_fd)
-        storage.rename(hidden, name)
+        storage.move(hidden, storage, name)
     except BaseException:
         storage.unlink(hidden)
         raise
