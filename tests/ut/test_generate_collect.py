@@ -58,7 +58,7 @@ class Place:
         return file.path
 
     def files(self, directory: Path) -> list[str]:
-        return sorted(name for name in os.listdir(directory) if not name.endswith(".server"))
+        return sorted(name for name in os.listdir(directory) if not name.startswith(".hsx-"))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hostile import make_outside, snapshot
-from sink_harness import FORMAT, Entry, as_version_1, lines_of, token_ids, walked
+from sink_harness import FORMAT, Entry, as_version_1, dead_workspace, lines_of, token_ids, walked
 from test_shards import make_rows, publish
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
@@ -23,7 +23,6 @@ from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.generate.examine import CheckError, Expected
 from vllm_ascend_hsx.generate.examine import examine as examine_row
 from vllm_ascend_hsx.generate.output import _rows
-from vllm_ascend_hsx.protocol.names import mark_name
 from vllm_ascend_hsx.protocol.shard_index import Member, encode
 from vllm_ascend_hsx.protocol.tar import BLOCK, END
 from vllm_ascend_hsx.reader.check import examine, files_in
@@ -318,7 +317,7 @@ def leave_dead(storage: Path, ids: list[str]) -> Path:
     tar = next(storage.glob("hsx-*.tar"))
     tar.with_suffix(".json").unlink()
     os.truncate(tar, tar.stat().st_size - len(END))
-    (storage / mark_name(tar.stem.split("-")[1])).touch()
+    dead_workspace(storage, tar.stem.split("-")[1])
     return tar
 
 
