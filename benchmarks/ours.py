@@ -76,13 +76,13 @@ def _build_worker(settled: ServerSettings, staging: StagingCache, device: torch.
 @contextmanager
 def _each_rename(tell: Callable[[], None]) -> Iterator[None]:
     """Call `tell` behind each rename of a file, which is when it can be seen."""
-    rename = Storage.rename
+    move = Storage.move
 
-    def rename_and_tell(storage: Storage, source: str, target: str) -> None:
-        rename(storage, source, target)
+    def move_and_tell(storage: Storage, name: str, target: Storage, new_name: str) -> None:
+        move(storage, name, target, new_name)
         tell()
 
-    with patch.object(Storage, "rename", rename_and_tell):
+    with patch.object(Storage, "move", move_and_tell):
         yield
 
 

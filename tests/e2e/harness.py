@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from vllm_ascend_hsx.demo.reference import Comparison, compare, reference_hidden_states
 from vllm_ascend_hsx.emulator.launch import environment
 from vllm_ascend_hsx.protocol.lock import wait_until_released
-from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX, file_name, token_of_mark
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX, file_name, token_of_workspace
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
+from vllm_ascend_hsx.sinks.workspace import LOCK
 
 HERE = Path(__file__).parent
 HBM_BYTES = 2 << 30
@@ -479,8 +480,15 @@ def run_engine(directory: Path, model: Path, script: Sequence[Sequence[Any]], *,
 
 
 def names_in(storage: Path) -> set[str]:
-    """What is in a storage directory, hidden or not, but for the marks by which servers that live are known."""
-    return {name for name in os.listdir(storage) if token_of_mark(name) is None}
+    """What is in a storage directory, and in the workspaces of servers but for their locks."""
+    names = set()
+    for path in storage.iterdir():
+        if token_of_workspace(path.name) is None:
+            names.add(path.name)
+        else:
+            with suppress(FileNotFoundError):  # its server has stopped meanwhile
+                names |= {f"{path.name}/{each}" for each in os.listdir(path) if each != LOCK}
+    return names
 
 
 def read_trace(directory: Path) -> dict[int, list[dict[str, Any]]]:

@@ -30,7 +30,7 @@ GROWTH = 1 << 20  # bytes of the engine's process, in the second half
 TEXTS = [tokens(MOST_TOKENS, seed=seed) for seed in range(3)]
 
 # A request that is called after a fault has it: for the file under its hidden name, or for its lock.
-DATA, LOCK = r"\.{}[^/]*\.safetensors\.\w+\.partial", r"{}[^/]*\.lock"
+DATA, LOCK = r"{}[^/]*\.safetensors\.\d+\b", r"{}[^/]*\.lock"
 FAULTS = {
     "lock-open-EMFILE": LOCK,
     "lock-flock-ENOLCK": LOCK,

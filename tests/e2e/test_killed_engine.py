@@ -25,10 +25,11 @@ from depth import is_long
 from harness import EngineError, EngineSession, Request, names_in, tokens
 from oracle import Oracle, Reference, Served
 
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_mark
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_workspace
 from vllm_ascend_hsx.protocol.shard_names import MANIFEST, SHARDS_MARK, TAR, parse_name
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.reader.shards import shards_of
+from vllm_ascend_hsx.sinks.workspace import LOCK
 
 KILLS = {"file": 4 if is_long() else 2, "shard": 2}
 SHARD_BYTES = 1 << 26  # all requests of an engine: none of its shards is sealed when it is killed
@@ -81,7 +82,7 @@ class Reign:
         def kill() -> None:
             killed.set()
             if one_worker:
-                os.kill(self._luck.choice(holders_of_marks(self.storage)), signal.SIGKILL)
+                os.kill(self._luck.choice(holders_of_locks(self.storage)), signal.SIGKILL)
             else:
                 os.killpg(session.pid, signal.SIGKILL)
 
@@ -149,7 +150,7 @@ class Reign:
         return files | members
 
     def check_start(self, workers: int) -> None:
-        """An engine has started: what dead ones left is gone, what consumers have a right to is there, and it has its marks."""
+        """An engine has started: what dead ones left is gone, what consumers have a right to is there, and it has its workspaces."""
         names = {name for name in names_in(self.storage) if parse_name(name) is None and name != SHARDS_MARK}
         assert self.seen() == self.visible
         for name in names - self.visible:
@@ -157,7 +158,7 @@ class Reign:
             assert data != name, f"{name} is left"
             assert {data, data + ERROR_SUFFIX} & self.visible, f"{name} is left"
         assert members_of_sealed_tars(self.storage) == set(shards_of(self.storage).members())
-        assert len([name for name in os.listdir(self.storage) if token_of_mark(name)]) == workers
+        assert len([name for name in os.listdir(self.storage) if token_of_workspace(name)]) == workers
 
 
 def _outcome(path: Path) -> object:
@@ -179,7 +180,7 @@ def members_of_sealed_tars(storage: Path) -> set[str]:
     return set(found)
 
 
-def holders_of_marks(storage: Path) -> list[int]:
+def holders_of_locks(storage: Path) -> list[int]:
     """The processes that live in a directory."""
     found = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
@@ -187,7 +188,7 @@ def holders_of_marks(storage: Path) -> list[int]:
             for fd in os.listdir(f"/proc/{process}/fd"):
                 with suppress(FileNotFoundError):  # it has been closed
                     target = Path(os.readlink(f"/proc/{process}/fd/{fd}"))
-                    if target.parent == storage and token_of_mark(target.name):
+                    if target.name == LOCK and target.parent.parent == storage:
                         found.add(int(process))
     return sorted(found)
 

@@ -30,7 +30,7 @@ from harness import START_SECONDS, compare_file, process_environment, tokens
 from vllm_ascend_hsx.demo.server import Server, free_port
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
 from vllm_ascend_hsx.integrations.speculators import HsxTransfer
-from vllm_ascend_hsx.protocol.names import token_of_mark
+from vllm_ascend_hsx.protocol.names import token_of_workspace
 from vllm_ascend_hsx.serve.options import kv_transfer_config
 
 ROOT = Path(__file__).parents[2]
@@ -108,8 +108,8 @@ class Workplace:
             yield lambda: fcntl.flock(gate, fcntl.LOCK_UN)
 
     def left_over(self) -> list[str]:
-        """What is in the server's directory besides the mark that it lives."""
-        return sorted(name for name in os.listdir(self.storage) if token_of_mark(name) is None)
+        """What is in the server's directory besides its workspace."""
+        return sorted(name for name in os.listdir(self.storage) if token_of_workspace(name) is None)
 
     def assert_right(self, path: Path, prompt: list[int]) -> None:
         comparison = compare_file(path, self.model, prompt, LAYER_IDS)

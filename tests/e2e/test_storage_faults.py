@@ -50,7 +50,7 @@ FAULTS = [
 
 def pattern(name: str, kind: str) -> str:
     """Names of the data under its hidden name, or of the lock: not of the error file, where the reason is to stand."""
-    return rf"\.{re.escape(name)}\.\w+\.partial" if kind == "data" else rf"{re.escape(name)}\.lock"
+    return rf"{re.escape(name)}\.\d+\b" if kind == "data" else rf"{re.escape(name)}\.lock"
 
 
 @pytest.mark.parametrize("prompt", [3, CHUNK])

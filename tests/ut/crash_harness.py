@@ -24,11 +24,11 @@ from typing import NamedTuple
 
 from crash_mutations import MUTATIONS, OF_SHARDS
 from crash_server import SHARD, SMALL, Phases, Reader, Request, Server, request_of
-from sink_harness import is_held, lines_of, walked
+from sink_harness import dead_workspace, is_held, lines_of, walked
 
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import FormatError
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, mark_name, partial_name, token_of_mark, token_of_partial
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, token_of_workspace
 from vllm_ascend_hsx.protocol.shard_index import Member
 from vllm_ascend_hsx.reader.shard_check import shard_problems
 from vllm_ascend_hsx.sinks.directory import check_directory
@@ -128,7 +128,7 @@ class Arena:
     def sweep(self, number: int, ends: Sequence[tuple[int, str]]) -> dict[str, object]:
         """Kill a server at its first system call, then one that does the same at its second, and so on until one has stopped.
 
-        Each starts among leftovers and serves one request after the other.
+        Each starts among orphans and serves one request after the other.
 
         Args:
             number: of the server.
@@ -140,8 +140,8 @@ class Arena:
         names = self._names[0]
         request_ids = [self._find(number, names[index], end) for index, end in ends]
         for kill_at in itertools.count(1):
-            for name in (mark_name("0badcafe"), partial_name("x", "0badcafe"), f"{names[0]}{LOCK_SUFFIX}"):
-                (self._directory / name).touch()
+            dead_workspace(self._directory)
+            (self._directory / f"{names[0]}{LOCK_SUFFIX}").touch()
             self._states[names[0]] = WAITING
             life = self._fork(number, 0, kill_at, True, request_ids)
             self._end(life)
@@ -314,7 +314,7 @@ class Arena:
             names = os.listdir(self._directory)
             hidden = [name for name in names if name.startswith(".")]
             if self._together > 1:
-                hidden = [name for name in hidden if token and token in (token_of_mark(name), token_of_partial(name))]
+                hidden = [name for name in hidden if token and token == token_of_workspace(name)]
             elif hidden:
                 self.problems.append(f"hidden files are left: {hidden}")
             locks = [name for name, state in expected.items() if (f"{name}{LOCK_SUFFIX}" in names) != state.lock]

@@ -11,10 +11,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from vllm_ascend_hsx.protocol import names
+from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.shard_index import Gone, Member
 from vllm_ascend_hsx.protocol.tar import headers
-from vllm_ascend_hsx.sinks import directory_sink, home, leftovers, shard
+from vllm_ascend_hsx.sinks import orphans, shard, workspace
 from vllm_ascend_hsx.sinks.data_file import DataFile, Spare
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -23,23 +24,26 @@ from vllm_ascend_hsx.sinks.shard_file import Shard
 
 def shown_before_it_is_complete() -> None:
     """The rename comes first, then token ids and header."""
-    publish = RequestFile._publish
+    commit = RequestFile.commit
 
-    def rename_and_publish(self: Any, *args: Any) -> None:
+    def rename_and_commit(self: Any, *args: Any) -> None:
         if self._data is not None:
             self._data.publish()
-        publish(self, *args)
+            self._data._place = self._data._storage, self._data._name
+        commit(self, *args)
 
-    RequestFile._publish = rename_and_publish  # type: ignore[method-assign]
+    RequestFile.commit = rename_and_commit  # type: ignore[method-assign]
 
 
 def written_under_its_own_name() -> None:
-    """There is no hidden name for data."""
+    """Data are not made in the workspace."""
 
-    def partial_name(name: str, token: str) -> str:
-        return name if name.endswith(names.DATA_SUFFIX) else names.partial_name(name, token)
+    def make_data(self: Any, file: RequestFile) -> DataFile:
+        layout = FileLayout(self.row_format, file.request_id)
+        place = file.storage, file.name, file.storage, file.name, -1
+        return DataFile(*place, layout, self.options, file.expected_tokens, file.session.filesystem)
 
-    directory_sink.partial_name = partial_name
+    FileSink.make_data = make_data  # type: ignore[method-assign]
 
 
 def without_a_lock() -> None:
@@ -52,7 +56,7 @@ def without_a_lock() -> None:
 
 
 def with_an_earlier_file_left_in_place() -> None:
-    FileSink.set_aside = lambda *args: None  # type: ignore[method-assign]
+    FileSink.hide_previous = lambda *args: None  # type: ignore[method-assign]
 
 
 def without_the_checksum_of_rows_behind_the_last_token() -> None:
@@ -79,29 +83,27 @@ def whose_data_is_not_cut() -> None:
     DataFile.complete = without_cut  # type: ignore[method-assign]
 
 
-def with_cleaning_that_ignores_marks() -> None:
-    def take_all(self: Any, tokens: list[str]) -> dict[str, HeldLock]:
-        return {token: HeldLock(self._dir_fd, "", os.open("/dev/null", os.O_RDONLY)) for token in tokens}
+def with_cleaning_that_ignores_the_locks_of_servers() -> None:
+    def adopt(parent_fd: int, token: str, make_lock: bool) -> workspace.Workspace:
+        name = names.workspace_name(token)
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent_fd)
+        lock = HeldLock(fd, workspace.LOCK, os.open(workspace.LOCK, os.O_RDONLY | os.O_CREAT, dir_fd=fd))
+        return workspace.Workspace(parent_fd, name, token, fd, lock)
 
-    leftovers.Cleaning._hold_marks = take_all  # type: ignore[method-assign]
+    workspace.Workspace.adopt = adopt  # type: ignore[method-assign,assignment]
 
 
 def with_cleaning_that_ignores_locks() -> None:
     def remove(self: Any, dir_fd: int, folder: str, name: str) -> None:
         os.unlink(name, dir_fd=dir_fd)
 
-    leftovers.Cleaning._remove_lock = remove  # type: ignore[method-assign]
+    orphans.Cleaning._remove_lock = remove  # type: ignore[method-assign]
 
 
-def without_a_mark() -> None:
-    started = home.ServerMark.__init__
-
-    def start(self: Any, dir_fd: int, mode: int) -> None:
-        started(self, dir_fd, mode)
-        self._held.remove()
-        self._held = HeldLock(dir_fd, "", os.open("/dev/null", os.O_RDONLY))
-
-    home.ServerMark.__init__ = start  # type: ignore[method-assign]
+def without_the_lock_of_the_server() -> None:
+    """Nobody takes its workspace for an orphan."""
+    make = workspace.Workspace.make.__func__  # type: ignore[attr-defined]
+    workspace.Workspace.make = classmethod(lambda cls, fd, use_lock, mode: make(cls, fd, False, mode))  # type: ignore[method-assign,assignment]
 
 
 # Of shards
@@ -160,9 +162,9 @@ ALONE: dict[str, Callable[[], None]] = _all(
     with_an_earlier_file_left_in_place,
     without_the_checksum_of_rows_behind_the_last_token,
     whose_data_is_not_cut,
-    without_a_mark,
+    without_the_lock_of_the_server,
 )
-TOGETHER: dict[str, Callable[[], None]] = _all(with_cleaning_that_ignores_marks, with_cleaning_that_ignores_locks)
+TOGETHER: dict[str, Callable[[], None]] = _all(with_cleaning_that_ignores_the_locks_of_servers, with_cleaning_that_ignores_locks)
 MUTATIONS = ALONE | TOGETHER
 OF_SHARDS: dict[str, Callable[[], None]] = _all(
     with_a_line_before_its_member_is_complete,

@@ -274,7 +274,7 @@ class Server:
     def _start(self) -> FileSink | ShardSink:
         patch = pytest.MonkeyPatch()
         trace(patch, self._checkpoint)
-        for module in ("directory", "leftovers", "shard_recovery"):
+        for module in ("directory", "orphans", "shard_recovery"):
             patch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, self._checkpoint))
         self._enter("start")
         settings = settings_of(self._number, self._direct)

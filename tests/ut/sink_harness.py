@@ -18,12 +18,13 @@ import pytest
 from awscrt.checksums import crc32c
 
 from vllm_ascend_hsx.protocol.format import PAGE
-from vllm_ascend_hsx.protocol.names import token_of_mark
+from vllm_ascend_hsx.protocol.names import token_of_workspace, workspace_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.shard_index import Gone, Member, decode
 from vllm_ascend_hsx.protocol.tar import END
 from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks import system
+from vllm_ascend_hsx.sinks.workspace import LOCK
 
 FORMAT = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
 
@@ -58,8 +59,26 @@ def as_version_1(content: bytes) -> bytes:
 
 
 def listing(directory: Path) -> list[str]:
-    """All names in a directory but the marks of servers that live."""
-    return sorted(name for name in os.listdir(directory) if token_of_mark(name) is None or not is_held(directory / name))
+    """All names in a directory, and in workspaces but for their locks; without the workspaces themselves of servers that live."""
+    names = []
+    for name in os.listdir(directory):
+        if token_of_workspace(name) is None and not name.startswith(".hsx-unlocked-"):
+            names.append(name)
+        else:
+            inside = os.listdir(directory / name)
+            names += [f"{name}/{each}" for each in inside if each != LOCK]
+            if LOCK in inside and not is_held(directory / name / LOCK):
+                names.append(name)
+    return sorted(names)
+
+
+def dead_workspace(directory: Path, token: str = "0badcafe", folders: str = "") -> Path:
+    """What a server has left that died with a file under way."""
+    making = directory / f"making-{token}"
+    making.mkdir()
+    (making / LOCK).write_text(folders)
+    (making / "0").touch()
+    return making.rename(directory / workspace_name(token))  # only now can somebody clean it up
 
 
 def open_fds() -> set[tuple[str, str]]:
@@ -152,7 +171,8 @@ class Traced:
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._module, name)
-        if not callable(attribute) or isinstance(attribute, type) or name in ("fspath", "strerror"):  # no system calls
+        cannot_fail = name in ("fspath", "fsencode", "fsdecode", "getegid", "strerror")
+        if cannot_fail or not callable(attribute) or isinstance(attribute, type):
             return attribute
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -169,7 +189,7 @@ class Traced:
 
 def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
     """Let `checkpoint` see every system call of the sinks that need a directory, and of nothing else in the process."""
-    of_sinks = ("data_file", "request_file", "storage", "home", "shard", "shard_file")
+    of_sinks = ("data_file", "request_file", "storage", "session", "workspace", "shard", "shard_file")
     for module in (*(f"sinks.{name}" for name in of_sinks), "protocol.checksum", "protocol.files", "protocol.lock"):
         monkeypatch.setattr(f"vllm_ascend_hsx.{module}.os", Traced(os, checkpoint))
     monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.copy_into", Traced(system, checkpoint).copy_into)

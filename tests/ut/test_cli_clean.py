@@ -137,7 +137,7 @@ def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(storag
             os.unlink(name, dir_fd=dir_fd)
         return names
 
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.leftovers._errors", list_and_lose)
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.orphans._errors", list_and_lose)
     assert main(["clean", str(storage), "--errors-older-than", "0s"]) == 0
 
 

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 from hostile import make_outside, snapshot
-from sink_harness import FORMAT, Entry, as_version_1, lines_of, token_ids, walked
+from sink_harness import FORMAT, Entry, as_version_1, dead_workspace, lines_of, token_ids, walked
 from test_shards import make_rows, publish
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
 from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.generate.ledger import files_of_rows
-from vllm_ascend_hsx.protocol.names import mark_name
 from vllm_ascend_hsx.protocol.shard_index import Member, encode
 from vllm_ascend_hsx.protocol.tar import BLOCK, END
 from vllm_ascend_hsx.reader.check import examine, files_in
@@ -316,7 +315,7 @@ def leave_dead(storage: Path, ids: list[str]) -> Path:
     tar = next(storage.glob("hsx-*.tar"))
     tar.with_suffix(".json").unlink()
     os.truncate(tar, tar.stat().st_size - len(END))
-    (storage / mark_name(tar.stem.split("-")[1])).touch()
+    dead_workspace(storage, tar.stem.split("-")[1])
     return tar
 
 

@@ -255,7 +255,7 @@ def test_a_former_directory_is_left_with_its_last_request(tmp_path: Path, make: 
         directory.rename(tmp_path / "again")
         directory.mkdir()
         begin(sink, directory, "now-0123abcd").discard()
-        assert [name for name in os.listdir(tmp_path / "again") if name.endswith(".server")]
+        assert [name for name in os.listdir(tmp_path / "again") if name.startswith(".hsx-")]
         under_way.fail("no luck")
         assert not [name for name in os.listdir(tmp_path / "again") if name.startswith(".")]
         assert len(open_fds()) <= fds

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import stat
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +22,12 @@ from hostile import CHOSEN, DIRECTORIES, JSON, PLANTS, STRINGS, Place, place
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, trace
+from sink_harness import FORMAT, dead_workspace, is_held, listing, make_rows, open_fds, token_ids, trace
 
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.names import file_name, partial_name
+from vllm_ascend_hsx.protocol.names import file_name, workspace_name
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
@@ -87,7 +86,7 @@ def test_whatever_path_a_client_chooses_its_file_is_below_the_directory_and_noth
             assert listing(path.parent) in ([], [name for name in listing(path.parent) if name.startswith(".hsx-")])
 
 
-SLOTS = ("data", "lock", "error", "partial", "hidden error", "hidden earlier", "hidden lock", "folder", "inner folder", "storage")
+SLOTS = ("data", "lock", "error", "hidden 0", "hidden 1", "hidden error", "hidden lock", "folder", "inner folder", "storage")
 LINKS_TO_DIRECTORIES = ("link to a directory", "link to the directory above")
 PATHS = ("a.safetensors", "folder/a.safetensors", "folder/inner/a.safetensors")
 
@@ -112,14 +111,14 @@ def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
     if slot in ("folder", "inner folder"):
         depth = 1 if slot == "folder" else 2
         return where.storage.joinpath(*folders[:depth]) if len(folders) >= depth else None
+    if slot.startswith("hidden"):
+        workspace = next(where.storage.glob(f".hsx-*{token}"), None)
+        hidden = {"hidden lock": f"{name}.lock.new", "hidden error": f"{name}.error.1"}.get(slot, f"{name}.{slot.removeprefix('hidden ')}")
+        return workspace and workspace / hidden
     return inside / {
         "data": name,
         "lock": f"{name}.lock",
         "error": f"{name}.error",
-        "partial": partial_name(name, token),
-        "hidden error": partial_name(f"{name}.error", token),
-        "hidden earlier": partial_name(f"{name}.superseded", token),
-        "hidden lock": partial_name(f"{name}.lock", token),
     }[slot]
 
 
@@ -164,13 +163,16 @@ def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_onl
                 file.write(0, make_rows(0, 2))
             except SinkError as error:
                 assert re.search(r"could not be created: .*\(E[A-Z]+\)", error.reason)
+                file.fail(error.reason)
+                return
             plant("end")
             end_file(sink, file, end)
         except SinkError as error:
             assert attacks, "nobody is in its way"
-            assert re.search(r"\(E[A-Z]+\)$|another request|were never written|^shared_storage_path=", error.reason), error.reason
+            assert re.search(r"\(E[A-Z]+\)$|another request|^shared_storage_path=", error.reason), error.reason
             return
-        if end == "commit" and not any(attack.slot == "partial" for attack in attacks):  # who replaces what was written owns the result
+        replaced = any(attack.slot.startswith("hidden") for attack in attacks)
+        if end == "commit" and not replaced:  # who replaces what was written owns the result
             assert not path.is_symlink()
             assert np.array_equal(bits(path), make_rows(0, 2))
             assert stat.S_IMODE(path.stat().st_mode) == options.mode
@@ -191,15 +193,18 @@ def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(slot: str
             "lock": "EISDIR|ENOTEMPTY|EEXIST" if directory else None,
             "error": "EISDIR|EPERM" if directory else None,
             "hidden lock": "EISDIR" if directory else None,
-            "partial": "EEXIST",
+            "hidden 0": "EEXIST",
             "folder": None if directory else "ENOTDIR|ELOOP",
             "inner folder": None if directory else "ENOTDIR|ELOOP",
         }.get(slot)
         try:
             file = sink.open("r", where.storage / relative)
             inside = real_directory(file)
-            with pytest.raises(SinkError) if slot == "partial" else nullcontext():
+            try:
                 file.write(0, make_rows(0, 2))
+            except SinkError as error:
+                file.fail(error.reason)
+                raise
             file.commit(token_ids(2), 2)
             outcome = ""
         except SinkError as error:
@@ -216,7 +221,7 @@ def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(slot: str
 
 
 @pytest.mark.parametrize("kind", ["link to a directory", "link to a file", "hard link"])
-@pytest.mark.parametrize("slot", ["folder", "inner folder", "data", "lock", "error", "partial", "hidden earlier"])
+@pytest.mark.parametrize("slot", ["folder", "inner folder", "data", "lock", "error", "hidden 1", "hidden lock"])
 def test_what_is_replaced_between_any_two_system_calls_leads_nowhere(slot: str, kind: str) -> None:
     relative = "folder/inner/a.safetensors"
     for turn in itertools.count():
@@ -250,30 +255,24 @@ def test_what_is_replaced_between_any_two_system_calls_leads_nowhere(slot: str, 
 
 
 @pytest.mark.parametrize("kind", PLANTS)
-def test_a_mark_of_a_dead_server_that_somebody_planted_leads_nowhere(kind: str) -> None:
-    """A server that starts removes what dead ones left, where their marks say that there is some: others can write such a mark."""
+def test_the_workspace_of_a_dead_server_that_somebody_planted_leads_nowhere(kind: str) -> None:
+    """A server that starts removes what dead ones left; others can make a directory that looks like theirs."""
     with place() as where:
-        names = [".x.01234567.partial", ".hsx-01234567.server"]
-        for name in names:
-            (where.outside / "folder" / name).touch()
-        where.restart()
-        for name in names:
-            where.plant(where.storage / name, kind)
-        where.plant(where.storage / ".hsx-89abcdef.server", "file")
+        (where.outside / "folder" / "x.safetensors.lock").touch()
         folders = ["../outside/folder", "link", f"{where.outside}/folder", "\0", "..", "fifo", "x" * 10_000]
-        (where.storage / ".hsx-89abcdef.server").write_text("\n".join(folders))
         (where.storage / "link").symlink_to(where.outside / "folder")
         os.mkfifo(where.storage / "fifo")
-        for name in names:
-            (where.outside / "folder" / name.replace("01234567", "89abcdef")).touch()
+        dead_workspace(where.storage, "89abcdef", "\n".join(folders))
+        where.plant(dead_workspace(where.storage, "01234567") / "planted", kind)
+        where.plant(where.storage / workspace_name("00000000"), kind)
         where.restart()
         with FileSink(where.storage, FORMAT) as sink:
             sink.open("r", where.storage / "a.safetensors").discard()
 
 
-def test_a_planted_mark_of_any_size_does_not_keep_a_server_from_starting(tmp_path: Path) -> None:
-    with open(tmp_path / ".hsx-01234567.server", "w") as mark:
-        mark.truncate(1 << 42)  # takes no space
+def test_a_planted_lock_of_any_size_does_not_keep_a_server_from_starting(tmp_path: Path) -> None:
+    with open(dead_workspace(tmp_path) / "lock", "w") as lock:
+        lock.truncate(1 << 42)  # takes no space
     with FileSink(tmp_path, FORMAT) as sink:
         sink.open("r", tmp_path / "a.safetensors").discard()
 
@@ -285,7 +284,7 @@ def test_direct_writes_go_to_the_file_that_was_created_whatever_has_its_name_now
     """Direct I/O needs a second descriptor, which can only be had by name."""
     with place() as where, FileSink(where.storage, FORMAT, FileOptions(io="direct")) as sink:
         file = sink.open("r", where.storage / "a.safetensors")
-        hidden = where.storage / partial_name("a.safetensors", sink.token)
+        hidden = where.storage / workspace_name(sink.token) / "a.safetensors.0"
         real = Storage.open_direct
 
         def open_direct(storage: Storage, name: str, fd: int) -> int:

@@ -18,7 +18,19 @@ import numpy as np
 import pytest
 import sink_harness
 import torch
-from sink_harness import FORMAT, Traced, is_held, lines_of, listing, member_bytes, token_ids, trace, wait_for_sleepers, walked
+from sink_harness import (
+    FORMAT,
+    Traced,
+    dead_workspace,
+    is_held,
+    lines_of,
+    listing,
+    member_bytes,
+    token_ids,
+    trace,
+    wait_for_sleepers,
+    walked,
+)
 from torch.utils.data import DataLoader
 
 import vllm_ascend_hsx
@@ -26,7 +38,6 @@ from vllm_ascend_hsx import HiddenStatesDataset, collate, load, open_dir
 from vllm_ascend_hsx.cli import inspect, serve, verify
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.integrations.speculators import HsxTransfer
-from vllm_ascend_hsx.protocol.names import mark_name
 from vllm_ascend_hsx.protocol.shard_index import Gone, Member, decode, encode
 from vllm_ascend_hsx.protocol.tar import headers
 from vllm_ascend_hsx.reader.check import examine, files_in
@@ -379,7 +390,7 @@ def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
     paths = [publish(sink, where, name, tokens) for name, tokens in (("a", 3), ("b", 5))]
     file = sink.open("never-0123abcd", where / "never-0123abcd.safetensors", 200, may_grow=False)
     file.write(0, make_rows(0, 200))
-    shard = sink._shards[sink._home]._shard
+    shard = sink._shards[sink._session]._shard
     assert shard is not None
     with open(where / f"{shard._stem}.tar", "ab") as tar:
         tar.write(headers(shard.end, "unsaid.safetensors", 50_000, 0o640, 0) + bytes(30_000))
@@ -389,8 +400,7 @@ def leave_as_a_dead_server_would(where: Path) -> tuple[str, list[Path]]:
     for each in sink._files.values():
         assert each._lock is not None
         each._lock.release()
-    assert sink._home._mark is not None
-    sink._home._mark.leave()
+    sink._session._workspace.leave()
     return shard._stem, paths
 
 
@@ -413,7 +423,7 @@ def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_no
     state = {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)}
     # As if the server that sealed it had died before the manifest was there.
     (tmp_path / f"{stem}.json").unlink()
-    (tmp_path / mark_name(stem.split("-")[1])).touch()
+    dead_workspace(tmp_path, stem.split("-")[1])
     ShardSink(tmp_path, FORMAT, shard_bytes=MIB).close()
     assert {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)} == state
 
@@ -456,7 +466,7 @@ def _start_and_die(where: Path, kill_at: int) -> None:
 
     patch = pytest.MonkeyPatch()
     trace(patch, checkpoint)
-    for module in ("directory", "leftovers", "shard_recovery"):
+    for module in ("directory", "orphans", "shard_recovery"):
         patch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, checkpoint))
     FileSink(where, FORMAT).close()
 
@@ -493,7 +503,7 @@ def test_a_shard_that_contradicts_its_index_is_not_touched(tmp_path: Path, caplo
 def test_a_shard_that_was_just_being_made_is_removed(tmp_path: Path, kept: str) -> None:
     for suffix in ("tar", "jsonl") if kept == "both" else (kept,):
         (tmp_path / f"hsx-0badcafe-000000.{suffix}").touch()
-    (tmp_path / mark_name("0badcafe")).touch()
+    dead_workspace(tmp_path)
     FileSink(tmp_path, FORMAT).close()
     assert listing(tmp_path) == []
 
@@ -505,7 +515,7 @@ def test_a_link_in_the_place_of_a_shard_is_not_followed(tmp_path: Path, caplog: 
     where.mkdir()
     for suffix in ("tar", "jsonl"):
         (where / f"hsx-0badcafe-000000.{suffix}").symlink_to(outside)
-    (where / mark_name("0badcafe")).touch()
+    dead_workspace(where)
     FileSink(where, FORMAT).close()
     assert outside.read_bytes() == b"precious" * 100
     assert "could not seal" in caplog.text

@@ -32,13 +32,13 @@ NOTHING = HsxConnectorMetadata()
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A write begins only while it is set, which it is at the end."""
     answers = threading.Event()
-    begin = RequestFile._begin_write
+    begin = RequestFile._made_data
 
     def wait(self: Any) -> Any:
         answers.wait()
         return begin(self)
 
-    monkeypatch.setattr(RequestFile, "_begin_write", wait)
+    monkeypatch.setattr(RequestFile, "_made_data", wait)
     yield answers
     answers.set()
 
@@ -130,15 +130,15 @@ def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
     engine: Engine, storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publishing, go_on = threading.Event(), threading.Event()
-    rename = Storage.rename
+    move = Storage.move
 
-    def hang(self: Storage, source: str, target: str) -> None:
-        if target == "complete.safetensors":
+    def hang(self: Storage, name: str, target: Storage, new_name: str) -> None:
+        if new_name == "complete.safetensors":
             publishing.set()
             go_on.wait()
-        rename(self, source, target)
+        move(self, name, target, new_name)
 
-    monkeypatch.setattr(Storage, "rename", hang)
+    monkeypatch.setattr(Storage, "move", hang)
     monkeypatch.setattr(worker_module, "FAILURE_REPORT_TIMEOUT_S", 0.5)
     storage.set()
     compute(engine)
@@ -161,8 +161,12 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: 
     class Impatience(Exception):
         pass
 
+    interrupted = threading.Event()
+
     def handler(number: int, frame: FrameType | None) -> None:
-        raise Impatience
+        if not interrupted.is_set():
+            interrupted.set()
+            raise Impatience
 
     compute(engine)
     earlier = signal.signal(signal.SIGUSR1, handler)
@@ -180,7 +184,9 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: 
 
     def interrupt() -> None:
         joining.wait()
-        signal.pthread_kill(main, signal.SIGUSR1)
+        while not interrupted.is_set():  # a signal that comes just before the main thread sleeps does not wake it
+            signal.pthread_kill(main, signal.SIGUSR1)
+            interrupted.wait(0.05)
 
     threading.Thread(target=interrupt).start()
     try:

@@ -18,10 +18,11 @@ from sink_harness import FORMAT, Traced, listing, make_rows, open_fds, token_ids
 
 from vllm_ascend_hsx.protocol import lock as lock_module
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.names import file_name
+from vllm_ascend_hsx.protocol.names import file_name, workspace_name
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks import directory as directory_module
 from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
 
@@ -170,16 +171,14 @@ def test_symbolic_links_planted_in_the_directory_are_not_followed(tmp_path: Path
     with FileSink(directory, FORMAT) as sink:
         (directory / f"r.safetensors{suffix}").symlink_to(victim)
         file = sink.open("r", directory / "r.safetensors")
-        for name in (f".r.safetensors.{sink.token}.partial", f".r.safetensors.error.{sink.token}.partial"):
-            (directory / name).symlink_to(victim)
-        with pytest.raises(SinkError, match="EEXIST"):
-            file.write(0, make_rows(0, 2))
-        for name in listing(directory):
-            if name.startswith(".r") and "superseded" not in name:
-                (directory / name).unlink()
+        planted = [directory / workspace_name(sink.token) / f"r.safetensors.{number}" for number in (0, 1) if suffix or number]
+        for path in planted:
+            path.symlink_to(victim)
+            with pytest.raises(SinkError, match="EEXIST"):
+                file.write(0, make_rows(0, 2))
         file.write(0, make_rows(0, 2))
         {"commit": lambda: file.commit(token_ids(2), 2), "fail": lambda: file.fail("x"), "discard": file.discard}[end]()
-        assert not any(path.is_symlink() for path in directory.iterdir())
+        assert not any(path.is_symlink() for path in directory.rglob("*") if path not in planted)
     assert victim.read_text() == "precious"
     assert (tmp_path / "victim").stat().st_nlink == 1
 
@@ -218,3 +217,46 @@ def test_a_directory_that_was_removed_is_used_again_when_it_is_back(tmp_path: Pa
         with FileSink(directory, FORMAT):
             assert len([name for name in os.listdir(directory) if name.startswith(".")]) == 2, "both marks are held"
     assert not [name for name in os.listdir(directory) if name.startswith(".")]
+
+
+def test_a_file_has_the_group_that_it_would_have_if_it_were_made_in_its_folder(tmp_path: Path) -> None:
+    of_storage, of_team = (4321, 1234) if os.geteuid() == 0 else (os.getgroups() * 2)[:2]
+    storage, team, plain = tmp_path / "storage", tmp_path / "storage/team", tmp_path / "storage/plain"
+    for folder, gid, mode in ((storage, of_storage, 0o2770), (team, of_team, 0o2770), (plain, of_team, 0o770)):
+        folder.mkdir()
+        os.chown(folder, -1, gid)
+        folder.chmod(mode)
+    with FileSink(storage, FORMAT) as sink:
+        for folder in (storage, team, plain, storage / "new"):
+            data = sink.open("r", folder / "r.safetensors")
+            data.write(0, make_rows(0, 1))
+            data.commit(token_ids(1), 1)
+            sink.open("failed", folder / "failed.safetensors").fail("x")
+            (folder / "made there").touch()
+            assert {path.stat().st_gid for path in folder.iterdir() if path.is_file()} == {(folder / "made there").stat().st_gid}
+
+
+@pytest.mark.parametrize("use_lock", [False, True])
+def test_a_folder_on_another_filesystem_is_refused_when_a_request_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_lock: bool
+) -> None:
+    mounted = tmp_path / "mounted"
+    mounted.mkdir()
+    fstat = os.fstat
+
+    def as_if_mounted(fd: int) -> os.stat_result:
+        found = fstat(fd)
+        if not os.path.samestat(found, os.stat(mounted)):
+            return found
+        fields = list(found)
+        fields[2] += 1  # st_dev
+        return os.stat_result(fields)
+
+    before = open_fds()
+    with FileSink(tmp_path, FORMAT, FileOptions(use_lock=use_lock)) as sink:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", as_if_mounted)
+            with pytest.raises(SinkError, match=r"on another filesystem than the storage directory \(EXDEV\)"):
+                sink.open("r", mounted / "r.safetensors")
+        sink.open("r", mounted / "r.safetensors").discard()
+    assert not open_fds() - before

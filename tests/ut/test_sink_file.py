@@ -13,7 +13,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,11 +24,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sink_harness import FORMAT, listing, make_rows, open_fds, token_ids, trace
 
-from vllm_ascend_hsx.protocol.lock import wait_until_released
 from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, SinkError
-from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
+from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 
 
@@ -172,71 +170,9 @@ def test_until_commit_only_the_lock_and_a_hidden_file_are_there(sink: FileSink, 
     assert listing(tmp_path) == ["cmpl-1.safetensors.lock"]
     file.write(0, make_rows(0, 2))
     hidden, lock = listing(tmp_path)
-    assert hidden.startswith(".cmpl-1.safetensors.")
-    assert hidden.endswith(".partial")
+    assert hidden.startswith(f".hsx-{sink.token}/")
     file.commit(token_ids(2), 2)
     assert listing(tmp_path) == ["cmpl-1.safetensors", lock]
-
-
-@pytest.mark.parametrize(
-    ("written", "tokens", "words"),
-    [
-        ([], 3, "positions [0, 3) of 3 were"),
-        ([(0, 3), (5, 7), (9, 12)], 10, "positions [3, 5), [7, 9) of 10 were"),
-        ([(1, 10)], 10, "positions [0, 1) of 10 were"),
-        ([(i, i + 1) for i in range(1, 40, 2)], 40, "[14, 15) and 12 more spans of 40 were"),
-    ],
-)
-def test_a_commit_with_missing_rows_fails_the_file_and_names_the_spans(
-    sink: FileSink, tmp_path: Path, written: list[tuple[int, int]], tokens: int, words: str
-) -> None:
-    file = open_file(sink, tmp_path)
-    for first, last in written:
-        file.write(first, make_rows(first, last))
-    with pytest.raises(SinkError) as raised:
-        file.commit(token_ids(tokens), tokens)
-    assert words in raised.value.reason
-    assert (raised.value.request_id, raised.value.path) == ("cmpl-1", file.path)
-    assert listing(tmp_path) == ["cmpl-1.safetensors.error", "cmpl-1.safetensors.lock"]
-    assert reason_of(file.path) == raised.value.reason
-
-
-@pytest.mark.parametrize(
-    ("ids", "prompt"),
-    [(np.zeros(3, np.int32), 3), (np.zeros((3, 1), np.int64), 3), (np.zeros(3, np.int64), 4), (np.zeros(3, np.int64), -1)],
-)
-def test_wrong_arguments_of_commit_leave_the_file_open(sink: FileSink, tmp_path: Path, ids: np.ndarray, prompt: int) -> None:
-    file = open_file(sink, tmp_path)
-    file.write(0, make_rows(0, 3))
-    with pytest.raises(ValueError, match="token"):
-        file.commit(ids, prompt)
-    file.commit(token_ids(3), 3)
-
-
-def test_a_commit_waits_for_the_write_in_flight_and_counts_its_rows(
-    sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = open_file(sink, tmp_path)
-    file.write(0, make_rows(0, 2))
-    writing, go_on = threading.Event(), threading.Event()
-
-    def checkpoint(call: str) -> None:
-        if call == "pwrite" and threading.current_thread() is writer:
-            writing.set()
-            assert go_on.wait(10)
-
-    writer = threading.Thread(target=lambda: file.write(2, make_rows(2, 4)))
-    trace(monkeypatch, checkpoint)
-    writer.start()
-    assert writing.wait(10)
-    committer = threading.Thread(target=lambda: file.commit(token_ids(4), 4))
-    committer.start()
-    committer.join(0.05)
-    assert not file.path.exists()
-    go_on.set()
-    writer.join()
-    committer.join()
-    assert np.array_equal(bits(load_file(file.path)["hidden_states"]), make_rows(0, 4))
 
 
 def test_a_file_of_the_same_name_is_replaced_and_its_reader_keeps_the_old_one(sink: FileSink, tmp_path: Path) -> None:
@@ -302,13 +238,15 @@ def test_an_aborted_request_leaves_nothing(sink: FileSink, tmp_path: Path, rows:
     assert listing(tmp_path) == []
 
 
-def test_a_discard_does_not_wait_for_a_slow_disk(sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_overtakes_a_write_that_hangs_and_the_caller_closes_after_it(
+    sink: FileSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = open_fds()
     file = open_file(sink, tmp_path)
     writing, go_on = threading.Event(), threading.Event()
 
     def checkpoint(call: str) -> None:
-        if call == "pwrite":
+        if call == "pwrite" and threading.current_thread() is writer:
             writing.set()
             assert go_on.wait(10)
 
@@ -316,12 +254,16 @@ def test_a_discard_does_not_wait_for_a_slow_disk(sink: FileSink, tmp_path: Path,
     writer = threading.Thread(target=lambda: file.write(0, make_rows(0, 2)))
     writer.start()
     assert writing.wait(10)
-    file.discard()
-    assert listing(tmp_path) == []
-    assert writer.is_alive()
+    file.fail("too slow", close=False)
+    assert reason_of(file.path) == "too slow"
+    assert not is_locked(file.path)
+    with pytest.raises(SinkError, match="the file has failed"):
+        file.write(2, make_rows(2, 4))
     go_on.set()
     writer.join()
-    assert not open_fds() - before, "the last writer closes the file"
+    file.close()
+    assert listing(tmp_path) == ["cmpl-1.safetensors.error", "cmpl-1.safetensors.lock"]
+    assert not open_fds() - before
 
 
 ENDS: dict[str, Callable] = {
@@ -331,138 +273,28 @@ ENDS: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize("first", ENDS)
-@pytest.mark.parametrize("second", ENDS)
-def test_the_first_end_wins_and_only_a_second_commit_is_an_error(sink: FileSink, tmp_path: Path, first: str, second: str) -> None:
-    file = open_file(sink, tmp_path)
-    file.write(0, make_rows(0, 2))
-    ENDS[first](file)
-    left = listing(tmp_path)
-    if second == "commit":
-        with pytest.raises(SinkError, match="already"):
-            file.commit(token_ids(2), 2)
-    else:
-        ENDS[second](file)
-    with pytest.raises(SinkError, match="no rows can be added"):
-        file.write(0, make_rows(0, 1))
-    assert listing(tmp_path) == left
-
-
-def test_ends_that_race_agree_on_one_outcome(sink: FileSink, tmp_path: Path) -> None:
-    outcomes = set()
-    for turn in range(60):
-        file = open_file(sink, tmp_path)
-        file.write(0, make_rows(0, 2))
-        start = threading.Barrier(3)
-        committed: list[bool] = []
-
-        def commit(file=file, start=start, committed=committed) -> None:
-            start.wait()
-            try:
-                file.commit(token_ids(2), 2)
-                committed.append(True)
-            except SinkError:
-                committed.append(False)
-
-        def end(how: str, file=file, start=start) -> None:
-            start.wait()
-            ENDS[how](file)
-
-        threads = [threading.Thread(target=commit)]
-        threads += [threading.Thread(target=end, args=(how,)) for how in ("fail", "discard")]
-        for thread in threads[turn % 3 :] + threads[: turn % 3]:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        left = tuple(name.removeprefix("cmpl-1.safetensors") for name in listing(tmp_path))
-        assert left in {("", ".lock"), (".error", ".lock"), ()}
-        assert committed == [left == ("", ".lock")]
-        outcomes.add(left)
-        for name in listing(tmp_path):
-            (tmp_path / name).unlink()
-    assert outcomes
-
-
-@pytest.mark.parametrize("second", ["fail", "discard", "close"])
-def test_an_end_that_comes_during_a_commit_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str) -> None:
-    sink = FileSink(tmp_path, FORMAT)
-    file = open_file(sink, tmp_path)
-    file.write(0, make_rows(0, 2))
-    renaming, go_on = threading.Event(), threading.Event()
-    ended: list[list[str]] = []
-
-    def checkpoint(call: str) -> None:
-        if call == "rename":
-            renaming.set()
-            assert go_on.wait(10)
-
-    def end() -> None:
-        {"fail": lambda: file.fail("late"), "discard": file.discard, "close": sink.close}[second]()
-        ended.append(listing(tmp_path))
-
-    trace(monkeypatch, checkpoint)
-    committer = threading.Thread(target=lambda: file.commit(token_ids(2), 2))
-    committer.start()
-    assert renaming.wait(10)
-    ender = threading.Thread(target=end)
-    ender.start()
-    ender.join(0.05)
-    go_on.set()
-    committer.join(10)
-    ender.join(10)
-    assert ended == [["cmpl-1.safetensors", "cmpl-1.safetensors.lock"]]
-    assert np.array_equal(bits(load_file(file.path)["hidden_states"]), make_rows(0, 2))
-    sink.close()
-
-
-def test_closing_does_not_keep_what_is_open_waiting_for_what_is_being_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, may_end = threading.Event(), threading.Event()
-    complete = DataFile.complete
-
-    def slow(*args: Any) -> None:
-        begun.set()
-        may_end.wait(30)
-        complete(*args)
-
-    monkeypatch.setattr(DataFile, "complete", slow)
-    sink = FileSink(tmp_path, FORMAT)
-    published, left_open = (open_file(sink, tmp_path, name) for name in ("published", "left-open"))
-    published.write(0, make_rows(0, 1))
-    threads = [threading.Thread(target=published.commit, args=(token_ids(1), 1)), threading.Thread(target=sink.close)]
-    try:
-        threads[0].start()
-        assert begun.wait(30)
-        threads[1].start()
-        wait_until_released(left_open.path.with_name(left_open.path.name + ".lock"), 10)
-        assert reason_of(left_open.path) == SERVER_STOPPED
-        assert not published.path.exists()
-    finally:
-        may_end.set()
-        for thread in threads:
-            thread.join()
-    assert published.path.exists()
-
-
 def test_closing_the_sink_fails_what_is_open_and_nothing_else(tmp_path: Path) -> None:
     before = open_fds()
     sink = FileSink(tmp_path, FORMAT)
-    done, rows, no_rows = (open_file(sink, tmp_path, name) for name in ("done", "rows", "no-rows"))
+    done, rows, no_rows, hangs = (open_file(sink, tmp_path, name) for name in ("done", "rows", "no-rows", "hangs"))
     done.write(0, make_rows(0, 1))
     done.commit(token_ids(1), 1)
     rows.write(0, make_rows(0, 1))
+    hangs.fail("too slow", close=False)
     sink.close()
     sink.close()
     assert [name for name in listing(tmp_path) if not name.endswith(".lock")] == [
         "done.safetensors",
+        "hangs.safetensors.error",
         "no-rows.safetensors.error",
         "rows.safetensors.error",
     ]
     assert reason_of(rows.path) == reason_of(no_rows.path) == SERVER_STOPPED
-    assert not open_fds() - before
     with pytest.raises(SinkError, match="closed"):
         open_file(sink, tmp_path)
-    with pytest.raises(SinkError, match=SERVER_STOPPED):
-        rows.commit(token_ids(1), 1)
+    hangs.close()
+    assert not open_fds() - before
+    assert listing(tmp_path) == sorted(os.listdir(tmp_path)), "nothing of a server that lives"
 
 
 # Locks and descriptors
@@ -530,13 +362,10 @@ def test_no_end_leaks_a_descriptor(tmp_path: Path) -> None:
         inside = len(open_fds())
         for turn in range(90):
             file = open_file(sink, tmp_path, f"cmpl-{turn}")
-            if turn % 2:
+            end = list(ENDS)[turn % 3]
+            if turn % 2 or end == "commit":
                 file.write(0, make_rows(0, 2))
-            if turn % 3 == 0 and turn % 2 == 0:
-                with pytest.raises(SinkError):
-                    file.commit(token_ids(2), 2)
-            else:
-                ENDS[list(ENDS)[turn % 3]](file)
+            ENDS[end](file)
             with pytest.raises(SinkError):
                 sink.open("x", tmp_path / "no-suffix")
             assert len(open_fds()) == inside
@@ -583,9 +412,8 @@ def test_a_full_disk_fails_the_request_with_the_systems_reason(sink: FileSink, t
     full = False
     other.write(0, make_rows(0, 4))
     other.commit(token_ids(4), 4)
-    with pytest.raises(SinkError, match="ENOSPC"):
-        file.commit(token_ids(4), 4)
-    assert "ENOSPC" in reason_of(file.path)
+    file.fail("no room")
+    assert reason_of(file.path) == "no room"
     assert np.array_equal(bits(load_file(other.path)["hidden_states"]), make_rows(0, 4))
 
 
@@ -707,7 +535,7 @@ def test_a_fault_at_any_system_call_of_open_leaves_its_reason_and_no_lock_and_no
                     # A response that has left already names the path: the reason stands there.
                     assert reason_of(error.path) == error.reason
             assert not open_fds() - inside
-            assert not [name for name in os.listdir(tmp_path / str(fail_at)) if name.endswith(".partial")]
+            assert not any(name.startswith(".") and not name.endswith(".new") for name in listing(tmp_path / str(fail_at)))
             open_file(sink, tmp_path / str(fail_at)).discard()
         if calls_made < fail_at:
             break

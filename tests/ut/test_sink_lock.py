@@ -271,7 +271,8 @@ def test_on_a_filesystem_without_hard_links_a_lock_is_made_all_the_same(tmp_path
 
 
 def acquire(directory: Path) -> HeldLock:
-    return HeldLock.acquire(os.open(directory, os.O_RDONLY | os.O_DIRECTORY), "f.lock", 0o600, "token")
+    dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    return HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
 
 
 def test_a_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) -> None:

@@ -312,7 +312,7 @@ def test_the_first_rows_take_the_room_of_the_whole_file(tmp_path: Path, monkeypa
     with FileSink(tmp_path, FORMAT) as sink:
         file = open_file(sink, tmp_path, 1000)
         file.write(0, Aligned(FORMAT, 1).rows)
-        (hidden,) = [name for name in listing(tmp_path) if name.endswith(".partial")]
+        (hidden,) = [name for name in listing(tmp_path) if name.startswith(".")]
         status = os.stat(tmp_path / hidden)
         assert status.st_size == PAGE + 1000 * (FORMAT.row_bytes + 8)
         assert status.st_blocks * 512 >= 1000 * FORMAT.row_bytes

@@ -47,7 +47,7 @@ def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
 @pytest.fixture
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Answers while it is set; a write begins and an opened lock comes back only then."""
-    yield from waiting(monkeypatch, (RequestFile, "_begin_write"), (HeldLock, "acquire"))
+    yield from waiting(monkeypatch, (RequestFile, "_made_data"), (HeldLock, "acquire"))
 
 
 @pytest.fixture

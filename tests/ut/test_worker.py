@@ -73,7 +73,7 @@ def test_a_request_whose_generated_rows_are_missing_fails_and_says_which(engine:
     engine.step(HsxConnectorMetadata(), [("a", 6, 1)])
     engine.step(ended("a", output=range(5, 7)), [])
     engine.close()
-    assert engine.outcomes["a"] == "the request ended without rows for token positions [(5, 6)]"
+    assert engine.outcomes["a"] == "the request ended without rows of token positions [5, 6) of 7"
     assert engine.visible() == {"a.safetensors.error"}
 
 
@@ -91,7 +91,7 @@ def test_a_request_that_ends_without_all_rows_fails_and_says_which(engine: Engin
     engine.step(HsxConnectorMetadata(), [("a", 7, 2)])
     engine.step(ended("a"), [])
     engine.close()
-    assert engine.outcomes["a"] == "the request ended without rows for token positions [(4, 7), (9, 10)]"
+    assert engine.outcomes["a"] == "the request ended without rows of token positions [4, 7), [9, 10) of 10"
     assert engine.visible() == {"a.safetensors.error"}
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch_npu  # noqa: F401 - brings torch.npu
 from safetensors.torch import load_file
+from sink_harness import listing
 
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
@@ -129,7 +130,7 @@ class Engine:
         assert tensors["token_ids"].tolist() == list(range(num_tokens))
 
     def visible(self) -> set[str]:
-        return {path.name for path in self.directory.iterdir() if not path.name.endswith(".lock")}
+        return {name for name in listing(self.directory) if not name.endswith(".lock")}
 
 
 def started(*starts: RequestStart) -> HsxConnectorMetadata:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
-from vllm_ascend_hsx.sinks.leftovers import Cleaning, Done
+from vllm_ascend_hsx.sinks.orphans import Cleaning, Done
 
 _SHOWN = 20  # names; further ones are only counted
 _AGE = re.compile(r"([0-9]{1,6})([smhd])")
@@ -25,8 +25,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hsx clean",
         description="Removes what consumers and dead servers left in a storage directory and its "
-        "folders: unheld locks without data or error, hidden files of dead servers (whose shards "
-        "are sealed), and old errors with their locks. Files that a server writes or a reader "
+        "folders: unheld locks without data or error, hidden directories of dead servers (whose "
+        "shards are sealed), and old errors with their locks. Files that a server writes or a reader "
         "waits for are never touched, so servers may keep running. Exit code 0: done; 1: "
         "something could not be removed; 2: the directory cannot be read.",
     )

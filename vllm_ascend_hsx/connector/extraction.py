@@ -1,37 +1,44 @@
-"""One owned request: its file, which of its rows are there, and the one decision about it."""
+"""The life of one owned request: its file, its rows, and the one decision about it."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
+from vllm_ascend_hsx.connector.span_set import SpanSet, describe_missing
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, StatsRecorder, failure_kind
 from vllm_ascend_hsx.connector.threads import WriterPool
 from vllm_ascend_hsx.connector.write_order import WriteOrder
-from vllm_ascend_hsx.sinks.base import Sink, SinkError, SinkFile
-from vllm_ascend_hsx.sinks.spans import SpanSet
+from vllm_ascend_hsx.protocol.rows import TokenIds
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 
 logger = logging.getLogger(__name__)
 
 
 class Extraction:
-    """An owned request. `open` belongs to the opener, `write` and `end` to the writers as far as `order` lets them, `fail` to any thread.
+    """An owned request, and what SinkFile asks of its caller.
+
+    It is decided once: complete, failed or aborted. Then its file is ended once, by the thread that takes
+    it out of `_file`: the one that decided, a writer if that one must not wait for the storage, or the
+    one that stops the worker. A failure overtakes writes in flight; the last of these closes the file.
+
+    `open` belongs to the opener, `write` and `end` to the writers as far as `order` lets them, the rest
+    to any thread.
 
     Args:
-        start: what the scheduler said of it.
+        start: what the scheduler said about it.
         writers: do all work on its file.
         side_by_side: whether several of them may write at the same time.
         row_bytes: of one token, as they come and as they are stored.
         on_decided: called once, with the error or None for a file that is complete or was discarded after an abort.
+        on_ended: called once, when its readers know, or when it could not be opened.
         stats: what is counted.
     """
 
@@ -42,6 +49,7 @@ class Extraction:
         side_by_side: bool,
         row_bytes: tuple[int, int],
         on_decided: Callable[[Extraction, str | None], None],
+        on_ended: Callable[[Extraction], None],
         stats: StatsRecorder,
     ) -> None:
         self.request_id = start.request_id
@@ -52,23 +60,21 @@ class Extraction:
         self._include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
+        self._on_ended = on_ended
         self._stats = stats
+        self._opened_or_failed = threading.Event()
+        self._mutex = threading.Lock()  # guards everything below
         self._written = SpanSet()
         self._landed_at = time.perf_counter()
-        self._opened_or_failed = threading.Event()
-        self._mutex = threading.Lock()  # guards everything below, _written and _landed_at
-        self._file: SinkFile | None = None
-        self._claimed = False
-        self._failure: str | None = None  # to be left in its place
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether it has been decided, or is being."""
-        return self._claimed
+        self._decided = False
+        self._failure: str | None = None  # to be left in place of the file by whoever takes it
+        self._file: SinkFile | None = None  # open, and not being ended
+        self._writing = 0  # writes in flight
+        self._closed_by_writer = False
 
     @property
     def has_opened(self) -> bool:
-        """Whether its file is open, or it has failed."""
+        """True if its file is open, or it has failed."""
         return self._opened_or_failed.is_set()
 
     def open(self, sink: Sink) -> None:
@@ -76,14 +82,16 @@ class Extraction:
         try:
             file = sink.open(self.request_id, self._path, len(self._prompt), may_grow=self._include_output)
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
-            if self._claim():
-                self._stats.failed(failure_kind(error))
-                self._decide(error.reason if isinstance(error, SinkError) else f"{type(error).__name__}: {error}")
+            with self._mutex:
+                undecided, self._decided = not self._decided, True
+            if undecided:
+                self._report(_reason_of(error), failure_kind(error))
+            self._on_ended(self)
         else:
             with self._mutex:
-                self._file, failure = file, self._failure
-            if failure is not None:
-                file.fail(failure)
+                self._file, failed = file, self._failure is not None
+            if failed:
+                self._leave_failure()
         finally:
             self._opened_or_failed.set()
 
@@ -97,106 +105,140 @@ class Extraction:
             check: the same rows [rows, layers, hidden] if they must be finite.
 
         Returns:
-            How many rows were written: none if there is no file any more, or it has failed.
+            How many rows were written: none if the request is decided, or this failed.
         """
-        file, count = self._wait_until_open(), 0
-        if file is None:
-            return 0
-        with self._failing_alone(file):
+        self._opened_or_failed.wait()
+        with self._mutex:
+            file = None if self._decided else self._file
+            if file is None:
+                return 0
+            self._writing += 1
+        count, failure = 0, None
+        try:
             if check is not None and (problem := describe_not_finite(first, check)):
                 raise SinkError(self.request_id, self._path, problem, NOT_FINITE)
             began = time.perf_counter()
             file.write(first, rows)
             count = len(rows) // self._row_bytes
             self._stats.wrote(count * self._stored_row_bytes, time.perf_counter() - began)
-            with self._mutex:
-                self._written.add(first, first + count)
-                self._landed_at = max(self._landed_at, landed_at)
-                complete = not self._include_output and not self._written.missing(len(self._prompt))
-            if complete:
-                self._commit(file, self._prompt)
+        except Exception as error:  # noqa: BLE001 - it concerns this request alone
+            failure = error
+        with self._mutex:
+            self._writing -= 1
+            self._written.add(first, first + count)
+            self._landed_at = max(self._landed_at, landed_at)
+            # The last write in flight commits: another one may be of rows that are computed again.
+            done = not self._include_output and not self._writing and self._has_prompt()
+            taken = self._claim() if done or failure is not None else None
+            unused = self._closed_by_writer and not self._writing
+        if unused:
+            file.close()
+        elif taken is not None and failure is not None:
+            self._fail_file(taken, failure)
+        elif taken is not None:
+            self._commit(taken, self._prompt)
         return count
 
+    def _has_prompt(self) -> bool:
+        return not self._written.missing(len(self._prompt))
+
     def end(self, end: RequestEnd) -> None:
-        """No more rows will come. A file that is not complete now never will be."""
-        file = self._wait_until_open()
+        """End the file: no more rows will come, and no write is in flight."""
+        self._opened_or_failed.wait()
+        token_ids = np.concatenate([self._prompt, end.output_token_ids])
+        with self._mutex:
+            file, missing = self._claim(), self._written.missing(len(token_ids))
         if file is None:
             return
         if end.aborted:
-            if self._claim():
-                file.discard()
-                self._stats.aborted()
-                self._decide(None)
-            return
-        with self._failing_alone(file):
-            token_ids = np.concatenate([self._prompt, end.output_token_ids])
-            if missing := self._written.missing(len(token_ids)):
-                reason = f"the request ended without rows for token positions {missing}"
-                raise SinkError(self.request_id, self._path, reason, MISSING_ROWS)
+            file.discard()
+            self._on_ended(self)
+            self._stats.aborted()
+            self._on_decided(self, None)
+        elif missing:
+            spans = describe_missing(missing, len(token_ids))
+            reason = f"the request ended without rows of token positions {spans}"
+            self._fail_file(file, SinkError(self.request_id, self._path, reason, MISSING_ROWS))
+        else:
             self._commit(file, token_ids)
 
     def fail(self, reason: str, kind: str) -> None:
-        """Give the file up: the decision is known at once, and stands in the file's place as soon as a writer gets there."""
-        if self._claim():
+        """Give the file up: decide at once, and have a writer leave the reason in its place."""
+        with self._mutex:
+            if self._decided:
+                return
+            self._decided, self._failure, opened = True, reason, self._file is not None
+        self._opened_or_failed.set()  # writers that wait for the file have others to serve
+        self._report(reason, kind)
+        if opened:
+            self._writers.submit(self._leave_failure)
+
+    def give_up(self) -> bool:
+        """Write nothing more, for the server stops. False: the request was decided before."""
+        with self._mutex:
+            undecided, self._decided = not self._decided, True
+            self._failure = self._failure or SERVER_STOPPED
+        return undecided
+
+    def stop(self) -> None:
+        """Leave the reason in place of the file, unless another thread is ending it."""
+        self._leave_failure()
+
+    def _leave_failure(self) -> tuple[()]:
+        with self._mutex:
+            file, self._file = self._file, None
+        if file is not None:
+            assert self._failure is not None
+            self._leave_reason(file, self._failure)
+        return ()
+
+    def _claim(self) -> SinkFile | None:
+        """Decide and take the file; None: it was decided before. The caller holds the mutex."""
+        if self._decided:
+            return None
+        self._decided = True
+        file, self._file = self._file, None
+        return file
+
+    def _fail_file(self, file: SinkFile, error: Exception) -> None:
+        self._leave_reason(file, _reason_of(error))
+        self._report(_reason_of(error), failure_kind(error))
+
+    def _leave_reason(self, file: SinkFile, reason: str) -> None:
+        """Fail a file that was taken. No write begins any more, and those in flight may hang."""
+        with self._mutex:
+            idle = not self._writing
+        file.fail(reason, close=idle)
+        if not idle:
             with self._mutex:
-                self._failure, file = reason, self._file
-            self._opened_or_failed.set()  # writers that wait for the file have others to serve
-            self._stats.failed(kind)
-            self._decide(reason)
-            if file is not None:
-                self._writers.submit(partial(_fail, file, reason))
+                self._closed_by_writer, idle = True, not self._writing
+            if idle:
+                file.close()
+        self._on_ended(self)
 
-    def give_up(self) -> None:
-        """Write nothing more: its sink is about to be closed, and then has a reason in place of the file."""
-        self._claim()
-
-    def _wait_until_open(self) -> SinkFile | None:
-        """Its file, or None if there is nothing more to do with it."""
-        self._opened_or_failed.wait()
-        return None if self._claimed else self._file
-
-    @contextmanager
-    def _failing_alone(self, file: SinkFile) -> Iterator[None]:
-        """Whatever goes wrong inside concerns this file alone: its writers serve others too."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001
-            reason = error.reason if isinstance(error, SinkError) else f"{type(error).__name__}: {error}"
-            if self._claim():
-                file.fail(reason)
-                self._stats.failed(failure_kind(error))
-                self._decide(reason)
-
-    def _commit(self, file: SinkFile, token_ids: np.ndarray) -> None:
-        if not self._claim():
-            return
-        error: str | None = "its writer was interrupted"
+    def _commit(self, file: SinkFile, token_ids: TokenIds) -> None:
         try:
             file.commit(token_ids, num_prompt_tokens=len(self._prompt))
-            self._stats.published(len(token_ids) * self._stored_row_bytes, time.perf_counter() - self._landed_at)
-            error = None
-        except Exception as problem:  # noqa: BLE001
-            error = problem.reason if isinstance(problem, SinkError) else f"{type(problem).__name__}: {problem}"
-            file.fail(error)
-            self._stats.failed(failure_kind(problem))
-        finally:
-            self._decide(error)
+        except SinkError as error:
+            self._on_ended(self)
+            self._report(error.reason, failure_kind(error))
+            return
+        except Exception as error:  # noqa: BLE001 - a mistake of ours: the file has not ended
+            self._fail_file(file, error)
+            return
+        self._on_ended(self)
+        seconds = time.perf_counter() - self._landed_at
+        self._stats.published(len(token_ids) * self._stored_row_bytes, seconds)
+        self._on_decided(self, None)
 
-    def _claim(self) -> bool:
-        """Whether the caller is the one who decides."""
-        with self._mutex:
-            claimed, self._claimed = self._claimed, True
-        return not claimed
-
-    def _decide(self, error: str | None) -> None:
-        if error is not None:
-            logger.error("request %r, %s: %s", self.request_id, self._path, error)
-        self._on_decided(self, error)
+    def _report(self, reason: str, kind: str) -> None:
+        self._stats.failed(kind)
+        logger.error("request %r, %s: %s", self.request_id, self._path, reason)
+        self._on_decided(self, reason)
 
 
-def _fail(file: SinkFile, reason: str) -> tuple[()]:
-    file.fail(reason)
-    return ()
+def _reason_of(error: Exception) -> str:
+    return error.reason if isinstance(error, SinkError) else f"{type(error).__name__}: {error}"
 
 
 def leave_reason(sink: Sink, request_id: str, path: Path, reason: str) -> None:

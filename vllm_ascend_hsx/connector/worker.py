@@ -82,7 +82,8 @@ class ExtractionWorker:
         self._owned: dict[str, Extraction] = {}  # the main thread's
         self._opening: list[Extraction] = []  # the main thread's
         self._extractions: dict[str, Extraction] = {}  # the copier thread's
-        self._mutex = threading.Lock()  # guards the next five
+        self._mutex = threading.Condition()  # guards the next six
+        self._not_ended: set[Extraction] = set()  # notified when one of them goes
         self._under_way: OwedRows[Extraction] = OwedRows()
         self._decided: list[tuple[Extraction, str | None]] = []
         self._refused: dict[str, str] = {}
@@ -125,9 +126,12 @@ class ExtractionWorker:
             self._refuse(start, self._watch.silence, SILENT_STORAGE)
             return
         row_bytes = self._row_bytes, self._stored_row_bytes
-        extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, self._on_decided, self._stats)
+        extraction = Extraction(
+            start, self._writers, self._sink.writes_side_by_side, row_bytes, self._on_decided, self._on_ended, self._stats
+        )
         self._owned[start.request_id] = extraction
         with self._mutex:
+            self._not_ended.add(extraction)
             self._under_way.begin(extraction, len(start.token_ids), start.max_output_rows)
         self._opening.append(extraction)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
@@ -239,16 +243,24 @@ class ExtractionWorker:
     def _give_up(self, why: str, timeout: float | None) -> None:
         """Leave a reason in place of each file that is not complete, and end the opener."""
         with self._mutex:
-            unfinished, self._under_way = list(self._under_way), OwedRows()
-        for extraction in unfinished:
-            extraction.give_up()
+            not_ended = list(self._not_ended)
+        unfinished = [extraction for extraction in not_ended if extraction.give_up()]
         names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
         if unfinished:
             logger.error("stopping without the files of %d requests, %s: %s", len(unfinished), why, names)
         self._reasons.close(0)
-        self._opener.submit(self._sink.close)
+        self._opener.submit(partial(self._end_files, not_ended))
         if not self._opener.close(timeout):
             logger.error("the storage does not answer: some of these files may have no reason in their place")
+
+    def _end_files(self, extractions: Sequence[Extraction]) -> None:
+        """Leave the reasons, wait for what other threads are publishing, and close the sink."""
+        for extraction in extractions:
+            extraction.stop()
+        with self._mutex:
+            self._mutex.wait_for(lambda: not self._not_ended)
+        self._reasons.close()
+        self._sink.close()
 
     def _wait_for_slot(self, slot: StagingSlot, spans: Sequence[Span]) -> bool:
         """Wait until the slot may be written. False: that is not to be waited for, and these requests have failed."""
@@ -348,3 +360,8 @@ class ExtractionWorker:
         with self._mutex:
             self._under_way.end(extraction)
             self._decided.append((extraction, error))
+
+    def _on_ended(self, extraction: Extraction) -> None:
+        with self._mutex:
+            self._not_ended.discard(extraction)
+            self._mutex.notify_all()

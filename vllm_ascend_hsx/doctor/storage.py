@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -111,12 +111,12 @@ def _speed(sink: FileSink, directory: Path, num_bytes: int) -> Finding:
     try:
         begun = time.perf_counter()
         file = sink.open("hsx-doctor", path, tokens)
-        try:
+        with ExitStack() as undo:
+            undo.callback(file.discard)
             for first in range(0, tokens, tokens_per_write):
                 file.write(first, memoryview(memory))
-            file.commit(token_ids, tokens)
-        finally:
-            file.discard()  # does nothing to a file that has ended
+            undo.pop_all()
+        file.commit(token_ids, tokens)
         seconds = time.perf_counter() - begun
     except SinkError as error:
         remedy = "Look into the filesystem's log, free space, or name another directory."

@@ -21,7 +21,6 @@ from pathlib import Path
 from vllm_ascend_hsx.protocol.arguments import deadline_after
 from vllm_ascend_hsx.protocol.files import open_regular
 from vllm_ascend_hsx.protocol.lock_sleepers import sleep_on
-from vllm_ascend_hsx.protocol.names import partial_name
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
@@ -51,27 +50,33 @@ class HeldLock:
         self._fd = fd
 
     @classmethod
-    def acquire(cls, dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
+    def acquire(
+        cls, dir_fd: int, name: str, mode: int, workspace_fd: int, gid: int = -1
+    ) -> HeldLock:
         """Create and lock the lock file.
 
-        Waits for at most some milliseconds; follows no symbolic link.
-
-        Takes over an existing file unless another writer holds it.
+        Waits for at most some milliseconds; follows no symbolic link. Takes over an existing file
+        unless another writer holds it.
 
         Args:
             dir_fd: the directory.
             name: name of the lock file.
             mode: permissions of a new lock file.
-            token: the server's token, for a hidden name.
+            workspace_fd: the caller's hidden directory, in which a new lock file is made.
+            gid: group of a new lock file, or -1 for that of files made in the hidden directory.
 
         Raises:
             LockHeldError: if another writer holds it.
-            OSError: if it cannot be created.
+            OSError: if it cannot be created, or not moved out of the hidden directory (EXDEV).
         """
+
+        def make() -> HeldLock:
+            return _make_hidden(workspace_fd, f"{name}.new", mode, gid)
+
         for pause in _PAUSES:
             if pause:
                 time.sleep(pause)
-            held = _make(dir_fd, name, mode, token) or _take_over(dir_fd, name, mode, token)
+            held = _make(dir_fd, name, mode, make()) or _take_over(dir_fd, name, make)
             if held is not None:
                 return held
         raise LockHeldError
@@ -165,8 +170,8 @@ def hold_new(dir_fd: int, name: str, fd: int) -> bool:
     return _flock_now(fd, fcntl.LOCK_EX) and _is_named(fd, name, dir_fd)
 
 
-def _make(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
-    """Create the lock file, locked before it gets its name.
+def _make(dir_fd: int, name: str, mode: int, hidden: HeldLock) -> HeldLock | None:
+    """Give a locked file its name.
 
     A lock file that is not locked and has no data tells readers that its server has died.
 
@@ -174,11 +179,10 @@ def _make(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
         None if the name exists.
 
     Raises:
-        OSError: if it cannot be created, or its filesystem has no flock.
+        OSError: if it cannot be done, or its filesystem has no flock.
     """
-    hidden = _make_hidden(dir_fd, name, mode, token)
     try:
-        os.link(hidden._name, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+        os.link(hidden._name, name, src_dir_fd=hidden._dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
     except FileExistsError:
         hidden.remove()
         return None
@@ -189,25 +193,27 @@ def _make(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
         with suppress(FileExistsError):
             return HeldLock.create(dir_fd, name, mode)
         return None
+    held = HeldLock(dir_fd, name, hidden._fd)
     try:
-        os.unlink(hidden._name, dir_fd=dir_fd)
-    except BaseException:
-        HeldLock(dir_fd, name, hidden._fd).remove()
+        os.unlink(hidden._name, dir_fd=hidden._dir_fd)
+    except OSError:
+        held.remove()
         raise
-    return HeldLock(dir_fd, name, hidden._fd)
+    return held
 
 
-def _make_hidden(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
-    """Create a locked file under a hidden name, to be renamed to `name`. Raises OSError."""
-    hidden = partial_name(name, token)
+def _make_hidden(workspace_fd: int, hidden: str, mode: int, gid: int) -> HeldLock:
+    """Create a locked file in the hidden directory, to get its name later. Raises OSError."""
     try:
-        fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
+        fd = os.open(hidden, _CREATE, mode, dir_fd=workspace_fd)
     except FileExistsError:  # planted, or left by this server when it could not be removed
-        os.unlink(hidden, dir_fd=dir_fd)
-        fd = os.open(hidden, _CREATE, mode, dir_fd=dir_fd)
-    held = HeldLock(dir_fd, hidden, fd)
+        os.unlink(hidden, dir_fd=workspace_fd)
+        fd = os.open(hidden, _CREATE, mode, dir_fd=workspace_fd)
+    held = HeldLock(workspace_fd, hidden, fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if gid >= 0:
+            os.fchown(fd, -1, gid)
         os.fchmod(fd, mode)
     except BaseException:
         held.remove()
@@ -215,17 +221,14 @@ def _make_hidden(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
     return held
 
 
-def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None:
-    """Lock the existing lock file `name`.
-
-    Return None if another process holds it or it has disappeared.
-    """
+def _take_over(dir_fd: int, name: str, make: Callable[[], HeldLock]) -> HeldLock | None:
+    """Lock the file `name`, or replace it by what `make` returns. None: it is held or has gone."""
     try:
         fd = os.open(name, _OPEN, dir_fd=dir_fd)
     except FileNotFoundError:
         return None
     except OSError:  # a symbolic link, a socket, or no permission: replace it
-        return _put_in_place(dir_fd, name, mode, token)
+        return _put_in_place(dir_fd, name, make())
     held = None
     try:
         if _flock_now(fd, fcntl.LOCK_EX):
@@ -238,17 +241,16 @@ def _take_over(dir_fd: int, name: str, mode: int, token: str) -> HeldLock | None
             return None
         # Only readers hold it. They keep their locks on the old file, and a new file takes its
         # name. Holding the old one as well keeps other writers from adopting it meanwhile.
-        return _put_in_place(dir_fd, name, mode, token)
+        return _put_in_place(dir_fd, name, make())
     finally:
         if held is None:
             _unlock_and_close(fd)
 
 
-def _put_in_place(dir_fd: int, name: str, mode: int, token: str) -> HeldLock:
+def _put_in_place(dir_fd: int, name: str, hidden: HeldLock) -> HeldLock:
     """Replace the file `name` by a lock file that is locked before it is visible."""
-    hidden = _make_hidden(dir_fd, name, mode, token)
     try:
-        os.rename(hidden._name, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.rename(hidden._name, name, src_dir_fd=hidden._dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
         hidden.remove()
         raise

@@ -15,7 +15,6 @@ PARTIAL_SUFFIX = ".partial"
 # Suffixes of all files that servers, consumers and `hsx generate` (its ledger is called *.jsonl)
 # make in a storage directory, except for the mark of shards.
 _FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX, TAR, INDEX, MANIFEST)
-MARK_SUFFIX = ".server"
 
 NAME_MAX = 255  # most bytes of a path component on Linux (NAME_MAX in linux/limits.h)
 # Bytes that a companion adds to the name of the data. The longest is `.<name>.error.<8 hex
@@ -27,8 +26,7 @@ MAX_DEPTH = 8  # most directories between the storage directory and a file
 # one.
 _UNCHANGED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
-_MARK = re.compile(r"\.hsx-([0-9a-f]{8})" + re.escape(MARK_SUFFIX))
-_PARTIAL = re.compile(r"\..+\.([0-9a-f]{8})" + re.escape(PARTIAL_SUFFIX), re.DOTALL)
+_WORKSPACE = re.compile(r"\.hsx-([0-9a-f]{8})")
 _HASH_DIGITS = 32
 _ID_MAX = NAME_MAX - COMPANION_ROOM - len(DATA_SUFFIX)
 
@@ -63,20 +61,17 @@ def partial_name(name: str, token: str = "") -> str:
     return f".{name}.{token}{PARTIAL_SUFFIX}" if token else f".{name}{PARTIAL_SUFFIX}"
 
 
-def mark_name(token: str) -> str:
-    """Return the hidden name of a running server's mark. All its hidden files contain `token`."""
-    return f".hsx-{token}{MARK_SUFFIX}"
+def workspace_name(token: str, is_locked: bool = True) -> str:
+    """Return the name of the hidden directory that a server makes files in.
+
+    Nobody cleans up one without a lock.
+    """
+    return f".hsx-{token}" if is_locked else f".hsx-unlocked-{token}"
 
 
-def token_of_mark(name: str) -> str | None:
-    """Return the token of a server's mark, or None if `name` is not a mark."""
-    match = _MARK.fullmatch(name)
-    return match and match[1]
-
-
-def token_of_partial(name: str) -> str | None:
-    """Return the token of a server's hidden file, or None if `name` is not one."""
-    match = _PARTIAL.fullmatch(name)
+def token_of_workspace(name: str) -> str | None:
+    """Return the token of a hidden directory with a lock, or None if `name` is not one."""
+    match = _WORKSPACE.fullmatch(name)
     return match and match[1]
 
 

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 
-# The reason that stands in every file that is still open when its sink is closed.
+# The reason in place of every file that is not complete when its server stops.
 SERVER_STOPPED = "the server stopped before all rows were written"
 
 
@@ -36,9 +36,12 @@ class SinkError(Exception):
 class SinkFile(ABC):
     """The rows of one request on their way to `path`.
 
-    Exactly one of `commit`, `fail` and `discard` ends it; whichever comes first wins. `write` may be called from several threads at
-    once. A position that is written twice holds what was written last, so a caller that has two different rows for one position must
-    not have both in flight.
+    A file does as it is told and keeps no account of its life. The caller guarantees
+    (`connector/extraction.py`):
+    * Writes that are in flight at the same time are of different positions. Several threads may write.
+    * One call ends the file: `commit`, `fail` or `discard`.
+    * No write is in flight when the file ends, unless `fail` is told so: storage may hang in one.
+    * Each position of the tokens has been written when `commit` is called.
     """
 
     request_id: str
@@ -54,31 +57,44 @@ class SinkFile(ABC):
                 [first, first + count).
 
         Raises:
-            SinkError: they could not be stored, or the file has already ended.
+            SinkError: they could not be stored, or `fail` has come first.
             ValueError: not contiguous, not a whole number of rows, or a negative position.
         """
 
     @abstractmethod
     def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
-        """Publish the file. Waits for writes in flight; rows at positions beyond the tokens are dropped.
+        """Publish the file, and free descriptors and memory.
+
+        Rows at positions beyond the tokens are dropped.
 
         Args:
             token_ids: int64 [tokens], prompt first, then output.
             num_prompt_tokens: how many of them are the prompt's.
 
         Raises:
-            SinkError: a position in [0, tokens) was never written (the reason names the spans), the file could not be published, or
-                it had already ended. In the first two cases the file has failed: `fail` need not be called.
-            ValueError: token_ids is not int64 [tokens], or num_prompt_tokens is not in [0, tokens]. The file is still open.
+            SinkError: it could not be published. The reason is in its place, and the file has ended.
         """
 
     @abstractmethod
-    def fail(self, reason: str) -> None:
-        """Publish the reason in place of the data. Does nothing if the file has ended; raises nothing but logs what went wrong."""
+    def fail(self, reason: str, close: bool = True) -> None:
+        """Publish the reason in place of the data. Raises nothing; logs what goes wrong.
+
+        Args:
+            reason: one sentence for the request's owner.
+            close: free descriptors and memory. False: writes are in flight, and the caller calls `close`
+                once they have returned.
+        """
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove every trace: the request was aborted. Does nothing if the file has ended; raises nothing but logs what went wrong."""
+        """Remove every trace, and free descriptors and memory: the request was aborted.
+
+        Raises nothing; logs what goes wrong.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free descriptors and memory that `fail` left open. Raises nothing; logs what goes wrong."""
 
 
 class Sink(ABC):
@@ -106,7 +122,11 @@ class Sink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Fail every file that is still open, with `SERVER_STOPPED`, and free everything. A second call does nothing."""
+        """Open no more files, fail those that have not ended with `SERVER_STOPPED`, free everything.
+
+        No call of a file may be in flight, except writes of one that has failed: what these need is
+        freed by its `close`. A second call does nothing.
+        """
 
     def __enter__(self) -> Sink:
         return self

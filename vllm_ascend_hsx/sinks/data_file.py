@@ -45,7 +45,7 @@ class FileOptions:
 class Spare(NamedTuple):
     """A hidden file of `size` bytes, open for buffered I/O, that can take the rows of another request."""
 
-    hidden: str
+    name: str
     size: int
     fd: int
 
@@ -56,16 +56,17 @@ class DataFile:
     Several threads may call `write`, not for the same rows at the same time; the other methods belong to one thread.
 
     Args:
-        storage: the directory.
-        name: the file's.
-        hidden: its name until it is published, or a spare file to write over.
+        workspace: the server's hidden directory, which it is in until it is published.
+        hidden: its name there, or a spare file to write over.
+        storage: the directory that it is published in.
+        name: its name then.
+        gid: its group, or -1; see Storage.create.
         layout: where everything stands.
         options: how to write.
         expected_tokens: rows to reserve space for; there may be more or less in the end.
         filesystem: what it is on.
 
     Attributes:
-        hidden: its present name.
         fd: open for reading and writing; -1 when closed.
         size, checksum: of the complete file; the checksum is empty if there is none.
 
@@ -75,9 +76,11 @@ class DataFile:
 
     def __init__(
         self,
+        workspace: Storage,
+        hidden: str | Spare,
         storage: Storage,
         name: str,
-        hidden: str | Spare,
+        gid: int,
         layout: FileLayout,
         options: FileOptions,
         expected_tokens: int,
@@ -85,6 +88,8 @@ class DataFile:
     ) -> None:
         self._storage = storage
         self._name = name
+        self._place: tuple[Storage, str]  # its directory and its name there
+        self._is_detached = False
         self.size = 0
         self.checksum = ""
         self._layout = layout
@@ -97,16 +102,17 @@ class DataFile:
         self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
         self._direct_fd = -1
         if isinstance(hidden, Spare):
-            self.hidden, self._end, self.fd = hidden  # what is after the rows will be cut off
+            self._place = workspace, hidden.name
+            self._end, self.fd = hidden.size, hidden.fd  # what is after the rows will be cut off
             return
-        self.hidden = hidden
-        self.fd = storage.create(hidden)
+        self._place = workspace, hidden
+        self.fd = workspace.create(hidden, gid)
         try:
             if options.io == "direct":
-                self._direct_fd = storage.open_direct(hidden, self.fd)
+                self._direct_fd = workspace.open_direct(hidden, self.fd)
         except BaseException:
             self.close()
-            storage.unlink(hidden)
+            workspace.unlink(hidden)
             raise
 
     def write(self, first: int, data: memoryview) -> None:
@@ -159,8 +165,9 @@ class DataFile:
     def publish(self) -> None:
         """Give the complete file its name, durably if that is asked for. Raises OSError: it does not have it."""
         self.close()  # a network filesystem may report a failed write only now
-        self._storage.rename(self.hidden, self._name)
-        self.hidden = self._name  # what is withdrawn, if it turns out to be where no reader looks
+        workspace, hidden = self._place
+        workspace.move(hidden, self._storage, self._name)
+        self._place = self._storage, self._name  # what is withdrawn, if it turns out to be where no reader looks
         if self._options.durability == "fdatasync":
             try:
                 self._storage.sync()
@@ -170,14 +177,17 @@ class DataFile:
 
     def detach(self) -> Spare:
         """Hand over the hidden file with its descriptor; `withdraw` and `close` do nothing then."""
-        spare = Spare(self.hidden, self.size, self.fd)
-        self.hidden, self.fd = "", -1
+        _, hidden = self._place
+        spare = Spare(hidden, self.size, self.fd)
+        self.fd = -1
+        self._is_detached = True
         return spare
 
     def withdraw(self) -> None:
         """Remove the file. Writes may be in flight. Raises OSError."""
-        if self.hidden:
-            self._storage.unlink(self.hidden)
+        if not self._is_detached:
+            storage, name = self._place
+            storage.unlink(name)
 
     def close(self) -> None:
         """Close it, if it is open. Raises OSError: the system reports now that an earlier write failed."""
@@ -211,6 +221,25 @@ def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:
 
 def _address(data: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(data)) if not data.readonly else 1
+
+
+def rows_as_bytes(first: int, rows: Rows, row_bytes: int) -> tuple[memoryview, int]:
+    """Return the bytes of rows to write, and the number of the rows.
+
+    Args:
+        first: token position of the first row.
+        rows: as for SinkFile.write.
+        row_bytes: of one row.
+
+    Raises:
+        ValueError: not contiguous, not a whole number of rows, or a negative position.
+    """
+    data = as_bytes(rows)
+    count, rest = divmod(data.nbytes, row_bytes)
+    if rest or first < 0:
+        problem = f"{data.nbytes} bytes at position {first} are not rows of {row_bytes} bytes"
+        raise ValueError(problem)
+    return data, count
 
 
 def as_bytes(rows: Rows) -> memoryview:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import PAGE
-from vllm_ascend_hsx.protocol.lock import hold_new
-from vllm_ascend_hsx.protocol.names import mark_name, partial_name
 from vllm_ascend_hsx.sinks.system import is_in_memory, reserve
+from vllm_ascend_hsx.sinks.workspace import Workspace
 
 OPTION = "shared_storage_path"
 LOCK_OPTION = "use_synchronization_lock"
 IO_OPTION = "io"
-_ATTEMPTS = 8  # to hold a new file; each is lost only to somebody who saw it before it was held
+_NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _SECTORS = (512, 1024, 2048, PAGE)  # what a filesystem may want direct I/O to be aligned to
 
 
@@ -49,7 +48,11 @@ def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False, 
     """
     dir_fd = open_directory(path)
     try:
-        return _try_to_publish(path, dir_fd, use_lock, direct, memory)
+        workspace = make_workspace(path, dir_fd, use_lock, 0o600)
+        try:
+            return check_workspace(path, workspace, direct, memory)
+        finally:
+            workspace.remove()
     finally:
         os.close(dir_fd)
 
@@ -78,61 +81,56 @@ def open_directory(path: Path) -> int:
         raise UserError(OPTION, os.fspath(path), f"is not a path: {error}", "Name a directory.") from error
 
 
-def _try_to_publish(path: Path, dir_fd: int, use_lock: bool, direct: bool, memory: memoryview | None) -> Filesystem:
-    name, fd = _make_probe(path, dir_fd, use_lock)
+def make_workspace(path: Path, dir_fd: int, use_lock: bool, lock_mode: int) -> Workspace:
+    """Make the hidden directory of a server in the directory at `path`; see Workspace.make.
+
+    Raises:
+        UserError: it cannot be made, or not be locked.
+    """
     try:
-        try:
-            alignment = _alignment_of_direct_writes(path, dir_fd, name, fd, memory) if direct else 1
-            filesystem = Filesystem(alignment, not is_in_memory(fd))
-            os.pwrite(fd, b"x", 0)
-            renamed = _probe_name(use_lock)
-            os.rename(name, renamed, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-            name = renamed
-        except OSError as error:
-            remedy = "Free space or raise the quota there, or name another one."
-            raise UserError(OPTION, os.fspath(path), f"cannot hold a file: {error.strerror}", remedy) from error
-        return filesystem
-    finally:
-        try:
-            os.unlink(name, dir_fd=dir_fd)  # while it is held, or somebody who cleans up is faster
-        finally:
-            os.close(fd)
-
-
-def _probe_name(use_lock: bool) -> str:
-    """With locks that of a server's mark: it is held, and were we killed now, the next server removes it."""
-    token = secrets.token_hex(4)
-    return mark_name(token) if use_lock else partial_name("probe", token)
-
-
-def _make_probe(path: Path, dir_fd: int, use_lock: bool) -> tuple[str, int]:
-    for _ in range(_ATTEMPTS):
-        name = _probe_name(use_lock)
-        try:
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
-        except OSError as error:
-            raise UserError(
-                OPTION,
-                os.fspath(path),
-                f"cannot be written: {error.strerror}",
-                f"Make it writable for the user that runs the server (uid {os.geteuid()}), or name another one.",
-            ) from error
-        try:
-            if not use_lock or hold_new(dir_fd, name, fd):
-                return name, fd
-        except OSError as error:
-            os.unlink(name, dir_fd=dir_fd)
-            os.close(fd)
+        return Workspace.make(dir_fd, use_lock, lock_mode)
+    except OSError as error:
+        if error.errno in _NO_FLOCK:
             raise UserError(
                 OPTION,
                 os.fspath(path),
                 f"is on a filesystem without flock: {error.strerror}",
                 f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false and let readers wait for the file to appear.",
             ) from error
-        os.close(fd)
-    raise UserError(
-        OPTION, os.fspath(path), "cannot be used: new files in it are locked or removed at once", "Find out by whom, or name another one."
-    )
+        raise UserError(
+            OPTION,
+            os.fspath(path),
+            f"cannot be written: {error.strerror}",
+            f"Make it writable for the user that runs the server (uid {os.geteuid()}), or name another one.",
+        ) from error
+
+
+def check_workspace(
+    path: Path, workspace: Workspace, direct: bool, memory: memoryview | None
+) -> Filesystem:
+    """Try in a new workspace what a request will need: create, write, rename, remove.
+
+    Arguments, result and errors are check_directory's.
+    """
+    fd = -1
+    name = "probe"
+    try:
+        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=workspace.fd)
+        alignment = _alignment_of_direct_writes(path, workspace.fd, name, fd, memory) if direct else 1
+        filesystem = Filesystem(alignment, not is_in_memory(fd))
+        os.pwrite(fd, b"x", 0)
+        os.rename(name, "renamed", src_dir_fd=workspace.fd, dst_dir_fd=workspace.fd)
+        os.unlink("renamed", dir_fd=workspace.fd)
+        return filesystem
+    except OSError as error:
+        raise UserError(
+            OPTION,
+            os.fspath(path),
+            f"cannot hold a file: {error.strerror}", "Free space or raise the quota there, or name another one."
+        ) from error
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int, memory: memoryview | None) -> int:

@@ -14,13 +14,12 @@ from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, below, partial_name, path_refusal
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, below, path_refusal
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
-from vllm_ascend_hsx.sinks.home import Home
-from vllm_ascend_hsx.sinks.one_end import fail_all
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.session import Session
 
 logger = logging.getLogger(__name__)
 
@@ -57,24 +56,23 @@ class DirectorySink(Sink):
         self._directory = Path(os.path.abspath(directory))
         self._parents = (os.fspath(directory), os.fspath(self._directory))
         self._memory = None if row_format.is_quantized else memory
-        self._home = Home(self._directory, options, self._memory)
+        self._session = Session(self._directory, options, self._memory)
         self._opening = threading.Lock()  # for one request, or the end, at a time; held while the storage does not answer
         self._mutex = threading.Lock()  # guards everything below, and the numbers of requests
-        self._former: list[Home] = []  # each with requests that have not ended
-        self._files: dict[str, RequestFile] = {}
+        self._former: list[Session] = []  # each with files that are not closed
+        self._files: dict[str, RequestFile] = {}  # that have not ended
         self._closed = False
 
     @property
     def token(self) -> str:
-        """Part of the names of its hidden files."""
-        return self._home.token
+        """Part of the name of its hidden directory, and of its shards."""
+        return self._session.token
 
     def make_data(self, file: RequestFile) -> DataFile:
         """Make the hidden file of a request, whose first rows have arrived. Raises OSError."""
-        layout = FileLayout(self.row_format, file.request_id)
-        hidden = partial_name(file.name, file.home.token)
-        filesystem, expected = file.home.filesystem, file.expected_tokens
-        return DataFile(file.storage, file.name, hidden, layout, self.options, expected, filesystem)
+        session, layout = file.session, FileLayout(self.row_format, file.request_id)
+        place = session.workspace, session.new_name(file.name), file.storage, file.name, file.gid
+        return DataFile(*place, layout, self.options, file.expected_tokens, session.filesystem)
 
     @abstractmethod
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
@@ -82,7 +80,7 @@ class DirectorySink(Sink):
 
         Args:
             file: the request.
-            data: its hidden file, complete and closed.
+            data: its hidden file, complete and open.
             tokens: its rows.
 
         Raises:
@@ -90,7 +88,7 @@ class DirectorySink(Sink):
         """
 
     @abstractmethod
-    def set_aside(self, file: RequestFile) -> Callable[[], None] | None:
+    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None:
         """Take what an earlier request of this name left out of sight.
 
         Were it left in place, a server that dies now would leave the earlier request's rows as the answer to this one.
@@ -119,7 +117,7 @@ class DirectorySink(Sink):
                     raise SinkError(request_id, path, "the sink is closed")
                 earlier = self._files.get(relative)
             # At once: to take its lock would be tried for some milliseconds.
-            if earlier is not None and (earlier.is_open or not self.options.use_lock):
+            if earlier is not None:
                 raise SinkError(request_id, path, "another request is writing this file")
             file = self._announce(request_id, path, relative, expected_tokens, may_grow)
             with self._mutex:
@@ -135,7 +133,7 @@ class DirectorySink(Sink):
         Raises:
             SinkError: nothing can be published where it leads.
         """
-        if file.home.is_at_its_path(file.relative.rpartition("/")[0], file.storage):
+        if file.session.is_at_its_path(file.relative.rpartition("/")[0], file.storage):
             return None
         with self._opening:
             return self._announce(file.request_id, file.path, file.relative, 0, False, file)
@@ -145,26 +143,30 @@ class DirectorySink(Sink):
             if self._closed:
                 return
             self._closed = True
-            files = list(self._files.values())
-        fail_all(files, SERVER_STOPPED)
-        for home in (*self._former, self._home):
-            self._close(home)
+            not_ended = list(self._files.values())
+        for file in not_ended:
+            file.fail(SERVER_STOPPED)
+        self._close_after_requests(self._session)
 
-    def leave(self, home: Home) -> None:
-        """Called when all requests in a directory have ended, before it is closed."""
+    def seal(self, session: Session) -> None:
+        """Called when all files in a directory are closed, before it is closed itself."""
 
     def forget(self, file: RequestFile) -> None:
-        """Called by a file that has ended. Its name may already belong to the next one: the lock is free."""
+        """Called by a file that ends: its name can be used again."""
         with self._mutex:
             if self._files.get(file.relative) is file:
                 del self._files[file.relative]
-            home = file.home
-            home.requests -= 1
-            ended = home in self._former and not home.requests
-            if ended:
-                self._former.remove(home)
-        if ended:
-            self._close(home)
+
+    def leave(self, file: RequestFile) -> None:
+        """Called by a file that is closed."""
+        session = file.session
+        with self._mutex:
+            session.requests -= 1
+            was_last = session in self._former and not session.requests
+            if was_last:
+                self._former.remove(session)
+        if was_last:
+            self._close(session)
 
     def _announce(
         self, request_id: str, path: Path, relative: str, expected_tokens: int, may_grow: bool, predecessor: RequestFile | None = None
@@ -172,58 +174,65 @@ class DirectorySink(Sink):
         """Have readers wait for a request. Raises SinkError."""
         *folders, name = relative.split("/")
         try:
-            home = self._settle()
+            session = self._settle()
         except (UserError, FileNotFoundError) as error:
             reason = describe(f"{self._directory} is not there any more", error) if isinstance(error, OSError) else str(error)
             raise SinkError(request_id, path, reason) from error
         try:
-            storage = home.storage.enter(folders, durable=self.options.durability == "fdatasync")
+            storage = session.enter(folders, durable=self.options.durability == "fdatasync")
         except OSError as error:
             raise SinkError(request_id, path, describe("a directory on the way to it cannot be entered", error)) from error
-        lock = None
+        lock, gid = None, -1
         try:
+            gid = session.workspace.group_in(storage)
             if self.options.use_lock:
-                home.note(folders)
-                lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, home.lock_mode, home.token)
-            file = RequestFile(self, home, request_id, path, storage, relative, expected_tokens, may_grow, lock)
+                lock = HeldLock.acquire(storage.fd, name + LOCK_SUFFIX, session.lock_mode, session.workspace.fd, gid)
+            file = RequestFile(self, session, request_id, path, storage, relative, expected_tokens, may_grow, gid, lock)
             file.predecessor = predecessor
             storage.unlink(name + ERROR_SUFFIX)
-            file.superseded = self.set_aside(file)
+            file.remove_previous = self.hide_previous(file)
         except LockHeldError:
-            home.leave(storage)
+            session.leave(storage)
             raise SinkError(request_id, path, "another request or server is writing this file") from None
         except OSError as error:
             reason = describe("it cannot be opened", error)
-            RequestFile(self, home, request_id, path, storage, relative, 0, False, lock).refuse(reason)
+            RequestFile(self, session, request_id, path, storage, relative, 0, False, gid, lock).refuse(reason)
             raise SinkError(request_id, path, reason) from error
         with self._mutex:
-            home.requests += 1
+            session.requests += 1
         return file
 
-    def _settle(self) -> Home:
+    def _settle(self) -> Session:
         """The directory that its path leads to now: somebody may have removed, renamed, unmounted or replaced the one before.
 
         Raises:
             FileNotFoundError: nothing is there. It is not made again: it may be where something was mounted.
             UserError: what is there cannot be used.
         """
-        former = self._home
-        if not former.is_at_its_path():
+        former = self._session
+        if former.is_at_its_path():
+            if former.has_workspace:
+                return former
+            logger.warning("%s: somebody has removed the hidden directory of this server; it makes another one", self._directory)
+        else:
             if not os.path.exists(self._directory):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), os.fspath(self._directory))
-            self._home = Home(self._directory, self.options, self._memory)
             logger.warning("%s is another directory than before; new files go there", self._directory)
-            with self._mutex:
-                ended = not former.requests
-                if not ended:
-                    self._former.append(former)
-            if ended:
-                self._close(former)
-        return self._home
+        self._session = Session(self._directory, self.options, self._memory)
+        self._close_after_requests(former)
+        return self._session
 
-    def _close(self, home: Home) -> None:
-        self.leave(home)
-        home.close()
+    def _close_after_requests(self, session: Session) -> None:
+        """Close a directory in which no more files are opened, or have its last file close it."""
+        with self._mutex:
+            if session.requests:
+                self._former.append(session)
+                return
+        self._close(session)
+
+    def _close(self, session: Session) -> None:
+        self.seal(session)
+        session.close()
 
     def _relative(self, path: Path) -> str | None:
         """What stands behind the directory in `path`, which is compared as text; None if it does not begin with it."""

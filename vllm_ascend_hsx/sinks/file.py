@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from vllm_ascend_hsx.protocol.names import partial_name
 from vllm_ascend_hsx.sinks.data_file import DataFile
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -18,7 +17,7 @@ class FileSink(DirectorySink):
         data.publish()
 
     def move(self, file: RequestFile, successor: RequestFile) -> None:
-        file.storage.move(file.name, successor.storage)
+        file.storage.move(file.name, successor.storage, file.name)
         if self.options.durability == "fdatasync":
             try:
                 successor.storage.sync()
@@ -26,14 +25,14 @@ class FileSink(DirectorySink):
                 successor.storage.unlink(file.name)  # as DataFile does
                 raise
 
-    def set_aside(self, file: RequestFile) -> Callable[[], None] | None:
-        return set_file_aside(file)
+    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None:
+        return hide_previous_file(file)
 
 
-def set_file_aside(file: RequestFile) -> Callable[[], None] | None:
-    """Take an earlier request's file of this name out of sight; see DirectorySink.set_aside."""
+def hide_previous_file(file: RequestFile) -> Callable[[], None] | None:
+    """Take an earlier request's file of this name out of sight; see DirectorySink.hide_previous."""
     if not file.storage.has_file(file.name):
         return None
-    hidden = partial_name(f"{file.name}.superseded", file.home.token)
-    file.storage.rename(file.name, hidden)
-    return partial(file.storage.unlink, hidden)
+    workspace, hidden = file.session.workspace, file.session.new_name(file.name)
+    file.storage.move(file.name, workspace, hidden)
+    return partial(workspace.unlink, hidden)

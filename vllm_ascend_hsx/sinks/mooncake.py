@@ -27,11 +27,9 @@ from vllm_ascend_hsx.protocol.mooncake_manifest import (
 from vllm_ascend_hsx.protocol.mooncake_store import OPTION, MooncakeClient, MooncakeError, MooncakeOptions
 from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
 from vllm_ascend_hsx.sinks.arena import Arena, ArenaFullError, Gathering
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError
-from vllm_ascend_hsx.sinks.data_file import as_bytes
-from vllm_ascend_hsx.sinks.encoder import Scales
-from vllm_ascend_hsx.sinks.one_end import OneEndFile, State, fail_all
-from vllm_ascend_hsx.sinks.spans import Interval, describe_missing
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
+from vllm_ascend_hsx.sinks.data_file import as_bytes, rows_as_bytes
+from vllm_ascend_hsx.sinks.encoder import Scales, encoder_for
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +37,18 @@ _TIDIED = 16  # handles that are looked at with each that is published
 NO_ROOM = "ENOSPC"  # kind of a failure for want of memory, as of one for want of disk
 
 
-class MooncakeFile(OneEndFile):
+class MooncakeFile(SinkFile):
     """One object of a MooncakeSink, under the handle that stands where others have a path. Nothing of it is in the store before it ends."""
 
     def __init__(self, sink: MooncakeSink, request_id: str, path: Path) -> None:
-        super().__init__(request_id, path, sink.row_format)
+        self.request_id = request_id
+        self.path = path
         self.handle = os.fspath(path)
         self._sink = sink
+        self._row_bytes = sink.row_format.row_bytes
         self._stored_row_bytes = sink.row_format.stored_row_bytes
+        self._encoder = encoder_for(sink.row_format)
         self._gathering = Gathering(sink.arena)
-        self._write_error: SinkError | None = None
 
     def begin(self, expected_tokens: int) -> None:
         """Remove what an earlier request left under the handle, and take memory for the tokens that will come.
@@ -60,40 +60,44 @@ class MooncakeFile(OneEndFile):
             self._sink.client.remove(keys_of(self.handle))
             self._reserve(packed_layout(self._sink.row_format, expected_tokens).size)
         except MooncakeError as error:
-            raise self._failed("what an earlier request left under its handle could not be removed", error) from error
+            reason = f"what an earlier request left under its handle could not be removed: {error}"
+            self.fail(reason)
+            raise self._error(reason) from error
         except SinkError as error:
             self.fail(error.reason)
             raise
 
     def write(self, first: int, rows: Rows) -> None:
-        data, count = self._rows(first, rows)
-        self._begin_write()
-        written = False
+        data, count = rows_as_bytes(first, rows, self._row_bytes)
+        self._reserve((first + count) * self._stored_row_bytes)
+        self._gathering.write(first * self._stored_row_bytes, self._encoder.encode(first, data))
+
+    def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
         try:
-            self._reserve((first + count) * self._stored_row_bytes)
-            self._gathering.write(first * self._stored_row_bytes, self._encoder.encode(first, data))
-            written = True
+            self._publish(token_ids, num_prompt_tokens)
         except SinkError as error:
-            self._write_error = error
+            self.fail(error.reason)
             raise
-        finally:
-            self._end_write((first, first + count) if written else (0, 0))
+        except MooncakeError as error:
+            reason = f"it could not be put into the store: {error}"
+            self.fail(reason)
+            raise self._error(reason) from error
+        self._sink.forget(self)
+        self.close()
 
-    # Writing
+    def fail(self, reason: str, close: bool = True) -> None:
+        marker = self.handle + ERROR_KEY_SUFFIX
+        self._attempt("publish the reason of the failure", lambda: self._sink.client.put(marker, error_marker(reason), may_go=True))
+        self._sink.forget(self)
+        if close:
+            self.close()
 
-    def _begin_write(self) -> None:
-        with self._condition:
-            self._require_open()
-            self._writers += 1
+    def discard(self) -> None:
+        self._sink.forget(self)
+        self.close()
 
-    def _end_write(self, span: Interval) -> None:
-        with self._condition:
-            self._writers -= 1
-            self._written.add(*span)
-            if self._writers == 0:
-                if self._state in (State.FAILED, State.DISCARDED):
-                    self._gathering.free()
-                self._condition.notify_all()
+    def close(self) -> None:
+        self._gathering.free()
 
     def _reserve(self, size: int) -> None:
         try:
@@ -105,15 +109,9 @@ class MooncakeFile(OneEndFile):
             )
             raise SinkError(self.request_id, self.path, reason, NO_ROOM) from error
 
-    # Ending
-
     def _publish(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
-        """Put the data, then the manifest: who sees the manifest finds the data, all of it."""
-        self._wait_for_writers()
+        """Put the data, then the manifest: who sees the manifest finds the data, all of it. Raises MooncakeError, SinkError."""
         tokens = len(token_ids)
-        missing = self._written.missing(tokens)
-        if missing:
-            raise self._write_error or self._error(describe_missing(missing, tokens))
         if not tokens:
             raise self._error("there are no tokens, and Mooncake stores no object without bytes")
         layout = packed_layout(self._sink.row_format, tokens)
@@ -145,37 +143,14 @@ class MooncakeFile(OneEndFile):
             digest.update(part)
         return digest
 
-    def _why_not_published(self, error: OSError) -> str:
-        return f"it could not be put into the store: {error}"
-
-    def _publish_reason(self, reason: str) -> None:
-        marker = self.handle + ERROR_KEY_SUFFIX
-        self._attempt("publish the reason of the failure", lambda: self._sink.client.put(marker, error_marker(reason), may_go=True))
-
-    def _end(self, state: State) -> None:
-        with self._condition:
-            self._state = state
-            self._condition.notify_all()
-        self._drop_rows()
-        self._sink.forget(self)
-
-    def _drop_rows(self) -> None:
-        """Give the memory back; the last writer in flight does, if there is one."""
-        with self._condition:
-            if self._writers == 0:
-                self._gathering.free()
-
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
         except MooncakeError as error:
             logger.error("request %r, %s: could not %s: %s", self.request_id, self.path, what, error)
 
-    def _failed(self, what: str, error: MooncakeError) -> SinkError:
-        """Fail with a reason; the error to raise."""
-        reason = f"{what}: {error}"
-        self.fail(reason)
-        return self._error(reason)
+    def _error(self, reason: str) -> SinkError:
+        return SinkError(self.request_id, self.path, reason)
 
 
 class MooncakeSink(Sink):
@@ -227,12 +202,13 @@ class MooncakeSink(Sink):
             if self._closed:
                 return
             self._closed = True
-            files = list(self._files.values())
-        fail_all(files, SERVER_STOPPED)
+            not_ended = list(self._files.values())
+        for file in not_ended:
+            file.fail(SERVER_STOPPED)
         self.client.close()
 
     def forget(self, file: MooncakeFile) -> None:
-        """Called by a file that has ended."""
+        """Called by a file that ends: its handle can be used again."""
         with self._mutex:
             if self._files.get(file.handle) is file:
                 del self._files[file.handle]

@@ -17,16 +17,17 @@ from pathlib import Path
 
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.format import FileLayout
-from vllm_ascend_hsx.protocol.names import file_name, partial_name
+from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.shard_index import Gone, latest_ns
 from vllm_ascend_hsx.protocol.shard_names import SHARDS_MARK, stem
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions, Spare
 from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
-from vllm_ascend_hsx.sinks.file import set_file_aside
-from vllm_ascend_hsx.sinks.home import Home
+from vllm_ascend_hsx.sinks.file import hide_previous_file
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.session import Session
 from vllm_ascend_hsx.sinks.shard_file import Shard
+from vllm_ascend_hsx.sinks.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +66,16 @@ class ShardSink(DirectorySink):
         self._file_options = replace(self.options, durability="none")  # it becomes durable in its shard
         self._shard_bytes = shard_bytes
         self._mutex_of_shards = threading.Lock()
-        self._shards: dict[Home, _Shards] = {}
+        self._shards: dict[Session, _Shards] = {}
 
     def make_data(self, file: RequestFile) -> DataFile:
         layout = FileLayout(self.row_format, file.request_id)
-        hidden = self._shards_of(file.home).hidden_file()
-        return DataFile(file.home.storage, "", hidden, layout, self._file_options, file.expected_tokens, file.home.filesystem)
+        session, hidden = file.session, self._shards_of(file.session).hidden_file()
+        place = session.workspace, hidden, session.storage, file.name, -1
+        return DataFile(*place, layout, self._file_options, file.expected_tokens, session.filesystem)
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
-        shards = self._shards_of(file.home)
+        shards = self._shards_of(file.session)
         is_spare = data.size <= _LARGEST_SPARE and len(shards.spares) < _SPARES
         if not is_spare:
             data.withdraw()  # its descriptor keeps the bytes; after the index line nothing may fail
@@ -83,38 +85,39 @@ class ShardSink(DirectorySink):
             shards.spares.append(data.detach())
 
     def move(self, file: RequestFile, successor: RequestFile) -> None:
-        if successor.home is not file.home:  # else it is found by its name, whatever has become of a folder that this names
+        if successor.session is not file.session:  # else it is found by its name, whatever has become of a folder that this names
             raise OSError(errno.EXDEV, "they are in a shard of the former one")
 
-    def set_aside(self, file: RequestFile) -> Callable[[], None] | None:
+    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None:
         # No other request has such an id, so its name needs no line: that would be one for each of millions.
         is_unique = file.relative == file_name(file.request_id) and _RANDOM_ID.fullmatch(file.request_id)
         # The name's member may be this request's own already.
-        is_here = file.predecessor is not None and file.predecessor.home is file.home
+        is_here = file.predecessor is not None and file.predecessor.session is file.session
         if not is_unique and not is_here:
-            shards = self._shards_of(file.home)
+            shards = self._shards_of(file.session)
             with shards.current() as shard:
                 shard.add_line(Gone(file.relative, shards.now_ns()))
-        return set_file_aside(file)
+        return hide_previous_file(file)
 
-    def leave(self, home: Home) -> None:
+    def seal(self, session: Session) -> None:
         with self._mutex_of_shards:
-            shards = self._shards.pop(home, None)
+            shards = self._shards.pop(session, None)
         if shards is not None:
-            shards.close()
+            shards.close(session.workspace if session.has_workspace else self._session.workspace)
 
-    def _shards_of(self, home: Home) -> _Shards:
+    def _shards_of(self, session: Session) -> _Shards:
         with self._mutex_of_shards:
-            if home not in self._shards:
-                self._shards[home] = _Shards(home, self._shard_bytes, self.options.durability == "fdatasync")
-            return self._shards[home]
+            if session not in self._shards:
+                durable = self.options.durability == "fdatasync"
+                self._shards[session] = _Shards(session, self._shard_bytes, durable)
+            return self._shards[session]
 
 
 class _Shards:
     """The shards of one sink in one directory, of which one at a time takes requests.
 
     Args:
-        home: the directory.
+        session: the sink's stay in the directory.
         limit: bytes at which a shard is sealed.
         durable: as for Shard.
 
@@ -123,23 +126,22 @@ class _Shards:
             allocating its pages and blocks, takes ext4 longer than the copy into the shard.
     """
 
-    def __init__(self, home: Home, limit: int, durable: bool) -> None:
+    def __init__(self, session: Session, limit: int, durable: bool) -> None:
         self.spares: deque[Spare] = deque()
-        self._home = home
+        self._session = session
         self._limit = limit
         self._durable = durable
         self._numbers = itertools.count()
-        self._hidden_numbers = itertools.count()
         self._appending = threading.Lock()  # one append at a time; guards the next two
         self._shard: Shard | None = None
-        self._time_ns = latest_ns(home.storage.fd)
+        self._time_ns = latest_ns(session.storage.fd)
 
     def hidden_file(self) -> str | Spare:
         """Return a hidden file to write over, or the name of a new one."""
         try:
             return self.spares.pop()
         except IndexError:
-            return partial_name(f"hsx-{next(self._hidden_numbers)}", self._home.token)
+            return self._session.new_name("rows")
 
     def now_ns(self) -> int:
         """Return a time later than that of any line before, though the system's clock may have been set back."""
@@ -151,42 +153,42 @@ class _Shards:
         """Lend the shard that takes requests; seal it if it is full or unsound then. Raises OSError: there is none."""
         with self._appending:
             if self._shard is not None and not self._shard.is_there():
-                self._seal()
+                self._seal(self._session.workspace)
             shard = self._shard = self._shard or self._make()
             try:
                 yield shard
             finally:
                 if not shard.is_sound or shard.end >= self._limit:
-                    self._seal()
+                    self._seal(self._session.workspace)
 
-    def close(self) -> None:
-        """Seal the last shard and remove the spares; problems are logged and left to the next server."""
+    def close(self, workspace: Storage) -> None:
+        """Seal the last shard and close the spares, which are removed with their directory.
+
+        Args:
+            workspace: a hidden directory of this server.
+        """
         with self._appending:
-            self._seal()
+            self._seal(workspace)
         for spare in self.spares:
             with suppress(OSError):  # the rows in it are in a shard
                 os.close(spare.fd)
-            try:
-                self._home.storage.unlink(spare.hidden)
-            except OSError as error:
-                self._home.tidy = False
-                logger.error("%s", describe(f"{spare.hidden} could not be removed", error))
 
     def _make(self) -> Shard:
-        storage = self._home.storage
+        session = self._session
         with suppress(FileExistsError):
-            os.close(storage.create(SHARDS_MARK))
+            os.close(session.storage.create(SHARDS_MARK))
         for _ in range(_ATTEMPTS):
             with suppress(FileExistsError):
-                return Shard.create(storage, self._home.token, stem(self._home.token, next(self._numbers)), self._durable)
+                name = stem(session.token, next(self._numbers))
+                return Shard.create(session.storage, name, self._durable)
         raise FileExistsError("every shard's name was taken by somebody else")
 
-    def _seal(self) -> None:
+    def _seal(self, workspace: Storage) -> None:
         """End the shard, if there is one. Its problems concern no request and are logged."""
         shard, self._shard = self._shard, None
         try:
             if shard is not None:
-                shard.seal()
+                shard.seal(workspace)
         except OSError as error:
-            self._home.tidy = False
+            self._session.tidy = False
             logger.error("%s", describe("a shard could not be sealed, which the next server will do", error))

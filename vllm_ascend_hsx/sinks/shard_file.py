@@ -16,7 +16,6 @@ from contextlib import suppress
 from typing import Literal
 
 from vllm_ascend_hsx.protocol.files import read_all, write_at
-from vllm_ascend_hsx.protocol.names import partial_name
 from vllm_ascend_hsx.protocol.shard_index import Gone, Member, encode
 from vllm_ascend_hsx.protocol.shard_manifest import manifest
 from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, TAR
@@ -33,7 +32,6 @@ class Shard:
 
     Args:
         storage: the directory.
-        token: part of the names of hidden files.
         stem: of the shard's names.
         fds: its index and its tar file, open for reading and writing; closed with this object.
         durable: sync what is appended, data first, then the index.
@@ -47,7 +45,6 @@ class Shard:
     def __init__(
         self,
         storage: Storage,
-        token: str,
         stem: str,
         fds: tuple[int, int],
         durable: bool,
@@ -57,14 +54,13 @@ class Shard:
         self.end = end
         self.is_sound = True
         self._storage = storage
-        self._token = token
         self._stem = stem
         self._index_fd, self._fd = fds
         self._durable = durable
         self._index_end = index_end
 
     @classmethod
-    def create(cls, storage: Storage, token: str, stem: str, durable: bool) -> Shard:
+    def create(cls, storage: Storage, stem: str, durable: bool) -> Shard:
         """Make a new shard.
 
         Raises:
@@ -74,7 +70,7 @@ class Shard:
         # In this order: `recover_shard` takes a tar file without an index for one that lost it.
         index_fd = storage.create(stem + INDEX)
         try:
-            return cls(storage, token, stem, (index_fd, storage.create(stem + TAR)), durable)
+            return cls(storage, stem, (index_fd, storage.create(stem + TAR)), durable)
         except OSError:
             os.close(index_fd)
             storage.unlink(stem + INDEX)
@@ -129,8 +125,14 @@ class Shard:
         self.is_sound = True
         self._index_end += len(data)
 
-    def seal(self, sealed_by: Literal["server", "recovery"] = "server") -> None:
+    def seal(
+        self, workspace: Storage, sealed_by: Literal["server", "recovery"] = "server"
+    ) -> None:
         """End the tar file, write the manifest, and close the shard; remove a shard whose index is empty.
+
+        Args:
+            workspace: the hidden directory that the manifest is made in.
+            sealed_by: for the manifest.
 
         Raises:
             OSError: it could not be done, which the next server must do.
@@ -148,17 +150,16 @@ class Shard:
                 if self._durable:
                     os.fdatasync(self._fd)
                     os.fdatasync(self._index_fd)
-                self._write_manifest(sealed_by)
+                self._write_manifest(workspace, sealed_by)
         finally:
             os.close(self._fd)
             os.close(self._index_fd)
 
-    def _write_manifest(self, sealed_by: str) -> None:
+    def _write_manifest(self, workspace: Storage, sealed_by: str) -> None:
         name = self._stem + MANIFEST
-        hidden = partial_name(name, self._token)
         text = json.dumps(manifest(self._fd, read_all(self._index_fd), sealed_by), indent=1) + "\n"
-        self._storage.unlink(hidden)  # of a server that died while it sealed this shard
-        fd = self._storage.create(hidden)
+        workspace.unlink(name)  # of a server that died while it sealed this shard
+        fd = workspace.create(name, workspace.group_in(self._storage))
         try:
             try:
                 write_at(fd, memoryview(text.encode("ascii")), 0)
@@ -166,9 +167,9 @@ class Shard:
                     os.fdatasync(fd)
             finally:
                 os.close(fd)
-            self._storage.rename(hidden, name)
+            workspace.move(name, self._storage, name)
         except OSError:
-            self._storage.unlink(hidden)
+            workspace.unlink(name)
             raise
         if self._durable:
             self._storage.sync()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection
 
 from vllm_ascend_hsx.protocol.files import read_all
 from vllm_ascend_hsx.protocol.shard_index import Member, decode, end_of_members, split_lines
@@ -13,26 +12,27 @@ from vllm_ascend_hsx.sinks.shard_file import Shard
 from vllm_ascend_hsx.sinks.storage import Storage
 
 
-def unsealed_shards(dir_fd: int, tokens: Collection[str]) -> list[tuple[str, str]]:
-    """Return token and stem of each shard of these tokens that has no manifest, in order.
+def unsealed_shards(dir_fd: int, token: str) -> list[str]:
+    """Return the stem of each shard of a server that has no manifest, in order.
 
     Raises:
         OSError: the directory cannot be read.
     """
     with os.scandir(dir_fd) as entries:
-        found = [parts for entry in entries if (parts := parse_name(entry.name)) and parts[1] in tokens]
+        found = [parts for entry in entries if (parts := parse_name(entry.name)) and parts[1] == token]
     sealed = {stem for stem, _, suffix in found if suffix == MANIFEST}
-    return sorted({(token, stem) for stem, token, _ in found if stem not in sealed})
+    return sorted({stem for stem, _, _ in found} - sealed)
 
 
-def recover_shard(dir_fd: int, token: str, stem: str) -> int:
+def recover_shard(dir_fd: int, workspace_fd: int, stem: str) -> int:
     """Cut off what follows the last member that the index names, and seal the shard durably.
 
-    The caller holds the mark of the shard's server.
+    The caller holds the lock of the hidden directory of the shard's server.
 
     Args:
         dir_fd: the directory.
-        token, stem: of the shard.
+        workspace_fd: the hidden directory of its server.
+        stem: of the shard.
 
     Returns:
         The number of its requests.
@@ -41,7 +41,7 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> int:
         OSError: it could not be done. If the index is not there or contradicts the tar file, nothing
             was changed.
     """
-    storage = Storage(dir_fd, 0o600)  # the caller closes it
+    storage = Storage(dir_fd, 0o600)  # the caller closes both
     fds = []
     try:
         fds.append(storage.open(stem + INDEX, os.O_RDWR))
@@ -58,10 +58,10 @@ def recover_shard(dir_fd: int, token: str, stem: str) -> int:
             end = end_of_members(fds[1], lines)
         except ValueError as error:
             raise OSError(errno.EUCLEAN, str(error)) from error
-        storage.file_mode = os.fstat(fds[1]).st_mode & 0o777
-        shard = Shard(storage, token, stem, (fds[0], fds[1]), True, len(lines), end)
+        workspace = Storage(workspace_fd, os.fstat(fds[1]).st_mode & 0o777)
+        shard = Shard(storage, stem, (fds[0], fds[1]), True, len(lines), end)
         fds.clear()
-        shard.seal("recovery")
+        shard.seal(workspace, "recovery")
         return sum(isinstance(decode(line), Member) for line in split_lines(lines))
     finally:
         for fd in fds:

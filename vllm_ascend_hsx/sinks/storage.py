@@ -84,14 +84,20 @@ class Storage:
             return Storage(fd, self.file_mode)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
-    def create(self, name: str) -> int:
+    def create(self, name: str, gid: int = -1) -> int:
         """A descriptor of a new file, for reading and writing.
+
+        Args:
+            name: the file's.
+            gid: its group; -1: the one that files made here have.
 
         Raises:
             OSError: it cannot be created, or something of that name exists.
         """
         fd = os.open(name, _CREATE, self.file_mode, dir_fd=self.fd)
         try:
+            if gid >= 0:
+                os.fchown(fd, -1, gid)
             os.fchmod(fd, self.file_mode)
         except BaseException:
             os.close(fd)
@@ -118,8 +124,16 @@ class Storage:
             raise
         return direct_fd
 
-    def rename(self, source: str, target: str) -> None:
-        os.rename(source, target, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+    def move(self, name: str, target: Storage, new_name: str) -> None:
+        """Rename a file into another directory, over what has the name there. Raises OSError."""
+        os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
+
+    def group_in(self, folder: Storage) -> int:
+        """The group to give a file made here so that it looks as if made in `folder`; -1: it does."""
+        here, there = os.fstat(self.fd), os.fstat(folder.fd)
+        wanted = there.st_gid if there.st_mode & stat.S_ISGID else os.getegid()
+        inherited = here.st_gid if here.st_mode & stat.S_ISGID else os.getegid()
+        return -1 if wanted == inherited else wanted
 
     def unlink(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -145,10 +159,6 @@ class Storage:
             return os.path.samestat(os.fstat(fd), os.fstat(other.fd))
         finally:
             os.close(fd)
-
-    def move(self, name: str, target: Storage) -> None:
-        """Have the file `name` in another directory instead, in place of what is called so there. Raises OSError."""
-        os.rename(name, name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
 
     def sync(self) -> None:
         """Have the names, as they are now, survive a loss of power."""

@@ -49,7 +49,7 @@ class SpanSet:
 
 
 def describe_missing(missing: list[Interval], tokens: int) -> str:
-    """Which of a file's rows are missing, in words."""
+    """The missing spans of a number of tokens, in words."""
     named = ", ".join(f"[{first}, {last})" for first, last in missing[:_NAMED])
     more = f" and {len(missing) - _NAMED} more spans" if len(missing) > _NAMED else ""
-    return f"rows of token positions {named}{more} of {tokens} were never written"
+    return f"{named}{more} of {tokens}"

@@ -1,11 +1,9 @@
 """What servers that died have left in a directory: found and removed by the next one, and never anything of a server that lives.
 
-A server that uses locks holds an flock on a hidden file of its own, its mark, for as long as there may be hidden files with its token.
-The kernel lets go of it when the server dies, however that happens. So:
-* a mark that nobody holds, and every hidden file with its token, are left over
-* shards with its token that are not sealed are sealed
-* a lock file that nobody holds, and that has neither data nor error beside it, is left over: by a server that died, or by a consumer that
-  has taken the data away
+* A workspace whose lock nobody holds is an orphan, and so are the files in it.
+* Shards with its token that are not sealed are sealed.
+* A lock file that nobody holds, and that has neither data nor error beside it, is an orphan: of a server
+  that died, or of a consumer that has taken the data away.
 Whatever is decided by a lock is done while that lock is held, for the next server may want the same name at the same instant, and so may
 another one that cleans up. Data, errors, and the locks beside them belong to the consumers and stay.
 """
@@ -16,7 +14,7 @@ import errno
 import logging
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal, TypeAlias
 
@@ -24,18 +22,11 @@ import numpy as np
 
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.names import (
-    DATA_SUFFIX,
-    ERROR_SUFFIX,
-    LOCK_SUFFIX,
-    mark_name,
-    path_refusal,
-    token_of_mark,
-    token_of_partial,
-)
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_workspace, workspace_name
 from vllm_ascend_hsx.protocol.shard_names import TAR
 from vllm_ascend_hsx.sinks.shard_recovery import recover_shard, unsealed_shards
 from vllm_ascend_hsx.sinks.storage import open_folder
+from vllm_ascend_hsx.sinks.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +36,17 @@ _DATA_LOCK = DATA_SUFFIX + LOCK_SUFFIX
 _DATA_ERROR = DATA_SUFFIX + ERROR_SUFFIX
 
 
-def remove_leftovers(dir_fd: int, directory: str) -> None:
+def remove_orphans(dir_fd: int, directory: str) -> None:
     """Remove what dead servers have left in a directory. Raises nothing; logs what was done and what could not be.
 
-    A directory without leftovers costs one pass over its names, some two microseconds and 40 bytes for each; only marks are opened.
+    A directory without orphans costs one pass over its names, some two microseconds and 40 bytes for each.
 
     Args:
         dir_fd: the directory.
         directory: its path, for the log.
     """
     cleaning = Cleaning(dir_fd)
-    with cleaning.noting("could not look for leftovers"):
+    with cleaning.noting("could not look for what dead servers left"):
         cleaning.run()
     done = cleaning.words("sealed {}", "removed {}")
     if cleaning.servers:
@@ -73,7 +64,7 @@ def _count(number: int, what: str, rest: str = "") -> str:
 
 
 class Cleaning:
-    """A pass over a directory's names, and a second one if there is anything to do.
+    """A pass over a directory's names, and a second one if there are orphans.
 
     Args:
         dir_fd: the directory.
@@ -91,13 +82,7 @@ class Cleaning:
         self._dry_run = dry_run
         self._tell = tell
         self._cleaned: set[str] = set()
-        self.servers = 0
-        self.hidden = 0
-        self.locks = 0
-        self.errors = 0
-        self.shards = 0
-        self.requests = 0
-        self.problems = 0
+        self.servers = self.hidden = self.locks = self.errors = self.shards = self.requests = self.problems = 0
         self.first_problem = ""
 
     def words(self, sealed: str, removed: str) -> str:
@@ -123,37 +108,24 @@ class Cleaning:
 
     def run(self) -> None:
         """Remove what dead servers have left, and locks without data in the directory itself. Raises OSError: it cannot be read."""
-        tokens, lonely = _look(self._dir_fd)
-        dead = self._hold_marks(tokens)
-        self.servers = len(dead)
-        stuck = set(dead)
-        try:
-            if dead or lonely:
-                stuck = self._clean(self._dir_fd, "", dead, lonely)
-            if dead:
-                stuck |= self._seal_shards(dead)
-            for folder, owners in _folders(dead).items():
-                if not self._clean_folder(folder, owners):
-                    stuck |= owners
-        finally:
-            for token, held in dead.items():
-                with self.noting(f"could not remove {mark_name(token)!r}"):
-                    (held.release if token in stuck or self._dry_run else held.remove)()
-
-    def _hold_marks(self, tokens: list[str]) -> dict[str, HeldLock]:
-        """The marks that no living server holds, by token."""
-        dead = {}
-        for token in tokens:
-            with self.noting(f"could not open {mark_name(token)!r}"):
-                held = HeldLock.adopt(self._dir_fd, mark_name(token))
-                if held is not None:
-                    dead[token] = held
-        return dead
+        for token in self._remove_locks(self._dir_fd, ""):
+            with self.noting(f"could not clean {workspace_name(token)!r}"):
+                workspace = Workspace.adopt(self._dir_fd, token, make_lock=not self._dry_run)
+                if workspace is not None:
+                    self.servers += 1
+                    self._clean_workspace(workspace)
 
     def remove_locks(self, folder: str) -> None:
         """Remove the locks without data in a folder below the directory, unless that has been done."""
         if folder not in self._cleaned:
-            self._clean_folder(folder, ())
+            self._cleaned.add(folder)
+            with self.noting(f"could not clean {folder!r}"):
+                dir_fd = open_folder(self._dir_fd, folder)
+                if dir_fd >= 0:
+                    try:
+                        self._remove_locks(dir_fd, folder)
+                    finally:
+                        os.close(dir_fd)
 
     def remove_errors(self, folder: str, before: float) -> None:
         """Remove the errors that were written before a time, and their locks, unless somebody holds these.
@@ -173,52 +145,39 @@ class Cleaning:
                 finally:
                     os.close(dir_fd)
 
-    def _clean(self, dir_fd: int, folder: str, dead: Collection[str], lonely: set[int]) -> set[str]:
-        """Remove hidden files of dead tokens, and the lonely locks that are left over. Returns the tokens that still have files."""
-        stuck = set()
-        # Names are taken only now: a server may have made hidden files after the first pass, before it died.
-        hidden, locks = _take_names(dir_fd, dead, lonely)
-        for token, name in hidden:
-            problems = self.problems
-            with self.noting(f"could not remove {name!r}"), suppress(FileNotFoundError):
-                if not self._dry_run:
-                    os.unlink(name, dir_fd=dir_fd)
-                self.hidden += 1
-                self._tell("removed", os.path.join(folder, name))
-            if self.problems > problems:
-                stuck.add(token)
-        for name in locks:
-            with self.noting(f"could not remove {name!r}"):
-                self._remove_lock(dir_fd, folder, name)
-        return stuck
-
-    def _seal_shards(self, dead: Collection[str]) -> set[str]:
-        """Seal the shards of dead tokens. Returns the tokens that still have some which are not sealed."""
-        stuck = set()
-        for token, stem in unsealed_shards(self._dir_fd, dead):
-            problems = self.problems
-            with self.noting(f"could not seal {stem}"):
-                if not self._dry_run:
-                    self.requests += recover_shard(self._dir_fd, token, stem)
-                self.shards += 1
-                self._tell("sealed", stem + TAR)
-            if self.problems > problems:
-                stuck.add(token)
-        return stuck
-
-    def _clean_folder(self, folder: str, dead: Collection[str]) -> bool:
-        """Remove the hidden files of dead tokens and the locks without data in it. False: not all of them could be."""
+    def _clean_workspace(self, workspace: Workspace) -> None:
+        """Remove an orphan after all else that its server has left; it stays if something does."""
         problems = self.problems
-        self._cleaned.add(folder)
-        with self.noting(f"could not clean {folder!r}"):
-            dir_fd = open_folder(self._dir_fd, folder)
-            if dir_fd >= 0:
-                try:
-                    _, lonely = _look(dir_fd)
-                    self._clean(dir_fd, folder, dead, lonely)
-                finally:
-                    os.close(dir_fd)
-        return self.problems == problems
+        end = workspace.leave
+        try:
+            for stem in unsealed_shards(self._dir_fd, workspace.token):
+                with self.noting(f"could not seal {stem}"):
+                    if not self._dry_run:
+                        self.requests += recover_shard(self._dir_fd, workspace.fd, stem)
+                    self.shards += 1
+                    self._tell("sealed", stem + TAR)
+            for folder in workspace.folders():
+                self._cleaned.discard(folder)  # as it was when another server's was cleaned
+                self.remove_locks(folder)
+            files = workspace.files()
+            self.hidden += len(files)
+            for name in files:
+                self._tell("removed", os.path.join(workspace_name(workspace.token), name))
+            if self.problems == problems and not self._dry_run:
+                end = workspace.remove
+        finally:
+            end()
+
+    def _remove_locks(self, dir_fd: int, folder: str) -> list[str]:
+        """Remove the locks without data in an open folder. Returns the tokens of workspaces there."""
+        tokens, lonely = _look(dir_fd)
+        if lonely:
+            with os.scandir(dir_fd) as entries:
+                locks = [each.name for each in entries if each.name.endswith(_DATA_LOCK) and hash(_data_of(each.name)) in lonely]
+            for name in locks:
+                with self.noting(f"could not remove {name!r}"):
+                    self._remove_lock(dir_fd, folder, name)
+        return tokens
 
     def _remove_lock(self, dir_fd: int, folder: str, name: str) -> None:
         held = HeldLock.adopt(dir_fd, name)
@@ -260,49 +219,27 @@ class Cleaning:
 
 
 def _look(dir_fd: int) -> tuple[list[str], set[int]]:
-    """The tokens of all marks, and the hash values of the data names of which there is a lock, but neither data nor an error."""
+    """The tokens of all workspaces, and the hash values of the data names of which there is a lock, but neither data nor an error."""
     tokens = []
     locked, decided = array("q"), array("q")
     with os.scandir(dir_fd) as entries:
         for entry in entries:
             name = entry.name
             if name.startswith("."):
-                token = token_of_mark(name)
+                token = token_of_workspace(name)
                 if token is not None:
                     tokens.append(token)
             elif name.endswith(DATA_SUFFIX):
                 decided.append(hash(name))
             elif name.endswith(_DATA_LOCK):
-                locked.append(hash(name.removesuffix(LOCK_SUFFIX)))
+                locked.append(hash(_data_of(name)))
             elif name.endswith(_DATA_ERROR):
                 decided.append(hash(name.removesuffix(ERROR_SUFFIX)))
     return tokens, set(np.setdiff1d(np.frombuffer(locked, np.int64), np.frombuffer(decided, np.int64)).tolist())
 
 
-def _take_names(dir_fd: int, dead: Collection[str], lonely: set[int]) -> tuple[list[tuple[str, str]], list[str]]:
-    """The hidden files of dead tokens, as (token, name), and the locks that may be left over."""
-    hidden, locks = [], []
-    with os.scandir(dir_fd) as entries:
-        for entry in entries:
-            name = entry.name
-            if name.startswith("."):
-                token = token_of_partial(name)
-                if token is not None and token in dead:
-                    hidden.append((token, name))
-            elif lonely and name.endswith(_DATA_LOCK) and hash(name.removesuffix(LOCK_SUFFIX)) in lonely:
-                locks.append(name)
-    return hidden, locks
-
-
-def _folders(dead: dict[str, HeldLock]) -> dict[str, set[str]]:
-    """The folders that marks name, with the tokens of those that do; others may have written into a mark too."""
-    folders: dict[str, set[str]] = {}
-    for token, held in dead.items():
-        for line in held.content().split(b"\n"):
-            folder = os.fsdecode(line)
-            if folder and path_refusal(f"{folder}/x{DATA_SUFFIX}") is None:
-                folders.setdefault(folder, set()).add(token)
-    return folders
+def _data_of(lock: str) -> str:
+    return lock.removesuffix(LOCK_SUFFIX)
 
 
 def _errors(dir_fd: int) -> list[str]:

@@ -13,19 +13,33 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sink_harness import FORMAT, Stepped, Traced, is_held, listing, make_rows, open_fds, speculators_reader, token_ids, trace
+from sink_harness import (
+    FORMAT,
+    Stepped,
+    Traced,
+    dead_workspace,
+    is_held,
+    listing,
+    make_rows,
+    open_fds,
+    speculators_reader,
+    token_ids,
+    trace,
+)
 
 from vllm_ascend_hsx.protocol import lock as lock_module
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
-from vllm_ascend_hsx.protocol.names import mark_name, partial_name, token_of_mark
+from vllm_ascend_hsx.protocol.names import token_of_workspace, workspace_name
 from vllm_ascend_hsx.reader.load import load
-from vllm_ascend_hsx.sinks import leftovers
+from vllm_ascend_hsx.sinks import orphans
+from vllm_ascend_hsx.sinks import workspace as workspace_module
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
+from vllm_ascend_hsx.sinks.workspace import LOCK
 
 DATA = "cmpl-1.safetensors"
 
@@ -57,19 +71,25 @@ def everything(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def dead_marks(directory: Path) -> list[str]:
-    return [name for name in listing(directory) if token_of_mark(name)]
+def dead_workspaces(directory: Path) -> list[str]:
+    return [name for name in listing(directory) if token_of_workspace(name)]
+
+
+def hidden(directory: Path) -> list[str]:
+    """Files in workspaces, of living servers too."""
+    workspaces = (path for path in directory.iterdir() if path.name.startswith("."))
+    return [each.name for path in workspaces for each in path.iterdir() if each.name != LOCK]
 
 
 # What is removed, and what stays
 
 
-def test_a_server_that_lives_has_a_mark_that_is_held_and_goes_with_it(tmp_path: Path) -> None:
+def test_a_server_that_lives_has_a_workspace_whose_lock_is_held_and_that_goes_with_it(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT) as one, FileSink(tmp_path, FORMAT) as other:
-        assert everything(tmp_path) == sorted([mark_name(one.token), mark_name(other.token)])
-        assert is_held(tmp_path / mark_name(one.token))
+        assert everything(tmp_path) == sorted([workspace_name(one.token), workspace_name(other.token)])
+        assert is_held(tmp_path / workspace_name(one.token) / LOCK)
         one.close()
-        assert everything(tmp_path) == [mark_name(other.token)]
+        assert everything(tmp_path) == [workspace_name(other.token)]
     assert everything(tmp_path) == []
 
 
@@ -93,8 +113,8 @@ def test_what_a_server_leaves_that_is_killed_goes_with_the_next_start(tmp_path: 
             file.fail("x")
 
     killed(serve)
-    left = everything(tmp_path)
-    assert len(left) == {"open": 2, "rows": 3, "rows over an earlier file": 4, "reason": 3, "lock over a reader's": 3}[at], left
+    assert len(everything(tmp_path)) == 2, "the workspace and a lock"
+    assert len(hidden(tmp_path)) == {"open": 0, "rows": 1, "rows over an earlier file": 2, "reason": 1, "lock over a reader's": 1}[at]
     FileSink(tmp_path, FORMAT).close()
     assert everything(tmp_path) == []
 
@@ -110,7 +130,7 @@ def test_one_line_of_the_log_says_what_was_recovered(tmp_path: Path, caplog: pyt
 
     killed(serve)
     FileSink(tmp_path, FORMAT).close()
-    (line,) = [record for record in caplog.records if "sinks.leftovers" in record.name]
+    (line,) = [record for record in caplog.records if "sinks.orphans" in record.name]
     assert line.levelname == "WARNING", "what is below is not shown by vLLM's logging"
     assert line.getMessage() == (
         f"{tmp_path}: after a server that died: sealed 1 shard with 2 requests, removed 1 hidden file, 1 lock without data"
@@ -156,23 +176,24 @@ def test_what_is_not_a_servers_stays_whatever_it_is_called(tmp_path: Path, caplo
     victim.write_text("precious")
     directory = tmp_path / "storage"
     directory.mkdir()
-    dead = mark_name("0badcafe")
-    strangers = [".hidden", ".hsx-.server", ".hsx-0badcafe", "x.lock", ".x.partial", ".x.0badcafe.partial~", "0badcafe.partial"]
-    strangers += [partial_name(DATA, "12345678"), partial_name(DATA, "0BADCAFE"), ".hsx-0badcafe5.server", "hsx-0badcafe.server"]
-    for name in [*strangers, dead, partial_name(DATA, "0badcafe")]:
-        (directory / name).touch()
-    (directory / mark_name("deadbeef")).symlink_to(victim)
-    (directory / mark_name("00000000")).mkdir()
-    os.mkfifo(directory / mark_name("00000001"))
+    strangers = [".hidden", ".hsx-", ".hsx-0BADCAFE", "x.lock", ".x.partial", ".hsx-0badcafe5", "hsx-0badcafe", ".hsx-unlocked-0badcafe"]
+    for name in strangers:
+        (directory / name).mkdir()
+        (directory / name / "lock").touch()
+    (directory / workspace_name("deadbeef")).symlink_to(directory / ".hidden")
+    (directory / workspace_name("00000000")).touch()
+    os.mkfifo(directory / workspace_name("00000001"))
     (directory / "folder.safetensors.lock").mkdir()
     (directory / "link.safetensors.lock").symlink_to(victim)
-    (directory / partial_name("folder", "0badcafe")).mkdir()
+    (dead_workspace(directory) / "folder").mkdir()
+    dead_workspace(directory, "0badcaff").joinpath("link").symlink_to(victim)
     before = set(everything(directory))
     FileSink(directory, FORMAT).close()
-    # The dead server's mark stays for as long as something of it does.
-    assert before - set(everything(directory)) == {partial_name(DATA, "0badcafe")}
+    # The dead server's workspace stays for as long as something in it does.
+    assert before - set(everything(directory)) == {workspace_name("0badcaff")}
+    assert sorted(os.listdir(directory / workspace_name("0badcafe"))) == ["folder", "lock"]
     assert victim.read_text() == "precious"
-    assert "(5 problems in all)" in caplog.text, "two marks, two locks and a hidden file that are none"
+    assert "(6 problems in all)" in caplog.text, "three workspaces and two locks that are none, and a folder in a workspace"
 
 
 def test_folders_that_a_dead_server_wrote_into_are_cleaned_and_no_others(tmp_path: Path) -> None:
@@ -189,8 +210,8 @@ def test_folders_that_a_dead_server_wrote_into_are_cleaned_and_no_others(tmp_pat
         killed(serve)
         shutil.rmtree(tmp_path / "removed")
         FileSink(tmp_path, FORMAT).close()
-        assert dead_marks(tmp_path) == []
-        assert len(everything(tmp_path / "a" / "b")) == 2
+        assert dead_workspaces(tmp_path) == []
+        assert everything(tmp_path / "a" / "b") == ["living.safetensors.lock"]
         assert everything(tmp_path / "é") == []
         assert everything(tmp_path / "a") == ["b", "complete.safetensors", "complete.safetensors.lock"]
         living.commit(token_ids(2), 2)
@@ -199,30 +220,29 @@ def test_folders_that_a_dead_server_wrote_into_are_cleaned_and_no_others(tmp_pat
 
 
 @pytest.mark.parametrize("folder", ["../outside", "/", ".", ".hidden", "link", "a/../../outside", "\0", "file"])
-def test_a_mark_that_was_tampered_with_leads_nowhere_outside(tmp_path: Path, folder: str) -> None:
+def test_a_workspace_lock_that_was_tampered_with_leads_nowhere_outside(tmp_path: Path, folder: str) -> None:
     outside, directory = tmp_path / "outside", tmp_path / "storage"
     for each in (outside, directory / "a", directory / ".hidden"):
         each.mkdir(parents=True)
-        (each / partial_name("x", "0badcafe")).touch()
         (each / "x.safetensors.lock").touch()
     (directory / "link").symlink_to(outside)
     (directory / "file").touch()
-    (directory / mark_name("0badcafe")).write_text(f"{folder}\na\n{outside}\n{folder}")
+    dead_workspace(directory, folders=f"{folder}\na\n{outside}\n{folder}")
     FileSink(directory, FORMAT).close()
     assert everything(directory / "a") == []
     for each in (outside, directory / ".hidden"):
-        assert len(everything(each)) == 2
+        assert everything(each) == ["x.safetensors.lock"]
 
 
-def test_without_locks_there_is_no_mark_and_nothing_is_removed(tmp_path: Path) -> None:
+def test_without_locks_nothing_is_removed_neither_by_a_server_nor_of_it(tmp_path: Path) -> None:
     killed(lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path))
     before = everything(tmp_path)
     with FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)) as sink:
         open_file(sink, tmp_path, "other.safetensors").discard()
-        assert everything(tmp_path) == before
+        assert [name for name in everything(tmp_path) if name != f".hsx-unlocked-{sink.token}"] == before
     killed(lambda: open_file(FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)), tmp_path, "other.safetensors"))
     FileSink(tmp_path, FORMAT).close()
-    assert len(everything(tmp_path)) == 1, "who has no mark may live"
+    assert len(hidden(tmp_path)) == 1, "who holds no lock may live"
 
 
 def test_a_request_of_a_dead_server_is_not_there_for_its_reader(tmp_path: Path) -> None:
@@ -232,21 +252,21 @@ def test_a_request_of_a_dead_server_is_not_there_for_its_reader(tmp_path: Path) 
         load(tmp_path / DATA, 0)
 
 
-def test_hidden_files_made_after_the_first_look_go_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server lives and makes a file while another one reads the names, and is dead when its mark is tried."""
-    look = leftovers._look
-
-    def look_then_die(dir_fd: int) -> tuple[list[str], set[int]]:
-        monkeypatch.undo()
-        killed(lambda: FileSink(tmp_path, FORMAT))
-        found = look(dir_fd)
-        (mark,) = dead_marks(tmp_path)
-        (tmp_path / partial_name("late", str(token_of_mark(mark)))).touch()
-        return found
-
-    monkeypatch.setattr(leftovers, "_look", look_then_die)
+def test_a_server_that_died_before_it_made_its_lock_is_cleaned_up_too(tmp_path: Path) -> None:
+    (tmp_path / workspace_name("0badcafe")).mkdir()
     FileSink(tmp_path, FORMAT).close()
     assert everything(tmp_path) == []
+
+
+def test_a_server_whose_workspace_was_removed_makes_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with FileSink(tmp_path, FORMAT) as sink:
+        under_way = open_file(sink, tmp_path)
+        shutil.rmtree(tmp_path / workspace_name(sink.token))
+        with pytest.raises(SinkError, match="ENOENT"):
+            under_way.commit(token_ids(2), 2)
+        commit(sink, tmp_path, "next.safetensors")
+        assert "somebody has removed the hidden directory" in caplog.text
+    assert [name for name in everything(tmp_path) if not name.endswith(".lock")] == ["next.safetensors"]
 
 
 def test_a_directory_of_complete_files_costs_one_pass_over_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +280,7 @@ def test_a_directory_of_complete_files_costs_one_pass_over_its_names(tmp_path: P
             (directory / f"{index}.moved.safetensors").touch()
         calls: list[str] = []
         with monkeypatch.context() as patch:
-            patch.setattr(leftovers, "os", Traced(os, calls.append))
+            patch.setattr(orphans, "os", Traced(os, calls.append))
             FileSink(directory, FORMAT).close()
         counted[files] = calls
     assert counted == {3: ["scandir"], 300: ["scandir"]}
@@ -285,9 +305,9 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
         if cleaning and call == failing:
             raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
-    clean = leftovers.remove_leftovers
+    clean = orphans.remove_orphans
 
-    def remove_leftovers(*args: object) -> None:
+    def remove_orphans(*args: object) -> None:
         nonlocal cleaning
         cleaning = True
         clean(*args)  # type: ignore[arg-type]
@@ -295,8 +315,8 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
 
     before = open_fds()
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_ascend_hsx.sinks.home.remove_leftovers", remove_leftovers)
-        for module in (leftovers, lock_module):
+        patch.setattr("vllm_ascend_hsx.sinks.session.remove_orphans", remove_orphans)
+        for module in (orphans, lock_module, workspace_module):
             patch.setattr(module, "os", Traced(os, checkpoint))
         with FileSink(tmp_path, FORMAT) as sink:
             assert "EACCES" in caplog.text
@@ -320,19 +340,18 @@ def test_a_hidden_file_that_could_not_be_removed_goes_with_the_next_start(tmp_pa
         with monkeypatch.context() as patch:
             trace(patch, checkpoint)
             file.discard()
-    assert len(dead_marks(tmp_path)) == 1
+    assert len(dead_workspaces(tmp_path)) == 1
     FileSink(tmp_path, FORMAT).close()
     assert everything(tmp_path) == []
 
 
-def test_a_start_whose_mark_cannot_be_made_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_whose_workspace_cannot_be_made_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_fds()
     with monkeypatch.context() as patch:
         patch.setattr(HeldLock, "create", classmethod(lambda cls, *args: None))
-        with pytest.raises(UserError, match=r"mark in it could not be made: .* \(EAGAIN\)"):
+        with pytest.raises(UserError, match="cannot be written: every hidden directory was locked or removed"):
             FileSink(tmp_path, FORMAT)
     assert open_fds() == before
-    assert everything(tmp_path) == []
 
 
 # Readers and servers that meet
@@ -342,7 +361,7 @@ def test_a_start_whose_mark_cannot_be_made_is_one_clear_error(tmp_path: Path, mo
 def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhile(tmp_path: Path, earlier: bool) -> None:
     """A reader of an earlier request of this name may lock and remove a lock file between its creation and our flock."""
     met = set()
-    for stop_at in range(8):
+    for stop_at in range(12):
         for count in range(1, 9):
             directory = tmp_path / f"{stop_at}-{count}"
             with FileSink(directory, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
@@ -369,7 +388,7 @@ def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhil
 
 def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dir_fd = os.open(tmp_path, os.O_RDONLY)
-    moment = HeldLock.acquire(dir_fd, "f.lock", 0o600, "token")
+    moment = HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -379,13 +398,13 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path: Path, monkeypa
 
     with monkeypatch.context() as patch:
         patch.setattr(time, "sleep", sleep)
-        held = HeldLock.acquire(dir_fd, "f.lock", 0o600, "token")
+        held = HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
     assert len(slept) == 2
     assert is_held(tmp_path / "f.lock")
     del slept[:]
     monkeypatch.setattr(time, "sleep", slept.append)
     with pytest.raises(LockHeldError):
-        HeldLock.acquire(dir_fd, "f.lock", 0o600, "token")
+        HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
     assert 0 < sum(slept) < 0.1
     held.remove()
     os.close(dir_fd)
@@ -418,10 +437,9 @@ def a_life(directory: Path, meanwhile: Callable[[], None] = lambda: None) -> Non
 
 
 def leave(directory: Path, stale: bool) -> None:
-    """What dead servers may leave: a mark, a hidden file and, if asked for, locks of the names that `a_life` uses."""
+    """What dead servers may leave: a workspace with a file and, if asked for, locks of the names that `a_life` uses."""
     directory.mkdir(exist_ok=True)
-    for name in (mark_name("0badcafe"), partial_name("x", "0badcafe")):
-        (directory / name).touch()
+    dead_workspace(directory)
     for name in (DATA, "failed.safetensors", "aborted.safetensors") if stale else ():
         (directory / f"{name}.lock").touch()
 
@@ -429,7 +447,7 @@ def leave(directory: Path, stale: bool) -> None:
 def trace_all(patch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
     """System calls of the start and of cleaning too."""
     trace(patch, checkpoint)
-    for module in ("directory", "leftovers"):
+    for module in ("directory", "orphans"):
         patch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, checkpoint))
 
 
@@ -526,8 +544,7 @@ def test_servers_that_start_and_clean_at_the_same_time_all_start(tmp_path: Path,
                 with FileSink(tmp_path, FORMAT) as sink:
                     commit(sink, tmp_path, f"{number}.safetensors")
                     (tmp_path / f"{number}.safetensors").unlink()  # a consumer: what it leaves is a stale lock
-                (tmp_path / partial_name("x", f"{number:04x}{turn:04x}")).touch()
-                (tmp_path / mark_name(f"{number:04x}{turn:04x}")).touch()
+                dead_workspace(tmp_path, f"{number:04x}{turn:04x}")
         except BaseException as error:  # noqa: BLE001 - the test raises it
             errors.append(error)
 

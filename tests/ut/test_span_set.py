@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.sinks.spans import SpanSet
+from vllm_ascend_hsx.connector.span_set import SpanSet
 
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda s: (s[0], s[0] + s[1])), max_size=25)
 
