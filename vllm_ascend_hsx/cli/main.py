@@ -1,7 +1,6 @@
 """Dispatch `hsx COMMAND ...` to the command's function."""
 
 import importlib
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -29,11 +28,8 @@ class Command(NamedTuple):
         module, _, function = self.target.partition(":")
         # Imported only here, so that `hsx --help` and `hsx emulate` start without torch. An
         # interrupt within an import of C extensions becomes any exception, so it waits.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
+        with output.deferred_interrupt():
             imported = importlib.import_module(module)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         entry = cast(Callable[[list[str]], int | None], getattr(imported, function))
         return entry(list(argv)) or 0
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import NoReturn, TextIO
 
 from rich.console import Console
@@ -91,6 +92,33 @@ def _drop(stream: TextIO) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+@contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Have SIGINT take effect at the end of the block, and never in processes started in it.
+
+    To block the signal is not enough: another thread may take it, and Python still raises
+    KeyboardInterrupt in the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+
+    before = signal.signal(signal.SIGINT, note)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited by processes
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if interrupted:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager

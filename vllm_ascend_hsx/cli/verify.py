@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vllm_ascend_hsx.cli.numbers import whole
-from vllm_ascend_hsx.cli.output import TERMINATED, OneConsole, make_console, say
+from vllm_ascend_hsx.cli.output import TERMINATED, OneConsole, deferred_interrupt, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine, files_in, orphaned_locks
@@ -150,15 +150,11 @@ def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[
         return
     # Not forked: libraries have threads, and a fork of them may hang.
     with ProcessPoolExecutor(min(jobs, len(paths)), mp_context=get_context("spawn"), initializer=_begin_process) as pool:
-        # A terminal interrupts the processes, too, which are to leave it to this one: they inherit what is blocked when they start.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         futures = []
-        try:
-            with suppress(BrokenProcessPool):  # those before it say so, too
-                for path in paths:
-                    futures.append(pool.submit(look, path))
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        # A terminal interrupts the processes, too, which must leave it to this one.
+        with deferred_interrupt(), suppress(BrokenProcessPool):  # the futures have the exception
+            for path in paths:
+                futures.append(pool.submit(look, path))
         try:
             for done in as_completed(futures):
                 if not isinstance(done.exception(), BrokenProcessPool):
