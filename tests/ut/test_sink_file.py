@@ -24,8 +24,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from sink_harness import FORMAT, listing, make_rows, open_fds, token_ids, trace
 
+from vllm_ascend_hsx.cli import verify
 from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
+from vllm_ascend_hsx.sinks import request_file as request_file_module
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -540,6 +543,30 @@ def test_a_fault_at_any_system_call_of_open_leaves_its_reason_and_no_lock_and_no
         if calls_made < fail_at:
             break
     assert fail_at > 3
+
+
+@pytest.mark.parametrize("written", [0, 7])
+def test_a_disk_without_room_for_the_reason_still_has_readers_told_that_the_request_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, written: int
+) -> None:
+    """Not that the server died, which is alive."""
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = open_file(sink, tmp_path)
+
+        def full(fd: int, data: memoryview, offset: int) -> None:
+            os.pwrite(fd, data[:written], offset)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(request_file_module, "write_at", full)
+            file.fail("no room for its rows")
+        assert Path(f"{file.path}.error").stat().st_size == 0
+        assert f"{file.path}.error stays empty: No space left on device (ENOSPC)" in caplog.text
+        with pytest.raises(HiddenStatesError, match="the request failed, and the storage had no room for the reason: see the server's log"):
+            load(file.path, 1)
+        assert verify.main([str(tmp_path)]) == 1
+        open_file(sink, tmp_path).fail("later")
+        assert reason_of(file.path) == "later"
 
 
 def test_a_directory_removed_under_the_server_fails_requests_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -324,6 +324,8 @@ def whole_file(fd: int) -> Place:
 def failure_reason(path: Path) -> str:
     """Return the server's reason from an error file. Raises OSError if it cannot be read."""
     content = read_regular(path)
+    if not content:
+        return "the request failed, and the storage had no room for the reason: see the server's log"
     with suppress(ValueError):
         said = parse(content)
         if isinstance(said, dict) and isinstance(said.get("reason"), str):

@@ -193,6 +193,10 @@ class RequestFile(SinkFile):
         try:
             try:
                 write_at(fd, memoryview(text.encode("ascii")), 0)
+            except OSError as error:
+                # A full disk has room for a name: an empty file says that the request failed.
+                logger.error("%s", describe(f"{self.path}{ERROR_SUFFIX} stays empty", error))
+                os.ftruncate(fd, 0)
             finally:
                 os.close(fd)
             workspace.move(hidden, self.storage, name)
