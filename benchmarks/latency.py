@@ -199,7 +199,7 @@ class Bench:
         samples.from_host.append(self._published - self._on_host)
         samples.told.append(answer["told"] - self._published)
         samples.loaded.append(answer["loaded"] - self._published)
-        for each in self.directory.iterdir():
+        for each in self.directory.glob("[!.]*"):
             each.unlink()
 
     def raw(self, rows: int) -> float:

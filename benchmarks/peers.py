@@ -56,7 +56,7 @@ class Contestant(ABC):
         cost = cost_of(lambda: self.run(load))
         if check:
             self.verify(load)
-        for path in self.directory.iterdir():
+        for path in self.directory.glob("[!.]*"):  # not the hidden directory of ours
             path.unlink()
         return cost
 

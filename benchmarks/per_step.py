@@ -138,7 +138,7 @@ def _one_wave(
         cost = thread.step([], *Batch(ids, [tokens] * in_flight, [1] * in_flight).runner_state())
         thread.settle()
     samples.idle.append(cost)
-    for path in directory.iterdir():
+    for path in directory.glob("[!.]*"):
         path.unlink()
 
 

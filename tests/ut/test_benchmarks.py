@@ -160,7 +160,7 @@ def test_files_are_compared_with_what_they_must_hold(
             victim.write_bytes(data)
             with pytest.raises(AssertionError, match="rows"):
                 made.verify(load)
-            for path in tmp_path.iterdir():
+            for path in tmp_path.glob("[!.]*"):
                 path.unlink()
     finally:
         made.close()
