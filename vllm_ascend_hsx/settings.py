@@ -42,7 +42,7 @@ class ServerSettings:
 
 
 def read_settings(vllm_config: Any) -> ServerSettings:
-    """Read and check the settings of a server. Its storage is probed once in a process, whoever asks first.
+    """Read and check the settings of a server. Storage is probed once per process.
 
     Args:
         vllm_config: vllm.config.VllmConfig; with MultiConnector the engine's own or the one that it hands to its children.

@@ -224,7 +224,7 @@ def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracte
 @pytest.mark.parametrize("in_multi_connector", [False, True])
 def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answered(in_multi_connector: bool) -> None:
     known: list[str] = []
-    ours, sibling = SimpleNamespace(hear=known.append), SimpleNamespace()
+    ours, sibling = SimpleNamespace(take_report=known.append), SimpleNamespace()
     connector = SimpleNamespace(_connectors=[sibling, ours]) if in_multi_connector else ours
     report = SimpleNamespace(metadata=("theirs", "ours")) if in_multi_connector else "ours"
 

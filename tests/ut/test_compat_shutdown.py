@@ -250,7 +250,7 @@ def test_vllms_executor_calls_it_on_itself() -> None:
 
 
 class Scheduler:
-    """As much of vLLM's as is used; `connector` hears of the stop before requests are aborted."""
+    """As much of vLLM's as is used; `connector` is told of the stop before requests are aborted."""
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
@@ -301,7 +301,7 @@ SHUT_DOWN = f"shut down, SIGTERM {signal.SIG_IGN!r}"
 
 
 @pytest.mark.parametrize("multi", [False, True], ids=["alone", "in MultiConnector"])
-def test_the_connector_hears_of_the_stop_before_requests_are_aborted_and_the_core_shuts_down_with_signals_ignored(
+def test_the_connector_is_told_of_the_stop_before_requests_are_aborted_and_the_core_shuts_down_with_signals_ignored(
     engine_core: Any, multi: bool
 ) -> None:
     core = engine_core(config(transfer("MultiConnector", {"connectors": [OURS]}) if multi else ALONE), multi)

@@ -119,7 +119,7 @@ def test_a_member_that_was_changed_is_found_by_its_checksum(storage: Path) -> No
         load(storage / member.name)
 
 
-def test_a_reader_sleeps_until_its_request_is_published_and_hears_of_failures(tmp_path: Path) -> None:
+def test_a_reader_sleeps_until_its_request_is_published_and_is_told_of_failures(tmp_path: Path) -> None:
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         for end in ("commit", "fail", "discard"):
             path = tmp_path / f"{end}.safetensors"

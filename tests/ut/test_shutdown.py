@@ -1,4 +1,4 @@
-"""A worker that is closed writes what was computed, for as long as it may; whoever waits for another file hears why; nothing is left."""
+"""A closing worker writes computed rows within its time, and leaves the reason for each other file; nothing is left over."""
 
 from __future__ import annotations
 

@@ -88,8 +88,8 @@ def report_before_answers(
             else zip(children, meta.metadata, strict=True)
         )
         for connector, report in pairs:
-            if hear := getattr(connector, "hear", None):
-                hear(report)
+            if take_report := getattr(connector, "take_report", None):
+                take_report(report)
     return original(self, scheduler_output, model_runner_output)
 
 

@@ -86,7 +86,7 @@ def initialise_manager(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
 
 @patch(ENGINES, "CoreEngineProcManager.shutdown", V0_23, why=WRITTEN)
 def wait_for_engines(original: Any, self: Any, timeout: float | None = None) -> None:
-    """Have whoever started the engine cores wait for them before it kills them.
+    """Make the process that started the engine cores wait for them before it kills them.
 
     Reason: this is given `--shutdown-timeout`, which is 0 unless it is set, and kills what is alive
     then (v1/engine/utils.py:217, v1/utils.py:571). That time is for requests in flight; rows are

@@ -133,9 +133,9 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self.hear(connector_output.kv_connector_worker_meta)
+        self.take_report(connector_output.kv_connector_worker_meta)
 
-    def hear(self, report: KVConnectorWorkerMetadata | None) -> None:
+    def take_report(self, report: KVConnectorWorkerMetadata | None) -> None:
         """Process the workers' report of a step; see compat.engine.report_before_answers."""
         assert self._scheduler is not None
         if isinstance(report, WorkerReport):

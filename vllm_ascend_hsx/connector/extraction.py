@@ -67,7 +67,7 @@ class Extraction:
         self._written = SpanSet()
         self._landed_at = time.perf_counter()
         self._decided = False
-        self._failure: str | None = None  # to be left in place of the file by whoever takes it
+        self._failure: str | None = None  # published in place of the file by the thread that takes the file
         self._file: SinkFile | None = None  # open, and not being ended
         self._writing = 0  # writes in flight
         self._closed_by_writer = False

@@ -106,7 +106,7 @@ class ExtractionWorker:
     # Main thread
 
     def start_step(self, metadata: HsxConnectorMetadata) -> None:
-        """Let the files of requests that begin be opened, close those of requests that ended, and say what is wanted of this step."""
+        """Open the files of new requests, end those of finished ones, and select the rows of this step."""
         if metadata.stats_wanted:
             self._stats.send()
         for ended in metadata.ended:
@@ -229,7 +229,7 @@ class ExtractionWorker:
                 why = "they were not complete"
             else:
                 why = f"the storage did not take {self._backlog} bytes within {timeout:g} s"
-        finally:  # also when a signal handler raises: whoever waits for a file is to hear of it
+        finally:  # also when a signal handler raises: readers that wait for a file must learn of it
             patience = left()
             self._give_up(why, None if patience is None else patience + FAILURE_REPORT_TIMEOUT_S)
 
@@ -268,7 +268,7 @@ class ExtractionWorker:
         if slot.issued.is_set():
             return True
         if self._watch.steps_wait and self._watch.wait(slot.issued.wait, self._watch.silent_for):
-            slot.settled.wait()  # comes right behind it
+            slot.settled.wait()  # follows at once
             return True
         for span in spans:
             self._staging.wanted.pop(span.request_id, None)

@@ -18,7 +18,7 @@ from vllm_ascend_hsx.emulator.settings import Settings
 TOPIC = "software"
 PLUGIN_GROUP = "vllm.general_plugins"
 _PLUGIN_TARGET = "vllm_ascend_hsx.plugin:register"
-# Where CANN is if nobody says so, newest layout first: hiascend.com, CANN 8.5.0 and 8.0.0, "File Paths" (instg_0044).
+# CANN's default directories, newest layout first: hiascend.com, CANN 8.5.0 and 8.0.0, "File Paths" (instg_0044).
 _CANN_HOMES = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest")
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _DRIVER = "usr/local/Ascend/driver/version.info"

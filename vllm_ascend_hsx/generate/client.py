@@ -156,7 +156,7 @@ def _refused(url: str, response: httpx.Response) -> Exception:
 
 
 def _message(response: httpx.Response) -> str:
-    """The server's reason: of OpenAI's error object, or as it stands there."""
+    """Return the server's reason: the message of OpenAI's error object, or the body."""
     try:
         error = parse(response.content)["error"]
         return _shown(error["message"] if isinstance(error, dict) else error)

@@ -15,7 +15,7 @@ class RunError(Exception):
 
 
 class StoppedError(Exception):
-    """The run is ending; whoever waits gives up."""
+    """The run is ending: waiting workers give up."""
 
 
 class Interrupted(StoppedError):

@@ -1,4 +1,4 @@
-"""What stands for a request in a Mooncake store: three keys, the packed bytes of its tensors, and what is said of them."""
+"""The form of a request in a Mooncake store: three keys, the packed tensors, and a manifest."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PackedLayout:
 
 
 def packed_layout(row_format: RowFormat, tokens: int) -> PackedLayout:
-    """The layout of so many tokens: their rows from byte 0 on, their ids, and the scales of quantised rows."""
+    """Return the layout of a number of tokens: rows from byte 0 on, ids, scales of quantised rows."""
     tensors: dict[str, dict[str, Any]] = {}
     end = 0
     parts = [(HIDDEN_STATES, row_format.stored_dtype, [tokens, *row_format.row_shape]), (TOKEN_IDS, "I64", [tokens])]

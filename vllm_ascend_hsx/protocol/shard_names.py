@@ -1,4 +1,4 @@
-"""Names of shards, and of what stands beside them."""
+"""Names of shards and of the files beside them."""
 
 from __future__ import annotations
 

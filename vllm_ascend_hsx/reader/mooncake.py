@@ -1,4 +1,4 @@
-"""What consumers of a Mooncake store import: wait for a request's hidden states, load them, and hear the reason if it failed.
+"""Consumers of a Mooncake store: wait for a request's hidden states and load them, or get the reason of its failure.
 
 Needs torch and Mooncake's package, and neither vLLM nor torch_npu. `vllm_ascend_hsx.load` is the same for files.
 """
@@ -112,7 +112,7 @@ class MooncakeReader:
         return states
 
     def remove(self, params: Handle) -> None:
-        """Remove all that there is of a request, whoever reads it now; what is not there is no error.
+        """Remove all objects of a request, even while they are read; missing ones are no error.
 
         The store keeps data until then, whatever it is short of: call this after `load`.
 

@@ -59,7 +59,10 @@ class Arena:
         return len(self._free) * self.chunk
 
     def take(self, count: int) -> list[int]:
-        """So many chunks, by number, in ascending order. Raises ArenaFullError: there are not so many, and none is taken."""
+        """Take `count` chunks and return their numbers, ascending.
+
+        Raises ArenaFullError, and takes none, if fewer are free.
+        """
         with self._mutex:
             if count > len(self._free):
                 raise ArenaFullError(count * self.chunk, self.free, self.size)

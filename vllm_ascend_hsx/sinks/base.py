@@ -19,7 +19,7 @@ class SinkError(Exception):
         request_id: the request.
         path: the file it was to become.
         reason: one sentence for the request's owner.
-        kind: what sort of failure it is, in a word for statistics, if no OSError is behind it.
+        kind: kind of the failure for statistics, one word; None if an OSError caused it.
     """
 
     def __init__(self, request_id: str, path: Path, reason: str, kind: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The hidden file of one request while it grows: rows at their final offset, then what stands around them, then it is safe or not."""
+"""The hidden file of one request while it grows: rows at their final offsets, then tail and header."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class FileOptions:
     """How files are written.
 
     Attributes:
-        mode: permissions of the data and error files, whatever the umask. Whoever may read a file may also lock it.
+        mode: permissions of data and error files, regardless of the umask. Who may read a file may
+            also lock it.
         use_lock: hold `<path>.lock` until a file has ended. Without it readers must wait for the file to appear.
         durability: with "fdatasync" a file that can be seen survives a loss of power, its name included.
         io: with "direct" rows go to the disk without a stay in the page cache.
@@ -61,7 +62,7 @@ class DataFile:
         storage: the directory that it is published in.
         name: its name then.
         gid: its group, or -1; see Storage.create.
-        layout: where everything stands.
+        layout: offsets of rows, tail and header.
         options: how to write.
         expected_tokens: rows to reserve space for; there may be more or less in the end.
         filesystem: what it is on.
@@ -205,7 +206,8 @@ class DataFile:
             if not self._reserved and self._expected_size and self._filesystem.reserves:
                 reserve(self.fd, self._expected_size)
                 if self._direct_fd >= 0:
-                    # ext4 writes rows behind a reserved page that nobody has written yet at half the speed: in 4 ms instead of 2 for 4 MiB.
+                    # ext4 writes rows after a reserved, unwritten page at half the speed: 4 MiB in
+                    # 4 ms instead of 2.
                     write_at(self._direct_fd, memoryview(mmap.mmap(-1, self._layout.data_start)), 0)
             self._reserved = True
 

@@ -30,7 +30,7 @@ class DirectorySink(Sink):
     """Publishes requests in one directory.
 
     Everything is done relative to the directory's descriptor and follows no symbolic link, so nothing outside it is touched, whatever
-    a request is called and whatever stands in the directory.
+    a request is called and whatever the directory contains.
 
     Args:
         directory: where they appear; created if it does not exist.
@@ -51,7 +51,7 @@ class DirectorySink(Sink):
         self.row_format = row_format
         self.options = options
         # Writes to the page cache hold the file's lock, and those that wait for it keep a core busy: two at a time cost twice the CPU time
-        # and gain nothing. Direct ones go to the disk side by side, and quantising takes longer than the write that comes behind it.
+        # and gain nothing. Direct ones go to the disk in parallel, and quantising takes longer than the write after it.
         self.writes_side_by_side = options.io == "direct" or row_format.is_quantized
         self._directory = Path(os.path.abspath(directory))
         self._parents = (os.fspath(directory), os.fspath(self._directory))
@@ -235,7 +235,7 @@ class DirectorySink(Sink):
         session.close()
 
     def _relative(self, path: Path) -> str | None:
-        """What stands behind the directory in `path`, which is compared as text; None if it does not begin with it."""
+        """Return `path` relative to the directory, compared as text; None if it is not below it."""
         text = os.fspath(path)
         relative = below(text, self._parents[0])
         return below(text, self._parents[1]) if relative is None else relative

@@ -38,7 +38,10 @@ NO_ROOM = "ENOSPC"  # kind of a failure for want of memory, as of one for want o
 
 
 class MooncakeFile(SinkFile):
-    """One object of a MooncakeSink, under the handle that stands where others have a path. Nothing of it is in the store before it ends."""
+    """One object of a MooncakeSink, named by a handle instead of a path.
+
+    It enters the store, whole, when it is committed.
+    """
 
     def __init__(self, sink: MooncakeSink, request_id: str, path: Path) -> None:
         self.request_id = request_id
@@ -130,7 +133,7 @@ class MooncakeFile(SinkFile):
         self._attempt("tidy up the store", lambda: self._sink.published.tidy(self.handle))
 
     def _complete(self, layout: PackedLayout, token_ids: TokenIds, scales: Scales | None) -> None:
-        """Write what stands behind the rows, over rows that are not wanted."""
+        """Write the tail after the rows, over rows beyond the tokens."""
         self._reserve(layout.size)
         self._gathering.clear(layout.end(HIDDEN_STATES), layout.size)
         self._gathering.write(layout.offset(TOKEN_IDS), as_bytes(np.ascontiguousarray(token_ids, dtype="<i8")))

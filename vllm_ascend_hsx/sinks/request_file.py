@@ -48,7 +48,7 @@ class RequestFile(SinkFile):
         session: the sink's stay in the directory.
         request_id, path: of the request.
         storage: the folder that the file is in.
-        relative: what stands in `path` behind the directory.
+        relative: `path` relative to the directory.
         expected_tokens, may_grow: how many rows there will be at least, and whether there may be more.
         gid: group of its files; see Storage.group_in.
         lock: held until the end, or None.
@@ -138,7 +138,10 @@ class RequestFile(SinkFile):
         self._sink.leave(self)
 
     def refuse(self, reason: str) -> None:
-        """Instead of opening it: publish the reason. The response may leave before the scheduler has heard of the failure."""
+        """Publish the reason instead of opening the file.
+
+        The response may leave before the scheduler knows of the failure.
+        """
         self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
         if self._lock is not None:
             self._attempt("remove the lock", self._lock.remove)

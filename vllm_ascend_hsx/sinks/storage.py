@@ -46,7 +46,8 @@ class Storage:
 
         Args:
             names: one path component each.
-            durable: have their names survive a loss of power, whoever made them.
+            durable: sync the folders, so that their names survive a power failure, also where another
+                process made them.
 
         Raises:
             OSError: one of them is not a directory, or cannot be made or opened.
