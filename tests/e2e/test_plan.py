@@ -47,9 +47,11 @@ def engine_facts(directory: Path, model: Path, **options: Any) -> dict[str, Any]
 
 def planner_facts(directories: Sequence[str], **options: int) -> dict[str, Any]:
     """By directory, of a process of its own on the emulated NPU: vLLM's configuration, and the KV cache by the benchmark."""
+    environment = {**os.environ, **process_environment(npus=4)}
+    environment["PYTHONPATH"] = f"{HERE.parents[1]}{os.pathsep}{environment['PYTHONPATH']}"  # of benchmarks
     done = subprocess.run(
         [sys.executable, str(HERE / "plan_configs.py"), json.dumps(options), *directories],
-        env={**os.environ, **process_environment(npus=4)},
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -23,7 +23,7 @@ from vllm_ascend_hsx.demo.metrics import parse, settle
 from vllm_ascend_hsx.demo.server import Server
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
-from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
+from vllm_ascend_hsx.serve.options import speculative_config
 
 LAYER_IDS = (4, 1, 3)
 TP = 2
@@ -34,10 +34,12 @@ SMALL = {"--gpu-memory-utilization": "0.4", "--max-model-len": "512", "--max-num
 
 def smaller(shown: Command, model: Path, storage: Path) -> list[str]:
     """The command of the page, for a tiny model on few NPUs."""
+    transfer = json.loads(shown.options["--kv-transfer-config"])
+    transfer["kv_connector_extra_config"]["shared_storage_path"] = str(storage)
     own = {
         "--tensor-parallel-size": str(TP),
         "--speculative-config": json.dumps(speculative_config(LAYER_IDS)),
-        "--kv-transfer-config": json.dumps(kv_transfer_config(storage)),
+        "--kv-transfer-config": json.dumps(transfer),
     }
     assert own.keys() <= shown.options.keys()
     words = [word for option in {**shown.options, **own, **SMALL}.items() for word in option]
