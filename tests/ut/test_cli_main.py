@@ -55,7 +55,9 @@ def test_an_interrupt_while_a_command_is_imported_ends_it_quietly(tmp_path: Path
         "except KeyboardInterrupt as error:\n    raise ImportError('numpy') from error\n"
         "def main(argv): raise AssertionError('not interrupted')\n"
     )
-    code = "import sys; from vllm_ascend_hsx.cli import main as cli; cli.COMMANDS['x'] = cli.Command('', 'interrupted:main', 'busy')"
+    # In the background a shell has its processes ignore the signal.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from vllm_ascend_hsx.cli import main as cli; cli.COMMANDS['x'] = cli.Command('', 'interrupted:main', 'busy')"
     command = [sys.executable, "-c", f"{code}; sys.exit(cli.main(['x']))"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "hsx x: interrupted\n")

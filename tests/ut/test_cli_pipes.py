@@ -233,7 +233,9 @@ def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, Te
     (tmp_path / "stalled.py").write_text(STALLED.format(began=str(tmp_path / "began"), held=str(tmp_path / "held")))
     for number in range(6):
         write(tmp_path / "rows", f"r{number}", rows_of(5))
-    code = "import sys, stalled; from vllm_ascend_hsx.cli import verify; verify.examine = stalled.look\n"
+    # In the background a shell has its processes ignore SIGINT.
+    code = "import signal, sys, stalled; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += "from vllm_ascend_hsx.cli import verify; verify.examine = stalled.look\n"
     code += "from vllm_ascend_hsx.cli.main import main; sys.exit(main())"
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     with open(tmp_path / "held", "w") as held:
