@@ -250,7 +250,7 @@ def test_vllms_executor_calls_it_on_itself() -> None:
 
 
 class Scheduler:
-    """As much of vLLM's as is used; `connector` is told of the stop before requests are aborted."""
+    """The attributes of vLLM's engine core that the patch uses."""
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector

@@ -21,7 +21,8 @@ from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.protocol.format import TensorInfo
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader import check, tensors
-from vllm_ascend_hsx.reader.check import Expected, examine, files_in
+from vllm_ascend_hsx.reader.check import Expected, examine
+from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 

@@ -23,7 +23,8 @@ from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.generate.ledger import files_of_rows
 from vllm_ascend_hsx.protocol.shard_index import Member, encode
 from vllm_ascend_hsx.protocol.tar import BLOCK, END
-from vllm_ascend_hsx.reader.check import examine, files_in
+from vllm_ascend_hsx.reader.check import examine
+from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
 from vllm_ascend_hsx.reader.shard_check import shard_problems
 from vllm_ascend_hsx.reader.shards import Shards

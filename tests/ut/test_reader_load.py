@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -386,15 +386,6 @@ def vllm_functions() -> dict[str, Any]:
     return namespace
 
 
-def has(package: str) -> bool:
-    try:
-        distribution(package)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has("vllm"), reason="compares with the reader of the installed vLLM, and none is installed")
 def test_vllms_own_reader_sleeps_until_commit_and_loads_before_and_after(sink: FileSink, tmp_path: Path) -> None:
     functions = vllm_functions()
     file = written(sink, tmp_path)
@@ -412,7 +403,6 @@ def test_vllms_own_reader_sleeps_until_commit_and_loads_before_and_after(sink: F
     assert listing(tmp_path) == []
 
 
-@pytest.mark.skipif(not has("hs-connectors"), reason="compares with speculators' reader: pip install --no-deps hs-connectors")
 def test_speculators_own_reader_waits_until_commit_and_loads_before_and_after(sink: FileSink, tmp_path: Path) -> None:
     from hs_connectors.transfer import FileTransfer
 

@@ -40,7 +40,8 @@ from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.integrations.speculators import HsxTransfer
 from vllm_ascend_hsx.protocol.shard_index import Gone, Member, decode, encode
 from vllm_ascend_hsx.protocol.tar import headers
-from vllm_ascend_hsx.reader.check import examine, files_in
+from vllm_ascend_hsx.reader.check import examine
+from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
 from vllm_ascend_hsx.reader.shard_check import shard_problems
 from vllm_ascend_hsx.reader.shards import Shards
@@ -352,7 +353,7 @@ DAMAGE = {
     "another count": ("json", lambda data: data.replace(b'"members": ', b'"members": 1'), "its manifest says members="),
     "no manifest": ("json", lambda data: b"[]", "its manifest cannot be understood"),
     "another checksum": ("jsonl", lambda data: data.replace(b'"request_id":"r0', b'"request_id":"q0'), "its manifest says index_checksum="),
-    "something behind it": ("tar", lambda data: data[:-4] + b"more", "does not end after the last member of its index"),
+    "bytes after its end": ("tar", lambda data: data[:-4] + b"more", "does not end after the last member of its index"),
     "cut off": ("tar", lambda data: data[:-600], "does not end after the last member of its index"),
     "an empty index": ("jsonl", lambda data: b"", "does not end after the last member of its index"),
 }

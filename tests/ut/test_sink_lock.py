@@ -33,7 +33,7 @@ from sink_harness import (
 )
 
 from vllm_ascend_hsx.protocol import lock as lock_module
-from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError, wait_until_released
+from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError, is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -402,3 +402,11 @@ def test_what_is_planted_under_the_locks_name_is_replaced_not_followed(tmp_path:
     assert load(file.path, 0).hidden_states.shape == (3, 3, 8)
     assert listing(directory) == ["cmpl-1.safetensors", "cmpl-1.safetensors.lock"]
     assert not target.exists() or target.read_text() == "precious"
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_free_lock_is_left_over_only_if_its_request_is_not_decided(tmp_path: Path, decided: bool) -> None:
+    """The request may be published between the listing of a directory and the look at its lock."""
+    lock = tmp_path / "a.safetensors.lock"
+    lock.touch()
+    assert is_left_over(lock, lambda: decided) is not decided

@@ -341,7 +341,6 @@ def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros(tmp_pa
     assert (status.st_size, status.st_blocks) == (1 << 30, 0)
 
 
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no filesystem in memory here")
 def test_a_filesystem_in_memory_is_known_and_takes_no_room_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
         assert not check_directory(Path(in_memory)).reserves

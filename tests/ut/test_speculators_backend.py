@@ -186,7 +186,6 @@ def test_the_command_without_words_shows_its_use(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.count("hsx speculators COMMAND") == 2
 
 
-@pytest.mark.skipif(find_spec("speculators") is None, reason="about what is installed with it: pip install --no-deps speculators")
 def test_what_speculators_asks_for_is_there_but_for_what_it_does_not_import() -> None:
     """It is installed without its requirements, of which torchvision and torchaudio would bring gigabytes."""
     missing = {

@@ -17,7 +17,8 @@ from rich.text import Text
 from vllm_ascend_hsx.cli.numbers import whole
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
-from vllm_ascend_hsx.reader.check import Examination, Kind, examine, files_in
+from vllm_ascend_hsx.reader.check import Examination, Kind, examine
+from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.reader.shards import shard_of
 
 

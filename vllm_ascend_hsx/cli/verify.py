@@ -25,7 +25,8 @@ from vllm_ascend_hsx.cli.numbers import whole
 from vllm_ascend_hsx.cli.output import TERMINATED, OneConsole, deferred_interrupt, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
-from vllm_ascend_hsx.reader.check import Examination, Kind, examine, files_in, orphaned_locks
+from vllm_ascend_hsx.reader.check import Examination, Kind, examine
+from vllm_ascend_hsx.reader.find import files_in, orphaned_locks
 from vllm_ascend_hsx.reader.load import failure_reason
 from vllm_ascend_hsx.reader.shard_check import shard_problems
 

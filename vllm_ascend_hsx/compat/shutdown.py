@@ -1,11 +1,10 @@
 """How a server stops: each process waits for those below it until rows are in their files.
 
-What vLLM 0.23.0 does by itself on SIGTERM or SIGINT, without `--shutdown-timeout`: whoever started
-the engine cores sends SIGTERM to them and, in the same moment, SIGKILL to them and to all workers
-(v1/utils.py:571 with a timeout of 0); with a timeout, when it is over. An engine core that gets to
-its end leaves its workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405). Several API
-servers, which are processes of their own, are stopped before the engine cores
-(entrypoints/cli/serve.py:380).
+What vLLM 0.23.0 does by itself on SIGTERM or SIGINT, without `--shutdown-timeout`: the parent of the
+engine cores sends them SIGTERM and at once SIGKILL, to them and to all workers (v1/utils.py:571 with
+a timeout of 0); with a timeout, it sends SIGKILL when that is over. An engine core that shuts down
+gives its workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405). Several API servers, each a
+process, are stopped before the engine cores (entrypoints/cli/serve.py:380).
 """
 
 from __future__ import annotations
@@ -123,11 +122,11 @@ def stop_engines_before_api_servers(
 
 @patch("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", V0_23, why=ANSWERED)
 def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None) -> None:
-    """Have an API server that did not start the engine cores wait for their last answers.
+    """Make an API server that did not start the engine cores wait for their last answers.
 
-    It refuses new requests meanwhile. Reason: it leaves them at once
-    (v1/engine/core_client.py:648), and breaks off the connections of requests that they are about
-    to end. Who started it waits no longer for it than the engine cores take.
+    It refuses new requests meanwhile. Reason: otherwise it disconnects from the engine cores at once
+    (v1/engine/core_client.py:648) and closes the connections of requests that they are about to
+    end. Its parent waits for it no longer than for the engine cores.
     """
     in_thread = (
         threading.current_thread() is not threading.main_thread()
@@ -139,7 +138,7 @@ def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None)
         )
         core.resources.engine_dead = True  # for new requests only: they are answered by an error
         while self.output_processor.has_unfinished_requests() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S)  # vLLM signals no event for it
     original(self, timeout=timeout)
 
 

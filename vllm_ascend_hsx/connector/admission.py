@@ -132,9 +132,8 @@ class RankLoad:
     def admits(self, cost: Cost) -> bool:
         """Return whether memory suffices if this request is added.
 
-        A request for which memory can never suffice runs once all others need no more memory and
-        half of it is free. Waiting for all of it would leave storage idle until the first rows
-        arrive.
+        A request larger than the memory runs once all others need no more and half of the memory is
+        free. To wait until all memory is free would leave storage idle until the first rows arrive.
         """
         if self.state.quiet:
             return False

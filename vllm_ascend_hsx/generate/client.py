@@ -193,7 +193,7 @@ def _read(url: str, answer: Any, row: Row, path: str) -> tuple[list[int], list[i
         raise InputError(
             f"{url} refuses the path of a row's file: {_shown(error)}; `hsx serve` allows paths "
             "below its --out: name that, or a folder below it, with --output, and if it has "
-            "another name on the server's machine, say so with --map-path SERVER=HERE"
+            "another name on the server's machine, pass --map-path SERVER=HERE"
         )
     if error:
         reason = f"the server could not store the hidden states: {_shown(error)}"

@@ -165,3 +165,12 @@ class Checksums:
         digest.read(fd, position, end)
         digest.update(rest)
         return digest
+
+
+def unverifiable(metadata: Mapping[str, str]) -> str:
+    """Return why a file has no checksum that can be compared."""
+    algorithm = metadata.get("checksum_algorithm")
+    return (
+        f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm "
+        f"is {algorithm})"
+    )

@@ -1,4 +1,4 @@
-"""The one error for a setting, path or input of the user that cannot be used."""
+"""The error for unusable input, and the content of error files."""
 
 from __future__ import annotations
 

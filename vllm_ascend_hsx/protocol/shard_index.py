@@ -18,7 +18,7 @@ from vllm_ascend_hsx.protocol.tar import BLOCK, is_headed, round_up
 # Most names; the others are examined in path_refusal.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
-_TICK_NS = 50_000_000  # a filesystem's clock may lag behind the system's by this much
+_TICK_NS = 50_000_000  # largest lag of a filesystem's clock against the system's
 # A file that was changed later, some three years before the last time that a line can have, was
 # touched by somebody with another aim.
 _LATEST_NS = LARGEST - 10**17

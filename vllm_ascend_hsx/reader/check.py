@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ascend_hsx.protocol.checksum import names_checksum, stated_checksum
+from vllm_ascend_hsx.protocol.checksum import names_checksum, stated_checksum, unverifiable
 from vllm_ascend_hsx.protocol.format import (
     DTYPE_BYTES,
     HIDDEN_STATES,
@@ -25,17 +22,13 @@ from vllm_ascend_hsx.protocol.format import (
     layer_ids_of,
     num_prompt_tokens_of,
 )
-from vllm_ascend_hsx.protocol.lock import is_left_over
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.reader.load import (
     HiddenStatesError,
     checked,
-    is_decided,
     model_dtype,
-    unverifiable,
 )
 from vllm_ascend_hsx.reader.quantized import LEAST_SCALE, dequantized
-from vllm_ascend_hsx.reader.shards import Place, shards_of
+from vllm_ascend_hsx.reader.shards import Place
 from vllm_ascend_hsx.reader.tensors import dtype_name, read_at, torch_dtype
 
 Numbers = npt.NDArray[Any]
@@ -229,7 +222,7 @@ def _read_rows(
     """
     stated = stated_checksum(header.content, header.metadata) if checksum else None
     if checksum and stated is None and names_checksum(header.metadata):
-        return unverifiable(header), None
+        return unverifiable(header.metadata), None
     damage = None
     found: list[Numbers] = []
     for name, tensor in sorted(header.tensors.items(), key=lambda each: each[1].begin):
@@ -302,54 +295,3 @@ def _difference(what: str, expected: Sequence[int], found: Numbers) -> str | Non
         return None
     at = wrong[0]
     return f"token {at} of {what} is {found[at]} in it, and was {expected[at]}"
-
-
-def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
-    """The locks below a directory that nobody holds and beside which there is neither data nor an error, in the order of their paths.
-
-    Args:
-        directory: where to look.
-        on_error: called for each folder that cannot be read, which is passed over.
-    """
-    found: list[Path] = []
-    for folder, inside, names in os.walk(directory, onerror=on_error):
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        there = set(names)
-        for name in names:
-            data = name.removesuffix(LOCK_SUFFIX)
-            is_lock = name.endswith(DATA_SUFFIX + LOCK_SUFFIX) and not name.startswith(".")
-            if is_lock and data not in there and data + ERROR_SUFFIX not in there:
-                # What cannot be opened is not known to be a lock that nobody holds.
-                with suppress(OSError):
-                    if is_left_over(Path(folder, name), partial(is_decided, Path(folder, data))):
-                        found.append(Path(folder, name))
-    return sorted(found)
-
-
-def files_in(
-    directory: str | Path, on_error: Callable[[OSError], None] | None = None
-) -> list[Path]:
-    """Return the data and error files below a directory and the members of its shards, sorted.
-
-    Hidden names are left out.
-
-    Args:
-        directory: where to look.
-        on_error: called for each folder that cannot be read, which is passed over.
-
-    Raises:
-        OSError: if it is not a directory, or cannot be read.
-    """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise NotADirectoryError(f"{directory} is not a directory")
-    os.scandir(directory).close()
-    found = {directory / name for name in shards_of(directory).members()}
-    for folder, inside, names in os.walk(directory, onerror=on_error):
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        found.update(
-            Path(folder, name)
-            for name in (*inside, *names)
-            if name.endswith((DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX)) and name[0] != "."
-        )
-    return sorted(found)

@@ -1,4 +1,4 @@
-"""Find the file of a response that does not name it, such as a stream or one of several samples.
+"""Find files: that of a response which does not name it, all below a directory, orphaned locks.
 
 vLLM 0.23.0 returns `kv_transfer_params` for only one prompt and one sample of a request, and not at
 all in a stream or if a stop string ended the request. But the file is named after vLLM's internal
@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.arguments import require_whole
+from vllm_ascend_hsx.protocol.lock import is_left_over
 from vllm_ascend_hsx.protocol.names import (
     DATA_SUFFIX,
     ERROR_SUFFIX,
@@ -29,6 +32,7 @@ from vllm_ascend_hsx.protocol.names import (
     file_name,
     sanitize,
 )
+from vllm_ascend_hsx.reader.load import is_decided
 from vllm_ascend_hsx.reader.shards import shards_of
 
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
@@ -110,3 +114,56 @@ def _names(directory: str | os.PathLike[str]) -> Iterator[str]:
     with os.scandir(directory) as entries:
         yield from (entry.name for entry in entries)
     yield from shards_of(directory).members()
+
+
+def orphaned_locks(
+    directory: str | Path, on_error: Callable[[OSError], None] | None = None
+) -> list[Path]:
+    """Return the free locks below a directory that have neither data nor an error, sorted.
+
+    Args:
+        directory: where to look.
+        on_error: called for each folder that cannot be read, which is passed over.
+    """
+    found: list[Path] = []
+    for folder, inside, names in os.walk(directory, onerror=on_error):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        there = set(names)
+        for name in names:
+            data = name.removesuffix(LOCK_SUFFIX)
+            is_lock = name.endswith(DATA_SUFFIX + LOCK_SUFFIX) and not name.startswith(".")
+            if is_lock and data not in there and data + ERROR_SUFFIX not in there:
+                # What cannot be opened is not known to be a lock that nobody holds.
+                with suppress(OSError):
+                    if is_left_over(Path(folder, name), partial(is_decided, Path(folder, data))):
+                        found.append(Path(folder, name))
+    return sorted(found)
+
+
+def files_in(
+    directory: str | Path, on_error: Callable[[OSError], None] | None = None
+) -> list[Path]:
+    """Return the data and error files below a directory and the members of its shards, sorted.
+
+    Hidden names are left out.
+
+    Args:
+        directory: where to look.
+        on_error: called for each folder that cannot be read, which is passed over.
+
+    Raises:
+        OSError: if it is not a directory, or cannot be read.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise NotADirectoryError(f"{directory} is not a directory")
+    os.scandir(directory).close()
+    found = {directory / name for name in shards_of(directory).members()}
+    for folder, inside, names in os.walk(directory, onerror=on_error):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        found.update(
+            Path(folder, name)
+            for name in (*inside, *names)
+            if name.endswith((DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX)) and name[0] != "."
+        )
+    return sorted(found)

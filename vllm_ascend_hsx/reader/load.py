@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_hsx.protocol.arguments import deadline_after
-from vllm_ascend_hsx.protocol.checksum import ALGORITHM, stated_checksum
+from vllm_ascend_hsx.protocol.checksum import stated_checksum, unverifiable
 from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_regular
 from vllm_ascend_hsx.protocol.format import (
     HIDDEN_STATES,
@@ -337,19 +337,10 @@ def difference(place: Place, header: Header) -> str | None:
     """Return how the file differs from what was written, or why it cannot be verified, or None."""
     stated = stated_checksum(header.content, header.metadata)
     if stated is None:
-        return unverifiable(header)
+        return unverifiable(header.metadata)
     expected, digest = stated
     digest.read(place.fd, place.offset + len(header.content), place.offset + place.size)
     found = digest.hexdigest()
     if found == expected:
         return None
     return f"it is not as it was written: its checksum is {found}, not {expected}"
-
-
-def unverifiable(header: Header) -> str:
-    """Return why a file has no checksum that can be compared."""
-    algorithm = header.metadata.get("checksum_algorithm")
-    return (
-        f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm "
-        f"is {algorithm})"
-    )

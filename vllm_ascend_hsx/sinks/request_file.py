@@ -209,7 +209,7 @@ class RequestFile(SinkFile):
 
     def _end(self, lock_stays: bool) -> None:
         """What every end has in common; nothing here can change the outcome any more, so problems are only logged."""
-        self._sink.forget(self)  # first: whoever sees the lock free may open the name again
+        self._sink.forget(self)  # first: a free lock lets the next request open the name
         if self._lock is not None:
             self._attempt("release the lock", self._lock.release if lock_stays else self._lock.remove)
         if self.remove_previous is not None:

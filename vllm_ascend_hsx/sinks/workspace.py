@@ -39,7 +39,7 @@ class Workspace:
 
     @classmethod
     def make(cls, parent_fd: int, use_lock: bool, lock_mode: int) -> Workspace:
-        """Make a new one, with the permissions of its parent: whoever may remove files there may here.
+        """Make a new one, with the permissions of its parent, so that the same users may remove files.
 
         Args:
             parent_fd: the storage directory, open for as long as this object is used.
