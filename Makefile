@@ -25,8 +25,9 @@ lint: setup
 ut: setup
 	$(PYTEST) tests/ut
 
+# Files in the order of tests/e2e/conftest.py, longest first.
 e2e: setup
-	$(PYTEST) tests/e2e
+	$(PYTEST) --no-loadscope-reorder tests/e2e
 
 # One after the other, each with the time that it took.
 test:

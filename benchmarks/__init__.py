@@ -1,4 +1,4 @@
-"""Benchmarks: the path to the file against what could be at most and against vLLM's own, latency, engine, cost per step."""
+"""Benchmarks: the path to the file beside its limits and vLLM's own, latency, engine, step cost."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: measures, prints the tables, and writes docs/performance.md, .json and .png.
+"""`python -m benchmarks`: measure, print the tables, write docs/performance.md, .json and .png.
 
 Where torch_npu is not installed it runs itself on one emulated NPU.
 """

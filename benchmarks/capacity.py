@@ -1,4 +1,7 @@
-"""Part (f), how much KV cache is left: with no extraction, ours and vLLM's own layout, by vLLM's planner with vllm-ascend's patches."""
+"""Part (f), the KV cache that is left without extraction, with ours and with vLLM's own layout.
+
+The figures come from vLLM's planner with vllm-ascend's patches.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ class Cell:
     Attributes:
         block_size: tokens per block of the attention layers. blocks: vLLM's num_gpu_blocks.
         tokens: what the server logs as the size of its KV cache.
-        kept: tokens as a share of those with no extraction; 0 if it does not start, as then the others are.
+        kept: tokens as a share of those without extraction; 0 if the server does not start.
         reason: why it does not start.
     """
 
@@ -38,7 +41,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Result:
-    """By model and layout; each server has the same options and `kv_bytes` per NPU for its KV cache without extraction."""
+    """The layouts of each model, with equal options and `kv_bytes` per NPU without extraction."""
 
     options: EngineOptions
     kv_bytes: int
@@ -64,7 +67,9 @@ def run(show: Callable[[str], None]) -> Result:
 def capacities(
     shape: ModelShape, options: EngineOptions, num_extracted: int, kv_bytes: int, staging_bytes: int
 ) -> dict[Layout, Capacity | LayoutError]:
-    """The KV cache with each layout; staging is taken from ours. vllm_planner.load must have been called.
+    """Plan the KV cache of each layout; ours gives up the staging bytes.
+
+    vllm_planner.load must have been called.
 
     Args:
         shape: the target.

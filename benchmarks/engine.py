@@ -1,4 +1,4 @@
-"""Part (c), what extraction costs an engine: off, ours and vLLM's own connector, three engines that take turns."""
+"""Part (c), what extraction costs an engine: three take turns, without it, with ours and vLLM's."""
 
 from __future__ import annotations
 
@@ -146,8 +146,11 @@ def run(scale: Scale, directory: Path, show: Callable[[str], None]) -> Result:
 
 
 def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """EngineArgs and environment of an engine. The three differ in extraction alone, so chunked prefill is off for all: vLLM refuses its
-    connector together with it."""
+    """EngineArgs and environment of an engine.
+
+    The three differ in extraction alone. vLLM refuses its connector together with chunked prefill,
+    so all three go without.
+    """
     arguments: dict[str, Any] = {
         "model": str(model),
         "enforce_eager": True,
@@ -176,7 +179,7 @@ def draw_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def _check(paths: Sequence[str], prompts: Sequence[Sequence[int]], *, exact: bool) -> None:
-    """Each request has a file with its prompt; with `exact`, one finite row for each token, too. Then the files go."""
+    """Check and remove each request's file: its prompt and, if `exact`, a finite row per token."""
     if len(paths) != len(prompts):
         raise AssertionError(f"{len(paths)} of {len(prompts)} requests have a file")
     found = []

@@ -1,9 +1,10 @@
-"""An engine in a process of its own that serves a batch of requests whenever it is told to. Started by engine.py.
+"""An engine in its own process that serves batches of requests on demand; engine.py starts it.
 
 Usage: python -m benchmarks.engine_process READ_FD WRITE_FD
 
-The first line is a JSON object of EngineArgs; then each line is a batch, {"prompts": [[token, ...], ...], "max_tokens": ...}, and each
-answer what it cost. The pipes are its own, for vLLM prints to stdout.
+The first line is a JSON object of EngineArgs. Each later line is a batch,
+{"prompts": [[token, ...], ...], "max_tokens": ...}, and is answered with what it cost. The pipes
+are separate because vLLM prints to stdout.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def serve(engine: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """Answer the requests, and wait until their files are complete if they have any.
 
     Returns:
-        "wall" and "cpu": seconds, from the first request to the last file. "steps": of the engine. "paths": of the files.
+        "wall" and "cpu": seconds, from the first request to the last file. "steps": steps of the
+            engine. "paths": the files.
     """
     from vllm import SamplingParams
 

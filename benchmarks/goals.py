@@ -1,4 +1,4 @@
-"""What was aimed at, what was measured, and where a goal is missed the limit that was measured beside it."""
+"""Each goal, what was measured, and the limit measured beside it where the goal is missed."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def _fixed_cost(cells: Sequence[Cell]) -> str:
 
 
 def _one_file_at_a_time(cells: Sequence[Cell]) -> str:
-    """The rows of a long prompt come, and fill the ring, one file after the other, and Linux lets one thread at a time write to a file."""
+    """A long prompt's rows fill the ring file by file, and Linux admits one writer to a file."""
     worst = min(cells, key=lambda cell: cell.figures[OURS].of_raw)
     alone, unchecked = worst.figures[RAW_ONE_THREAD].of_raw, worst.figures[OURS_UNCHECKED].of_raw
     return f"in the worst cell a raw write by one thread reaches {alone:.0%}, ours without checksum {unchecked:.0%}; {_fixed_cost(cells)}"

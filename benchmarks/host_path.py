@@ -1,4 +1,4 @@
-"""Part (a), from rows in pinned memory, or on the NPU, to published files: ours, its peers and its limits, side by side."""
+"""Part (a), from rows in pinned memory or on the NPU to published files: ours, peers and limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Scale:
     """How much is measured.
 
     Attributes:
-        pinned, copied, durable: of each view the lengths of the requests, and with each how many are in flight.
+        pinned, copied, durable: for each view, the lengths of the requests and how many of each
+            length are in flight.
         evenly: the same for the first view, with requests that share each step evenly.
         repetitions: of each cell, an odd number.
         least_bytes: that one run writes, so that it is long enough to be measured.
@@ -64,7 +65,8 @@ class Figures:
         gb_per_s: median, in 10^9 bytes.
         cpu_s_per_gb: median of the CPU time of all threads.
         rss: bytes of memory beyond what was held at the beginning, the most of all repetitions.
-        of_raw: speed as a share of the raw write's (of raw O_DIRECT's in the durable view); median of the ratios within a repetition.
+        of_raw: speed as a share of the raw write's (of raw O_DIRECT's in the durable view); median
+            of the ratios within a repetition.
         of_vllm: the same of vLLM 0.33's path; None where that did not take part.
     """
 

@@ -1,4 +1,4 @@
-"""Part (b), from the last row of a prompt to the published file and to the reader who waits for it."""
+"""Part (b), from the last row of a prompt to the published file and to the waiting reader."""
 
 from __future__ import annotations
 
@@ -57,9 +57,11 @@ class Samples:
 
     Attributes:
         from_host: from the last row in pinned memory until the file can be seen under its name.
-        from_step: the same from the end of the step, when the last chunk's first row is handed to the copier.
-        told: from then until the reader has been woken. loaded: until it has the tensors (mapped, not read).
-        raw: a raw write of the last chunk's bytes in the same turn: no file can be complete earlier after its step.
+        from_step: the same from the end of the step, when the last chunk's first row is handed to
+            the copier.
+        told: from then until the reader has been woken. loaded: until it has mapped the tensors.
+        raw: a raw write of the last chunk's bytes in the same turn; no file can be complete sooner
+            after its step.
     """
 
     from_host: list[float] = field(default_factory=list)
@@ -76,7 +78,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Prompts of one kind: `tokens`, of which `last_chunk` come last; p50 and p99 of each of its Samples, in seconds."""
+    """p50 and p99, in seconds, of prompts of `tokens` tokens with a last chunk of `last_chunk`."""
 
     tokens: int
     last_chunk: int
@@ -90,9 +92,11 @@ class Result:
     Attributes:
         prompts: one for each kind.
         told: quantiles over all prompts.
-        bare_told: of a reader who sleeps on a lock of which nothing else is known: what the system needs to wake a process.
+        bare_told: of a reader that sleeps on an otherwise unused lock, which is the time that the
+            system needs to wake a process.
         polled: of a reader who polls.
-        vllm: median time of vLLM 0.33's path for one request, from the end of its last step, by tokens.
+        vllm: median time of vLLM 0.33's path for one request, from the end of its last step, by
+            tokens.
     """
 
     filesystem: str
@@ -176,7 +180,7 @@ class Bench:
         self._published = time.monotonic()
 
     def run(self, tokens: int, last_chunk: int, samples: Samples, waiting: Reader, *, asleep: bool, pause: float = 0.0) -> None:
-        """One request; its reader waits before the last chunk comes, for `pause` seconds if it does not sleep."""
+        """Serve a request; its reader waits before the last chunk, `pause` s if not asleep."""
         self._count += 1
         request_id = f"prompt-{self._count}"
         path = self.directory / f"{request_id}.safetensors"
@@ -203,7 +207,7 @@ class Bench:
             each.unlink()
 
     def raw(self, rows: int) -> float:
-        """Seconds of a raw write of so many rows into a file that is open and begun."""
+        """Seconds of a raw write of the rows to an open file that has data already."""
         data = self.source.bytes_of(self._count * 977 % (self.source.tokens - rows + 1), rows)
         path = self.directory / "raw"
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o640)

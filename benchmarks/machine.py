@@ -1,4 +1,4 @@
-"""The machine in words: what a reader of the figures has to know of it, and nothing that names it."""
+"""Describe the machine as far as the figures depend on it, without anything that identifies it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a piece of work costs this process: wall time, CPU time of all threads, growth of resident memory; and contestants in turn."""
+"""Measure wall time, CPU time of all threads and memory growth; run contestants in turn."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def _status_bytes(field: str) -> int:
 def in_turn(
     contestants: Mapping[str, Callable[[], Cost]], repetitions: int, *, warm_up: int = 1, seed: int = 0
 ) -> dict[str, list[Cost]]:
-    """Every contestant once in each repetition, in an order drawn anew each time, so that what else the machine does hits all alike.
+    """Run every contestant once per repetition, each time in a new random order.
+
+    Whatever else the machine does then affects all of them alike.
 
     Args:
         contestants: what to run, by name.

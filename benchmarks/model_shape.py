@@ -36,7 +36,8 @@ class ModelShape:
         dtype: in which it is served.
         hidden_size: elements of a hidden state.
         layers: what each decoder layer keeps.
-        num_kv_heads, head_dim: of attention; for latent attention one head of `kv_lora_rank + qk_rope_head_dim`.
+        num_kv_heads, head_dim: of attention; latent attention has one head of
+            `kv_lora_rank + qk_rope_head_dim`.
         delta_net: if a layer is LINEAR.
         config: the fields of config.json, those of its text part on top.
     """
@@ -62,7 +63,7 @@ class ModelShape:
 
 
 def shape_of(content: Mapping[str, Any]) -> ModelShape:
-    """The shape of the model with such a config.json: attention that is full or latent, and GatedDeltaNet.
+    """Read the shape of a model with full or latent attention and GatedDeltaNet from config.json.
 
     Raises:
         ValueError, KeyError: layers of another kind, or a field is missing.

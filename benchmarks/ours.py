@@ -1,5 +1,7 @@
-"""Ours as a contestant, and the one place where the benchmarks touch the package's internals: the production worker, its threads and
-FileSink, without an engine around them."""
+"""Ours as a contestant: the production worker, its threads and FileSink, without an engine.
+
+This is the only module of the benchmarks that uses the package's internals.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def _build_worker(settled: ServerSettings, staging: StagingCache, device: torch.
         sink=settled.destination.make_sink(row_format, ring.data),
         device=device,
         num_writers=settled.num_writers(1),
-        patience=config.storage_patience_s,
+        storage_timeout=config.storage_timeout_s,
         slow_storage=config.slow_storage,
         where=settled.destination.where,
         check_finite=config.check_finite,
@@ -75,7 +77,7 @@ def _build_worker(settled: ServerSettings, staging: StagingCache, device: torch.
 
 @contextmanager
 def _each_rename(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` behind each rename of a file, which is when it can be seen."""
+    """Call `tell` after each rename of a file, which makes it visible."""
     move = Storage.move
 
     def move_and_tell(storage: Storage, name: str, target: Storage, new_name: str) -> None:
@@ -91,11 +93,11 @@ def _settle(worker: ExtractionWorker) -> None:
     copied = threading.Event()
     worker._copier.then(copied.set)
     copied.wait()
-    worker._writers.drain()
+    worker._writers.wait()
 
 
 class SourceSlot(StagingSlot):
-    """A slot that has been filled with rows of the source; nothing of that is measured, for it is the device's work."""
+    """Hand over a slot filled with rows of the source; the device's filling is not measured."""
 
     def __init__(self, source: Source, step: Step) -> None:
         super().__init__(source.device[step.source : step.source + step.num_rows])
@@ -113,11 +115,12 @@ class Staging(StagingCache):
 
 
 class Pipeline:
-    """A worker as the connector builds it. The engine's part of it belongs to the thread that calls.
+    """A worker as the connector builds it; the calling thread plays the engine.
 
     Args:
-        with_copy: the copier copies from the NPU into the ring. Without, its pieces are the rows of the source that are on the host
-            already: a device's DMA engine would have put them there. The ring still says how many there may be.
+        with_copy: the copier copies from the NPU into the ring. Without, its chunks are rows of the
+            source on the host, as if a device's DMA engine had put them there; the ring still caps
+            their number.
         options: kv_connector_extra_config, without the directory.
         on_host: called when a piece is there; without the copy only.
         on_published: called when a file can be seen under its name.
@@ -216,8 +219,10 @@ class Pipeline:
 
 
 class MainThread:
-    """What the worker's main thread does in a step: proposer, forward context, cache-only layer, staging and worker; the model, the runner
-    and the connector's facade are not there. Tensor and pipeline parallelism are off, so the runner has nothing to pad or agree on.
+    """A step of the worker's main thread: proposer, forward context, cache-only layer, staging.
+
+    The model, the runner and the connector's facade are left out. Tensor and pipeline parallelism
+    are off, so the runner has nothing to pad or to coordinate.
 
     Args:
         max_tokens: of a step.

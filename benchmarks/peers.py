@@ -1,4 +1,4 @@
-"""What ours is compared with: memcpy, raw writes, raw durable writes past the page cache, and the path of vLLM 0.33.
+"""The peers of ours: memcpy, raw writes, raw durable writes with O_DIRECT, vLLM 0.33's path.
 
 The last is written from its description (docs/performance.md repeats it), not from its code.
 """
@@ -65,7 +65,7 @@ class Contestant(ABC):
 
 
 class Pool:
-    """Threads that take indices from a queue, as few as there are requests in flight: what whoever writes raw would do."""
+    """Threads that take indices from a queue, one per request in flight, as a raw writer would."""
 
     def __init__(self, threads: int, work: Callable[[int], None]) -> None:
         self._jobs: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -146,7 +146,7 @@ class Memcpy(_Pooled):
 
 
 class RawWrite(_Pooled):
-    """open, pwrite of 4 MiB at a time, close: the rows alone, in files that are visible while they are written."""
+    """open, pwrite of 4 MiB at a time, close: rows alone, in files visible while being written."""
 
     def one(self, data: memoryview, request_id: str) -> None:
         fd = os.open(self.path(request_id), _NEW, 0o640)
@@ -162,7 +162,8 @@ class RawDirect(_Pooled):
 
     Args:
         checksum: make the CRC-32C of each piece before it is written.
-        publish: rename the file then, and have its name survive a loss of power, too: fsync of the directory.
+        publish: rename the file afterwards, and fsync the directory so that the name survives a
+            loss of power.
     """
 
     def __init__(self, source: Source, directory: Path, threads: int, *, checksum: bool = False, publish: bool = False) -> None:
@@ -219,14 +220,17 @@ def direct_io_works(directory: Path) -> str | None:
 
 
 class Vllm033(Contestant):
-    """vLLM 0.33's path, from its description: a request's rows stay in paged memory until it ends. Then they are gathered by its block ids
-    and copied into pinned host memory that is obtained for it, a lock file is locked, and one of 8 threads calls save_file with rows and
-    token ids under the file's own name and lets the lock go.
+    """vLLM 0.33's path, from its description.
+
+    A request's rows stay in paged memory until it ends. Then they are gathered by its block ids and
+    copied into newly obtained pinned host memory, and a lock file is locked. One of 8 threads calls
+    save_file with rows and token ids under the file's own name and releases the lock.
 
     Args:
-        with_copy: gather, obtain and copy; else the rows are in pinned memory already, and it begins with the lock.
-        reuse_pinned: take pinned memory that an earlier request of the same size has used, as torch's caching allocator would have it when
-            it can. Else it is new.
+        with_copy: gather, obtain memory and copy; otherwise the rows are in pinned memory already,
+            and the path begins with the lock.
+        reuse_pinned: take the pinned memory of an earlier request of the same size, as torch's
+            caching allocator would where it can; otherwise obtain new memory.
     """
 
     def __init__(self, source: Source, directory: Path, *, with_copy: bool, reuse_pinned: bool = False) -> None:
@@ -246,7 +250,7 @@ class Vllm033(Contestant):
         return rows[: self._num_blocks * self._block_tokens].view(self._num_blocks, self._block_tokens, *self.source.row_format.row_shape)
 
     def prepare(self, load: Load) -> None:
-        """Blocks as they are after a server has run for a while: in no order. The ids are on the device, as vLLM has them there."""
+        """Shuffled block ids on the device, as vLLM has them after running for a while."""
         self._unused = [rows for rows in self._unused if len(rows) == load.tokens]
         count = -(-load.tokens // self._block_tokens)
         draws = [np.random.default_rng(index).permutation(self._num_blocks)[:count] for index in range(load.requests)]
@@ -279,8 +283,11 @@ class Vllm033(Contestant):
         return future
 
     def _gather(self, block_ids: torch.Tensor) -> torch.Tensor:
-        """Rows of these blocks, [tokens, layers, hidden]. Into memory of the device that is there already, as its allocator would have it:
-        device memory of a CPU costs page faults, which are no cost of this path."""
+        """Gather these blocks' rows, [tokens, layers, hidden], into preallocated device memory.
+
+        A device's allocator would have that memory ready; fresh memory of a CPU would add page
+        faults, which are no cost of this path.
+        """
         blocks = self._gathered[: len(block_ids)]
         torch.index_select(self._paged, 0, block_ids, out=blocks)
         return blocks.flatten(0, 1)

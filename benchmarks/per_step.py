@@ -1,4 +1,4 @@
-"""Part (d), what a step costs the worker's main thread, against the length of the prompts and the number of requests in flight."""
+"""Part (d), the main thread's cost of a step by prompt length and number of requests in flight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.ours import MainThread, start_of
 from benchmarks.rows import STEP_TOKENS
 from vllm_ascend_hsx.protocol.rows import RowFormat
 
-# Rows so narrow that moving them costs nothing: on an emulated NPU the device's work is done by the thread that asks for it.
+# Narrow rows cost nothing to move: the thread that calls an emulated NPU does the NPU's work.
 NARROW = RowFormat(layer_ids=(2, 31, 59, 62), hidden_size=1, dtype="BF16", model="narrow")
 
 
@@ -68,10 +68,11 @@ class Result:
 
     Attributes:
         cells: one for each prompt length and number of requests in flight.
-        per_step, per_request, per_beginning: seconds; a step costs per_step + per_request for each request in it + per_beginning for each
-            that begins in it. Least squares over the cells, each deviation as a share of the cell's cost.
-        per_1000_tokens: seconds that a prompt longer by 1000 tokens adds to a step in which no request begins; the median slope over
-            the numbers of requests in flight.
+        per_step, per_request, per_beginning: seconds; a step costs per_step + per_request for each
+            request in it + per_beginning for each that begins in it. Least squares over the cells,
+            each deviation as a share of the cell's cost.
+        per_1000_tokens: seconds that 1000 more tokens of prompt add to a step in which no request
+            begins; the median slope over the numbers of requests in flight.
     """
 
     cells: list[Cell]

@@ -1,4 +1,7 @@
-"""What vLLM's planner needs of the presets' config.json beyond what `hsx plan` knows, under its own names; read where a preset says."""
+"""Fields of the presets' config.json that vLLM's planner needs and `hsx plan` does not know.
+
+Names are those of config.json; each preset says where its values were read.
+"""
 
 from __future__ import annotations
 

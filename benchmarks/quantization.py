@@ -1,4 +1,4 @@
-"""`python -m benchmarks.quantization`: what float8 costs and saves, measured, as docs/quantization.md."""
+"""`python -m benchmarks.quantization`: measure float8's costs and savings; docs/quantization.md."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.reader.quantized import dequantized
+from vllm_ascend_hsx.reader.tensors import dequantized
 from vllm_ascend_hsx.sinks.base import Sink
-from vllm_ascend_hsx.sinks.encoder import encoder_for
+from vllm_ascend_hsx.sinks.encoder import Fp8PerToken
 from vllm_ascend_hsx.sinks.file import FileSink
 
 PAGE = ROOT / "docs" / "quantization.md"
@@ -40,7 +40,7 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True)
 class Load:
-    """How much is written to find out what it costs: files of so many tokens, several times."""
+    """How much is written to measure the cost: the files, their tokens and the repetitions."""
 
     repetitions: int = 9
     files: int = 4
@@ -69,7 +69,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of rows that went through a file. Relative: the Euclidean norm of the difference by that of the float32 row.
+    """Relative errors of rows read from a file: norm of the difference by the float32 row's norm.
 
     Attributes:
         bfloat16: median of the rows, if they are stored in bfloat16.
@@ -87,9 +87,9 @@ class Errors:
 
 
 def store(rows: torch.Tensor) -> torch.Tensor:
-    """Rows as a reader gets them from a server in bfloat16 with quantization fp8: bfloat16 [tokens, layers, hidden]."""
+    """Rows as read from a bfloat16 server with quantization fp8, [tokens, layers, hidden]."""
     tokens, layers, hidden = rows.shape
-    encoder = encoder_for(RowFormat(tuple(range(layers)), hidden, "BF16", quantization="fp8"))
+    encoder = Fp8PerToken(RowFormat(tuple(range(layers)), hidden, "BF16", quantization="fp8"))
     data = rows.bfloat16().contiguous().view(torch.uint8).numpy().reshape(-1).data
     stored = torch.frombuffer(encoder.encode(0, data), dtype=torch.float8_e4m3fn).reshape(rows.shape)
     scales = encoder.scales(tokens)
@@ -124,7 +124,7 @@ def _relative(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def synthetic() -> list[Case]:
-    """Rows made of random numbers, with what is known to make rows of large models hard to quantise."""
+    """Random rows with the traits that make rows of large models hard to quantize."""
 
     def gaussian(layers: int, factor: float = 1.0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(layers)
@@ -142,7 +142,7 @@ def synthetic() -> list[Case]:
 
 
 def tiny(directory: Path) -> Case:
-    """Rows of the tiny MiniMax-M2, whose weights are random, as transformers computes them in float32."""
+    """Rows of the tiny MiniMax-M2 with random weights, computed by transformers in float32."""
     layer_ids = (0, 1, 2, 3, 4)
     model = build_minimax_m2(directory / "minimax_m2")
     prompts = [prompt.content for prompt in demo_prompts(VOCABULARY) if isinstance(prompt.content, list)]

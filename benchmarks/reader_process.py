@@ -1,10 +1,12 @@
-"""A reader in a process of its own: waits for the files that it is told of, and answers when it was woken and when it had the tensors.
+"""A reader in its own process: reports when it is woken for a file and when it has the tensors.
 
 Usage: python -m benchmarks.reader_process sleep|poll|flock
 
-Reads a path per line, answers each with a line of JSON: "told" and "loaded", seconds of the clock that all processes share.
+Reads a path per line and answers each with a line of JSON: "told" and "loaded", in seconds of a
+clock that all processes share.
 * sleep: as vllm_ascend_hsx.load, which sleeps on the lock.
-* poll: tries the lock every 0.1 s, as the reader of speculators does (hs_connectors/transfer.py, hs-connectors 0.9.0).
+* poll: tries the lock every 0.1 s, as speculators does (hs_connectors/transfer.py,
+  hs-connectors 0.9.0).
 * flock: sleeps on the lock and loads nothing: how fast the system wakes anybody.
 """
 

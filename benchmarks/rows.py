@@ -1,4 +1,4 @@
-"""The rows that all contestants write, and how requests in flight share the steps that compute them."""
+"""The rows that all contestants write, and the steps that requests in flight share."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def npu() -> Any:
 
 
 class Source:
-    """Rows as the device computed them, in pinned host memory and on the NPU: the same bytes in both.
+    """Rows with the same bytes in pinned host memory and on the NPU, as the device computed them.
 
     Args:
         row_format: BF16.
-        tokens: rows; more bytes than the processor's caches hold, so that nobody reads them from there.
+        tokens: rows; more bytes than the processor's caches hold, so that all reads go to memory.
 
     Attributes:
         host: pinned [tokens, layers, hidden], at the beginning of a page.
@@ -94,8 +94,9 @@ class Load:
         in_flight: how many an engine has at a time; when these are done, the next ones begin.
         source_tokens: rows of the source.
         step_tokens: rows of a step.
-        evenly: all that are in flight share each step. Otherwise a step takes them as vLLM's scheduler does, first come, first served:
-            whole prompts while there is room, then a part of one, whose rest comes first in the next step.
+        evenly: all requests in flight share each step. Otherwise a step takes them first come,
+            first served, as vLLM's scheduler does: whole prompts while there is room, then a part
+            of one, whose rest comes first in the next step.
     """
 
     tokens: int
@@ -159,7 +160,7 @@ class Load:
         return self.tokens * self.requests
 
     def first_row(self, index: int) -> int:
-        """Where in the source a contestant that writes a request as one piece finds the rows of request `index`."""
+        """Rows of request `index` in the source, for contestants that write it as one piece."""
         places = self.source_tokens - self.tokens + 1
         return index * 977 % places  # spread out, so that no request finds what the one before it left in the caches
 

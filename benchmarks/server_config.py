@@ -1,7 +1,7 @@
-"""A server's configuration as vLLM's planner reads it: a stand-in for VllmConfig, which needs a server's model.
+"""A stand-in for VllmConfig as vLLM's planner reads it; the real one needs a server's model.
 
-Checked against vllm 0.23.0 and vllm-ascend 0.23.0. It has the fields of VllmConfig that are read on the way to a KV cache. Nothing is
-imported before it is needed: vLLM takes seconds.
+Checked against vllm 0.23.0 and vllm-ascend 0.23.0. It has the fields of VllmConfig that are read
+on the way to a KV cache. Imports are deferred because vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAMBA_CONFIG = "vllm_ascend.patch.platform.patch_mamba_config"
 
 
 class Layout(Enum):
-    """Where the hidden states are: there are none, in our staging slots, or in the KV pool (vLLM's ExampleHiddenStatesConnector)."""
+    """Where hidden states are: nowhere, in our slots, in the KV pool (vLLM's example connector)."""
 
     PLAIN = "no extraction"
     HSX = "hsx"
@@ -37,7 +37,7 @@ class EngineOptions:
 
 
 class UnknownFieldError(AttributeError):
-    """vLLM reads a field of its configuration that the stand-in lacks: this version of vLLM is not the one that it was made for."""
+    """This version of vLLM reads a field of its configuration that the stand-in lacks."""
 
 
 class _Fields(SimpleNamespace):
@@ -50,13 +50,15 @@ class _Fields(SimpleNamespace):
 
 
 def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> Any:
-    """The fields of VllmConfig that the functions called here read, as a server has them after its start.
+    """Build the fields of VllmConfig that the planner reads, as a server has them after its start.
 
-    * `speculative_config`: none without extraction. Upstream has one draft token, hence one more Mamba state per request; our plugin
-      makes it none (compat.drafts.schedule_no_drafts).
-    * Upstream goes without chunked prefill (vllm/config/vllm.py:764), so that one step takes a whole request.
-    * Prefix caching is vLLM's default: off for hybrid models (vllm/config/model.py:1852, is_prefix_caching_supported).
-    * `block_size`: vllm-ascend's refresh_block_size (utils.py:1369) makes it 128; that of a hybrid model follows from its state.
+    * `speculative_config`: none without extraction. Upstream has one draft token, hence one more
+      Mamba state per request; our plugin sets it to 0 (compat.drafts.schedule_no_drafts).
+    * Upstream has no chunked prefill (vllm/config/vllm.py:764), so a step takes a whole request.
+    * Prefix caching is vLLM's default: off for hybrid models (vllm/config/model.py:1852,
+      is_prefix_caching_supported).
+    * `block_size`: vllm-ascend's refresh_block_size (utils.py:1369) makes it 128; that of a hybrid
+      model follows from its state.
     """
     torch = importlib.import_module("torch")
     upstream, batched = layout is Layout.UPSTREAM, options.max_num_batched_tokens
@@ -110,9 +112,11 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
 def _align(shape: ModelShape, config: Any) -> None:
     """Let vllm-ascend choose block size and page of a hybrid model.
 
-    Reason: its patch_mamba_config.verify_and_update_config takes the place of vLLM's HybridAttentionMambaModelConfig. It finds the
-    model's class in vLLM's registry, which would import the model, and asks it for the state's shapes; these are given to it instead.
-    Before it, vLLM takes the recurrent state's dtype from config.json for some classes (models/config.py:536, in MODELS_CONFIG_MAP).
+    Reason: its patch_mamba_config.verify_and_update_config replaces vLLM's
+    HybridAttentionMambaModelConfig. It looks up the model's class in vLLM's registry, which would
+    import the model, and asks it for the state's shapes; here they are passed in instead. Before
+    it, vLLM takes the recurrent state's dtype from config.json for some classes
+    (models/config.py:536, in MODELS_CONFIG_MAP).
     """
     per_class = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP.get(shape.architecture)
     if per_class is not None:
@@ -133,8 +137,8 @@ def _align(shape: ModelShape, config: Any) -> None:
 def delta_net_state(shape: ModelShape, config: Any) -> tuple[Any, Any]:
     """Shapes and dtypes of GatedDeltaNet's convolution and recurrent state on one NPU.
 
-    Reason: vllm/model_executor/models/qwen3_5.py:678-708 and qwen3_next.py ask the same calculators, and so does the layer
-    (vllm_ascend/ops/gdn.py:45).
+    Reason: vllm/model_executor/models/qwen3_5.py:678-708 and qwen3_next.py ask the same
+    calculators, and so does the layer (vllm_ascend/ops/gdn.py:45).
     """
     utils = importlib.import_module(MAMBA_UTILS)
     net = shape.delta_net

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.shards`: many small requests as files and as members of shards, written and read, as a ratio."""
+"""`python -m benchmarks.shards`: small requests as files and as shard members, as a ratio."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ import numpy as np
 from benchmarks.measure import Cost, cost_of, in_turn, speed_ratio
 from vllm_ascend_hsx import HiddenStatesDataset, load
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
-from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
 ROWS = RowFormat(layer_ids=(1, 2, 3, 4), hidden_size=1024, dtype="BF16")
@@ -25,7 +24,9 @@ KINDS = ("files", "shards")
 
 
 def measure(requests: int, tokens: int, repetitions: int) -> dict[str, str]:
-    """Words for each figure: what is done with the requests, and how shards compare with files (above 1: shards are faster).
+    """Compare shards with files; maps each figure's description to its ratio in words.
+
+    Above 1, shards are faster.
 
     Args:
         requests: how many, one after the other.
@@ -45,7 +46,7 @@ def measure(requests: int, tokens: int, repetitions: int) -> dict[str, str]:
             with sink:
                 for serial in range(requests):
                     name = f"cmpl-{serial:08d}-0123abcd"
-                    file = sink.open(name, target / f"{name}.safetensors", tokens, may_grow=False)
+                    file = sink.open(name, target / f"{name}.safetensors", tokens)
                     file.write(0, rows)
                     file.commit(ids, tokens)
 

@@ -1,4 +1,4 @@
-"""Part (e), who gives way to slow storage: a stream that is not extracted beside prompts that are, with each setting of slow_storage."""
+"""Part (e), slow storage: a stream without extraction beside extracted prompts, by slow_storage."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""An engine in a process of its own with one stream that is not extracted, prompts that are, and storage as slow as it is told to be.
-Started by slow_storage.py.
+"""An engine in its own process: a stream without extraction, extracted prompts, slow storage.
+
+Started by slow_storage.py, which sets the storage's speed.
 
 Usage: python -m benchmarks.slow_storage_process READ_FD WRITE_FD
 
@@ -23,7 +24,7 @@ _OPTS_OUT = {"extra_args": {"kv_transfer_params": {"hidden_states": False}}}
 
 
 class SlowDisk:
-    """Stands in for os.pwrite: all threads together get so many bytes per second, or no answer at all."""
+    """Replacement of os.pwrite: all threads share some bytes per second, or get no answer."""
 
     def __init__(self) -> None:
         self._pwrite = os.pwrite
@@ -35,7 +36,7 @@ class SlowDisk:
         os.pwrite = self.pwrite
 
     def slow_down(self, bytes_per_s: float) -> None:
-        """From now on; 0 stands still."""
+        """Limit all later writes; 0 stops them."""
         self._rate, self._free_at = bytes_per_s, 0.0
         self._released.clear()
 
@@ -72,14 +73,15 @@ class Bench:
         self._count = 0
 
     def measure(self, *, extract: bool, bytes_per_s: float | None, seconds: float, in_flight: int, tokens: int) -> dict[str, Any]:
-        """One stream, and beside it `in_flight` prompts of so many tokens all the time.
+        """Run one stream beside `in_flight` prompts at any time.
 
         Args:
             extract: the prompts.
             bytes_per_s: that storage takes; None as it is, 0 nothing.
 
         Returns:
-            "gaps": seconds between the stream's tokens. "answered": prompts in that time. "failed": how many of all prompts have no rows.
+            "gaps": seconds between the stream's tokens. "answered": prompts in that time. "failed":
+                how many of all prompts have no rows.
         """
         if bytes_per_s is not None:
             self._disk.slow_down(bytes_per_s)

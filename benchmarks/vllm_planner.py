@@ -1,8 +1,10 @@
-"""The KV cache that vLLM's own planner, with vllm-ascend's changes, makes for a configuration that no server has yet.
+"""The KV cache that vLLM's planner, patched by vllm-ascend, gives a server not yet started.
 
-Checked against vllm 0.23.0 and vllm-ascend 0.23.0. A server builds its VllmConfig and its model, asks each layer for a KVCacheSpec, and
-hands the specs to vLLM's planner. Here the specs are made as the layers make them, from a stand-in (server_config.py). KCU below is
-vllm/v1/core/kv_cache_utils.py, MR vllm_ascend/worker/model_runner_v1.py. Nothing is imported before it is needed: vLLM takes seconds.
+Checked against vllm 0.23.0 and vllm-ascend 0.23.0. A server builds its VllmConfig and its model,
+asks each layer for a KVCacheSpec, and hands the specs to vLLM's planner. Here the specs are made
+as the layers make them, from a stand-in (server_config.py). KCU below is
+vllm/v1/core/kv_cache_utils.py, MR vllm_ascend/worker/model_runner_v1.py. Imports are deferred
+because vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ class Capacity:
         num_blocks: blocks; vLLM calls it num_gpu_blocks.
         block_bytes: bytes per NPU that a block takes in all tensors together.
         groups: layers and tokens per block of each KV cache group.
-        tokens: what requests of max_model_len tokens can hold together; the server logs it as "GPU KV cache size".
+        tokens: what requests of max_model_len tokens can hold together; the server logs it as
+            "GPU KV cache size".
     """
 
     block_size: int
@@ -42,14 +45,14 @@ class Capacity:
 
 
 class LayoutError(Exception):
-    """vLLM's planner refuses the configuration: a server does not start with it. The message is its reason."""
+    """vLLM's planner refuses the configuration and so a server's start; the message says why."""
 
 
 def load() -> None:
     """Import vLLM with vllm-ascend's patches applied, as a server on Ascend has them.
 
-    Reason: vllm-ascend replaces a part of the planner (patch/platform/patch_kv_cache_utils.py) and the alignment of hybrid models
-    (patch_mamba_config.py) when its general plugins are loaded.
+    Reason: vllm-ascend replaces a part of the planner (patch/platform/patch_kv_cache_utils.py) and
+    the alignment of hybrid models (patch_mamba_config.py) when its general plugins are loaded.
     """
     from vllm_ascend.utils import adapt_patch
 
@@ -59,8 +62,9 @@ def load() -> None:
 def plan_layout(shape: ModelShape, options: EngineOptions, layout: Layout, num_extracted: int, kv_bytes: int) -> Capacity:
     """Ask vLLM's planner what KV cache an NPU has.
 
-    Reason: KCU:1956 (get_kv_cache_configs) groups layers, unifies their pages, checks that a request fits and counts the blocks; KCU:899
-    (get_max_concurrency_for_kv_cache_config) times max_model_len is the size that the server logs (KCU:1720).
+    Reason: KCU:1956 (get_kv_cache_configs) groups layers, unifies their pages, checks that a
+    request fits and counts the blocks; KCU:899 (get_max_concurrency_for_kv_cache_config) times
+    max_model_len is the size that the server logs (KCU:1720).
 
     Args:
         shape: the target.
@@ -93,10 +97,10 @@ def plan_layout(shape: ModelShape, options: EngineOptions, layout: Layout, num_e
 
 
 def _specs(shape: ModelShape, config: Any, layout: Layout, num_extracted: int) -> dict[str, Any]:
-    """The KVCacheSpec of every layer, in the order of MR:4907 (get_kv_cache_spec): attention, the drafter's layer, then Mamba.
+    """KVCacheSpecs of all layers in the order of MR:4907: attention, the drafter's layer, Mamba.
 
-    Attention pages smaller than those of Mamba are padded (MR:5021). The drafter's layer is a HiddenStateCacheSpec with upstream (MR:5003);
-    ours has none.
+    Attention pages smaller than those of Mamba are padded (MR:5021). Upstream's drafter layer has a
+    HiddenStateCacheSpec (MR:5003); ours has none.
     """
     specs: dict[str, Any] = {}
     states: dict[str, Any] = {}
@@ -108,7 +112,7 @@ def _specs(shape: ModelShape, config: Any, layout: Layout, num_extracted: int) -
             specs[name] = _attention_spec(shape, kind, config)
     if layout is Layout.UPSTREAM:
         interface = importlib.import_module(SPECS)
-        # vllm/model_executor/models/extract_hidden_states.py:285: a head per layer that is extracted.
+        # vllm/model_executor/models/extract_hidden_states.py:285: a head per extracted layer.
         specs[CACHE_ONLY.format(len(shape.layers))] = interface.HiddenStateCacheSpec(
             block_size=config.cache_config.block_size,
             num_kv_heads=num_extracted,
@@ -123,7 +127,7 @@ def _specs(shape: ModelShape, config: Any, layout: Layout, num_extracted: int) -
 
 
 def _attention_spec(shape: ModelShape, kind: LayerKind, config: Any) -> Any:
-    """As vllm/model_executor/layers/attention/attention.py:566 makes it; latent attention as MR:4991 does."""
+    """As vllm/model_executor/layers/attention/attention.py:566; latent attention as MR:4991."""
     sizes: dict[str, Any] = {
         "block_size": config.cache_config.block_size,
         "num_kv_heads": config.model_config.get_num_kv_heads(config.parallel_config),
@@ -150,7 +154,7 @@ def _state_spec(shape: ModelShape, config: Any) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What a server's log would end with, in one line; an assertion without words is told by where it stands."""
+    """The last line of a server's log; an assertion without a message is named by its place."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     text = str(error).split("\n")[0].split(". ")[0].strip() or f"in {where.name} ({where.filename.rsplit('site-packages/', 1)[-1]})"
     return f"{type(error).__name__}: {text}"

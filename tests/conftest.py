@@ -14,13 +14,13 @@ EMULATOR = Path(__file__).parent / "ut/emulator"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--long", action="store_true", help="run the tests marked `long`, too, and random searches in full (depth.py)")
-    parser.addoption("--traffic-runs", type=int, help="play so many runs of random traffic (tests/e2e/test_any_traffic.py)")
-    parser.addoption("--kills", type=int, help="kill so many sinks (tests/ut/test_crash.py)")
-    parser.addoption("--soak", type=int, help="send so many requests through a worker (tests/ut/test_soak.py)")
-    parser.addoption("--fuzz-inputs", type=int, help="give readers so many mutated inputs (tests/ut/test_fuzz_readers.py)")
-    parser.addoption("--engine-soak", type=int, help="send so many requests to an engine (tests/e2e/test_engine_soak.py)")
-    parser.addoption("--engine-kills", type=int, help="kill so many engines (tests/e2e/test_killed_engine.py)")
+    parser.addoption("--long", action="store_true", help="also run tests marked `long`, and random searches in full (depth.py)")
+    parser.addoption("--traffic-runs", type=int, help="runs of random traffic (tests/e2e/test_any_traffic.py)")
+    parser.addoption("--kills", type=int, help="sinks to kill (tests/ut/test_crash.py)")
+    parser.addoption("--soak", type=int, help="requests to a worker (tests/ut/test_soak.py)")
+    parser.addoption("--fuzz-inputs", type=int, help="mutated inputs to readers (tests/ut/test_fuzz_readers.py)")
+    parser.addoption("--engine-soak", type=int, help="requests to an engine (tests/e2e/test_engine_soak.py)")
+    parser.addoption("--engine-kills", type=int, help="engines to kill (tests/e2e/test_killed_engine.py)")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `long`, and those of a verified emulator, unless `--long` is given or they alone are asked for."""
+    """Leave out `long` tests and those of a verified emulator, unless nothing else is selected."""
     verified = emulator_is_verified()
     left_out = [item for item in items if item.get_closest_marker("long") or (verified and EMULATOR in item.path.parents)]
     if left_out and len(left_out) < len(items) and not config.getoption("long"):

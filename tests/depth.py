@@ -1,4 +1,4 @@
-"""How deep the tests go: what `make test` runs, and what only `--long`, which `make test-all` gives."""
+"""How deep tests go: what `make test` runs, and what only `make test-all` (`--long`) does."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ _EMULATOR = ("vllm_ascend_hsx/emulator", "tests/ut/emulator", "requirements/emul
 
 
 def depth(full: int) -> int:
-    """Return how many examples, kills or requests a random search takes: `full`, or a quarter of it."""
+    """Return the size of a random search: `full`, or a quarter without `--long`."""
     return full if is_long() else -(-full // 4)
 
 
@@ -21,7 +21,7 @@ def is_long() -> bool:
 
 
 def emulator_is_verified() -> bool:
-    """Return True if the emulator, its tests and the pinned wheels are those that `make emulator` has tested last."""
+    """Return True if `make emulator` has tested this emulator with these tests and pins."""
     return VERIFIED.is_file() and VERIFIED.read_text().strip() == emulator_digest()
 
 

@@ -1,4 +1,4 @@
-"""Two machines for tests of what crosses a network: namespaces on this one, joined by a cable that is all the network they have."""
+"""Two machines for network tests: namespaces on this one whose only network is a cable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pyroute2 import IPRoute, NetlinkError, netns
 ROOT = Path(__file__).parents[1]
 CABLE = "eth0"
 ADDRESSES = ("10.0.0.1", "10.0.0.2")
-# Shared memory, semaphores and the host's name are its own, too: what processes tell each other that way stays on the machine.
+# Shared memory, semaphores and host name are separate, too: no other way leads off the machine.
 _NAMESPACES = ("--net", "--ipc", "--uts", "--mount")
 _BOOT = "mount -t tmpfs tmpfs /dev/shm && echo booted && exec sleep infinity"
 
@@ -73,7 +73,8 @@ def two_machines() -> Iterator[tuple[Machine, Machine]]:
                         routes.addr("add", index=index, address=machine.address, prefixlen=24)
                     routes.link("set", index=index, state="up")
         for machine, other in ((first, second), (second, first)):
-            # vLLM takes the address from which the rest of the world would be reached for the machine's (utils/network_utils.py:53).
+            # vLLM takes the source address of the default route for the machine's
+            # (utils/network_utils.py:53).
             with machine.network(), IPRoute() as routes:
                 routes.route("add", dst="default", gateway=other.address)
         yield first, second

@@ -20,7 +20,7 @@ START_SECONDS = 30.0
 
 
 def require_mooncake() -> None:
-    """Skip the test where Mooncake's package cannot be used; continuous integration has to have it."""
+    """Skip the test where Mooncake's package cannot be used; fail in continuous integration."""
     from vllm_ascend_hsx.protocol.mooncake_store import UserError, load_package
 
     try:

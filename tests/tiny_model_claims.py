@@ -16,7 +16,7 @@ TOLERANCE = ROW_TOLERANCE * torch.finfo(torch.bfloat16).eps
 
 
 def assert_rows_lie_apart(model: Path, token_ids: Sequence[int]) -> None:
-    """Rows of different tokens, and of neighbouring layers, lie farther apart than the tolerance."""
+    """Rows of different tokens and of neighbouring layers differ by more than the tolerance."""
     rows = reference_hidden_states(model, token_ids, [1, 2, 3, 4])
     norms = rows.norm(dim=-1)
     for layer in range(4):
@@ -27,7 +27,7 @@ def assert_rows_lie_apart(model: Path, token_ids: Sequence[int]) -> None:
 
 
 def assert_experts_are_chosen_evenly_and_alike(model: Path, token_ids: Sequence[int]) -> None:
-    """The same in float32 and bfloat16: if rounding decided on experts, rows would differ by far more than rounding."""
+    """float32 and bfloat16 agree; rounding that changed experts would change rows far more."""
     chosen = []
     for dtype in (torch.float32, torch.bfloat16):
         target = AutoModelForCausalLM.from_pretrained(model).to(dtype)

@@ -1,8 +1,8 @@
-"""Puts the system libraries that Mooncake's package needs, and this machine lacks, beside the package. Standard library only.
+"""Put the missing system libraries of Mooncake's package beside it. Standard library only.
 
-Debian's packages are downloaded and unpacked; nothing is installed, and apt's own lists stay as they are. The libraries go where the
-package keeps its own ones, so the loader finds them by the package's RPATH: no process needs an environment variable. Exits with 1, and
-says why, if Mooncake will not work.
+Debian's packages are downloaded and unpacked; nothing is installed, and apt's own lists are not
+changed. The libraries go to the package's own, where the loader finds them by its RPATH: no
+process needs an environment variable. Exits with 1 and a reason if Mooncake will not work.
 """
 
 import argparse
@@ -54,7 +54,10 @@ def provide(package: Path) -> None:
 
 
 def copy_libraries(names: Sequence[str], into: Path) -> None:
-    """Copy the libraries of these Debian packages, and of those that they need and this machine lacks. Raises LibrariesError."""
+    """Copy the libraries of these Debian packages and of their missing dependencies.
+
+    Raises LibrariesError.
+    """
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise LibrariesError(f"there is no {tool} here; install what {', '.join(names)} of Debian are")

@@ -1,4 +1,4 @@
-"""Writes docs/options.md from HsxConfig: `python tools/options_reference.py`. A test holds the file against what this would write."""
+"""Write docs/options.md from HsxConfig: `python tools/options_reference.py`. A test compares it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Makes .venv: the exact stack in which unmodified vllm and vllm-ascend run on emulated NPUs. Standard library only.
+"""Make .venv, the pinned stack for unmodified vllm and vllm-ascend on emulated NPUs.
 
-Every package is pinned and installed without its dependencies, because vllm-ascend asks for another torch and for torch_npu, and pip
-would answer with CUDA builds. torch is whichever CPU build of the pinned version pip finds with the user's own configuration (index,
-find-links); a CUDA build is refused before anything is installed. A second call does nothing; an interrupted one is taken up again.
+Standard library only. Every package is pinned and installed without its dependencies, because
+vllm-ascend requires another torch and torch_npu, and pip would answer with CUDA builds. torch is
+the CPU build of the pinned version that pip finds with the user's own configuration (index,
+find-links); a CUDA build is refused before anything is installed. A second call does nothing, and
+an interrupted one is resumed.
 """
 
 import argparse
@@ -32,7 +34,7 @@ PIN_FILES = (ROOT / "requirements" / "emulated.txt", ROOT / "requirements" / "de
 PYTHON_VERSION = (3, 11)  # the pins were taken on it
 VLLM = "0.23.0"
 FREE_BYTES = 4 << 30
-# Packages whose presence means that something replaced the CPU stack, or that this is no machine to emulate on.
+# Packages that replace the CPU stack, or that mark a machine with a real accelerator.
 FOREIGN = re.compile(r"^(nvidia|cuda)-|^torch-npu$|^triton-ascend$")
 
 
@@ -46,7 +48,7 @@ def canonical(name: str) -> str:
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """Returns {canonical name: exact version}; any other kind of line is an error, so that nothing unpinned slips in."""
+    """Return {canonical name: exact version}; any other kind of line is an error."""
     pins: dict[str, str] = {}
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         text = line.partition("#")[0].strip()
@@ -67,7 +69,7 @@ def all_pins() -> dict[str, str]:
 
 
 def setup_key() -> str:
-    """Hash of everything the environment is made from; another key means the environment is brought up to date."""
+    """Hash all inputs of the environment; a different key means that it must be updated."""
     digest = hashlib.sha256()
     for path in (*PIN_FILES, ROOT / "pyproject.toml", Path(__file__), MOONCAKE_LIBRARIES):
         digest.update(path.read_bytes())
@@ -103,7 +105,7 @@ def check_host() -> None:
 
 
 def venv_works() -> bool:
-    """Whether the venv has pip and is of this very Python: a venv moved to another one mixes the two."""
+    """Return True if the venv has pip and this very Python; a moved venv mixes two of them."""
     python = VENV / "bin" / "python"
     if not python.exists():
         return False
@@ -113,7 +115,7 @@ def venv_works() -> bool:
 
 
 class Steps:
-    """Numbered steps on the terminal, with elapsed time, while a command's own output goes to the log."""
+    """Numbered steps on the terminal with elapsed time; commands print to the log."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -163,7 +165,7 @@ class Steps:
 
 
 def check_torch_candidate(pip: Sequence[str | Path], version: str) -> None:
-    """Asks pip which torch it would install and refuses a CUDA build by its own metadata, before it is installed."""
+    """Ask pip which torch it would install and refuse a CUDA build by its metadata."""
     report = VENV / "hsx-torch.json"
     command = [*pip, "install", "--dry-run", "--no-deps", "--ignore-installed", "--quiet", "--report", report]
     result = subprocess.run(
@@ -188,7 +190,7 @@ def refuse_cuda_metadata(metadata: dict[str, object]) -> None:
 
 
 def find_problems(installed: dict[str, str], cuda: str | None) -> list[str]:
-    """What is wrong with an environment of these packages {canonical name: version}, whose torch has this torch.version.cuda."""
+    """List the problems of packages {canonical name: version} and torch's torch.version.cuda."""
     problems = [
         f"{name} is {installed.get(name, 'missing')}, the pin is {version}"
         for name, version in {**all_pins(), "vllm": VLLM}.items()
@@ -206,7 +208,7 @@ def find_problems(installed: dict[str, str], cuda: str | None) -> list[str]:
 
 
 def check_environment() -> list[str]:
-    """What is wrong with the environment this interpreter runs in: one line each, none when all is well."""
+    """List the problems of this interpreter's environment, one line each; empty if it is sound."""
     import torch
 
     installed = {canonical(d.metadata["Name"]): d.version for d in importlib.metadata.distributions()}

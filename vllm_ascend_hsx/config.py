@@ -162,7 +162,7 @@ class HsxConfig(BaseModel):
         "pinned_ring_bytes, 'wait' makes the step wait, and with it every request; 'fail' fails "
         "the requests of these rows, and no step waits.",
     )
-    storage_patience_s: float = Field(
+    storage_timeout_s: float = Field(
         default=30.0,
         gt=0,
         le=LONGEST_S,

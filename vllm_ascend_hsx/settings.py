@@ -1,4 +1,4 @@
-"""Everything that is settled when a server starts, and all that can be wrong with it, before weights are loaded."""
+"""The settings of a server, read and checked before weights are loaded."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm import envs
 
-from vllm_ascend_hsx.config import HsxConfig, read_options
+from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig, read_options
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.sinks import make_destination
-from vllm_ascend_hsx.sinks.destination import Destination
+from vllm_ascend_hsx.sinks.destination import Destination, make_destination
 from vllm_ascend_hsx.target import ExtractionTarget, read_target
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -21,34 +21,42 @@ _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F3
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """What proposer, drafter and both halves of the connector are built from."""
+    """What proposer, drafter and both sides of the connector are built from.
+
+    Attributes:
+        config: the options.
+        target: what is extracted.
+        row_format: format of the rows.
+        dtype: the model's dtype, that of `row_format`.
+        random_ids: whether vLLM makes the ids of requests unique.
+    """
 
     config: HsxConfig
     target: ExtractionTarget
     row_format: RowFormat
     dtype: torch.dtype
+    random_ids: bool = True
 
     @property
     def destination(self) -> Destination:
-        """Where rows go."""
-        return make_destination(self.config, self.row_format)
+        """Destination of the rows."""
+        return make_destination(self.config, self.row_format, self.random_ids)
 
     def num_writers(self, num_workers: int) -> int:
         """Return the number of writer threads of one of `num_workers` workers on this machine."""
         fewest = 4 if self.destination.waits else 2
-        return self.config.num_writer_threads or max(
-            fewest, min(8, len(os.sched_getaffinity(0)) // num_workers)
-        )
+        return self.config.num_writer_threads or max(fewest, min(8, len(os.sched_getaffinity(0)) // num_workers))
 
 
 def read_settings(vllm_config: Any) -> ServerSettings:
     """Read and check the settings of a server. Storage is probed once per process.
 
     Args:
-        vllm_config: vllm.config.VllmConfig; with MultiConnector the engine's own or the one that it hands to its children.
+        vllm_config: vllm.config.VllmConfig; with MultiConnector the engine's own, or the one that
+            its children get.
 
     Raises:
-        UserError: a setting, a storage directory or a store that cannot be used.
+        UserError: if a setting, the storage directory or the store cannot be used.
     """
     config = read_options(vllm_config.kv_transfer_config)
     target = read_target(vllm_config)
@@ -58,26 +66,30 @@ def read_settings(vllm_config: Any) -> ServerSettings:
     elements = target.num_layers * target.hidden_size
     if config.quantization == "fp8" and elements % 8:
         raise UserError(
-            "kv_connector_extra_config.quantization",
+            f"{EXTRA_CONFIG}.quantization",
             config.quantization,
-            f"needs rows of a multiple of 8 elements, and {target.num_layers} layers of {target.hidden_size} make {elements}",
+            f"needs rows of a multiple of 8 elements, and {target.num_layers} layers of "
+            f"{target.hidden_size} make {elements}",
             'Use "none", or extract another number of layers.',
         )
     row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model, config.quantization)
     if config.pinned_ring_bytes < 2 * row_format.row_bytes:
         raise UserError(
-            "kv_connector_extra_config.pinned_ring_bytes",
+            f"{EXTRA_CONFIG}.pinned_ring_bytes",
             config.pinned_ring_bytes,
             f"does not hold two rows of {row_format.row_bytes} bytes",
             f"Give at least {2 * row_format.row_bytes}, better the default of 32MiB.",
         )
-    settings = ServerSettings(config, target, row_format, dtype)
-    if row_format.stored_row_bytes % (alignment := _probe(settings.destination)):
+    # It "will be removed in a future release" (v1/engine/input_processor.py:234, vLLM 0.23.0).
+    random_ids = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
+    settings = ServerSettings(config, target, row_format, dtype, random_ids)
+    alignment = _probe(settings.destination)
+    if row_format.stored_row_bytes % alignment:
         raise UserError(
-            "kv_connector_extra_config.io",
+            f"{EXTRA_CONFIG}.io",
             config.io,
-            f"needs rows of a multiple of {alignment} bytes on this filesystem, and {row_format.num_layers} layers make rows of "
-            f"{row_format.stored_row_bytes} bytes",
+            f"needs rows of a multiple of {alignment} bytes on this filesystem, and "
+            f"{row_format.num_layers} layers make rows of {row_format.stored_row_bytes} bytes",
             'Use "buffered", or extract another number of layers.',
         )
     return settings
@@ -85,5 +97,5 @@ def read_settings(vllm_config: Any) -> ServerSettings:
 
 @functools.cache
 def _probe(destination: Destination) -> int:
-    """Probe a destination unless this process has done it; see Destination.probe. A failure is not kept."""
+    """Probe a destination once per process; see Destination.probe. A failure is not cached."""
     return destination.probe()

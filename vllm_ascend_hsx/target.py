@@ -46,26 +46,16 @@ def validate_layer_ids(layer_ids: object, num_hidden_layers: int) -> tuple[int, 
             outside [0, num_hidden_layers].
     """
     option = f"speculative_config.draft_model_config.hf_config.{LAYER_IDS_KEY}"
-    example = (
-        [2, num_hidden_layers // 2, num_hidden_layers - 3, num_hidden_layers]
-        if num_hidden_layers > 6
-        else [num_hidden_layers]
-    )
+    example = [2, num_hidden_layers // 2, num_hidden_layers - 3, num_hidden_layers] if num_hidden_layers > 6 else [num_hidden_layers]
     remedy = (
         f"Give distinct integers from 0 (the embedding output) to {num_hidden_layers} (after the "
         f"last layer, before the final norm), for example {example}."
     )
-    if (
-        not isinstance(layer_ids, list | tuple)
-        or not layer_ids
-        or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids)
-    ):
+    if not isinstance(layer_ids, list | tuple) or not layer_ids or any(not isinstance(i, int) or isinstance(i, bool) for i in layer_ids):
         raise UserError(option, layer_ids, "is not a list of layer ids", remedy)
     for index, layer_id in enumerate(layer_ids):
         if not 0 <= layer_id <= num_hidden_layers:
-            raise UserError(
-                option, layer_ids, f"has id {layer_id}, which the target does not have", remedy
-            )
+            raise UserError(option, layer_ids, f"has id {layer_id}, which the target does not have", remedy)
         if layer_id in layer_ids[:index]:
             raise UserError(option, layer_ids, f"has id {layer_id} twice", remedy)
     return tuple(layer_ids)
@@ -87,8 +77,7 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
             "speculative_config.method",
             getattr(speculative, "method", None),
             "produces no hidden states",
-            "Start the server with --speculative-config "
-            f'\'{{"method": "{METHOD}", "num_speculative_tokens": 1, ...}}\'.',
+            f'Start the server with --speculative-config \'{{"method": "{METHOD}", "num_speculative_tokens": 1, ...}}\'.',
         )
     if speculative.disable_padded_drafter_batch:
         raise UserError(

@@ -15,12 +15,36 @@ if TYPE_CHECKING:
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+# The files that take longest, in that order: no worker is to begin one when the others are done.
+LONGEST = (
+    "test_speculators.py",
+    "test_scenarios.py",
+    "test_hybrid_targets.py",
+    "test_tensor_parallel.py",
+    "test_any_traffic.py",
+    "test_shutdown.py",
+    "test_two_machines.py",
+    "test_readme_commands.py",
+    "test_killed_engine.py",
+    "test_generate.py",
+    "test_mooncake.py",
+    "test_generate_shards.py",
+    "test_graph_modes.py",
+    "test_doctor.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
+
 
 @pytest.fixture(scope="session")
 def float32_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a tiny dense Qwen3 in float32, for exact comparisons.
 
-    Its residual streams are a quarter as large as those of other tiny models, and so is their rounding: at most 3e-6 was seen.
+    Its residual streams are a quarter as large as those of other tiny models, and so is their
+    rounding: at most 3e-6.
     """
     from safetensors.torch import load_file, save_file
 

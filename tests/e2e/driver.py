@@ -1,32 +1,12 @@
-"""Engines in processes of their own that do what they are told, step by step. Started by harness.EngineSession; not a test.
-
-Usage: driver.py SOCKET_FD
-
-Imports vLLM once and forks a process for each engine that is asked for on the socket: a message is the JSON of its environment, with three
-descriptors (actions, answers, log), and is answered with the process id. No device is touched before the fork.
-
-A forked process reads one JSON action per line, {"action": name, "args": [...], "kwargs": {...}}, the name being that of a public method
-of Driver. It answers each with one line, {"result": ..., "error": traceback or null, "events": [...], "preemptions": [...]}, the last two
-being what happened since the last answer. The pipes are its own, for vLLM prints to stdout.
-"""
+"""An engine that does what it is told, step by step, in a process that fork_server.py forks."""
 
 from __future__ import annotations
 
 import gc
-import json
 import os
-import signal
-import socket
-import sys
 import threading
-import traceback
 from pathlib import Path
 from typing import Any
-
-ENVIRON = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process, so that a step is a call
-    "VLLM_NO_USAGE_STATS": "1",  # a thread less, and nothing is sent anywhere
-}
 
 
 class Driver:
@@ -45,7 +25,7 @@ class Driver:
     # The engine
 
     def start(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Build an engine from EngineArgs; returns what its KV cache is."""
+        """Build an engine from EngineArgs, and return facts about its KV cache and scheduling."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -93,13 +73,13 @@ class Driver:
         as_embeds: bool = False,
         lora: dict[str, Any] | None = None,
     ) -> str:
-        """Add a request; returns vLLM's internal id, from which the file has its name. With n>1 the children's are `<index>_<that>`.
+        """Add a request and return vLLM's internal id, which names its file (see Request).
 
         Args:
             request_id: the client's id.
             token_ids: the prompt.
-            sampling: SamplingParams; output_kind by its name, structured_outputs by its arguments. Greedy, and the end of text is ignored,
-                unless it says otherwise.
+            sampling: SamplingParams; output_kind by its name, structured_outputs by its
+                arguments. Default: greedy, without an end of text.
             priority: with scheduling_policy="priority", lower is earlier.
             as_embeds: send the embeddings of the tokens instead of the tokens.
             lora: arguments of LoRARequest.
@@ -157,33 +137,35 @@ class Driver:
             self.step()
 
     def settle(self) -> None:
-        """After drain: finish_writes, and let the scheduler hear of it."""
+        """After drain: finish_writes, and tell the scheduler."""
         self.finish_writes()
-        # What the engine does when a request has ended and nothing else is to be done: a step without tokens.
+        # What an engine does when the last request has ended: a step without tokens.
         empty = self.core.scheduler.schedule()
         assert empty.total_num_scheduled_tokens == 0
         self.core.scheduler.update_from_output(empty, self.core.model_executor.execute_model(empty))
 
     def finish_writes(self) -> None:
-        """After drain: step until the workers know that the requests have ended, and wait until every file is decided. Needs our connector,
-        and its worker in this process."""
+        """After drain: step until workers know that the requests have ended; wait for their files.
+
+        Needs our connector, with its worker in this process.
+        """
         while self.core.scheduler.has_requests() or self.core.batch_queue:
             self.step()
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Wait until all rows that were computed so far are written, or their files have failed. Needs what finish_writes needs."""
+        """Wait until all rows so far are written, or their files have failed."""
         worker = self._halves()["worker"]
         copied = threading.Event()
         worker._copier.then(copied.set)
         copied.wait()
-        worker._writers.drain()
+        worker._writers.wait()
 
     def hold_writes(self) -> None:
-        """Have storage stand still until `release_writes`."""
+        """Block the writer threads until `release_writes`."""
         self._released = threading.Event()
         writers = self._halves()["worker"]._writers
-        for _ in range(writers.num_threads):
+        for _ in range(len(writers._threads)):
             writers.submit(self._wait_for_release)
 
     def _wait_for_release(self) -> tuple[()]:
@@ -194,7 +176,7 @@ class Driver:
         self._released.set()
 
     def release_writes_when_a_step_waits(self) -> None:
-        """Do so as soon as the main thread waits for a staging slot."""
+        """Release the writers when the main thread waits for a staging slot."""
         watch, released = self._halves()["worker"]._watch, self._released
         wait = watch.wait
 
@@ -214,7 +196,7 @@ class Driver:
         self.engine.wake_up(tags)
 
     def inject(self, rules: list[dict[str, str]]) -> list[str]:
-        """Have these system calls of the sink fail from now on, and no others; returns those that have since the last call."""
+        """Let these system calls of the sink fail, and no others; return the failures so far."""
         import faulty_storage
 
         faulty_storage.install()
@@ -228,8 +210,10 @@ class Driver:
     # What is going on inside
 
     def record_all_stats(self) -> None:
-        """Record stats of steps without outputs too, as the API server does (v1/engine/async_llm.py:697 in 0.23.0); LLMEngine loses them
-        (v1/engine/llm_engine.py:316)."""
+        """Record stats of steps without outputs, too, as the API server does (async_llm.py:697).
+
+        LLMEngine drops them (v1/engine/llm_engine.py:316 in 0.23.0).
+        """
         client, loggers = self.engine.engine_core, self.engine.logger_manager
         get_output = client.get_output
 
@@ -242,13 +226,13 @@ class Driver:
         client.get_output = get_and_record
 
     def metrics(self) -> str:
-        """What GET /metrics would answer."""
+        """Return the text of GET /metrics."""
         from prometheus_client import REGISTRY, generate_latest
 
         return generate_latest(REGISTRY).decode()
 
     def progress(self) -> dict[str, dict[str, Any]]:
-        """Every request that the scheduler knows, by internal id."""
+        """Return the state of each request of the scheduler, by internal id."""
         return {
             request_id: {
                 "status": request.status.name,
@@ -260,12 +244,13 @@ class Driver:
         }
 
     def stats(self) -> dict[str, Any]:
-        """What the process holds: to be the same whenever nothing is under way.
+        """Return what the process holds; it is the same whenever the engine is idle.
 
         Returns:
-            fds: what the open descriptors are, sorted. threads: names, sorted. device_bytes: allocated on the NPU. scheduler, worker: how
-            much each container of the connector's halves holds. busy: pinned rows that are not free, staging slots whose copy is
-            not issued, sink files that are open.
+            fds, threads: kinds of the open descriptors, names; sorted.
+            device_bytes: allocated on the NPU.
+            scheduler, worker: the size of each container in that half of the connector.
+            busy: pinned rows, staging slots without an issued copy, open sink files.
         """
         import torch
 
@@ -286,13 +271,14 @@ class Driver:
             "sink_files": len(worker._sink._files),
         }
         for name, half in halves.items():
-            found[name] = {key: len(value) for key, value in vars(half).items() if isinstance(value, dict | set)}
-            found[name] |= {key: sum(value) for key, value in vars(half).items() if isinstance(value, list) and _numbers(value)}
+            held = vars(half) | (vars(worker._progress) if half is worker else {})
+            found[name] = {key: len(value) for key, value in held.items() if isinstance(value, dict | set)}
+            found[name] |= {key: sum(value) for key, value in held.items() if isinstance(value, list) and _numbers(value)}
         found["wanted"] = len(worker._staging.wanted)
         return found
 
     def footprint(self) -> dict[str, int]:
-        """What grows if something is kept: bytes of the process, objects of our classes, and locks of files that are held."""
+        """Return what a leak would increase: bytes, objects of our classes, file locks."""
         gc.collect()
         ours = sum(type(each).__module__.startswith("vllm_ascend_hsx.") for each in gc.get_objects())
         locks = sum(f" {os.getpid()} " in line for line in Path("/proc/locks").read_text().splitlines())
@@ -307,14 +293,14 @@ class Driver:
         return {"scheduler": ours[0]._scheduler, "worker": ours[1]._worker}
 
     def real_events(self) -> None:
-        """Undo what vllm-ascend does when its runner is built: torch.cuda.Event is a placeholder then (model_runner_v1.py:5210)."""
+        """Replace the placeholder for torch.cuda.Event of vllm-ascend (model_runner_v1.py:5210)."""
         import torch
 
         torch.cuda.Event = torch.npu.Event
 
 
 def _descriptor(number: str) -> str | None:
-    """What a descriptor is, without numbers that differ from one to the next; None for the one that lists them."""
+    """Return what a descriptor is, without numbers; None for the one that lists them."""
     try:
         target = os.readlink(f"/proc/self/fd/{number}")
     except FileNotFoundError:
@@ -324,63 +310,3 @@ def _descriptor(number: str) -> str | None:
 
 def _numbers(values: list[Any]) -> bool:
     return bool(values) and all(isinstance(value, int) for value in values)
-
-
-def serve(driver: Driver, actions: Any, answers: Any) -> None:
-    """Answer every action until there are no more."""
-    for line in actions:
-        action = json.loads(line)
-        answer: dict[str, Any] = {"result": None, "error": None}
-        try:
-            answer["result"] = getattr(driver, action["action"])(*action.get("args", ()), **action.get("kwargs", {}))
-        except BaseException:  # noqa: BLE001 - the test decides what the failure means
-            answer["error"] = traceback.format_exc()
-        answer["events"], driver.events = driver.events, []
-        answer["preemptions"], driver.preemptions = driver.preemptions, []
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-def run_engine(environ: dict[str, str], read_fd: int, write_fd: int, log_fd: int) -> None:
-    """Be the process of one engine, in a session and process group of its own."""
-    os.setsid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for descriptor in (1, 2):
-        os.dup2(log_fd, descriptor)
-    os.close(log_fd)
-    os.environ.clear()
-    os.environ.update(environ, **ENVIRON)
-    with os.fdopen(read_fd) as actions, os.fdopen(write_fd, "w") as answers:
-        for pipe in (actions, answers):
-            # Else the end of this process would not be seen while one of its workers lives.
-            os.set_inheritable(pipe.fileno(), False)
-            os.register_at_fork(after_in_child=pipe.close)
-        serve(Driver(), actions, answers)
-    # Threads that an instrument holds back would keep this process from ending.
-    if instruments := sys.modules.get("hsx_test_instruments"):
-        instruments.release_writers.set()
-
-
-def main() -> None:
-    os.environ.update(ENVIRON)
-    # The modules that `vllm serve` has imported when it forks; what a worker imports, it imports itself.
-    import vllm.v1.engine.llm_engine  # noqa: F401
-
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forked processes here
-    with socket.socket(fileno=int(sys.argv[1])) as requests:
-        while True:
-            message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 3)
-            if not message:
-                return
-            pid = os.fork()
-            if not pid:
-                requests.close()
-                run_engine(json.loads(message), *descriptors)
-                return
-            for descriptor in descriptors:
-                os.close(descriptor)
-            requests.send(str(pid).encode())
-
-
-if __name__ == "__main__":
-    main()

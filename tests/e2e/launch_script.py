@@ -1,7 +1,7 @@
-"""In the place of scripts/launch_vllm.py, which speculators has in its repository but in no package: any backend, by its hooks.
+"""Replaces scripts/launch_vllm.py, which is in speculators' repository but in no package.
 
-As there, the backends are those that are registered when this is imported, all of them add options to one parser, and the layers are
-2, L/2, L-3 and the last.
+As there, all registered backends add options to one parser, and the layers are 2, L/2, L-3 and the
+last.
 """
 
 import argparse

@@ -1,7 +1,8 @@
-"""Says whether a file is exactly the rows of its own request, as transformers computes them, and otherwise what it holds instead.
+"""Compares a file with the rows that transformers computes, and names what a wrong row holds.
 
-Tolerance: a float32 file is exact, no element differs by more than 1e-5 from transformers in float64. In bfloat16 a row may
-differ by 4 % of its norm, and an element by 16 % of its row's root mean square, from transformers in float32; demo/compare.py says why.
+Tolerance: in float32 no element differs by more than 1e-5 from transformers in float64. In bfloat16
+a row may differ by 4 % of its norm, and an element by 16 % of its row's root mean square, from
+transformers in float32; demo/compare.py gives the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Served(NamedTuple):
     Attributes:
         name: for the message.
         token_ids: prompt and generated tokens.
-        begun, ended: when, on any clock; ended is None while it runs. What had ended before another began can only be stale there.
+        begun, ended: on any clock; ended is None while it runs.
     """
 
     name: str
@@ -41,8 +42,8 @@ class Served(NamedTuple):
 class Reference:
     """The rows of any token sequence in all layers of a model, in a wider dtype than the model's.
 
-    What was asked for lately is remembered. A sequence that is the beginning of a known one is cut from it: no row depends on a later
-    token, so only the rounding of transformers' own sums differs, by 1e-14 in float64 (test_oracle.py).
+    Remembers the last sequences. A prefix of a known one is cut from it: no row depends on a later
+    token, so only rounding differs, by 1e-14 in float64 (test_oracle.py).
 
     Args:
         model: its directory.
@@ -57,7 +58,7 @@ class Reference:
         self._known: dict[tuple[int, ...], torch.Tensor] = {}
 
     def rows(self, token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
-        """[tokens, layers, hidden] in the wider dtype, layers in the order of layer_ids."""
+        """Return [tokens, layers, hidden] in the wider dtype, layers in the order of layer_ids."""
         wanted = tuple(token_ids)
         whole = next((known for known in self._known if known[: len(wanted)] == wanted), wanted)
         rows = self._known.pop(whole, None)
@@ -70,7 +71,7 @@ class Reference:
 
 
 class Found(NamedTuple):
-    """What a wrong row of a file holds: `what`, or, if `shift` is given, the row that far off of `whose` (its own request, if empty)."""
+    """What a wrong row holds: `what`, or the row of `whose` (if empty: its own) at +`shift`."""
 
     what: str
     whose: str = ""
@@ -92,7 +93,7 @@ class Oracle:
         self._eps = layer_eps(reference.dtype, self._layer_ids)
 
     def verdict(self, path: Path, own: Served, num_rows: int, num_prompt_tokens: int, served: Iterable[Served] = ()) -> str:
-        """What is wrong with a file; the empty string if nothing is.
+        """Return what is wrong with a file, or the empty string.
 
         Args:
             path: the file. It is waited for until its lock is released.
@@ -110,7 +111,7 @@ class Oracle:
         return f"{own.name}: {problem}" if problem else ""
 
     def _labels(self, states: HiddenStates, expected: tuple[int, ...], num_prompt_tokens: int, others: Sequence[Served]) -> str:
-        """What is wrong with everything but the rows."""
+        """Return what is wrong besides the rows."""
         found = tuple(states.token_ids.tolist())
         if found != expected:
             twins = [other.name for other in others if other.token_ids[: len(found)] == found]
@@ -151,19 +152,19 @@ class Oracle:
         return f"{text} (off by at most {largest:.2g})" if largest else text
 
     def _equal(self, a: torch.Tensor, e: torch.Tensor, slots: slice = slice(None)) -> torch.Tensor:
-        """Which rows of a [..., layers, hidden] are those of e: bool [..., layers]; slots: which layers of the file e is of."""
+        """Compare rows [..., layers, hidden]; `slots` are e's layers. Returns [..., layers]."""
         if self._dtype is torch.float32:
             return (a - e).abs().amax(-1) <= EXACT
         return equal_rows(a, e, self._eps[slots])
 
     def _layer_order(self, actual: torch.Tensor, expected: torch.Tensor) -> list[int] | None:
-        """For each slot the one whose rows it holds, if every slot holds the rows of some slot."""
+        """Return whose rows each layer slot holds, if every slot holds those of some slot."""
         slots = [slice(index, index + 1) for index in range(expected.shape[1])]
         order = [next((m.start for m in slots if self._equal(actual[:, i], expected[:, m], m).all()), None) for i in slots]
         return None if None in order else order
 
     def _candidates(self, own: Served, others: Sequence[Served]) -> list[tuple[str, torch.Tensor]]:
-        """(whose, [tokens, layers, hidden]) of everything that the engine may have computed; likely sources first."""
+        """Return (whose, [tokens, layers, hidden]) of all that was computed, likely ones first."""
         rows = [("", self._reference.rows(own.token_ids, self._layer_ids))]
         for other in others:
             stale = other.ended is not None and other.ended < own.begun
@@ -172,7 +173,7 @@ class Oracle:
         return rows
 
     def _identify(self, row: torch.Tensor, bad: torch.Tensor, position: int, candidates: Sequence[tuple[str, torch.Tensor]]) -> Found:
-        """What the wrong layers of a row [layers, hidden] hold."""
+        """Name what the wrong layers of a row [layers, hidden] hold."""
         where = "" if bad.all() else f" in layer slots {bad.nonzero().flatten().tolist()}"
         if not row.isfinite().all():
             return Found(f"not finite{where}")

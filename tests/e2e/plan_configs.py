@@ -1,6 +1,7 @@
-"""Prints the VllmConfig that vLLM makes of each model directory, and its KV cache by the benchmark. Started by test_plan.py; not a test.
+"""Prints vLLM's configuration for each model, and its KV cache by the benchmark.
 
-Usage: plan_configs.py JSON DIRECTORY ..., with the fields of EngineOptions, `kv_bytes` and `staging_bytes`
+Usage: plan_configs.py JSON DIRECTORY ..., with the fields of EngineOptions, `kv_bytes` and
+`staging_bytes`. Started by test_plan.py; not a test.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 
 def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # of benchmarks
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 

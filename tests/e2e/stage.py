@@ -1,4 +1,4 @@
-"""One engine on which scenarios are played one after the other, and what must hold after each of them."""
+"""An engine on which scenarios are played one after the other, and what holds after each."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
-from harness import EngineSession, Request, names_in
+from harness import names_in
 from oracle import LOAD_SECONDS, Oracle, Reference, Served
+from session import EngineSession, Request
 
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
-# What is to be found when a request has ended: rows of its prompt; rows of what it generated too; nothing at all; rows of its prompt or
-# nothing, for one that was aborted at any time; the reason of a failure beside what was in the file's way; the reason alone; the reason
-# that the server was stopped.
+# What an ended request leaves: rows of its prompt; with those of generated tokens; nothing; rows of
+# its prompt or nothing (aborted at any time); an error file beside what was in the file's way; an
+# error file; an error file that says that the server was stopped.
 Expected = Literal["prompt", "output", "nothing", "either", "error", "failed", "stopped"]
-STEPS = 400  # after so many a scenario does not get any further
+STEPS = 400  # limit of `until`
 
 
 class Stage:
-    """A session, its oracle and, for each request, what is expected of it.
+    """A session, its oracle, and the expected outcome of each request.
 
     Args:
         session: has our connector, and its worker in the driver's process.
@@ -39,7 +40,7 @@ class Stage:
         self.settle_in()
 
     def settle_in(self) -> None:
-        """Take what an idle engine holds as what it is to hold whenever it is idle."""
+        """Record what the idle engine holds, for `check`."""
         self.session.settle()
         self._idle = self.stats()
 
@@ -61,7 +62,7 @@ class Stage:
             prompt: its tokens.
             name: what to call it in a failure message.
             expect: what is to be found when it has ended.
-            params: its kv_transfer_params; expect="output" asks for the rows of generated tokens unless they are given.
+            params: its kv_transfer_params; default for expect="output": with generated tokens.
             options: further arguments of driver.Driver.add.
             sampling: SamplingParams; one token without.
         """
@@ -84,17 +85,17 @@ class Stage:
         self.session.drain()
 
     def restart(self, layer_ids: Sequence[int]) -> None:
-        """Another engine in the same process, which extracts other layers."""
+        """Replace the engine by one that extracts other layers."""
         self.session.restart(layer_ids)
         self.settle_in()
 
     def progress(self, request: Request) -> dict[str, Any]:
-        """The scheduler's view of a request: status, computed, prompt, outputs; empty if it does not know it (any more)."""
+        """Return status, computed, prompt and outputs; empty if the scheduler does not know it."""
         found: dict[str, Any] = self.session.call("progress").get(request.internal_id, {})
         return found
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Step until something is so."""
+        """Step until `reached` returns True."""
         for _ in range(STEPS):
             if reached():
                 return
@@ -112,7 +113,7 @@ class Stage:
     # What must hold after it
 
     def check(self) -> None:
-        """Let everything come to its end; then every file is right, nothing else is visible, and nothing is left over inside."""
+        """Wait for the end: files are right, nothing else is visible, nothing is left inside."""
         self.session.settle()
         served = self.served()
         problems = []
@@ -128,7 +129,7 @@ class Stage:
         assert stats == self._idle, {key: (self._idle.get(key), stats[key]) for key in stats if stats[key] != self._idle.get(key)}
 
     def clear(self) -> None:
-        """Forget all requests, and remove what they have left."""
+        """Forget all requests, and remove their files."""
         for name in names_in(self.session.storage):
             (self.session.storage / name).unlink()
         self.session.requests.clear()
@@ -137,7 +138,7 @@ class Stage:
         self._visible.clear()
 
     def served(self) -> list[Served]:
-        """Every sequence that the session's engines have served."""
+        """Return every sequence that the session has served."""
         return [
             Served(_name(request, index), tuple(request.sequence(index)), request.begun, request.ended)
             for request in self.session.requests.values()
@@ -171,14 +172,14 @@ class Stage:
             self._visible |= {path.name, path.name + LOCK_SUFFIX}
         if request.finished and not request.aborted and expected != "nothing":
             named = (request.kv_transfer_params or {}).get("hidden_states_path")
-            # The frontend ends a request at a stop string, as if it aborted it, and then has no params to pass on. A client finds
-            # the file by the name of its request.
+            # The frontend aborts a request at a stop string, and has no params to pass on. A
+            # client finds the file by the request's name.
             if named not in ([None] if request.sampling.get("stop") else map(str, self.session.paths(request))):
                 problems.append(f"{request.id}: the answer names {named}")
         return list(filter(None, problems))
 
     def stats(self) -> dict[str, Any]:
-        """What an idle engine holds; see driver.Driver.stats."""
+        """Return what the idle engine holds; see driver.Driver.stats."""
         stats: dict[str, Any] = self.session.call("stats")
         del stats["device_bytes"]  # buffers of the runner grow to the largest batch that it has seen
         stats["fds"], stats["threads"] = Counter(stats["fds"]), Counter(stats["threads"])
@@ -190,7 +191,7 @@ class Stage:
 
 
 class Stages:
-    """The stage that is in use; asking for another, or for one whose engine has failed, starts an engine.
+    """The stage in use. Getting another one, or one whose engine has failed, starts an engine.
 
     Args:
         directory: for what the sessions write.
@@ -203,7 +204,7 @@ class Stages:
         self._started = 0
 
     def get(self, name: str, reference: Reference, **options: Any) -> Stage:
-        """The stage of that name. Options are those of its session, whose target is the reference's model."""
+        """Return the stage of that name. Options are those of EngineSession."""
         if self._stage is None or self._stage[0] != name or self._stage[1].session.failed:
             self.close()
             self._started += 1
@@ -242,7 +243,7 @@ def _name(request: Request, index: int) -> str:
 
 
 def _with_surplus(sequence: tuple[int, ...], path: Path, request: Request) -> tuple[int, ...]:
-    """What a request with stop strings has generated in truth: the engine hears of the stop a step or two later, and goes on until then."""
+    """Add what an engine generates between a stop string and the abort, a step or two later."""
     if not request.sampling.get("stop") or not path.exists():
         return sequence
     found = tuple(load(path).token_ids.tolist())

@@ -1,7 +1,8 @@
-"""Any traffic, in any order, on a live engine in late mode: every file is right, and nothing is left over.
+"""Random traffic on a live engine in late mode: every file is right, and nothing is left over.
 
-hypothesis makes the traffic: arrivals, lengths, aborts, preemptions, files that cannot be opened. One engine per configuration serves all
-of it, so each run meets what the ones before it have left in the staging slots, the pinned ring, the KV cache and the prefix cache.
+hypothesis draws arrivals, lengths, aborts, preemptions, files that cannot be opened. One engine per
+configuration serves all runs, so each meets what earlier ones have left in staging slots, pinned
+ring, KV cache and prefix cache.
 `--traffic-runs N` plays N runs instead of RUNS of each configuration, with other traffic each time.
 """
 
@@ -15,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from depth import depth, is_long
-from harness import EngineSession, Request, tokens
+from harness import tokens
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from oracle import Reference
+from session import EngineSession, Request
 from stage import Stage
 
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX
@@ -118,7 +120,7 @@ class Traffic(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         self.stage.step(count)
 
-    # What hypothesis draws must not depend on how far the engine has come, which differs with the time that writing takes.
+    # What hypothesis draws must not depend on the engine's progress, which varies with writes.
     @rule(which=st.integers(0, 1000))
     def abort(self, which: int) -> None:
         running = [request for request in self.added if request.ended is None]
@@ -142,7 +144,7 @@ class Traffic(RuleBasedStateMachine):
         self.stage.clear()
 
     def count(self) -> None:
-        """Each request that is extracted is committed, failed or aborted, and it is one of these only."""
+        """Check that each extracted request is committed, failed or aborted; one of these only."""
         requests = [request for request in self.stage.session.requests.values() if request not in self.opted_out]
         names = [path.name for path in self.stage.session.storage.iterdir()]
         paths = [path for request in requests if request.aborted for path in self.stage.session.paths(request)]

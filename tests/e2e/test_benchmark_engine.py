@@ -1,11 +1,11 @@
-"""The benchmark of engines runs: the same requests without extraction, with ours and with vLLM's connector."""
+"""The benchmarks of engines run: without extraction, with our connector and with vLLM's."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from harness import process_environment
+from launch import process_environment
 
 from benchmarks import engine, slow_storage
 

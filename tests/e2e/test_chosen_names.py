@@ -1,4 +1,4 @@
-"""Requests that choose their file, on an engine that lets them: below the directory and nowhere else."""
+"""Requests that choose their file: below the directory and nowhere else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import EngineSession, Request, tokens
+from harness import tokens
 from oracle import Oracle, Reference, Served
+from session import EngineSession, Request
 
 LAYER_IDS = (4, 1, 2)
 

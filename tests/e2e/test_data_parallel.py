@@ -1,4 +1,4 @@
-"""DP=2 x TP=2, expert parallel, sequence parallelism, over HTTP: busy and idle ranks agree, and every file is right."""
+"""DP=2 x TP=2 with expert and sequence parallelism: busy and idle ranks agree, files are right."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import START_SECONDS, compare_file, process_environment, read_trace, tokens
+from harness import compare_file, read_trace, tokens
+from launch import FLASHCOMM, START_SECONDS, tiny_server
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_hsx.demo.metrics import Metrics, parse, settle
-from vllm_ascend_hsx.demo.options import ServeOptions
-from vllm_ascend_hsx.demo.server import Server, free_port
+from vllm_ascend_hsx.demo.server import Server
 from vllm_ascend_hsx.protocol.lock import wait_until_released
 
 LAYER_IDS = (4, 1, 3)
@@ -26,22 +26,14 @@ MOST_SETTLED = 100
 
 
 def serve(directory: Path, model: Path, instruments: dict[str, Any], *, late: bool) -> Server:
-    options = ServeOptions(
-        model=str(model),
-        storage=directory / "hidden_states",
-        layer_ids=LAYER_IDS,
-        port=free_port(),
-        max_num_batched_tokens=64,
-        extra=("--enforce-eager", "--gpu-memory-utilization", "0.4"),
-    )
-    environment = process_environment(npus=4, late=late, instruments=instruments) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
-    return Server(options.command(), port=options.port, log=directory / "server.log", environment=environment)
+    parallel = {"data_parallel": 2, "tensor_parallel": 2, "environ": FLASHCOMM}
+    return tiny_server(directory, model, LAYER_IDS, instruments=instruments, late=late, **parallel)
 
 
 def complete(
     server: Server, model: Path, prompt: list[int], *, timeout: float = 120, headers: dict[str, str] | None = None, **body: Any
 ) -> Any:
-    """POST /v1/completions; the JSON answer."""
+    """POST /v1/completions, and return the JSON answer."""
     response = httpx.post(
         f"{server.url}/v1/completions",
         json={"model": str(model), "prompt": prompt, "max_tokens": 1, "temperature": 0, "return_token_ids": True, **body},
@@ -66,7 +58,7 @@ class Served:
     settled: int  # requests to each engine, of a token, that are not extracted
 
 
-# One at a time, so that the other DP rank is idle; then together, so that both are busy, with lengths that TP does not divide.
+# Alone, so that the other DP rank is idle; then together, with lengths that TP does not divide.
 ALONE = {"alone-3": tokens(3), "alone-6": tokens(6), "alone-chunked": tokens(201)}
 # Each DP rank decodes one of them, beside the other's prefills.
 WITH_OUTPUT = {f"with-output-{length}": tokens(length, seed=2) for length in (9, 70)}
@@ -90,9 +82,9 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
                 found = pool.map(lambda job: complete(server, tiny_minimax_m2, job[0], **job[1]), jobs)
                 answers |= dict(zip([*WITH_OUTPUT, *TOGETHER], found, strict=True))
             for answer in answers.values():
-                # The step behind the answer publishes what was generated; a server that is stopped before it says so in an error file.
+                # Rows of generated tokens are published with the step after the answer.
                 wait_until_released(Path(answer["kv_transfer_params"]["hidden_states_path"] + ".lock"), timeout=60)
-            # A file is counted behind the release of its lock.
+            # A file is counted after its lock is released.
             settled, everything_is_counted = 0, False
             while not everything_is_counted and settled < MOST_SETTLED:
                 settle(server.url, ENGINES, timeout=120)
@@ -126,7 +118,7 @@ def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> 
 
 
 def test_metrics_count_what_each_dp_rank_wrote(served: Served) -> None:
-    """Against vLLM's own series: an engine owes a row for each prompt token, and each generated one but the last that is to be stored."""
+    """Compare with vLLM's series: a row per prompt token, and per generated one but the last."""
     vllms: dict[tuple[str, str], float] = defaultdict(float)
     for family in text_string_to_metric_families(served.metrics):
         for sample in family.samples:
@@ -136,7 +128,7 @@ def test_metrics_count_what_each_dp_rank_wrote(served: Served) -> None:
     by_engine = {engine: Metrics([each for each in ours.counts if each.engine == engine], []) for engine in ENGINES}
     for engine, counted in by_engine.items():
         requests = vllms["vllm:request_success_total", engine]
-        # Of requests that store no generated token one was generated. The last requests of each engine had a prompt token and no file.
+        # Requests without stored output generate one token; the settling ones have no file.
         rows = vllms["vllm:prompt_tokens_total", engine] - served.settled + vllms["vllm:generation_tokens_total", engine] - requests
         assert counted.total("vllm:hsx_files_total", outcome="published") == requests - served.settled > 0
         assert counted.total("vllm:hsx_published_bytes_total") == rows * ROW_BYTES
@@ -151,13 +143,13 @@ def test_metrics_count_what_each_dp_rank_wrote(served: Served) -> None:
 
 
 Collective = tuple[str, tuple[int, ...], str]  # what, shape, dtype
-# One a batch, from the target's runner; the drafter, which is not MoE, adds none, on busy and idle ranks alike.
+# One per batch, from the target's runner; the drafter, which is not MoE, adds none.
 METADATA: Collective = ("all_reduce", (2, 2), "torch.int32")
 
 
 @dataclass
 class Batch:
-    """A step of one rank: whether it had requests, what it issued, and how much of that came to its end."""
+    """A step of one rank: "busy" or "idle", the collectives issued, how many were completed."""
 
     kind: str
     issued: list[Collective]
@@ -165,7 +157,7 @@ class Batch:
 
 
 def batches(events: list[dict[str, Any]]) -> list[Batch]:
-    """The steps of a rank, in order."""
+    """Return the steps of a rank, in order."""
     found: list[Batch] = []
     for event in events:
         if "batch" in event:
@@ -186,7 +178,7 @@ def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
     assert sorted(by_rank) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for found in by_rank.values():
         assert {batch.kind for batch in found} == {"busy", "idle"}
-        # The server is stopped while its ranks still take idle steps together: only a rank's last one may be cut off.
+        # The server is killed during idle steps: only a rank's last one may be cut off.
         *whole, last = found
         assert all(batch.issued == [METADATA] and batch.completed == 1 for batch in whole)
         assert last.issued in ([], [METADATA])
@@ -194,7 +186,7 @@ def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
         one, other = (by_rank[dp_rank, tp_rank] for dp_rank in (0, 1))
         issued = [sum(len(batch.issued) for batch in found) for found in (one, other)]
         completed = [sum(batch.completed for batch in found) for found in (one, other)]
-        # What is completed has been issued by both; a rank that was stopped first leaves the other alone in one that never completes.
+        # What is completed was issued by both; the rank that dies first leaves one incomplete.
         assert max(completed) <= min(issued) and max(issued) - min(issued) <= 1, (issued, completed)
 
 
@@ -202,10 +194,10 @@ def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
 @pytest.mark.parametrize(
     ("how", "symptom"),
     [
-        # vllm-ascend #9689, to the letter: 2 x 2 and 4 x 2 int32 in one gloo group, 8 bytes received where 4 were expected.
+        # vllm-ascend #9689: 2 x 2 and 4 x 2 int32 in one gloo group.
         pytest.param("coordinate", r"op\.preamble\.length <= op\.nbytes\. 8 vs 4", id="vLLM's own collective"),
-        # The runner's collective without its padding, and none from idle ranks: they wait for each other. (The reduce_scatter assertion
-        # of #9689 does not come any more: vllm-ascend 0.23.0 pads before it, ops/linear_op.py:556.)
+        # The runner's collective without padding, and none from idle ranks: they wait for each
+        # other. (#9689's assertion of reduce_scatter: 0.23.0 pads first, ops/linear_op.py:556.)
         pytest.param("unpadded", r"timed out", id="idle ranks are silent"),
     ],
 )

@@ -15,7 +15,7 @@ HSX = str(Path(sys.executable).with_name("hsx"))
 
 
 def test_a_machine_without_an_npu_has_one_problem_and_one_remedy() -> None:
-    """What is right is not to be installed again, and what needs an NPU is not to be installed where there is none."""
+    """No remedy installs what is right, or what needs an NPU where there is none."""
     done = subprocess.run([HSX, "doctor", "--json"], capture_output=True, text=True, check=False)
     found = json.loads(done.stdout)["findings"]
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""An engine whose server makes shards: rows are as right as in files, of every worker, and the shards are whole when it has stopped."""
+"""An engine that writes shards: rows of every worker are right, and it seals all shards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import EngineSession, Request, names_in, run_engine, tokens
+from harness import names_in, run_engine, tokens
 from oracle import Oracle, Reference, Served
+from session import EngineSession, Request
 
 from vllm_ascend_hsx.cli import verify
 from vllm_ascend_hsx.demo.compare import compare
@@ -22,7 +23,7 @@ SHARDS = {"sink": "shard", "shard_bytes": 1 << 20}
 
 
 def members(storage: Path) -> list[str]:
-    """As tarfile alone sees them."""
+    """Return the names that tarfile sees."""
     found = []
     for path in storage.glob("hsx-*.tar"):
         with tarfile.open(path) as tar:

@@ -1,4 +1,4 @@
-"""Very many short requests on one engine, in batches of 64, with aborts and faults of the storage: all are right, and nothing grows.
+"""Many short requests, in batches of 64, with aborts and storage faults: nothing grows.
 
 `--engine-soak N` sends N of them.
 """
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from depth import depth
-from harness import EngineSession, Request, tokens
+from harness import tokens
 from oracle import Reference
+from session import EngineSession, Request
 from stage import Stage
 
 from vllm_ascend_hsx.connector import limits
@@ -29,7 +30,7 @@ GROWTH = 1 << 20  # bytes of the engine's process, in the second half
 # Prompts are beginnings of these.
 TEXTS = [tokens(MOST_TOKENS, seed=seed) for seed in range(3)]
 
-# A request that is called after a fault has it: for the file under its hidden name, or for its lock.
+# A request named after a fault has it: for the file under its hidden name, or for its lock.
 DATA, LOCK = r"{}[^/]*\.safetensors\.\d+\b", r"{}[^/]*\.lock"
 FAULTS = {
     "lock-open-EMFILE": LOCK,
@@ -89,6 +90,6 @@ def test_nothing_grows_with_the_number_of_requests(stage: Stage, request: pytest
     assert min(counts.values()) > requests // 200
     half = footprints[len(footprints) // 2]
     assert footprints[-1]["bytes"] - half["bytes"] < GROWTH
-    # Each slot remembers what it held last, each thread its last request, and the limits the last API requests.
+    # Slots and threads remember their last request, and the limits the last API requests.
     assert max(each["objects"] for each in footprints) < 4 * BATCH + limits._REMEMBERED
     assert {each["locks"] for each in footprints} == {half["locks"]}

@@ -1,4 +1,4 @@
-"""Files written past the page cache, durably, with every check, by an engine: as right as all others."""
+"""Files of an engine with direct I/O, durability and every check hold the right rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import stat
 from pathlib import Path
 
 import torch
-from harness import EngineSession, tokens
+from harness import tokens
 from oracle import Reference
+from session import EngineSession
 from stage import Stage
 
 from vllm_ascend_hsx.reader.load import load

@@ -1,4 +1,4 @@
-"""An engine whose server stores float8: the rows are the model's to within float8's error, in half the bytes, for every reader."""
+"""An engine that stores float8: rows within float8's error, in half the bytes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import EngineSession, Request, tokens
+from harness import tokens
 from hs_connectors.fp8_utils import quantize_tensor_to_fp8
 from hs_connectors.transfer import FP8Transfer
 from oracle import EXACT, Reference
 from safetensors import safe_open
+from session import EngineSession, Request
 
 from vllm_ascend_hsx.reader.check import examine
 from vllm_ascend_hsx.reader.load import HiddenStates, load
@@ -24,8 +25,7 @@ FP8 = {"quantization": "fp8", "check_finite": True}
 
 
 def serve(session: EngineSession) -> list[tuple[Request, Path, HiddenStates]]:
-    """Prompts of every length, one after the other, then one with rows of generated tokens; each with its file
-    and what is stored there."""
+    """Serve prompts, then generate tokens; return each request, its file, and what that stores."""
     requests = []
     for length in LENGTHS:
         requests.append(session.add(tokens(length, seed=length), {"max_tokens": 1}, name=f"r{length}"))
@@ -43,7 +43,7 @@ def path_of(session: EngineSession, request: Request) -> Path:
 
 
 def test_rows_are_the_models_to_within_the_error_of_float8(float32_qwen3: Path, tmp_path: Path) -> None:
-    """Prompts in one and in several chunks, generated tokens; float32, so that nothing but float8 rounds."""
+    """A float32 target, so that nothing but float8 rounds."""
     with EngineSession(tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", connector_options=FP8) as session:
         reference = Reference(float32_qwen3, 4, torch.float32)
         for request, path, stored in serve(session):
@@ -101,7 +101,7 @@ def test_a_server_stores_what_hs_connectors_would_make_of_its_rows_in_half_the_b
 
 
 def _data_bytes(path: Path) -> int:
-    """Of a file without its header, as safetensors counts them."""
+    """Return the bytes of a file after its header, as safetensors counts them."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import START_SECONDS, compare_file, process_environment, tokens
+from harness import compare_file, tokens
+from launch import SPAWN, START_SECONDS, process_environment
 from safetensors.torch import load_file
 
 from vllm_ascend_hsx import load, remove
@@ -37,7 +38,7 @@ class Serving:
     work: Path
 
     def generate(self, output: str, records: list[dict[str, Any]], *options: str, dies_at: int | None = None) -> tuple[int, str]:
-        """(exit code, what was printed)."""
+        """Return exit code and output."""
         data = self.work / f"{output}.jsonl"
         data.write_text("".join(json.dumps(each) + "\n" for each in records))
         arguments = ["--data", str(data), "--output", str(self.storage / output), "--endpoint", f"{self.server.url}/v1", *options]
@@ -48,11 +49,11 @@ class Serving:
         return done.returncode, done.stdout + done.stderr
 
     def left(self, output: str = "") -> list[str]:
-        """What is in the server's directory or a folder below it, but for its own mark."""
+        """Return the visible names in the server's directory or a folder below it."""
         return sorted(path.name for path in (self.storage / output).iterdir() if not path.name.startswith("."))
 
     def ledger(self, output: str) -> dict[int, dict[str, Any]]:
-        """The last line of each row."""
+        """Return the last line of each row."""
         lines = map(json.loads, (self.storage / output / "ledger.jsonl").read_text().splitlines())
         return {line["row"]: line for line in lines if "row" in line}
 
@@ -70,14 +71,14 @@ def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--gpu-memory-utilization", "0.4"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
     ]
-    server = Server(command, port=port, log=directory / "server.log", environment=process_environment(npus=1))
+    server = Server(command, port=port, log=directory / "server.log", environment=process_environment(npus=1) | SPAWN)
     with server:
         server.wait_ready(START_SECONDS)
         yield Serving(server, tiny_minimax_m2, storage, directory)
 
 
 def cached_tokens(server: Server) -> float:
-    """How many tokens of prompts the server's prefix cache has had."""
+    """Return the number of prompt tokens found in the prefix cache."""
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
 
@@ -148,7 +149,7 @@ def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(ser
 
 
 def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) -> None:
-    """A request that generates for long is under way when Ctrl-C comes: the server is asked for no more, and keeps nothing."""
+    """Ctrl-C comes while a request generates: the server keeps nothing."""
     records = [{"token_ids": tokens(20)}]
     data = serving.work / "long.jsonl"
     data.write_text(json.dumps(records[0]))
@@ -207,7 +208,7 @@ def test_what_a_server_wrote_is_shown_plotted_and_verified_and_a_changed_byte_is
 
 
 def hsx(*words: object) -> tuple[int, str]:
-    """(exit code, what was printed)."""
+    """Return exit code and output."""
     command = [sys.executable, "-m", "vllm_ascend_hsx.cli.main", *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=250, check=False)
     return done.returncode, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""`hsx generate` into the shards of `hsx serve` with DP=2 x TP=2: killed and started again, each row is in one, once."""
+"""`hsx generate` into shards, DP=2 x TP=2: killed and started again, each row is there once."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import START_SECONDS, process_environment, tokens
+from harness import tokens
+from launch import FLASHCOMM, START_SECONDS, tiny_server
 
 from vllm_ascend_hsx import HiddenStatesDataset, load
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
-from vllm_ascend_hsx.demo.server import Server, free_port
-from vllm_ascend_hsx.reader.shards import shards_of
+from vllm_ascend_hsx.demo.server import Server
+from vllm_ascend_hsx.reader.members import shards_of
 
 LAYER_IDS = (4, 1, 3)
 LENGTHS = 3 * (5, 70, 1, 130, 33, 64, 65, 9, 200, 17)
@@ -29,24 +30,15 @@ HSX = (sys.executable, "-m", "vllm_ascend_hsx.cli.main")
 @pytest.fixture(scope="module")
 def server(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("in_place")
-    port = free_port()
-    options = {"sink": "shard", "shard_bytes": SHARD_BYTES}
-    command = [
-        *(*HSX, "serve", str(tiny_minimax_m2)),
-        *("--layers", ",".join(map(str, LAYER_IDS)), "--out", str(directory / "rows")),
-        *(word for key, value in options.items() for word in ("--option", f"{key}={value}")),
-        *("--", "--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--gpu-memory-utilization", "0.4"),
-        *("--max-model-len", "512", "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
-        *("--data-parallel-size", "2", "--tensor-parallel-size", "2", "--enable-expert-parallel"),
-    ]
-    environment = process_environment(npus=4) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
-    with Server(command, port=port, log=directory / "server.log", environment=environment) as server:
+    connector = {"sink": "shard", "shard_bytes": SHARD_BYTES, "allow_custom_save_path": True}
+    options = {"data_parallel": 2, "tensor_parallel": 2, "environ": FLASHCOMM}
+    with tiny_server(directory, tiny_minimax_m2, LAYER_IDS, connector=connector, **options) as server:
         server.wait_ready(START_SECONDS)
         yield server
 
 
 def test_killed_and_started_again_every_row_is_in_a_shard_and_right(server: Server, tiny_minimax_m2: Path) -> None:
-    output = server.log.parent / "rows"
+    output = server.log.parent / "hidden_states"
     data = server.log.parent / "data.jsonl"
     data.write_text("".join(json.dumps({"token_ids": tokens(length)}) + "\n" for length in LENGTHS))
     arguments = ["--data", str(data), "--output", str(output), "--endpoint", f"{server.url}/v1"]
@@ -88,6 +80,6 @@ def test_killed_and_started_again_every_row_is_in_a_shard_and_right(server: Serv
 
 
 def hsx(*words: str) -> tuple[int, str]:
-    """(exit code, what was printed)."""
+    """Return exit code and output."""
     done = subprocess.run([*HSX, *words], cwd=ROOT, text=True, capture_output=True, timeout=250, check=False)
     return done.returncode, done.stdout + done.stderr

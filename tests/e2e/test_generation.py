@@ -1,4 +1,4 @@
-"""Generation is untouched: the text, and the number of steps it takes, are those of a server without extraction."""
+"""Text and number of steps are those of a server without extraction."""
 
 from __future__ import annotations
 

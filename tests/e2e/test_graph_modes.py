@@ -1,7 +1,7 @@
-"""Defect 19: extraction costs no graph mode, and rows are right where the target's forward pass is the replay of a graph.
+"""Defect 19: extraction costs no graph mode, and rows are right in replays of graphs.
 
-vllm-ascend's graphs need torch.compile. npugraph_ex, its default compiler, is not part of the emulated stack, so it is switched off with
-vllm-ascend's own options, and with it the fusions that import it.
+vllm-ascend's graphs need torch.compile. Its default compiler, npugraph_ex, is not emulated: it is
+switched off with vllm-ascend's own options, together with the fusions that import it.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import WITH_OUTPUT, Run, read_trace, run_engine, tokens
+from harness import Run, read_trace, run_engine, tokens
+from session import WITH_OUTPUT
 from tiny_deepseek_v3 import build_deepseek_v3
 
 OPTIONS = ("enable_npugraph_ex", "fuse_norm_quant", "fuse_qknorm_rope", "fuse_allreduce_rms", "fuse_muls_add")
 COMPILER = {"ascend_compilation_config": dict.fromkeys(OPTIONS, False)}
 ENVIRON = {
-    # On from torch 2.12; vllm-ascend 0.23.0 goes with torch 2.10, and its compiler has no artifact to give.
+    # The compiler of vllm-ascend 0.23.0 returns no artifact.
     "VLLM_USE_MEGA_AOT_ARTIFACT": "0",
     "VLLM_DISABLE_COMPILE_CACHE": "1",
-    # Where CI is set, torch makes an error of its warning that an operator of vllm-ascend returns its input.
-    "TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING": "0",
 }
 # What each mode captures, of these sizes.
 SIZES = [1, 2, 4, 32]
@@ -36,7 +35,7 @@ SCRIPT = [
     ["step", 2],
     ["add", "chunked", tokens(150), {"max_tokens": 5}],
     ["drain"],
-    # The workers hear in the next step that a request has ended.
+    # Workers learn in the next step that a request has ended.
     ["add", "last", tokens(3), {"max_tokens": 1}],
     ["drain"],
 ]
@@ -47,7 +46,7 @@ Events = list[dict[str, Any]]
 def run(
     directory: Path, model: Path, mode: str, *, extract: bool = True, layer_ids: Sequence[int] = (4, 1, 2), **options: Any
 ) -> tuple[Run, list[Events]]:
-    """What the engine did, and for each rank the events of trace_graph_mode."""
+    """Run the script; return its result, and each rank's events of trace_graph_mode."""
     (directory / "trace").mkdir(parents=True)
     done = run_engine(
         directory,
@@ -66,13 +65,13 @@ def run(
 
 
 def resolved(events: Events) -> Mapping[str, Any]:
-    """The runner's decision: mode, sizes, and which graphs it captures."""
+    """Return the runner's decision: mode, sizes, and the graphs that it captures."""
     (decision,) = (event for event in events if "resolved" in event)
     return decision
 
 
 def forwards(events: Events) -> list[tuple[str, int]]:
-    """(graph mode, tokens with padding) of each forward pass of the target once the engine serves."""
+    """Return (graph mode, padded tokens) of each forward pass once the engine serves."""
     last = max(index for index, event in enumerate(events) if "captured" in event)
     return [(event["forward"], event["tokens"]) for event in events[last:] if "forward" in event]
 
@@ -153,7 +152,7 @@ def test_rows_of_latent_attention_are_right_in_replays(tmp_path: Path) -> None:
         assert comparison.matches, (request_id, comparison)
 
 
-# What vllm-ascend's users have today: the builder of upstream's cache-only layer supports no graphs.
+# The builder of upstream's cache-only layer supports no graphs.
 
 
 @pytest.mark.long

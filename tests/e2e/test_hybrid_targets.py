@@ -1,7 +1,7 @@
-"""Hybrid targets, GatedDeltaNet and full attention in turn with experts: their rows are right, and their KV cache is whole.
+"""Hybrid targets, GatedDeltaNet and full attention with experts: rows and KV cache are right.
 
-In bfloat16 alone: vllm-ascend 0.23.0's kernels for GatedDeltaNet take nothing else. Its Mamba cache modes are `align` (vLLM's choice when
-prefix caching is on) and `none` (when it is off); `all` no model with GatedDeltaNet supports.
+In bfloat16: vllm-ascend 0.23.0's kernels for GatedDeltaNet take nothing else. Its Mamba cache modes
+are `align` with prefix caching and `none` without; no model with GatedDeltaNet supports `all`.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-import test_scenarios as scenarios
+import scenarios
 import torch
-from harness import START_SECONDS, WITH_OUTPUT, Run, compare_file, process_environment, run_engine, tokens
+from harness import Run, compare_file, run_engine, tokens
+from launch import FLASHCOMM, START_SECONDS, tiny_server
 from oracle import Reference
+from session import WITH_OUTPUT
 from stage import Stage, Stages
 from tiny_hybrid import build_qwen3_5_moe, build_qwen3_next
 from tiny_model_claims import TOLERANCE, assert_experts_are_chosen_evenly_and_alike, assert_rows_lie_apart
 from transformers import AutoModelForCausalLM
 
-from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.reference import _load, reference_hidden_states
-from vllm_ascend_hsx.demo.server import Server, free_port
 
 LAYER_IDS = (4, 0, 2, 1)  # not ascending: the file has the user's order
 NUM_LAYERS = 4
-BLOCK = 128  # tokens; so many keys are as large as a state of GatedDeltaNet
+BLOCK = 128  # tokens, whose keys are as large as a state of GatedDeltaNet
 
 
 class Target(NamedTuple):
@@ -49,21 +49,21 @@ class Target(NamedTuple):
 
     @property
     def environ(self) -> dict[str, str]:
-        return {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"} if self.sequence_parallel else {}
+        return FLASHCOMM if self.sequence_parallel else {}
 
 
 TARGETS = {
-    # Published with a vision tower, and vllm 0.23.0 registers that form alone. With sequence parallelism vllm-ascend takes for granted that
-    # such a model is given embeddings (ops/linear_op.py:470), so that without its tower it does not start, extraction or not.
+    # vllm 0.23.0 registers the form with a vision tower. With sequence parallelism vllm-ascend
+    # gives it embeddings (ops/linear_op.py:470): without the tower it does not start.
     "qwen3_5_moe": Target(build_qwen3_5_moe, {"language_model_only": True}, ("--language-model-only",), "language_model.model", False),
     "qwen3_next": Target(build_qwen3_next, {}, (), "model", True),
 }
-# With aligned states a chunk of a prompt is a block, and waits until a step has room for a whole one.
+# With aligned states a chunk is a block, and waits for a step with room for a whole one.
 STEP = BLOCK + 64
 ENGINES: dict[str, dict[str, Any]] = {
     "align": {"max_num_batched_tokens": STEP},
     "none": {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "async_scheduling": False},
-    # Sixteen blocks for requests, of which each takes one for its keys and three for its states, and again for the next 128 tokens.
+    # 16 blocks; per 128 tokens a request takes one for its keys and three for its states.
     "tiny-align": {"max_num_batched_tokens": STEP, "num_gpu_blocks_override": 17},
     "tiny-none": {"max_num_batched_tokens": 64, "enable_prefix_caching": False, "num_gpu_blocks_override": 17},
 }
@@ -82,9 +82,6 @@ def target(request: pytest.FixtureRequest) -> str:
     return name
 
 
-# One NPU
-
-
 def prompts_of_several_blocks(stage: Stage) -> None:
     """A state is handed from block to block, also where a chunk ends within one."""
     stage.add(tokens(3 * BLOCK + 17), name="four-blocks")
@@ -94,7 +91,7 @@ def prompts_of_several_blocks(stage: Stage) -> None:
 
 
 def cached_states_are_those_that_were_computed(stage: Stage) -> None:
-    """A request that is not extracted goes on from a cached state, and says what one that computes it all says."""
+    """A request that is not extracted continues from a cached state, and generates the same."""
     prompt = [*tokens(2 * BLOCK, seed=4), *tokens(9)]
     fresh = stage.add(prompt, name="fresh", max_tokens=8, expect="output")
     stage.drain()
@@ -138,7 +135,7 @@ SCENARIOS: dict[str, tuple[Callable[[Stage], None], ...]] = {
     "tiny-align": (preempted_while_they_decode, scenarios.a_prompt_of_the_greatest_length),
     "tiny-none": (preempted_while_they_decode, scenarios.a_prompt_of_the_greatest_length),
 }
-# What differs in Qwen3-Next is how a layer projects and rotates, and that its states are bfloat16: fewer situations show that.
+# Qwen3-Next differs in projections, rotation and bfloat16 states: fewer situations show that.
 OF_QWEN3_NEXT: dict[str, tuple[Callable[[Stage], None], ...]] = {
     "align": (
         scenarios.decodes_beside_new_prefills,
@@ -156,7 +153,7 @@ def references(models: dict[str, Path]) -> dict[str, Reference]:
 
 
 def cases() -> Iterator[Any]:
-    """Ordered so that each engine is started once."""
+    """Return cases in an order that starts each engine once."""
     for name, played_on in (("qwen3_5_moe", SCENARIOS), ("qwen3_next", OF_QWEN3_NEXT)):
         for engine, played in played_on.items():
             for play in played:
@@ -171,7 +168,7 @@ def test_files_are_right_when(
     stage = stages.get(f"{name}-{engine}", references[name], **options)
     facts, prefix = stage.session.facts, TARGETS[name].prefix
     assert facts["mamba_cache_mode"] == MODES[engine]
-    # Attention and states share the KV cache, each with its own blocks; the drafter's layer has none.
+    # Attention and states share the KV cache with blocks of their own; the drafter has none.
     assert facts["hybrid_kv_cache_manager"]
     states = [[f"{prefix}.layers.{layer}.linear_attn"] for layer in range(3)]
     assert facts["kv_groups"] == [[f"{prefix}.layers.3.self_attn.attn"], *states]
@@ -195,7 +192,7 @@ GENERATING = [
     ["step", 3],
     ["add", "later", tokens(300), {"max_tokens": 4}],
     ["drain"],
-    # The end of a request whose generated tokens are extracted reaches the worker with the next step.
+    # The worker learns with the next step that a request with generated tokens has ended.
     ["add", "last", tokens(5), {"max_tokens": 1}],
     ["drain"],
 ]
@@ -207,9 +204,7 @@ def test_kv_cache_and_text_are_those_of_a_server_without_extraction(target: str,
     extracting = run_engine(tmp_path / "with", models[target], [with_output(action) for action in GENERATING], **options)
     assert without.error is None, without.error
     assert extracting.error is None, extracting.error
-    assert {name: each["tokens"] for name, each in extracting.requests.items()} == {
-        name: each["tokens"] for name, each in without.requests.items()
-    }
+    assert extracting.texts == without.texts
     assert extracting.result["kv_groups"] == without.result["kv_groups"]
     assert extracting.result["hybrid_kv_cache_manager"] and without.result["hybrid_kv_cache_manager"]
     block_bytes = without.result["kv_bytes"] // without.result["num_gpu_blocks"]
@@ -217,11 +212,8 @@ def test_kv_cache_and_text_are_those_of_a_server_without_extraction(target: str,
     slots, hidden, itemsize = 2, 256, 2
     staging = slots * STEP * len(LAYER_IDS) * hidden * itemsize
     taken = (without.result["num_gpu_blocks"] - extracting.result["num_gpu_blocks"]) * block_bytes
-    # What else differs is the profiled activation peak: the target now returns its aux layers, a list of [tokens, hidden] each.
+    # The profiled activation peak differs, too: the target returns its aux layers.
     assert 0 <= taken <= staging + staging // slots + (4 << 20)
-
-
-# Several NPUs
 
 
 def test_rows_are_right_with_tensor_and_expert_parallelism(target: str, models: dict[str, Path], tmp_path: Path) -> None:
@@ -251,16 +243,9 @@ def test_rows_are_right_with_tensor_and_expert_parallelism(target: str, models: 
 
 def test_rows_are_right_with_data_and_tensor_parallelism_over_http(target: str, models: dict[str, Path], tmp_path: Path) -> None:
     model = models[target]
-    options = ServeOptions(
-        model=str(model),
-        storage=tmp_path / "hidden_states",
-        layer_ids=LAYER_IDS,
-        port=free_port(),
-        max_num_batched_tokens=STEP,
-        extra=("--enforce-eager", "--gpu-memory-utilization", "0.4", *TARGETS[target].flags),
-    )
-    environment = process_environment(npus=4) | TARGETS[target].environ
-    with Server(options.command(), port=options.port, log=tmp_path / "server.log", environment=environment) as server:
+    options = {"extra": TARGETS[target].flags, "environ": TARGETS[target].environ}
+    options |= {"data_parallel": 2, "tensor_parallel": 2, "max_num_batched_tokens": STEP}
+    with tiny_server(tmp_path, model, LAYER_IDS, **options) as server:
         server.wait_ready(START_SECONDS)
 
         def complete(prompt: list[int], **body: Any) -> Any:
@@ -298,7 +283,7 @@ FEW_BLOCKS = {
 
 
 def regret(model: Path, run: Run, request_id: str) -> float:
-    """By how much, at most, the logit of a generated token was below the best one, as transformers has them."""
+    """Return by how much, at most, the logit of a generated token was below the best one."""
     prompt, generated = run.requests[request_id]["prompt"], run.requests[request_id]["tokens"]
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model).float()(torch.tensor([prompt + generated])).logits[0]
@@ -308,9 +293,9 @@ def regret(model: Path, run: Run, request_id: str) -> float:
 
 @pytest.mark.long
 def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(models: dict[str, Path], tmp_path: Path) -> None:
-    """Its rows go to the blocks of the first group, attention's, in memory where other groups keep their states and keys.
+    """Its rows go to blocks of the first group, where other groups keep their states and keys.
 
-    A request that decodes while prompts arrive goes on with states that were overwritten: what it says is not what the target says.
+    A request that decodes while prompts arrive continues with overwritten states.
     """
     model, options = models["qwen3_5_moe"], {**TARGETS["qwen3_5_moe"].engine, **FEW_BLOCKS}
     broken = run_engine(tmp_path / "upstream", model, [["real_events"], *GENERATING], ours=False, late=False, **options)
@@ -340,7 +325,7 @@ def test_rows_of_different_tokens_and_layers_lie_farther_apart_than_the_toleranc
 
 
 def test_a_row_tells_the_states_before_it(target: str, models: dict[str, Path]) -> None:
-    # The first block of another prompt: what a request would go on from that is given a wrong state.
+    # Replacing the first block simulates a wrong state.
     first, second = tokens(2 * BLOCK)[:BLOCK], tokens(2 * BLOCK)[BLOCK:]
     rows, other = (reference_hidden_states(models[target], [*each, *second], [1, 4]) for each in (first, tokens(BLOCK, seed=1)))
     far = ((rows - other).norm(dim=-1) / rows.norm(dim=-1))[BLOCK:]
@@ -354,7 +339,7 @@ def test_experts_are_chosen_evenly_and_alike_in_both_precisions(target: str, mod
 
 
 def test_the_reference_is_computed_in_the_precision_that_is_asked_for(target: str, models: dict[str, Path]) -> None:
-    # Of a model with a text part transformers keeps the checkpoint's bfloat16, whatever it is asked for.
+    # transformers loads a model with a text part in the checkpoint's dtype, whatever is asked.
     for dtype in (torch.float32, torch.bfloat16):
         assert reference_hidden_states(models[target], tokens(3), [4], dtype).dtype is dtype
         assert {parameter.dtype for parameter in _load(str(models[target]), dtype).parameters()} == {dtype}

@@ -1,4 +1,4 @@
-"""An engine, or a worker of one, is killed at a random instant: what can be seen is right, and the next engine in the directory works.
+"""An engine or worker is killed at a random instant: visible files are right, the next one works.
 
 `--engine-kills N` kills N of them in each directory instead of those that KILLS says.
 """
@@ -22,18 +22,27 @@ from typing import Any
 import pytest
 import torch
 from depth import is_long
-from harness import EngineError, EngineSession, Request, names_in, tokens
+from harness import names_in, tokens
 from oracle import Oracle, Reference, Served
+from session import EngineError, EngineSession, Request
 
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, token_of_workspace
-from vllm_ascend_hsx.protocol.shard_names import MANIFEST, SHARDS_MARK, TAR, parse_name
+from vllm_ascend_hsx.protocol.names import (
+    DATA_SUFFIX,
+    ERROR_SUFFIX,
+    LOCK_SUFFIX,
+    MANIFEST,
+    SHARDS_MARK,
+    TAR,
+    parse_shard_name,
+    token_of_workspace,
+)
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
-from vllm_ascend_hsx.reader.shards import shards_of
+from vllm_ascend_hsx.reader.members import shards_of
 from vllm_ascend_hsx.sinks.workspace import LOCK
 
 KILLS = {"file": 4 if is_long() else 2, "shard": 2}
 SHARD_BYTES = 1 << 26  # all requests of an engine: none of its shards is sealed when it is killed
-ONE_WORKER = 2  # of so many kills, one is of a single worker of two
+ONE_WORKER = 2  # every second kill hits one worker of two
 LONGEST_LIFE = 1.5  # seconds for which requests run
 LAYER_IDS = (4, 1, 2)
 CHUNK = 32
@@ -72,10 +81,10 @@ class Reign:
         return session.add(tokens(length, seed=self._luck.randrange(3)), sampling)
 
     def serve_until_killed(self, session: EngineSession, one_worker: bool) -> Callable[[], object]:
-        """Requests come and go, some are aborted; then somebody sends SIGKILL.
+        """Add and abort requests until SIGKILL comes.
 
         Returns:
-            A call that waits for a consumer of a file that was not complete then, and returns what it got.
+            A call that waits for the consumer of an incomplete file, and returns what it got.
         """
         killed = threading.Event()
 
@@ -115,7 +124,7 @@ class Reign:
         return waiting.result
 
     def check(self, session: EngineSession, *, killed: bool = True) -> None:
-        """Everything that can be seen is complete, and that of its request."""
+        """Check that every visible file is complete and right."""
         oracle = Oracle(self._reference, LAYER_IDS)
         served = [Served(each.id, tuple(each.sequence()), each.begun, each.ended) for each in session.requests.values()]
         problems = []
@@ -143,15 +152,15 @@ class Reign:
         self.visible = visible
 
     def seen(self) -> set[str]:
-        """What consumers can open, as a file or in a shard, and the reasons why there is none."""
+        """Return what consumers can open, as a file or in a shard, and error files."""
         files = {name for name in names_in(self.storage) if name.endswith((DATA_SUFFIX, ERROR_SUFFIX))}
         members = set(shards_of(self.storage).members())
         assert not files & members
         return files | members
 
     def check_start(self, workers: int) -> None:
-        """An engine has started: what dead ones left is gone, what consumers have a right to is there, and it has its workspaces."""
-        names = {name for name in names_in(self.storage) if parse_name(name) is None and name != SHARDS_MARK}
+        """Check that a start removes what dead engines left, and keeps what consumers may read."""
+        names = {name for name in names_in(self.storage) if parse_shard_name(name) is None and name != SHARDS_MARK}
         assert self.seen() == self.visible
         for name in names - self.visible:
             data = name.removesuffix(LOCK_SUFFIX)
@@ -162,7 +171,7 @@ class Reign:
 
 
 def _outcome(path: Path) -> object:
-    """What a consumer gets, who waits for it; never a TimeoutError."""
+    """Return what a waiting consumer gets; never a TimeoutError."""
     try:
         return load(path, 60, verify=True)
     except (HiddenStatesError, FileNotFoundError) as error:
@@ -170,7 +179,7 @@ def _outcome(path: Path) -> object:
 
 
 def members_of_sealed_tars(storage: Path) -> set[str]:
-    """As tarfile alone sees them; a shard that nobody has ended is an error."""
+    """Return the names that tarfile sees; each shard must be sealed."""
     found = []
     for path in storage.glob(f"hsx-*{TAR}"):
         assert path.with_suffix(MANIFEST).exists(), f"{path.name} is not sealed"
@@ -181,7 +190,7 @@ def members_of_sealed_tars(storage: Path) -> set[str]:
 
 
 def holders_of_locks(storage: Path) -> list[int]:
-    """The processes that live in a directory."""
+    """Return the processes that hold a workspace's lock."""
     found = set()
     for process in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended, or is not ours to look at

@@ -1,4 +1,7 @@
-"""What /metrics counts is what became of the requests, with our connector alone and in MultiConnector. (DP x TP: test_data_parallel.py.)"""
+"""/metrics counts what became of requests, with our connector alone and in MultiConnector.
+
+DP x TP: test_data_parallel.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import EngineSession, tokens
+from harness import tokens
+from session import EngineSession
 from test_multi_connector import INSTRUMENTS, multi_config
 
 from vllm_ascend_hsx.demo.metrics import Metrics, parse
@@ -37,7 +41,7 @@ def scrape(session: EngineSession) -> Metrics:
 
 
 def scrape_all(session: EngineSession) -> Metrics:
-    """Once all has been answered, written and told: stats travel with a step, so one more is needed."""
+    """Scrape when all is written and one more step has carried the stats."""
     session.drain()
     session.call("finish_writes")
     session.add(tokens(2), {"max_tokens": 1, **OPTS_OUT}, name="last-word")
@@ -46,7 +50,7 @@ def scrape_all(session: EngineSession) -> Metrics:
 
 
 def growth(before: Metrics, after: Metrics) -> dict[str, float]:
-    """By how much each counter has grown, those that have."""
+    """Return the counters that have grown, and by how much."""
 
     def totals(metrics: Metrics) -> dict[str, float]:
         return {f"{each.name} {' '.join(each.labels.values())}".strip(): each.value for each in metrics.counts if "_total" in each.name}

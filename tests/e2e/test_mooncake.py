@@ -1,8 +1,7 @@
-"""An engine that puts rows into a Mooncake store: right for our reader and for speculators', and failures stay with their request."""
+"""An engine that puts rows into a Mooncake store: right for our reader and for speculators'."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -11,36 +10,35 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from harness import START_SECONDS, WITH_OUTPUT, EngineSession, Request, process_environment, tokens
+from harness import tokens
 from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeIntegrityError, MooncakeStoreConfig
 from hs_connectors.transfer import MooncakeTransfer
-from mooncake_master import MooncakeMaster, free_port, require_mooncake
+from launch import START_SECONDS, tiny_server
+from mooncake_master import MooncakeMaster, require_mooncake
 from oracle import EXACT, Reference
+from session import WITH_OUTPUT, EngineSession, Request
 
-from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
-from vllm_ascend_hsx.demo.server import Server
 from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of
 from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeOptions
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
-from vllm_ascend_hsx.serve.options import kv_transfer_config
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
 LAYER_IDS = (3, 0, 4)
-ARENA = 1 << 20  # four chunks: so many small requests can be put together at a time
+ARENA = 1 << 20  # four chunks: room for four small requests at a time
 CHOOSES = {"extra_args": {"kv_transfer_params": {"hidden_states_path": "chosen.safetensors"}}}
 
 
 def start(directory: Path, model: Path, master: MooncakeMaster, segment: int | str = "64MiB", patience: float = 30) -> EngineSession:
     store = {"master_server_address": master.address, "global_segment_size": segment, "local_buffer_size": ARENA}
-    options = {"sink": "mooncake", "mooncake": store, "shared_storage_path": None, "storage_patience_s": patience}
+    options = {"sink": "mooncake", "mooncake": store, "shared_storage_path": None, "storage_timeout_s": patience}
     return EngineSession(directory, model, layer_ids=LAYER_IDS, dtype="float32", connector_options=options)
 
 
 @contextmanager
 def holding_memory(master: MooncakeMaster) -> Iterator[None]:
-    """A process that gives a store memory, and does nothing else with it."""
+    """Give the store memory, as another client."""
     options = MooncakeOptions(master_server_address=master.address)
     with closing(MooncakeClient(options, segment=64 << 20)):
         yield
@@ -85,7 +83,7 @@ def answer(request: Request) -> dict[str, Any]:
 
 
 def is_right(found: dict[str, Any], expected: list[int], reference: Reference) -> bool:
-    """Whether these are the rows of a sequence."""
+    """Return True if these are the rows of a sequence."""
     assert found["token_ids"].tolist() == expected
     rows = reference.rows(expected, LAYER_IDS)
     assert found["hidden_states"].shape == rows.shape
@@ -179,10 +177,10 @@ def test_an_engine_outlives_a_master_that_hangs_or_dies_and_says_what_is_wrong(
         later = session.add(tokens(5), {"max_tokens": 2})
         session.settle()
         assert (len(under_way.tokens), len(later.tokens)) == (4, 2)
-        # Whichever is noticed first: a connection that is gone, or the second that has passed without another.
+        # Whichever is noticed first: a broken connection, or a second without an answer.
         reasons = "mooncake_master does not answer: see that it runs", "the storage did not answer for 1 s"
         assert any(reason in answer(later)["hidden_states_error"] for reason in reasons)
-        # It is started again, on the same port. Its first seconds are without memory: Mooncake looks after its master every second.
+        # Restarted on the same port; servers rejoin, with their memory, within seconds.
         with own, MooncakeReader(own.address) as reader:
             for _ in range(60):
                 request = session.add(tokens(7), {"max_tokens": 1})
@@ -199,11 +197,9 @@ def test_over_http_the_answer_leads_to_the_rows_whichever_rank_has_them(
 ) -> None:
     """TP=2: each worker has a part of the store, and some of the requests."""
     store = {"master_server_address": master.address, "global_segment_size": "64MiB", "local_buffer_size": "4MiB"}
-    transfer_config = kv_transfer_config(None, sink="mooncake", mooncake=store)
-    options = ServeOptions(str(tiny_minimax_m2), tmp_path, LAYER_IDS, free_port(), data_parallel_size=1)
-    command = [*options.command(), "--enforce-eager", "--kv-transfer-config", json.dumps(transfer_config)]
-    environment = process_environment(npus=2)
-    with Server(command, port=options.port, log=tmp_path / "server.log", environment=environment) as server:
+    connector = {"sink": "mooncake", "mooncake": store, "shared_storage_path": None}
+    options = {"tensor_parallel": 2, "connector": connector}
+    with tiny_server(tmp_path, tiny_minimax_m2, LAYER_IDS, **options) as server:
         server.wait_ready(START_SECONDS)
         for length in (5, 40, 130, 3):
             prompt = tokens(length)

@@ -1,4 +1,4 @@
-"""Inside MultiConnector, beside another connector: files are right, the other one works too, and HMA stays what it would be."""
+"""Inside MultiConnector: files are right, the other connector works, and HMA is as without us."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import NOT_EXTRACTED, EngineSession, run_engine, tokens
+from harness import run_engine, tokens
 from oracle import Oracle, Reference, Served
+from session import NOT_EXTRACTED, EngineSession
 from tiny_gpt_oss import build_gpt_oss
 
 from vllm_ascend_hsx import find, load
@@ -21,7 +22,7 @@ INSTRUMENTS = {"importable_mooncake": None}
 
 
 def multi_config(storage: Path, sibling: str = "SiblingConnector", *, first: bool = False) -> dict[str, Any]:
-    """--kv-transfer-config with ours and a sibling, which stands first or last."""
+    """Return --kv-transfer-config with our connector and a sibling, first or last."""
     entry = {"kv_connector": sibling, "kv_connector_module_path": "sibling_connector", "kv_role": "kv_both"}
     entries = [kv_transfer_config(storage), entry]
     return {

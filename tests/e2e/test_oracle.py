@@ -1,4 +1,4 @@
-"""The oracle accepts what the model computes and names every mistake that extraction could make. No engine is started."""
+"""The oracle accepts what the model computes, and names every mistake of extraction."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Bench:
         return self.reference.rows(request.token_ids, LAYER_IDS).to(self.dtype)
 
     def verdict(self, rows: torch.Tensor, token_ids: tuple[int, ...] = OWN.token_ids, own: Served = OWN) -> str:
-        """What the oracle says of a file that holds these rows."""
+        """Return the oracle's verdict on a file with these rows."""
         names = {torch.float32: "F32", torch.bfloat16: "BF16"}
         with FileSink(self.directory, RowFormat(LAYER_IDS, rows.shape[-1], names[self.dtype])) as sink:
             file = sink.open("request", self.directory / "request.safetensors")
@@ -169,7 +169,7 @@ def test_rows_cut_from_a_longer_sequence_are_those_of_the_shorter(references: di
 
 
 def test_no_two_rows_are_so_close_that_one_could_pass_for_the_other(bench: Bench) -> None:
-    """Rows of the same token behind different tokens, or at another position, are what must be told apart."""
+    """The closest rows are those of one token after different tokens, or at other positions."""
     same_token = tuple(Served(f"same-{seed}", (*tokens(20, seed), 77, 77, 77), 0, None) for seed in range(6))
     rows = torch.cat([bench.reference.rows(each.token_ids, LAYER_IDS)[-3:, 0] for each in same_token])  # of the deepest layer
     distances = torch.cdist(rows, rows).fill_diagonal_(torch.inf) / rows.norm(dim=-1)

@@ -1,9 +1,8 @@
-"""What `hsx plan` and the benchmark of capacity say is what engines do, and the presets are what vLLM makes of their config.json."""
+"""`hsx plan` and the benchmark of capacity predict what engines and vLLM's planner do."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HERE, EngineSession, process_environment
+from launch import run_module
+from session import EngineSession
 from tiny_hybrid import build_qwen3_5_moe
 
 from benchmarks.model_shape import LayerKind, shape_of
@@ -31,7 +31,7 @@ def models(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def hsx_plan(model: Path | str, **options: Any) -> dict[str, Any]:
-    """What the command prints, as a user has it: in a process of its own that knows of no emulated NPU."""
+    """Return what the command prints in a process without emulated NPUs."""
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     program = [str(Path(sys.executable).with_name("hsx")), "plan", str(model), "--layers", ",".join(map(str, LAYER_IDS)), *words, "--json"]
     done = subprocess.run(program, capture_output=True, text=True, check=False)
@@ -46,20 +46,10 @@ def engine_facts(directory: Path, model: Path, **options: Any) -> dict[str, Any]
 
 
 def planner_facts(directories: Sequence[str], **options: int) -> dict[str, Any]:
-    """By directory, of a process of its own on the emulated NPU: vLLM's configuration, and the KV cache by the benchmark."""
-    environment = {**os.environ, **process_environment(npus=4)}
-    environment["PYTHONPATH"] = f"{HERE.parents[1]}{os.pathsep}{environment['PYTHONPATH']}"  # of benchmarks
-    done = subprocess.run(
-        [sys.executable, str(HERE / "plan_configs.py"), json.dumps(options), *directories],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        cwd=HERE.parents[1],
-    )
-    line = next((line for line in done.stdout.splitlines() if line.startswith("configs:")), None)
-    assert line is not None, done.stdout[-4000:]
+    """Return vLLM's configuration of each directory, and its KV cache by the benchmark."""
+    _, printed = run_module("plan_configs", json.dumps(options), *directories, npus=4)
+    line = next((line for line in printed.splitlines() if line.startswith("configs:")), None)
+    assert line is not None, printed[-4000:]
     found: dict[str, Any] = json.loads(line.removeprefix("configs:"))
     return found
 
@@ -71,7 +61,7 @@ def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(ki
     assert staging == 2 * 64 * 3 * 256 * 2
     options = {"tensor_parallel": 1, "max_model_len": 512, "max_num_batched_tokens": 64, "kv_bytes": MEMORY, "staging_bytes": staging}
     (counted,) = planner_facts([str(models[kind])], **options).values()
-    # With kv_cache_memory_bytes an engine takes what it is given; from ours the benchmark takes the staging slots first.
+    # An engine takes all of kv_cache_memory_bytes; the benchmark first subtracts staging slots.
     for name, more, memory in (
         ("plain", {"extract": False}, MEMORY),
         ("hsx", {}, MEMORY - staging),
@@ -86,7 +76,7 @@ def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(ki
 
 @pytest.mark.long
 def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """Steps of 2,048 tokens, whose activations in the last layers are the peak: what is collected adds to it in full."""
+    """With 2,048 tokens per step the last layers are the peak: collected layers add to it."""
     options = {"max_num_batched_tokens": 2048, "max_model_len": 512}
     plain = engine_facts(tmp_path / "plain", tiny_qwen3, extract=False, **options)
     ours = engine_facts(tmp_path / "ours", tiny_qwen3, **options)

@@ -20,7 +20,7 @@ def test_any_command_runs_on_emulated_npus() -> None:
 
 
 def test_the_demo_matches_sixteen_of_sixteen_in_late_mode(tmp_path: Path) -> None:
-    """`make demo` with the emulated NPU at its least kind."""
+    """`make demo` with the emulated NPU in late mode."""
     make = ["make", "--dry-run", "--no-print-directory", "demo"]
     recipe = subprocess.run(make, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert recipe.splitlines()[-1] == ".venv/bin/hsx demo"

@@ -1,7 +1,6 @@
-"""Every situation that a server meets, on one NPU in late mode: each file holds exactly the rows of its own request.
+"""Every scenario on engines that have served the ones before it, on one NPU in late mode.
 
-A scenario is a row of SCENARIOS. It plays on an engine that has served the scenarios before it, so that whatever they leave behind can do
-harm. What holds after each of them is in stage.Stage.check: files equal to the oracle, nothing else visible, nothing left over inside.
+After each, Stage.check compares files with the oracle: nothing else is visible or left inside.
 """
 
 from __future__ import annotations
@@ -10,15 +9,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+import scenarios as play
 import torch
-from harness import Request, tokens
 from oracle import Reference
 from stage import Stage, Stages
 
-CHUNK = 64
-BLOCK = 128  # tokens in a KV block of vllm-ascend
 LAYER_IDS = (4, 1, 2)  # not ascending: the file has the user's order
-OTHER_LAYER_IDS = (0, 3)
 NUM_LAYERS = 4
 ROW_BYTES = len(LAYER_IDS) * 256 * 4
 
@@ -34,322 +30,6 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-# Chunked prefill and batches
-
-
-def prompts_around_the_chunk(stage: Stage) -> None:
-    for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK):
-        stage.add(tokens(length), name=f"prompt-of-{length}")
-
-
-def prompts_one_after_the_other(stage: Stage) -> None:
-    for length in (1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK):
-        stage.add(tokens(length, seed=1), name=f"alone-{length}")
-        stage.drain()
-
-
-def decodes_beside_new_prefills(stage: Stage) -> None:
-    decoding = [stage.add(tokens(10 + index), name=f"decoding-{index}", max_tokens=24) for index in range(2)]
-    stage.until_mid_decode(decoding[1])
-    # A ring that is still full would hold the new ones back.
-    stage.session.call("catch_up")
-    stage.step()
-    new = [stage.add(tokens(17), name="beside-decodes", max_tokens=2), stage.add(tokens(1), name="one-token", max_tokens=2)]
-    before = [stage.progress(each)["computed"] for each in decoding]
-    stage.until(lambda: stage.progress(new[1]).get("computed", 0) > 0)
-    assert all(stage.progress(each)["computed"] > computed for each, computed in zip(decoding, before, strict=True))
-    chunked = stage.add(tokens(3 * CHUNK + 9), name="chunked-beside-decodes")
-    stage.until_mid_prefill(chunked)
-    assert not any(each.finished for each in decoding)
-
-
-def many_short_prompts_in_one_step(stage: Stage) -> None:
-    short = [stage.add(tokens(1 + index % 6, seed=index), name=f"short-{index}", max_tokens=2) for index in range(14)]
-    stage.until(lambda: stage.progress(short[0]).get("computed", 0) > 0)
-    assert all(stage.progress(each)["computed"] for each in short)
-
-
-def a_prompt_of_the_greatest_length(stage: Stage) -> None:
-    stage.add(tokens(511), name="longest")
-
-
-# Prefix cache
-
-
-def repeated_and_extended_prompts(stage: Stage) -> None:
-    prompt = tokens(3 * CHUNK + 20)
-    stage.add(prompt, name="first", expect="nothing", params={"hidden_states": False})
-    stage.drain()
-    again = stage.add(prompt, name="again")
-    extended = stage.add([*prompt, *tokens(30)], name="extended")
-    ordinary = stage.add([*prompt, *tokens(31)], name="ordinary", expect="nothing", params={"hidden_states": False})
-    stage.drain()
-    assert again.num_cached_tokens == extended.num_cached_tokens == 0
-    assert ordinary.num_cached_tokens == BLOCK
-    assert ordinary.kv_transfer_params is None
-
-
-def repeated_prompts_at_the_same_time(stage: Stage) -> None:
-    prompt = tokens(2 * BLOCK + 5)
-    for index in range(3):
-        stage.add(prompt, name=f"twin-{index}", max_tokens=3)
-
-
-def the_prefix_cache_is_reset(stage: Stage) -> None:
-    prompt = tokens(2 * BLOCK + 6)
-    stage.add(prompt, name="before-the-reset")
-    stage.drain()
-    assert stage.session.call("reset_prefix_cache")
-    stage.add(prompt, name="after-the-reset")
-
-
-# Preemption
-
-
-def phases(stage: Stage, since: int) -> set[tuple[str, str]]:
-    return {(each["id"], each["phase"]) for each in stage.session.preemptions[since:]}
-
-
-def preempt_a_prefill(stage: Stage) -> Request:
-    """A decode grows into a third block while a prompt of four is computed, which is one too many."""
-    before = len(stage.session.preemptions)
-    growing = stage.add(tokens(2 * BLOCK - 6), name="growing", max_tokens=60)
-    stage.until_mid_decode(growing)
-    victim = stage.add(tokens(4 * BLOCK - 15), name="victim")
-    stage.until(lambda: (victim.id, "prefill") in phases(stage, before))
-    assert stage.progress(victim)["status"] == "PREEMPTED"
-    return victim
-
-
-def preempted_while_its_prompt_is_computed(stage: Stage) -> None:
-    preempt_a_prefill(stage)
-
-
-def preempted_while_they_decode(stage: Stage) -> None:
-    """Twice, without and with the rows of generated tokens: the second time the rows of these are computed again, as a prompt."""
-    for expect in ("prompt", "output"):
-        before = len(stage.session.preemptions)
-        lengths = [(100 + 37 * index, 60 + 10 * index) for index in range(5)]
-        added = [stage.add(tokens(n), name=f"{expect}-{n}", expect=expect, max_tokens=generated) for n, generated in lengths]
-        stage.drain()
-        assert any(phase == "decode" for _, phase in phases(stage, before))
-        assert [len(each.tokens) for each in added] == [generated for _, generated in lengths]
-
-
-def everything_is_preempted_at_once(stage: Stage) -> None:
-    before = len(stage.session.preemptions)
-    decoding = stage.add(tokens(30), name="decoding", expect="output", max_tokens=20, temperature=1.0, seed=3)
-    stage.until_mid_decode(decoding)
-    prefilling = stage.add(tokens(4 * CHUNK), name="prefilling", expect="output", max_tokens=3)
-    stage.until_mid_prefill(prefilling)
-    assert stage.session.call("reset_prefix_cache", reset_running_requests=True)
-    assert phases(stage, before) == {(decoding.id, "decode"), (prefilling.id, "prefill")}
-
-
-def aborted_after_it_was_preempted(stage: Stage) -> None:
-    stage.abort(preempt_a_prefill(stage))
-
-
-# Aborts
-
-
-def aborted_before_it_is_scheduled(stage: Stage) -> None:
-    stage.add(tokens(5 * CHUNK), name="busy")
-    stage.step()
-    aborted = stage.add(tokens(20), name="never-scheduled")
-    assert stage.progress(aborted)["computed"] == 0
-    stage.abort(aborted)
-    stage.add(tokens(20), name="the-same-prompt")
-
-
-def aborted_while_its_prompt_is_computed(stage: Stage) -> None:
-    aborted = stage.add(tokens(5 * CHUNK, seed=2), name="aborted")
-    stage.until_mid_prefill(aborted)
-    stage.add(tokens(5 * CHUNK, seed=3), name="beside")
-    stage.abort(aborted)
-    stage.add(tokens(33), name="afterwards")
-
-
-def aborted_while_it_decodes(stage: Stage) -> None:
-    aborted = stage.add(tokens(40), name="prompt-only", max_tokens=50)
-    with_output = stage.add(tokens(41), name="with-output", max_tokens=50, expect="output")
-    stage.until_mid_decode(with_output, tokens=5)
-    # Its rows were complete with its prompt, and may have been read already.
-    stage.abort(aborted, expect="prompt")
-    stage.abort(with_output)
-
-
-def aborted_although_it_has_stop_strings(stage: Stage) -> None:
-    """To the engine this is what a stop string does, so the file stays: nobody may be left waiting for it in the other case."""
-    aborted = stage.add(tokens(42), name="with-stop", max_tokens=50, expect="output", stop=["no such text"])
-    stage.until_mid_decode(aborted, tokens=5)
-    stage.abort(aborted, expect="output")
-
-
-def aborted_samples(stage: Stage) -> None:
-    aborted = stage.add(tokens(43), name="samples", n=2, max_tokens=50, expect="output", temperature=1.0, seed=5)
-    stage.until_mid_decode(aborted, tokens=5)
-    stage.abort(aborted)
-
-
-def aborted_after_it_has_finished(stage: Stage) -> None:
-    finished = stage.add(tokens(40), name="finished", max_tokens=3)
-    stage.drain()
-    stage.abort(finished, expect="prompt")
-
-
-# Generated tokens
-
-
-def one_token_and_many(stage: Stage) -> None:
-    stage.add(tokens(12), name="one", max_tokens=1)
-    many = stage.add(tokens(13), name="many", max_tokens=150)
-    stage.drain()
-    assert len(many.tokens) == 150
-
-
-def rows_of_generated_tokens(stage: Stage) -> None:
-    stage.add(tokens(12), name="one", max_tokens=1, expect="output")
-    stage.add(tokens(13), name="two", max_tokens=2, expect="output")
-    stage.add(tokens(14), name="sampled", max_tokens=40, expect="output", temperature=1.0, seed=4)
-    stage.until_mid_decode(stage.add(tokens(15), name="many", max_tokens=150, expect="output"), tokens=20)
-    stage.add(tokens(3 * CHUNK + 2), name="chunked", max_tokens=30, expect="output")
-    stage.add(tokens(16), name="without", max_tokens=30)
-
-
-def several_completions_of_a_prompt(stage: Stage) -> None:
-    stage.add(tokens(21), name="n3", n=3, max_tokens=6, temperature=1.0, seed=1)
-    with_output = stage.add(tokens(2 * CHUNK + 1), name="n2", n=2, max_tokens=6, temperature=1.0, seed=2, expect="output")
-    stage.drain()
-    assert with_output.completions[0] != with_output.completions[1]
-
-
-def streamed(stage: Stage) -> None:
-    whole = stage.add(tokens(22), name="whole", max_tokens=12, expect="output")
-    stage.drain()
-    deltas = stage.add(tokens(22), name="deltas", max_tokens=12, output_kind="DELTA", expect="output")
-    stage.drain()
-    assert [len(new) for _, new in deltas.updates] == [1] * 12
-    assert (deltas.tokens, deltas.texts[0]) == (whole.tokens, whole.texts[0])
-
-
-def stopped_by_a_string(stage: Stage) -> None:
-    free = stage.add(tokens(23), name="free", max_tokens=40)
-    stage.drain()
-    stop = free.texts[0][len(free.texts[0]) // 2 :][:4]
-    stopped = [
-        stage.add(tokens(23), name="prompt-only", max_tokens=40, stop=[stop]),
-        stage.add(tokens(23), name="with-output", max_tokens=40, stop=[stop], expect="output"),
-    ]
-    stage.drain()
-    assert [each.stop_reasons[0] for each in stopped] == [stop, stop]
-    assert len(stopped[1].tokens) < 40
-
-
-def stopped_by_a_token(stage: Stage) -> None:
-    free = stage.add(tokens(24), name="free", max_tokens=30)
-    stage.drain()
-    stop = free.tokens[12]
-    stopped = stage.add(tokens(24), name="stopped", max_tokens=30, stop_token_ids=[stop], expect="output")
-    stage.drain()
-    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
-
-
-def structured_outputs(stage: Stage) -> None:
-    """The sampler waits for the grammar, and with it the drafter's turn comes later."""
-    beside = stage.add(tokens(27), name="beside", max_tokens=30, expect="output")
-    stage.until_mid_decode(beside)
-    for index in range(2):
-        stage.add(
-            tokens(28 + index),
-            name=f"digits-{index}",
-            max_tokens=40,
-            expect="output",
-            ignore_eos=False,
-            structured_outputs={"regex": "[0-9]{4,6}"},
-        )
-    chunked = stage.add(tokens(2 * CHUNK), name="chunked", max_tokens=30, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})
-    stage.drain()
-    assert chunked.texts[0] in ("yes", "no")
-
-
-def log_probabilities(stage: Stage) -> None:
-    stage.add(tokens(2 * CHUNK + 3), name="of-the-prompt", max_tokens=3, prompt_logprobs=2)
-    stage.add(tokens(20), name="of-the-output", max_tokens=5, logprobs=2, expect="output")
-
-
-# What a request asks for
-
-
-def some_opt_out(stage: Stage) -> None:
-    for index in range(6):
-        if index % 2:
-            stage.add(tokens(30 + index), name=f"opts-out-{index}", expect="nothing", params={"hidden_states": False}, max_tokens=4)
-        else:
-            stage.add(tokens(30 + index), name=f"extracted-{index}", max_tokens=4)
-
-
-def hostile_request_ids(stage: Stage) -> None:
-    for name in ("a/b/../../c", "..", "-rf", "a b\n", "." * 300, "~", "ü"):
-        stage.add(tokens(11), name=name)
-
-
-def params_that_make_no_sense(stage: Stage) -> None:
-    refused = stage.add(tokens(25), name="refused", expect="nothing", params={"hidden_states": "yes"}, max_tokens=3)
-    beside = stage.add(tokens(25), name="beside", max_tokens=3)
-    stage.drain()
-    assert refused.kv_transfer_params == {"hidden_states_error": "kv_transfer_params.hidden_states is 'yes'; use true or false"}
-    assert refused.tokens == beside.tokens
-
-
-def prompts_without_token_ids(stage: Stage) -> None:
-    embeds = stage.add(tokens(26), name="embeds", expect="nothing", max_tokens=5, options={"as_embeds": True})
-    beside = stage.add(tokens(26), name="beside", max_tokens=5)
-    stage.drain()
-    assert embeds.kv_transfer_params == {"hidden_states_error": "prompt_embeds have no token ids to store; send token ids or text"}
-    assert embeds.tokens == beside.tokens
-
-
-def urgent_requests_overtake(stage: Stage) -> None:
-    patient = [stage.add(tokens(3 * CHUNK, seed=index), name=f"patient-{index}", options={"priority": 5}) for index in range(3)]
-    stage.until_mid_prefill(patient[0])
-    urgent = stage.add(tokens(3 * CHUNK, seed=9), name="urgent", options={"priority": 0})
-    stage.until(lambda: urgent.finished)
-    assert [each.finished for each in patient] == [True, False, False]
-
-
-# The engine
-
-
-def asleep_and_awake(stage: Stage) -> None:
-    """Of sleep levels only 0 is emulated: the others free device memory with a library of CANN."""
-    kept = stage.add(tokens(5 * CHUNK), name="kept-by-sleep")
-    stage.until_mid_prefill(kept)
-    stage.session.call("sleep", 0, "keep")
-    waiting = stage.add(tokens(40), name="sent-while-asleep", max_tokens=4)
-    stage.step(3)
-    assert stage.progress(waiting)["computed"] == 0
-    stage.session.call("wake_up", ["scheduling"])
-    stage.until(lambda: waiting.finished)
-    aborted = stage.add(tokens(5 * CHUNK, seed=1), name="aborted-by-sleep")
-    stage.until_mid_prefill(aborted)
-    stage.session.call("sleep", 0, "abort")
-    assert not stage.progress(aborted)
-    stage.abort(aborted)  # an engine in the caller's process does not hear of it by itself
-    stage.session.call("wake_up", ["scheduling"])
-
-
-def another_engine_in_the_process(stage: Stage) -> None:
-    stage.add(tokens(50), name="before", max_tokens=2)
-    stage.check()
-    decoding = stage.add(tokens(30), name="cut-off-in-its-output", expect="stopped", params={"include_output_tokens": True}, max_tokens=50)
-    stage.until_mid_decode(decoding)
-    stage.until_mid_prefill(stage.add(tokens(5 * CHUNK), name="cut-off-in-its-prompt", expect="stopped"))
-    stage.restart(OTHER_LAYER_IDS)
-    stage.add(tokens(50), name="same-prompt", max_tokens=2)
-    stage.add(tokens(3 * CHUNK), name="chunked")
-
-
 class Scenario(NamedTuple):
     play: Callable[[Stage], None]
     engines: tuple[str, ...] = ("async",)
@@ -358,44 +38,44 @@ class Scenario(NamedTuple):
 EVERY = ("async", "sync", "tiny")
 BOTH = ("async", "sync")
 SCENARIOS = (
-    Scenario(prompts_around_the_chunk, EVERY),
-    Scenario(prompts_one_after_the_other),
-    Scenario(decodes_beside_new_prefills, EVERY),
-    Scenario(many_short_prompts_in_one_step, BOTH),
-    Scenario(a_prompt_of_the_greatest_length, EVERY),
-    Scenario(repeated_and_extended_prompts, EVERY),
-    Scenario(repeated_prompts_at_the_same_time, BOTH),
-    Scenario(the_prefix_cache_is_reset),
-    Scenario(preempted_while_its_prompt_is_computed, ("tiny",)),
-    Scenario(preempted_while_they_decode, ("tiny",)),
-    Scenario(everything_is_preempted_at_once, BOTH),
-    Scenario(aborted_after_it_was_preempted, ("tiny",)),
-    Scenario(aborted_before_it_is_scheduled, EVERY),
-    Scenario(aborted_while_its_prompt_is_computed, EVERY),
-    Scenario(aborted_while_it_decodes, EVERY),
-    Scenario(aborted_although_it_has_stop_strings, BOTH),
-    Scenario(aborted_samples, BOTH),
-    Scenario(aborted_after_it_has_finished, BOTH),
-    Scenario(one_token_and_many, BOTH),
-    Scenario(rows_of_generated_tokens, EVERY),
-    Scenario(several_completions_of_a_prompt, BOTH),
-    Scenario(streamed, BOTH),
-    Scenario(stopped_by_a_string, BOTH),
-    Scenario(stopped_by_a_token, BOTH),
-    Scenario(structured_outputs, BOTH),
-    Scenario(log_probabilities, BOTH),
-    Scenario(some_opt_out),
-    Scenario(hostile_request_ids),
-    Scenario(params_that_make_no_sense),
-    Scenario(prompts_without_token_ids, ("sync",)),
-    Scenario(urgent_requests_overtake, ("sync",)),
-    Scenario(asleep_and_awake, BOTH),
-    Scenario(another_engine_in_the_process, BOTH),
+    Scenario(play.prompts_around_the_chunk, EVERY),
+    Scenario(play.prompts_one_after_the_other),
+    Scenario(play.decodes_beside_new_prefills, EVERY),
+    Scenario(play.many_short_prompts_in_one_step, BOTH),
+    Scenario(play.a_prompt_of_the_greatest_length, EVERY),
+    Scenario(play.repeated_and_extended_prompts, EVERY),
+    Scenario(play.repeated_prompts_at_the_same_time, BOTH),
+    Scenario(play.the_prefix_cache_is_reset),
+    Scenario(play.preempted_while_its_prompt_is_computed, ("tiny",)),
+    Scenario(play.preempted_while_they_decode, ("tiny",)),
+    Scenario(play.everything_is_preempted_at_once, BOTH),
+    Scenario(play.aborted_after_it_was_preempted, ("tiny",)),
+    Scenario(play.aborted_before_it_is_scheduled, EVERY),
+    Scenario(play.aborted_while_its_prompt_is_computed, EVERY),
+    Scenario(play.aborted_while_it_decodes, EVERY),
+    Scenario(play.aborted_although_it_has_stop_strings, BOTH),
+    Scenario(play.aborted_samples, BOTH),
+    Scenario(play.aborted_after_it_has_finished, BOTH),
+    Scenario(play.one_token_and_many, BOTH),
+    Scenario(play.rows_of_generated_tokens, EVERY),
+    Scenario(play.several_completions_of_a_prompt, BOTH),
+    Scenario(play.streamed, BOTH),
+    Scenario(play.stopped_by_a_string, BOTH),
+    Scenario(play.stopped_by_a_token, BOTH),
+    Scenario(play.structured_outputs, BOTH),
+    Scenario(play.log_probabilities, BOTH),
+    Scenario(play.some_opt_out),
+    Scenario(play.hostile_request_ids),
+    Scenario(play.params_that_make_no_sense),
+    Scenario(play.prompts_without_token_ids, ("sync",)),
+    Scenario(play.urgent_requests_overtake, ("sync",)),
+    Scenario(play.asleep_and_awake, BOTH),
+    Scenario(play.another_engine_in_the_process, BOTH),
 )
 
 
 def cases() -> Iterator[Any]:
-    """One case for each model, engine and scenario, so ordered that each engine is started once."""
+    """Return cases in an order that starts each engine once."""
     for model in MODELS:
         for engine in ENGINES:
             for scenario in SCENARIOS:
@@ -410,7 +90,7 @@ def references(request: pytest.FixtureRequest) -> dict[str, Reference]:
 
 @pytest.mark.parametrize(("model", "engine", "scenario"), cases())
 def test_files_are_right_when(stages: Stages, references: dict[str, Reference], model: str, engine: str, scenario: Scenario) -> None:
-    options = {"max_num_batched_tokens": CHUNK, "layer_ids": LAYER_IDS, **ENGINES[engine]}
+    options = {"max_num_batched_tokens": play.CHUNK, "layer_ids": LAYER_IDS, **ENGINES[engine]}
     stage = stages.get(f"{model}-{engine}", references[model], **options)
     scenario.play(stage)
     stage.check()

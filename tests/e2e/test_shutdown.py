@@ -1,6 +1,6 @@
-"""Servers and engines that are stopped: rows that were computed get into their files, all other files say why, and nothing is left.
+"""Servers and engines that are stopped: computed rows reach their files, other files say why.
 
-The storage is slow: rows of the prompts that were answered are not taken before a worker has been closing for some time.
+The storage is slow: it takes rows of answered prompts only when a worker has been closing for long.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import START_SECONDS, EngineSession, compare_file, process_environment, tokens
+from harness import compare_file, tokens
+from launch import FLASHCOMM, START_SECONDS, tiny_server
+from session import EngineSession
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx import HiddenStatesError
-from vllm_ascend_hsx.demo.options import ServeOptions
-from vllm_ascend_hsx.demo.server import Server, free_port, group_members, wait_for_ends
+from vllm_ascend_hsx.demo.server import Server, group_members, wait_for_ends
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
 LAYER_IDS = (4, 1, 3)
 STOP_SECONDS = 150
 ROW_BYTES = len(LAYER_IDS) * 256 * 2
 HELD = (40, 50, 70)  # tokens of the prompts whose rows the storage takes late; the others are shorter
-EXECUTOR_SECONDS = 8  # after so many vLLM's executor kills its workers
+EXECUTOR_SECONDS = 8  # after which vLLM's executor kills its workers
 
 
 def slow(seconds: float, row_bytes: int = ROW_BYTES) -> dict[str, Any]:
@@ -38,28 +39,15 @@ def slow(seconds: float, row_bytes: int = ROW_BYTES) -> dict[str, Any]:
 
 
 def serve(directory: Path, model: Path, seconds: float, *extra: str, **options: Any) -> Server:
-    options = {"expert_parallel": False, "max_num_batched_tokens": 64, "max_model_len": 4096, **options}
-    serve_options = ServeOptions(
-        model=str(model),
-        storage=directory / "hidden_states",
-        layer_ids=LAYER_IDS,
-        port=free_port(),
-        extra=("--enforce-eager", "--gpu-memory-utilization", "0.4", *extra),
-        **options,
-    )
-    command = serve_options.command()
-    at = command.index("--kv-transfer-config") + 1
-    transfer = json.loads(command[at])
     # A writer for each file: what is held back holds back nothing else.
-    transfer["kv_connector_extra_config"] |= {"num_writer_threads": 8, "drain_timeout_s": 60, "storage_patience_s": 600}
-    command[at] = json.dumps(transfer)
-    npus = serve_options.data_parallel_size * serve_options.tensor_parallel_size
-    environment = process_environment(npus=npus, instruments=slow(seconds)) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
-    return Server(command, port=serve_options.port, log=directory / "server.log", environment=environment)
+    connector = {"num_writer_threads": 8, "drain_timeout_s": 60, "storage_timeout_s": 600}
+    options = {"expert_parallel": False, "max_model_len": 4096, "connector": connector, **options}
+    common = {"instruments": slow(seconds), "environ": FLASHCOMM, "tensor_parallel": 2}
+    return tiny_server(directory, model, LAYER_IDS, extra=extra, **common, **options)
 
 
 def held_prompts(server: Server, model: Path) -> dict[Path, list[int]]:
-    """Have prompts computed; their files and tokens."""
+    """Have prompts computed, and return tokens by file."""
     found = {}
     for length in HELD:
         body = {"model": str(model), "prompt": tokens(length), "max_tokens": 1, "temperature": 0}
@@ -73,7 +61,9 @@ class Stream:
     """A request for rows of its output too, in flight when this returns.
 
     Attributes:
-        id: of the response. tokens: of the prompt, then the generated ones. finish_reason: None if the stream broke off.
+        id: of the response.
+        tokens: of the prompt, then the generated ones.
+        finish_reason: None if the stream broke off.
         error: of the event that ended the stream, if it was one.
     """
 
@@ -118,7 +108,8 @@ class Answer:
     """A request that is no stream, with rows of its output too. In flight when this returns.
 
     Attributes:
-        path: of its file. status: of the HTTP response, and its body; None if the connection broke off.
+        path: of its file.
+        status, body: of the HTTP response; None if the connection broke off.
     """
 
     def __init__(self, server: Server, model: Path, endpoint: str, storage: Path) -> None:
@@ -153,7 +144,7 @@ class Answer:
 
 
 def wait_for_the_end(server: Server) -> None:
-    """Wait until no process of the server is left; the first one ended well."""
+    """Wait until no process of the server is left, and check its exit code."""
     assert server.process is not None
     assert server.process.wait(STOP_SECONDS) == 0, server.log_tail()
     deadline = time.monotonic() + 30
@@ -183,11 +174,11 @@ def assert_nothing_else_is_there(storage: Path, *groups: Sequence[Path]) -> None
 
 
 def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_path: Path) -> None:
-    """Requests in flight have the time that --shutdown-timeout gives them, and the storage more than vLLM's executor gives its workers.
+    """Requests have --shutdown-timeout, the storage more than the executor gives its workers.
 
-    With an API server for each engine, as vLLM has by itself: they answer when the engines have ended.
+    With vLLM's default of an API server per engine: they answer when the engines have ended.
     """
-    options = {"data_parallel_size": 2, "tensor_parallel_size": 2, "expert_parallel": True}
+    options = {"data_parallel": 2, "expert_parallel": True}
     extra = ("--shutdown-timeout", "10", "--api-server-count", "2")
     with serve(tmp_path, tiny_minimax_m2, EXECUTOR_SECONDS + 2, *extra, **options) as server:
         server.wait_ready(START_SECONDS)
@@ -215,7 +206,7 @@ def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_pat
 
 
 def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Path) -> None:
-    with serve(tmp_path, tiny_qwen3, 3, data_parallel_size=1, tensor_parallel_size=2) as server:
+    with serve(tmp_path, tiny_qwen3, 3) as server:
         server.wait_ready(START_SECONDS)
         long = Stream(server, tiny_qwen3, tokens(9), 4000)
         held = held_prompts(server, tiny_qwen3)
@@ -244,7 +235,7 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
 
 
 def test_a_process_that_ends_without_a_word_to_its_engine(tiny_qwen3: Path, tmp_path: Path) -> None:
-    """An engine in its user's own process (VLLM_ENABLE_V1_MULTIPROCESSING=0): nobody shuts it down."""
+    """An engine in its user's process (VLLM_ENABLE_V1_MULTIPROCESSING=0) is not shut down."""
     options = {"num_writer_threads": 8, "drain_timeout_s": 60}
     session = EngineSession(tmp_path, tiny_qwen3, layer_ids=LAYER_IDS, instruments=slow(1), connector_options=options)
     session.__enter__()

@@ -1,8 +1,8 @@
-"""A target whose layers see a sliding window and everything in turn (gpt-oss), late mode: it starts, and its rows are exact.
+"""gpt-oss, with sliding-window and full attention in turn: rows are exact in late mode.
 
-vllm-ascend 0.23.0 gives `sliding_window` to CANN as `pre_tokens` (attention/attention_v1.py:1290). That is the number of keys before the
-query's own, so a layer with a window of 32 sees 33 keys; vLLM and transformers count the query's own among the 32. This is the target
-that is served, with extraction and without, hence the one that the rows are compared with.
+vllm-ascend 0.23.0 gives `sliding_window` to CANN as `pre_tokens` (attention/attention_v1.py:1290),
+the number of keys before the query's own: a layer with a window of 32 sees 33 keys, where vLLM and
+transformers count 32. Rows are compared with the target as it is served, with 33.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import NOT_EXTRACTED, WITH_OUTPUT, Run, compare_file, run_engine, tokens
+from harness import Run, compare_file, run_engine, tokens
+from session import NOT_EXTRACTED, WITH_OUTPUT
 from tiny_gpt_oss import WINDOW, build_gpt_oss
 
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
@@ -39,7 +40,7 @@ SCRIPT = [
     ["add", "same-prompt-again", LONG, {"max_tokens": 1}],
     ["add", "opts-out", LONG, {"max_tokens": 1, **NOT_EXTRACTED}],
     ["drain"],
-    # The end of a request whose generated tokens are extracted reaches the worker with the next step.
+    # The worker learns with the next step that a request with generated tokens has ended.
     ["add", "last", tokens(5), {"max_tokens": 1}],
     ["drain"],
 ]
@@ -102,8 +103,8 @@ def test_vllm_ascend_sees_one_key_more_than_the_window(run: Run, models: dict[in
 
 @pytest.mark.long
 def test_defect_12_upstream_does_not_start(run: Run, models: dict[int, Path], tmp_path: Path) -> None:
-    # The tensor that cache-only and attention layers share is taken for a pair of keys and values (worker/model_runner_v1.py:4542), and
-    # iterated byte by byte. A few blocks, so that this ends with its ValueError and not with the host's memory.
+    # The tensor that cache-only and attention layers share is unpacked as keys and values
+    # (worker/model_runner_v1.py:4542), byte by byte; a few blocks keep the host's memory free.
     options = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 8}
     broken = run_engine(tmp_path, models[WINDOW], [["drain"]], ours=False, **options)
     assert broken.error is not None

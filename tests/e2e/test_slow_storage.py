@@ -1,4 +1,4 @@
-"""Storage stands still on a running engine: requests that are not extracted go on, those that are wait or fail, as slow_storage says."""
+"""Storage hangs: plain requests go on, extracted ones wait or fail, as `slow_storage` says."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import EngineSession, tokens
+from harness import tokens
 from oracle import Reference
+from session import EngineSession
 from stage import Stage
 
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX

@@ -1,4 +1,4 @@
-"""speculators and hs-connectors, unmodified: they launch our server, read its files, make a dataset of them and train on it.
+"""Unmodified speculators and hs-connectors launch our server, read files, and train on them.
 
 The commands are those of docs/speculators.md, on a tiny MiniMax-M2 and emulated NPUs.
 """
@@ -25,7 +25,8 @@ import hs_connectors.transfer
 import httpx
 import pytest
 import torch
-from harness import START_SECONDS, compare_file, process_environment, tokens
+from harness import compare_file, tokens
+from launch import START_SECONDS, process_environment
 
 from vllm_ascend_hsx.demo.server import Server, free_port
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
@@ -45,7 +46,7 @@ SMALL = "--host 127.0.0.1 --max-model-len 512 --max-num-seqs 16 --max-num-batche
 
 
 def command(label: str, names: Mapping[str, object]) -> list[str]:
-    """The words of the document's command of this label, with what stands here in the place of its names."""
+    """Return the words of the document's command of this label, with these names replaced."""
     found = re.search(rf"<!-- {label} -->\n```bash\n(.*?)```", DOCUMENT, re.DOTALL)
     assert found is not None
     text = found[1].replace("\\\n", " ")
@@ -79,11 +80,11 @@ class Workplace:
 
     @property
     def names(self) -> dict[str, object]:
-        """What stands in the place of the document's names."""
+        """What replaces the names in the document."""
         return {"MiniMaxAI/MiniMax-M2": self.model, "training_data": self.dataset, "http://localhost:8000": self.server.url}
 
     def run(self, label: str, *more: str, environment: Mapping[str, str] | None = None) -> str:
-        """Runs a command of the document, with more options; its output."""
+        """Run a command of the document with more options, and return its output."""
         words = command(label, self.names)
         own = {"HF_HOME": str(self.directory / "hf"), "COLUMNS": "300", **(environment or {})}
         done = subprocess.run(
@@ -93,7 +94,7 @@ class Workplace:
         return done.stdout
 
     def request(self, prompt: list[int]) -> dict[str, Any]:
-        """kv_transfer_params of the response to a request as speculators sends it."""
+        """Send a request as speculators does, and return its kv_transfer_params."""
         body = {"model": str(self.model), "prompt": prompt, "max_tokens": 1, "return_token_ids": True}
         response = httpx.post(f"{self.server.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
         assert response["choices"][0]["prompt_token_ids"] == prompt
@@ -102,13 +103,13 @@ class Workplace:
 
     @contextmanager
     def slow_disk(self) -> Iterator[Any]:
-        """No row is written until the end of the block, or until what it gives is called."""
+        """Write no row until the end of the block, or until the yielded function is called."""
         with (self.directory / "gate").open("w") as gate:
             fcntl.flock(gate, fcntl.LOCK_EX)
             yield lambda: fcntl.flock(gate, fcntl.LOCK_UN)
 
     def left_over(self) -> list[str]:
-        """What is in the server's directory besides its workspace."""
+        """Return the names in the server's directory besides its workspace."""
         return sorted(name for name in os.listdir(self.storage) if token_of_workspace(name) is None)
 
     def assert_right(self, path: Path, prompt: list[int]) -> None:
@@ -117,7 +118,7 @@ class Workplace:
 
 
 def conversations() -> list[dict[str, Any]]:
-    """Eleven, one with two turns; of different lengths, and longer than the server computes at once."""
+    """Return eleven, one with two turns; some longer than the server computes at once."""
     ends = ["the ships were ready.", "the people crossed the bridge.", "the captain asked for one more cup of coffee."]
     question, repeated = "What does layer {} of the model say about the river?", "the sun rose over the harbour, and "
     found = [[question.format(i), "It says that " + repeated * (1 + i % 4) + ends[i % 3]] for i in range(10)]
@@ -147,7 +148,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
 
 @pytest.fixture(scope="module")
 def generated(workplace: Workplace) -> str:
-    """What generate-offline-data said about the dataset that it has made of the conversations."""
+    """The output of generate-offline-data for the conversations."""
     (workplace.directory / "conversations.jsonl").write_text("\n".join(map(json.dumps, conversations())))
     workplace.run("prepare", "--seq-length", "500")
     return workplace.run("generate")
@@ -163,14 +164,14 @@ def rows(generated: str, workplace: Workplace) -> list[dict[str, Any]]:
 
 @pytest.fixture(autouse=True)
 def _leave_nothing(workplace: Workplace) -> Iterator[None]:
-    """So that a test that fails is the only one."""
+    """Clean up, so that one failure causes no others."""
     yield
     for name in workplace.left_over():
         (workplace.storage / name).unlink()
 
 
 class WatchedTime(SimpleNamespace):
-    """`time` for their reader: tells when it has found the lock held, and goes on only when it is put forward."""
+    """`time` for their reader: `waits` is set when it finds the lock held; tests set `ahead`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +287,7 @@ def test_generation_goes_on_where_it_was_interrupted(workplace: Workplace, rows:
 
 
 def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, Any]:
-    """speculators' own, as its trainer makes them."""
+    """Make loaders as speculators' trainer does."""
     from speculators.models.eagle3.data import shift_batch
     from speculators.train.dataloader import create_train_val_loaders
 
@@ -316,7 +317,7 @@ def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, 
 def test_their_loader_takes_every_sample(
     workplace: Workplace, rows: list[dict[str, Any]], tmp_path: Path, backend: Any, on_missing: str
 ) -> None:
-    """Generated beforehand, or while training: then nothing is left of the sample on the server."""
+    """Generated before training, or during it: then the server keeps no sample."""
     transfer = backend(workplace.samples if on_missing == "raise" else tmp_path)
     seen = []
     for loader in loaders(workplace, transfer, on_missing):
@@ -332,7 +333,7 @@ def test_their_loader_takes_every_sample(
 
 
 def test_training_an_eagle3_draft_on_them_lowers_its_loss(workplace: Workplace, rows: list[dict[str, Any]]) -> None:
-    """The loss on the samples that are held out falls with each epoch; the trainer runs on an emulated NPU."""
+    """The validation loss falls with each epoch; the trainer runs on an emulated NPU."""
     checkpoints = workplace.directory / "checkpoints"
     options = f"--epochs {EPOCHS} --total-seq-len 256 --num-workers 0 --lr 1e-3 --train-data-ratio 0.75"
     workplace.run("train", *options.split(), environment=process_environment(npus=1))

@@ -1,17 +1,16 @@
-"""What cannot be served is refused when the engine starts, before weights are loaded, with the option, its value and the remedy."""
+"""What cannot be served is refused before weights are loaded: option, value and remedy."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import START_SECONDS, process_environment, run_engine, upstream_transfer_config
+from harness import run_engine
+from launch import UPSTREAM_PLUGINS, run_module
+from session import upstream_transfer_config
 from transformers import NemotronHConfig, NemotronHForCausalLM, OlmoConfig, OlmoForCausalLM, PreTrainedModel
 
 from vllm_ascend_hsx.demo.tiny_models import VOCAB_SIZE, build_model, common_config
@@ -66,44 +65,27 @@ def nemotron_h(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model(tmp_path_factory.mktemp("models") / "nemotron_h", "nemotron_h", create, dtype="bfloat16", layers=4, seed=0)
 
 
-# A configuration that cannot be served is refused by the process that makes it, so that the server's last line has the reason.
+# The process that makes a configuration refuses it, so that the log ends with the reason.
 
-BUILD = """
-import json, sys
-from vllm import EngineArgs
-from vllm.usage.usage_lib import UsageContext
-refusals = {}
-for name, options in json.loads(sys.argv[1]).items():
-    try:
-        EngineArgs(enforce_eager=True, max_model_len=512, **options).create_engine_config(UsageContext.OPENAI_API_SERVER)
-        refusals[name] = None
-    except Exception as error:
-        refusals[name] = str(error)
-print("refusals:" + json.dumps(refusals))
-"""
 BOTH_WAYS = ('"kv_connector": "AscendHiddenStatesConnector", "kv_role": "kv_producer"', "VLLM_PLUGINS=ascend,")
 
 
-def refusals(model: Path, cases: dict[str, dict[str, Any]], **environ: str) -> dict[str, str | None]:
-    """What vLLM says when it makes the configuration of each case, all of which extract; None if it makes one."""
+def refusals(
+    model: Path, cases: dict[str, dict[str, Any]], *, ours: bool = True
+) -> dict[str, str | None]:
+    """Return vLLM's error for the configuration of each case, all of which extract, or None."""
     common = {"model": str(model), "speculative_config": speculative_config((1, 2))}
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, json.dumps({name: {**common, **case} for name, case in cases.items()})],
-        env={**os.environ, **process_environment(npus=1), **environ},
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = (each for each in done.stdout.splitlines() if each.startswith("refusals:"))
+    arguments = json.dumps({name: {**common, **case} for name, case in cases.items()})
+    code, printed = run_module("engine_configs", arguments, ours=ours)
+    assert code == 0, printed
+    (line,) = (each for each in printed.splitlines() if each.startswith("refusals:"))
     found: dict[str, str | None] = json.loads(line.removeprefix("refusals:"))
     return found
 
 
 @pytest.fixture(scope="module")
 def of_connectors(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
-    """What vLLM says to each connector beside the speculative method."""
+    """vLLM's error for each connector with the speculative method."""
     storage = tmp_path_factory.mktemp("storage")
     ours, vllms = kv_transfer_config(storage), upstream_transfer_config(storage)
     offloading = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
@@ -170,11 +152,12 @@ def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_p
     refused = refusals(tiny_qwen3, vllms)["vllms"]
     assert refused is not None
     named = refused.partition("VLLM_PLUGINS=")[2].split()[0]
-    assert refusals(tiny_qwen3, vllms, VLLM_PLUGINS=named) == {"vllms": None}
+    assert set(named.split(",")) == set(UPSTREAM_PLUGINS.split(","))
+    assert refusals(tiny_qwen3, vllms, ours=False) == {"vllms": None}
 
 
 def test_a_target_that_vllm_ascend_cannot_serve_is_refused_before_there_is_an_engine(nemotron_h: Path, tmp_path: Path) -> None:
-    """Without that, the server becomes healthy, and the first request ends its engine: vLLM's warm-up of the kernels only warns."""
+    """Otherwise the server becomes healthy, and the first request ends its engine."""
     found = refusals(nemotron_h, {"nemotron_h": {"kv_transfer_config": kv_transfer_config(tmp_path)}})["nemotron_h"]
     assert found is not None and "model='NemotronHForCausalLM' cannot be served: its Mamba-2 layers" in found
 
@@ -182,15 +165,8 @@ def test_a_target_that_vllm_ascend_cannot_serve_is_refused_before_there_is_an_en
 def test_vllm_serve_ends_with_the_reason(tiny_qwen3: Path, tmp_path: Path) -> None:
     options = {"--speculative-config": speculative_config((1, 2)), "--kv-transfer-config": upstream_transfer_config(tmp_path)}
     words = [word for name, value in options.items() for word in (name, json.dumps(value))]
-    done = subprocess.run(
-        [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tiny_qwen3), "--no-enable-chunked-prefill", *words],
-        env={**os.environ, **process_environment(npus=1)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
-    )
-    assert done.returncode != 0
-    last = done.stdout[done.stdout.rindex("Traceback") :]
+    words += ["--no-enable-chunked-prefill"]
+    code, printed = run_module("vllm.entrypoints.cli.main", "serve", str(tiny_qwen3), *words)
+    assert code != 0
+    last = printed[printed.rindex("Traceback") :]
     assert "does not take the hidden states" in last and all(each in last for each in BOTH_WAYS), last

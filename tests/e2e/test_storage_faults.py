@@ -1,4 +1,4 @@
-"""Errors of the storage on a running engine: the request fails alone and is told why, everything else goes on, and nothing is lost."""
+"""Errors of the storage on a running engine: a request fails alone, with the reason."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import EngineSession, tokens
+from harness import tokens
 from oracle import Reference
+from session import EngineSession
 from stage import Stage
 
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
@@ -28,8 +29,7 @@ def stage(float32_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield Stage(session, Reference(float32_qwen3, 4, torch.float32))
 
 
-# Which file of the request a call fails for, with which error, and whether this is while the prompt is still being computed, so that the
-# response can say so.
+# File, call, error, and whether the call fails early enough for the response to name the error.
 FAULTS = [
     ("data", "reserve", "ENOSPC", True),
     ("data", "reserve", "EDQUOT", True),
@@ -49,7 +49,7 @@ FAULTS = [
 
 
 def pattern(name: str, kind: str) -> str:
-    """Names of the data under its hidden name, or of the lock: not of the error file, where the reason is to stand."""
+    """Return a regex of the hidden data file or of the lock, but not of the error file."""
     return rf"{re.escape(name)}\.\d+\b" if kind == "data" else rf"{re.escape(name)}\.lock"
 
 
@@ -93,13 +93,13 @@ def test_many_faults_at_once_leave_the_others_right(stage: Stage) -> None:
         stage.add(tokens(40 + index, seed=10 + index), name=f"other{index}")
     names = [stage.session.paths(victim)[0].name for victim in victims]
     stage.session.call("inject", [{"call": "pwrite", "errno": "EIO", "name": pattern(name, "data")} for name in names])
-    stage.session.settle()  # the last rows are written behind the last answer
+    stage.session.settle()  # the last rows are written after the last answer
     assert len(stage.session.call("inject", [])) >= len(victims)
     stage.check()
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory in which the engine may be making and removing files at the same time, which stops rmtree half-way."""
+    """Remove a directory in which the engine may make and remove files, which stops rmtree."""
     while directory.exists():
         try:
             shutil.rmtree(directory)
@@ -129,7 +129,7 @@ def test_a_directory_removed_under_a_running_engine_fails_requests_and_is_used_a
 
 @pytest.mark.parametrize("how", ["a new directory", "a link to another one"])
 def test_a_directory_that_is_renamed_and_replaced_under_a_running_engine_costs_no_rows(stage: Stage, how: str) -> None:
-    """As log rotation does, and whoever points a symbolic link elsewhere."""
+    """As log rotation does, or a changed symbolic link."""
     stage.clear()
     storage = stage.session.storage
     under_way = stage.add(tokens(100), name="under-way", expect="output", max_tokens=60)

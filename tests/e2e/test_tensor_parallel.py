@@ -6,10 +6,11 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
-from harness import SPAWN, Run, read_trace, run_engine, tokens
+from harness import Run, read_trace, run_engine, tokens
+from launch import SPAWN
 
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
-# Lengths that TP does not divide: padding rows stand behind the last real one.
+# Lengths that TP does not divide: padding rows follow the last real one.
 LENGTHS = (1, 7, 33, 101, 64, 6)
 SCRIPT = [
     *(["add", f"r{length}", tokens(length), {"max_tokens": 3}] for length in LENGTHS[:3]),
@@ -20,7 +21,7 @@ SCRIPT = [
 
 
 def writers(directory: Path) -> dict[str, set[int]]:
-    """The processes that wrote each file."""
+    """Return the processes that wrote each file."""
     found: dict[str, set[int]] = defaultdict(set)
     for process, events in read_trace(directory).items():
         for event in events:

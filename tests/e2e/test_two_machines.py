@@ -1,4 +1,4 @@
-"""One server over two machines, by the commands of the quick start: the rows of both are right, in one directory that they share."""
+"""A server on two machines, with the commands of the quick start, in a shared directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 from documents import Command, blocks, parse_serve
-from harness import START_SECONDS, compare_file, process_environment, tokens
+from harness import compare_file, tokens
+from launch import START_SECONDS, process_environment
 from machines import CABLE, Machine, two_machines
 
 from vllm_ascend_hsx.demo.metrics import parse, settle
@@ -33,7 +34,7 @@ SMALL = {"--gpu-memory-utilization": "0.4", "--max-model-len": "512", "--max-num
 
 
 def smaller(shown: Command, model: Path, storage: Path) -> list[str]:
-    """The command of the page, for a tiny model on few NPUs."""
+    """Return the page's command for a tiny model on few NPUs."""
     transfer = json.loads(shown.options["--kv-transfer-config"])
     transfer["kv_connector_extra_config"]["shared_storage_path"] = str(storage)
     own = {
@@ -120,6 +121,6 @@ def test_when_the_other_machine_dies_whoever_waits_for_its_rows_is_told(cluster:
         os.killpg(cluster.headless.process.pid, signal.SIGKILL)
         with pytest.raises(HiddenStatesError, match="the server died"):
             load(lock.with_name(lock.name.removesuffix(LOCK_SUFFIX)), 60)
-        # The ranks that are left cannot go on without it. As a rule vLLM tells its clients so at once, and ends; but the rank whose result
-        # an engine waits for may itself wait for a neighbour that has heard of it already, until the collective times out.
+        # The remaining ranks cannot go on. Mostly vLLM ends at once; but an engine may wait for a
+        # rank that waits in a collective for one that has ended, until that times out.
         cluster.front.stop()

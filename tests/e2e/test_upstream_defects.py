@@ -1,7 +1,7 @@
-"""What vLLM's connector gets wrong on the same stack, seen to fail there and to be right with ours.
+"""Defects of vLLM's connector: tests that fail there and pass with ours, on the same stack.
 
-The numbers are those of the list of defects in docs/design.md. "Upstream" is vllm 0.23.0's ExampleHiddenStatesConnector and
-vllm-ascend 0.23.0's proposer, unmodified, with our plugin not loaded.
+The numbers are those of docs/design.md. "Upstream" is vllm 0.23.0's ExampleHiddenStatesConnector
+and vllm-ascend 0.23.0's proposer, unmodified, without our plugin.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Run, run_engine, tokens, upstream_transfer_config
+from harness import Run, run_engine, tokens
 from safetensors.torch import load_file
+from session import upstream_transfer_config
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from vllm_ascend_hsx.demo.tiny_models import build_model, draw_weights
@@ -41,7 +42,7 @@ def upstream(directory: Path, model: Path, script: list, **options: Any) -> Run:
 
 @pytest.fixture(scope="module")
 def broken(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Upstream with defect 1 out of the way: real events, and no late mode."""
+    """Upstream without defect 1: real events, and no late mode."""
     script = [["real_events"], *SINGLE, *DECODE_AND_PREFILL, *REPEAT]
     run = upstream(tmp_path_factory.mktemp("upstream"), tiny_qwen3, script, late=False)
     assert run.error is None, run.error
@@ -50,7 +51,7 @@ def broken(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def chunking(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same with chunks of 64 tokens. vLLM refuses that for its connector, but goes by its name alone."""
+    """The same with chunks of 64 tokens, which vLLM refuses for its connector by name."""
     directory = tmp_path_factory.mktemp("chunking")
     transfer = upstream_transfer_config(directory / "hidden_states") | {
         "kv_connector": "RenamedHiddenStatesConnector",
@@ -84,7 +85,7 @@ def test_control_upstream_is_right_in_the_simplest_case_without_late_mode(broken
 def test_defect_1_placeholder_events_order_nothing(ours: Run, tiny_qwen3: Path, tmp_path: Path) -> None:
     late = upstream(tmp_path, tiny_qwen3, SINGLE)
     assert late.error is not None
-    # The copy stream reads the slots, and with them the rows, before anything says that they have been written.
+    # The copy stream reads slots and rows before any event says that they were written.
     assert re.search(r"NPU stream race: .* that aten::copy_ on the default stream .* wrote, and nothing orders the two", late.error)
     assert is_right(ours, "single")
 
@@ -122,7 +123,7 @@ def test_defect_7_layer_ids_are_not_checked(tiny_qwen3: Path, tmp_path: Path, la
 
 @pytest.fixture
 def one_kv_head_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3 whose single KV head two tensor-parallel ranks share: what decode context parallelism is made for."""
+    """A tiny Qwen3 whose two tensor-parallel ranks share a KV head, for context parallelism."""
 
     def create(layers: int, generator: torch.Generator) -> tuple[Qwen3ForCausalLM, dict[str, Any]]:
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 32}
@@ -145,8 +146,8 @@ def test_defect_8_with_decode_context_parallelism_each_rank_stores_its_own_part(
 
 
 def test_defect_9_the_next_step_overwrites_what_the_copy_reads(tiny_qwen3: Path, tmp_path: Path) -> None:
-    # Real events, and no asynchronous scheduling, whose side stream is another story: what remains is the slot mapping, a buffer that
-    # the next step fills while the copy stream may still read it.
+    # With real events, and without the side stream of asynchronous scheduling, the slot mapping
+    # remains: the next step fills the buffer while the copy stream may still read it.
     steps = [["add", "first", tokens(30), {"max_tokens": 1}], ["step", 1], ["add", "second", tokens(25), {"max_tokens": 1}], ["step", 1]]
     broken = upstream(
         tmp_path / "upstream",

@@ -1,4 +1,4 @@
-"""Builds a tiny DeepSeek-V3: latent attention (MLA), a dense layer, then experts in groups beside a shared one."""
+"""Builds a tiny DeepSeek-V3: MLA, a dense layer, experts in groups beside a shared one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ YARN_FACTOR = 32.0
 def build_deepseek_v3(
     directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0, q_lora_rank: int | None = Q_LORA_RANK
 ) -> Path:
-    """Builds a DeepSeek-V3 of about 15 MB and returns its directory; see build_model.
+    """Build a DeepSeek-V3 of 15 MB, and return its directory; see build_model.
 
     q_lora_rank: None for the form without a latent query (DeepSeek-V2-Lite).
     """
@@ -69,13 +69,13 @@ def _deepseek_v3(layers: int, generator: torch.Generator, q_lora_rank: int | Non
     draw_weights(model, generator)
     _sharpen_attention(model)
     _widen_routing_margins(model, generator)
-    # Keys of the published config.json that vllm reads (model_executor/models/deepseek_v2.py, 0.23.0) and transformers does not write.
+    # Keys that vllm 0.23.0 reads (models/deepseek_v2.py) and transformers does not write.
     return model, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
 @torch.no_grad()
 def _sharpen_attention(model: PreTrainedModel) -> None:
-    """Lets attention pick out tokens, and say what it found: an average over the whole prompt would hide a wrong row."""
+    """Sharpen attention: an average over the whole prompt would hide a wrong row."""
     for layer in model.model.layers:
         attention = layer.self_attn
         query = attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
@@ -85,10 +85,10 @@ def _sharpen_attention(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _widen_routing_margins(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """As in demo/tiny_models.py: the embedding says where a token goes, so that rounding does not decide.
+    """Let the embedding decide on experts, and not rounding, as demo/tiny_models.py does.
 
-    Here it also says so group by group: two experts in each of two groups, and a lone expert in a third that scores higher than
-    some of the four. A router that ignored the groups would choose it.
+    Two experts in each of two groups, and a lone expert in a third that scores higher than some of
+    the four: a router that ignored the groups would choose it.
     """
     size = NUM_EXPERTS // EXPERT_GROUPS
     routing = slice(HIDDEN_SIZE - NUM_EXPERTS, HIDDEN_SIZE)

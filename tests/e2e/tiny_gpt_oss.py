@@ -1,4 +1,4 @@
-"""Builds a tiny gpt-oss with random weights: sliding-window and full attention in turn, attention sinks, experts with biases."""
+"""Builds a tiny gpt-oss: sliding-window and full attention, sinks, experts with biases."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ WINDOW = 32
 def build_gpt_oss(
     directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0, window: int = WINDOW
 ) -> Path:
-    """Builds a gpt-oss of about 10 MB whose even layers see `window` tokens, the current one among them, and whose odd layers see all.
+    """Build a gpt-oss of 10 MB whose even layers see `window` tokens, the current one included.
 
-    The weights are the same for every window. Otherwise as build_minimax_m2 of vllm_ascend_hsx.demo.tiny_models.
+    The weights are the same for every window. Otherwise like demo.tiny_models.build_minimax_m2.
     """
     name = f"gpt_oss-window{window}"
     return build_model(directory, name, partial(_gpt_oss, window=window), dtype=dtype, layers=layers, seed=seed)
@@ -45,8 +45,8 @@ def _gpt_oss(layers: int, generator: torch.Generator, *, window: int) -> tuple[P
         num_local_experts=NUM_EXPERTS,
         num_experts_per_tok=EXPERTS_PER_TOKEN,
         sliding_window=window,
-        # vllm 0.23.0 takes YaRN for granted and reads all of these keys (model_executor/models/gpt_oss.py:79). Prompts of the tests
-        # are longer than the original positions, so that scaled frequencies are used.
+        # vllm 0.23.0 assumes YaRN with all of these keys (model_executor/models/gpt_oss.py:79).
+        # Prompts are longer than the original positions, so that scaled frequencies are used.
         rope_parameters={
             "rope_type": "yarn",
             "rope_theta": 150_000.0,
@@ -67,10 +67,10 @@ def _gpt_oss(layers: int, generator: torch.Generator, *, window: int) -> tuple[P
 
 @torch.no_grad()
 def _draw_what_gpt_oss_adds(model: PreTrainedModel, generator: torch.Generator) -> None:
-    """Draws sinks and biases large enough to be missed, and the experts, whose matrices are [in, out], by their inputs."""
+    """Draw sinks and biases whose absence shows, and experts [in, out] scaled by their inputs."""
     for layer in model.model.layers:
         attention, experts = layer.self_attn, layer.mlp.experts
-        # Of what a query gives away, the sinks take a quarter in a sliding layer and a tenth in a full one.
+        # The sinks take a quarter of the attention in a sliding layer, a tenth in a full one.
         attention.sinks.copy_(3.0 + torch.randn(NUM_HEADS, generator=generator))
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
             projection.bias.copy_(0.2 * torch.randn(projection.bias.shape, generator=generator))

@@ -1,4 +1,4 @@
-"""Builds tiny hybrid models with random weights, Qwen3.5-MoE and Qwen3-Next: GatedDeltaNet in three layers of four, experts."""
+"""Builds tiny Qwen3.5-MoE and Qwen3-Next: GatedDeltaNet in three of four layers, experts."""
 
 from __future__ import annotations
 
@@ -30,24 +30,20 @@ ROPE = {"rope_type": "default", "rope_theta": 10_000_000.0, "partial_rotary_fact
 
 
 def build_qwen3_5_moe(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
-    """Builds a Qwen3.5-MoE of about 15 MB and returns its directory; see build_model.
-
-    It is the class that vllm 0.23.0 registers and that is published, with a vision tower, which is as small as it can be; serve it
-    with `language_model_only`.
-    """
+    """Build a Qwen3.5-MoE of 15 MB with the least vision tower; serve it `language_model_only`."""
     return build_model(directory, "qwen3_5_moe", _qwen3_5_moe, dtype=dtype, layers=layers, seed=seed)
 
 
 def build_qwen3_next(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:
-    """Builds a Qwen3-Next of about 20 MB and returns its directory; see build_model."""
+    """Build a Qwen3-Next of 20 MB."""
     return build_model(directory, "qwen3_next", _qwen3_next, dtype=dtype, layers=layers, seed=seed)
 
 
 def _hybrid_config(layers: int, heads: int, kv_heads: int) -> dict[str, Any]:
-    """What both configurations say.
+    """Return what both configurations share, with the published head sizes.
 
-    Head sizes are those of the published models: the kernels for GatedDeltaNet are written for 128, and vllm-ascend 0.23.0 wants a
-    page of recurrent state to be as large as the keys of a whole number of tokens, at every TP size.
+    GatedDeltaNet's kernels are written for 128, and vllm-ascend 0.23.0 needs a page of recurrent
+    state to be as large as the keys of a whole number of tokens, at every TP size.
     """
     return {
         **common_config(layers, heads, kv_heads),
@@ -83,15 +79,15 @@ def _qwen3_5_moe(layers: int, generator: torch.Generator) -> tuple[PreTrainedMod
         vision_end_token_id=6,
     )
     model = Qwen3_5MoeForConditionalGeneration(config)
-    # transformers 5.5.4 saves the vision tower inside of the language model: the renaming that is meant for the text model alone
-    # (conversion_mapping.py:152) is undone for all of it. Without renamings the names are those of the published checkpoints.
+    # transformers 5.5.4 undoes the renaming of the text model (conversion_mapping.py:152) for the
+    # vision tower, too. Without renamings the names are those of the published checkpoints.
     model._weight_conversions = []
     _draw(model, model.model.language_model, generator)
     return model, {}
 
 
 def _qwen3_next(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
-    # Half of Qwen3.5's heads: its states are bfloat16, and a page of them is as large as the keys of 128 tokens.
+    # Half of Qwen3.5's heads: states are bfloat16, a page of them as large as 128 tokens' keys.
     config = Qwen3NextConfig(**_hybrid_config(layers, heads=4, kv_heads=2), intermediate_size=256, rope_parameters=ROPE)
     model = Qwen3NextForCausalLM(config)
     _draw(model, model.model, generator)
@@ -106,10 +102,10 @@ def _draw(model: PreTrainedModel, decoder: Any, generator: torch.Generator) -> N
 
 @torch.no_grad()
 def _draw_what_a_hybrid_adds(decoder: Any, generator: torch.Generator) -> None:
-    """Draws what a decoder (embedding, layers, norm) has beyond ordinary attention.
+    """Draw what a decoder (embedding, layers, norm) has beyond ordinary attention.
 
-    Its norms multiply by 1 + weight. A state of GatedDeltaNet forgets half of itself in about 20 to 300 tokens, so that a row tells
-    the tokens before it, near and far, and the convolution weighs all of its taps alike.
+    Norms multiply by 1 + weight. A state of GatedDeltaNet halves in 20 to 300 tokens, so that a row
+    depends on near and far tokens; the convolution weighs its taps alike.
     """
     norms = [decoder.norm]
     for layer in decoder.layers:

@@ -1,7 +1,8 @@
-"""Plant each mistake of mutants.toml into a copy of the project and see its tests fail: `make mutants`.
+"""Plant each mistake of mutants.toml in a copy of the project and expect its tests to fail.
 
-A mutant names the file, the text that stands there exactly once, what replaces it, and the tests that must notice. Exits with 1 if a
-mutant survives, and with 2 if one cannot be planted or its tests cannot be run.
+`make mutants` runs it. A mutant names the file, a text that occurs there exactly once, its
+replacement, and the tests that must fail. Exits with 1 if a mutant survives, and with 2 if one
+cannot be planted or its tests cannot be run.
 """
 
 from __future__ import annotations

@@ -1,11 +1,100 @@
 """Unit tests run on emulated NPUs, in late mode, where torch_npu is not installed."""
 
+from __future__ import annotations
+
 import os
 import sys
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from generate_bench import Bench
+    from mooncake_master import MooncakeMaster
+    from worker_harness import Engine
+
+    from vllm_ascend_hsx.reader.mooncake import MooncakeReader
+    from vllm_ascend_hsx.sinks.file import FileSink
 
 if find_spec("torch_npu") is None:
     from vllm_ascend_hsx.emulator.launch import SITE, environment
 
     os.environ.update({name: value for name, value in environment(npus=8, late=True).items() if name.startswith("HSX_")})
     sys.path.insert(0, str(SITE))
+
+
+@pytest.fixture(scope="module")
+def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeMaster]:
+    """A Mooncake store."""
+    from mooncake_master import MooncakeMaster, require_mooncake
+
+    require_mooncake()
+    with MooncakeMaster(tmp_path_factory.mktemp("mooncake")) as master:
+        yield master
+
+
+@pytest.fixture(scope="module")
+def reader(master: MooncakeMaster) -> Iterator[MooncakeReader]:
+    """A reader of that store."""
+    from vllm_ascend_hsx.reader.mooncake import MooncakeReader
+
+    with MooncakeReader(master.address) as reader:
+        yield reader
+
+
+@pytest.fixture
+def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk take everything at once, for tests of what is seen, not of what survives."""
+    for name in ("fsync", "fdatasync"):
+        monkeypatch.setattr(os, name, lambda fd: None)
+
+
+@pytest.fixture
+def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Workers in `out`, by the options of worker_harness.Engine; closed after the test."""
+    from worker_harness import Engine
+
+    made: list[Engine] = []
+
+    def make(**options: Any) -> Engine:
+        made.append(Engine(tmp_path / "out", **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.worker.close()
+
+
+@pytest.fixture
+def sink(tmp_path: Path) -> Iterator[FileSink]:
+    """A sink of files; a test of another sink has a fixture of its own."""
+    from sink_harness import FORMAT
+
+    from vllm_ascend_hsx.sinks.file import FileSink
+
+    with FileSink(tmp_path, FORMAT) as sink:
+        yield sink
+
+
+@pytest.fixture
+def bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
+    """A dataset and a fake server of files for `hsx generate`."""
+    from generate_bench import Bench
+    from generate_harness import FakeServer
+
+    with FakeServer(tmp_path / "out") as server:
+        yield Bench(tmp_path, server, capsys)
+
+
+@pytest.fixture(params=["files", "shards"])
+def any_bench(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Bench]:
+    """The same with a server of files and with one of shards."""
+    from generate_bench import Bench
+    from generate_files import SINKS
+    from generate_harness import FakeServer
+
+    with FakeServer(tmp_path / "out", make_sink=SINKS[request.param]) as server:
+        yield Bench(tmp_path, server, capsys)

@@ -1,11 +1,11 @@
-"""Kills sinks and looks at what they leave. Started by test_crash.py in a process of its own, which forks; not a test.
+"""Kills sinks and checks what they leave. test_crash.py starts it as a process, which forks.
 
-Usage: crash_harness.py run|sweep DIRECTORY JSON, the JSON being arguments of Arena and of its method. Prints what that returns.
+Usage: crash_harness.py run|sweep DIRECTORY JSON, where the JSON has arguments of Arena and of its
+method. Prints what that returns.
 """
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import mmap
@@ -20,18 +20,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from crash_mutations import MUTATIONS, OF_SHARDS
-from crash_server import SHARD, SMALL, Phases, Reader, Request, Server, request_of
+from crash_requests import SMALL, Request, has_direct, request_of
+from crash_server import SHARD, Phases, Reader, Server, forked, log_in_memory
+from crash_states import EMPTY, WAITING, State, replay
 from sink_harness import dead_workspace, is_held, lines_of, walked
 
-from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import FormatError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, token_of_workspace
 from vllm_ascend_hsx.protocol.shard_index import Member
 from vllm_ascend_hsx.reader.shard_check import shard_problems
-from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
@@ -39,18 +38,6 @@ NAMES = 6  # that a server writes over and over
 CONTESTED = ("both-0.safetensors", "both-1.safetensors")
 PATIENCE = 30.0
 LONGEST_LIFE = 600  # system calls
-
-
-class State(NamedTuple):
-    """What stands in the directory for one name: "data" or "error" of a request, or "nothing"; and whether there is a lock file."""
-
-    kind: str
-    request_id: str
-    lock: bool
-
-
-EMPTY = State("nothing", "", False)
-WAITING = State("nothing", "", True)
 
 
 @dataclass
@@ -85,7 +72,7 @@ class Arena:
         self._mutation = mutation
         self._luck = random.Random(seed)
         self._number = seed * 1_000_000
-        self._direct = _has_direct(directory)
+        self._direct = has_direct(directory)
         self._names = [[f"s{slot}-{index}.safetensors" for index in range(NAMES)] for slot in range(together)]
         self._states = {name: EMPTY for names in self._names for name in names}
         self._looked_at: set[str] = set()
@@ -95,12 +82,7 @@ class Arena:
         self._shared = mmap.mmap(-1, Reader.SIZE)
 
     def run(self, kills: int) -> dict[str, object]:
-        """Kill so many servers.
-
-        Returns:
-            Counts: of kills, by whom, of requests by what became of them, of files looked at; "phases": what the threads of the servers
-            were doing when they were killed; "problems".
-        """
+        """Kill servers; return counts of events, "phases" (of killed threads) and "problems"."""
         reader, reader_log = self._fork_reader()
         lives = [self._fork_next(slot) for slot in range(self._together)]
         while self._counts["kills"] < kills and not self.problems:
@@ -126,16 +108,10 @@ class Arena:
         return self._result()
 
     def sweep(self, number: int, ends: Sequence[tuple[int, str]]) -> dict[str, object]:
-        """Kill a server at its first system call, then one that does the same at its second, and so on until one has stopped.
+        """Kill a server at its first system call, then at its second, until one has stopped.
 
-        Each starts among orphans and serves one request after the other.
-
-        Args:
-            number: of the server.
-            ends: of its requests: number of the name, and what becomes of it.
-
-        Returns:
-            As `run` does.
+        Each starts among orphans and serves one request after the other; `ends` says for each the
+        number of its name and how it ends. Returns what `run` does.
         """
         names = self._names[0]
         request_ids = [self._find(number, names[index], end) for index, end in ends]
@@ -169,7 +145,7 @@ class Arena:
         return self._fork(self._number, slot, self._luck.randint(1, self._luck.choice([60, LONGEST_LIFE])), self._luck.random() < 0.5)
 
     def _fork(self, number: int, slot: int, dies_after: int, kills_itself: bool, request_ids: Sequence[str] = ()) -> Life:
-        log_fd = _log()
+        log_fd = log_in_memory()
         phases = Phases()
 
         def live() -> None:
@@ -186,15 +162,15 @@ class Arena:
             except BaseException as error:  # noqa: BLE001 - the one who checks must know
                 os.write(log_fd, f"error\t{error!r}\n".encode())
 
-        return Life(number, slot, _forked(live), log_fd, phases, kills_itself, dies_after)
+        return Life(number, slot, forked(live), log_fd, phases, kills_itself, dies_after)
 
     def _fork_reader(self) -> tuple[int, int]:
-        log_fd = _log()
+        log_fd = log_in_memory()
         names = [*(name for names in self._names for name in names), *CONTESTED]
-        return _forked(lambda: Reader(self._directory, names, self._direct, self._shared).run(log_fd)), log_fd
+        return forked(lambda: Reader(self._directory, names, self._direct, self._shared).run(log_fd)), log_fd
 
     def _next(self, lives: list[Life]) -> Life:
-        """The first whose time has come: at any instant, for nothing keeps it from going on meanwhile."""
+        """Return the first server whose time has come; the others go on meanwhile."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             for life in lives:
@@ -253,7 +229,7 @@ class Arena:
         for states in allowed.values():
             if WAITING in states:
                 states.add(EMPTY)  # it may have cleaned up itself
-        _replay(life.events, allowed, self.problems, keeps_locks=not self._shards)
+        replay(life.events, allowed, self.problems, keeps_locks=not self._shards)
         for name in names:
             state = self._look(name)
             self._states[name] = state
@@ -262,7 +238,7 @@ class Arena:
             if state not in allowed[name]:
                 self.problems.append(f"{name}: {state}, expected {allowed[name]} after {life.events[-20:]}")
             lock = self._directory / f"{name}{LOCK_SUFFIX}"
-            self._until(lambda: not _held(lock), f"{lock.name} is held after the death of its server")  # noqa: B023
+            self._until(lambda: not lock.exists() or not is_held(lock), f"{lock.name} is held after the death of its server")  # noqa: B023
         for name in CONTESTED if self._together > 1 else ():
             self._read(name)
 
@@ -320,7 +296,7 @@ class Arena:
             locks = [name for name, state in expected.items() if (f"{name}{LOCK_SUFFIX}" in names) != state.lock]
             return not hidden and not locks
 
-        # More than once, for a reader or another server that cleans up may hold a lock for a moment.
+        # Repeated: a reader, or another server that cleans up, may hold a lock for a moment.
         if self._until(is_clean, f"after a start there is not {expected}"):
             self._states.update(expected)
 
@@ -328,7 +304,7 @@ class Arena:
         (ShardSink(self._directory, SMALL, shard_bytes=SHARD) if self._shards else FileSink(self._directory, SMALL)).close()
 
     def _check_shards(self, dead: bool) -> None:
-        """Every member that an index has is whole and right, each shard can be walked, and those of dead servers are sealed.
+        """Check that members are whole, shards can be walked, and those of dead servers are sealed.
 
         Args:
             dead: all servers are.
@@ -366,67 +342,6 @@ class Arena:
                 for suffix in (LOCK_SUFFIX, ERROR_SUFFIX, ""):
                     (self._directory / f"{name}{suffix}").unlink(missing_ok=True)
                 self._states[name] = EMPTY
-
-
-def _replay(events: list[list[str]], allowed: dict[str, set[State]], problems: list[str], *, keeps_locks: bool) -> None:
-    """Narrow down what may stand in the directory after what a server has logged."""
-    running: dict[str, str] = {}
-    for event, what in events:
-        if event == "error":
-            problems.append(f"a server met {what}")
-        if event == "close":
-            for name, request_id in running.items():
-                allowed[name] |= {State("error", request_id, True)}
-        if event == "closed":
-            allowed.update({name: {State("error", request_id, True)} for name, request_id in running.items()})
-        name = what.split(".", 2)[-1]
-        if name not in allowed:
-            continue
-        data, error = State("data", what, True), State("error", what, True)
-        if event == "open":
-            allowed[name] |= {state._replace(lock=True) for state in allowed[name]} | {WAITING}
-        elif event == "opened":
-            allowed[name] = {WAITING}
-            running[name] = what
-        elif event in ("commit", "fail", "discard"):
-            allowed[name] = {WAITING, {"commit": data, "fail": error, "discard": EMPTY}[event]}
-            if event == "commit" and not keeps_locks:
-                allowed[name].add(data._replace(lock=False))
-        elif event.endswith(" done"):
-            allowed[name] = {{"commit done": data._replace(lock=keeps_locks), "fail done": error, "discard done": EMPTY}[event]}
-            del running[name]
-
-
-def _log() -> int:
-    """A descriptor of a file in memory to which several threads append."""
-    fd = os.memfd_create("log")
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
-    return fd
-
-
-def _forked(run: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            run()
-        finally:
-            os._exit(0)
-    return pid
-
-
-def _held(lock: Path) -> bool:
-    try:
-        return is_held(lock)
-    except FileNotFoundError:
-        return False
-
-
-def _has_direct(directory: Path) -> bool:
-    try:
-        check_directory(directory, direct=True)
-    except UserError:
-        return False
-    return True
 
 
 if __name__ == "__main__":

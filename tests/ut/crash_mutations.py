@@ -1,4 +1,4 @@
-"""Mistakes that could be in the sink, one function each; test_crash.py shows that killing servers finds every one of them.
+"""Mistakes in the sink, one function each; test_crash.py shows that killing servers finds them.
 
 Each is made in the process that calls it, for good.
 """
@@ -13,13 +13,13 @@ from typing import Any
 from vllm_ascend_hsx.protocol import names
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.shard_index import Gone, Member
+from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone
 from vllm_ascend_hsx.protocol.tar import headers
-from vllm_ascend_hsx.sinks import orphans, shard, workspace
+from vllm_ascend_hsx.sinks import orphans, workspace
 from vllm_ascend_hsx.sinks.data_file import DataFile, Spare
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
-from vllm_ascend_hsx.sinks.shard_file import Shard
+from vllm_ascend_hsx.sinks.shard_file import SessionShards, Shard
 
 
 def shown_before_it_is_complete() -> None:
@@ -28,8 +28,8 @@ def shown_before_it_is_complete() -> None:
 
     def rename_and_commit(self: Any, *args: Any) -> None:
         if self._data is not None:
-            self._data.publish()
-            self._data._place = self._data._storage, self._data._name
+            self._data.publish(self.storage, self.name)
+            self._data._place = self.storage, self.name
         commit(self, *args)
 
     RequestFile.commit = rename_and_commit  # type: ignore[method-assign]
@@ -40,8 +40,7 @@ def written_under_its_own_name() -> None:
 
     def make_data(self: Any, file: RequestFile) -> DataFile:
         layout = FileLayout(self.row_format, file.request_id)
-        place = file.storage, file.name, file.storage, file.name, -1
-        return DataFile(*place, layout, self.options, file.expected_tokens, file.session.filesystem)
+        return DataFile(file.storage, file.name, -1, layout, self.options, file.expected_tokens, file.session.filesystem)
 
     FileSink.make_data = make_data  # type: ignore[method-assign]
 
@@ -59,7 +58,7 @@ def with_an_earlier_file_left_in_place() -> None:
     FileSink.hide_previous = lambda *args: None  # type: ignore[method-assign]
 
 
-def without_the_checksum_of_rows_behind_the_last_token() -> None:
+def without_the_checksum_of_rows_after_the_last_token() -> None:
     """Rows that were computed in excess are in the checksum."""
     complete = DataFile.complete
 
@@ -73,7 +72,7 @@ def without_the_checksum_of_rows_behind_the_last_token() -> None:
 
 
 def whose_data_is_not_cut() -> None:
-    """Rows behind the last token stay in the file."""
+    """Rows after the last token stay in the file."""
     complete = DataFile.complete
 
     def without_cut(self: Any, *args: Any) -> None:
@@ -84,7 +83,7 @@ def whose_data_is_not_cut() -> None:
 
 
 def with_cleaning_that_ignores_the_locks_of_servers() -> None:
-    def adopt(parent_fd: int, token: str, make_lock: bool) -> workspace.Workspace:
+    def adopt(parent_fd: int, token: str, remove_empty: bool) -> workspace.Workspace:
         name = names.workspace_name(token)
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=parent_fd)
         lock = HeldLock(fd, workspace.LOCK, os.open(workspace.LOCK, os.O_RDONLY | os.O_CREAT, dir_fd=fd))
@@ -123,18 +122,18 @@ def with_a_line_before_its_member_is_complete() -> None:
 
 
 def with_appends_side_by_side() -> None:
-    start = shard._Shards.__init__
+    start = SessionShards.__init__
 
     def without_a_lock(self: Any, *args: Any) -> None:
         start(self, *args)
         self._appending = nullcontext()
 
-    shard._Shards.__init__ = without_a_lock  # type: ignore[method-assign]
+    SessionShards.__init__ = without_a_lock  # type: ignore[method-assign]
 
 
 def without_the_line_that_an_earlier_member_is_gone() -> None:
     add = Shard.add_line
-    Shard.add_line = lambda self, line: None if isinstance(line, Gone) else add(self, line)  # type: ignore[method-assign]
+    Shard.add_line = lambda self, line: None if isinstance(line, Tombstone) else add(self, line)  # type: ignore[method-assign]
 
 
 def with_a_hidden_file_that_serves_two_requests_at_a_time() -> None:
@@ -147,8 +146,8 @@ def with_a_hidden_file_that_serves_two_requests_at_a_time() -> None:
 
     kept: list[Spare] = []
     DataFile.detach = keep  # type: ignore[method-assign]
-    hidden_file = shard._Shards.hidden_file
-    shard._Shards.hidden_file = lambda self: kept[0] if kept else hidden_file(self)  # type: ignore[method-assign]
+    hidden_file = SessionShards.hidden_file
+    SessionShards.hidden_file = lambda self: kept[0] if kept else hidden_file(self)  # type: ignore[method-assign]
 
 
 def _all(*functions: Callable[[], None]) -> dict[str, Callable[[], None]]:
@@ -160,7 +159,7 @@ ALONE: dict[str, Callable[[], None]] = _all(
     written_under_its_own_name,
     without_a_lock,
     with_an_earlier_file_left_in_place,
-    without_the_checksum_of_rows_behind_the_last_token,
+    without_the_checksum_of_rows_after_the_last_token,
     whose_data_is_not_cut,
     without_the_lock_of_the_server,
 )

@@ -1,10 +1,11 @@
-"""A server's sink with random requests, to be killed at any instant; and a reader of its files. Without torch: a fork takes milliseconds.
+"""A server's sink with random requests, to be killed at any instant; and a reader of its files.
 
-Everything about a request follows from its id, so that whoever finds a file knows what must be in it.
+It starts without torch, so a fork takes milliseconds.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import queue
@@ -12,32 +13,24 @@ import random
 import signal
 import threading
 import time
-import zlib
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from sink_harness import Traced, checksum_of, is_held, trace
+from crash_requests import Request, request_of, settings_of
+from sink_harness import is_held
+from tracing import trace
 
-from vllm_ascend_hsx.protocol.checksum import ALGORITHM
-from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, TOKEN_IDS, read_header
 from vllm_ascend_hsx.protocol.lock import wait_until_released
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
-from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.reader.shards import Place, open_member
 from vllm_ascend_hsx.sinks.base import SinkError
-from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
-SMALL = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
-PAGES = RowFormat(layer_ids=(4, 1), hidden_size=1024, dtype="BF16", model="tiny")  # a page a row, as direct I/O wants it
-
-ENDS = ("commit", "commit", "commit", "commit", "fail", "discard", "never")
 NEVER = "never"  # such a request runs until its server stops
 
 # What a thread of a server is doing, and by which system call.
@@ -51,7 +44,7 @@ SHARD = 100_000  # bytes
 
 
 class Phases:
-    """What the threads of a server are doing, in memory that outlives it. The server writes, the one who kills it reads."""
+    """What the threads of a server are doing, in memory that outlives the server."""
 
     _TIMES = 2 * MAX_THREADS
 
@@ -74,117 +67,6 @@ class Phases:
         """Of each thread that does anything: what, and the system call that it began last."""
         pairs = [self._memory[2 * thread : 2 * thread + 2] for thread in range(MAX_THREADS)]
         return [f"{CONTEXTS[context]} {CALLS[call]}".strip() for context, call in pairs if context]
-
-
-@dataclass(frozen=True)
-class Request:
-    """A request, by its id `<server>.<serial>.<name>`.
-
-    Attributes:
-        id: as above.
-        server: number of the server.
-        name: of its file.
-        row_format, options: the server's.
-        tokens, num_prompt_tokens: of the file.
-        end: what becomes of it: one of ENDS.
-    """
-
-    id: str
-    server: int
-    name: str
-    row_format: RowFormat
-    options: FileOptions
-    tokens: int
-    num_prompt_tokens: int
-    end: str
-
-    @classmethod
-    def of(cls, request_id: str, direct: bool) -> Request:
-        server, _, name = request_id.split(".", 2)
-        row_format, options = settings_of(int(server), direct)
-        luck = random.Random(request_id)
-        tokens = luck.choice([0, 1, 2, 3, 7, luck.randrange(1, 40)])
-        return cls(request_id, int(server), name, row_format, options, tokens, luck.randint(0, tokens), luck.choice(ENDS))
-
-    def rows(self, first: int, last: int) -> npt.NDArray[np.uint16]:
-        """What the file must hold for positions [first, last): no two rows and no two requests are alike."""
-        positions = np.arange(first, last, dtype=np.uint32).reshape(-1, 1, 1)
-        elements = np.arange(self.row_format.row_bytes // 2, dtype=np.uint32).reshape(1, *self.row_format.row_shape)
-        mixed = (positions * 7919 + elements * 104729 + np.uint32(zlib.crc32(self.id.encode()))) * np.uint32(2654435761)
-        rows: npt.NDArray[np.uint16] = (mixed >> np.uint32(16)).astype(np.uint16)
-        return rows
-
-    def token_ids(self) -> npt.NDArray[np.int64]:
-        return np.arange(self.tokens, dtype=np.int64) * 3 + zlib.crc32(self.id.encode())
-
-    def spans(self) -> list[tuple[int, int, bool]]:
-        """The writes, in order, as (first, last, stale): all positions in any order, some of them before with rows that are wrong, and
-        some behind the last token."""
-        luck = random.Random(f"{self.id} spans")
-        cuts = sorted({0, self.tokens, *(luck.randint(0, self.tokens) for _ in range(luck.randrange(4)))})
-        spans = [(first, last, False) for first, last in zip(cuts, cuts[1:], strict=False)]
-        if luck.random() < 0.5:
-            luck.shuffle(spans)
-        if luck.random() < 0.3 and self.tokens:
-            spans.insert(0, (luck.randrange(self.tokens), self.tokens + luck.randrange(3), True))
-        if luck.random() < 0.2:
-            spans.append((self.tokens, self.tokens + 1, True))
-        return spans
-
-    def check(self, fd: int, offset: int = 0, size: int | None = None) -> None:
-        """Compare a file, or a part of one, with what it must hold. AssertionError, FormatError."""
-        header = read_header(fd, offset, size)
-        states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
-        assert states.shape == (self.tokens, *self.row_format.row_shape), f"{states.shape}, {self.tokens} tokens expected"
-        assert states.dtype == "BF16"
-        found = np.frombuffer(os.pread(fd, states.end - states.begin, states.begin), np.uint16).reshape(states.shape)
-        assert np.array_equal(found, self.rows(0, self.tokens)), "its rows are wrong"
-        found_ids = np.frombuffer(os.pread(fd, ids.end - ids.begin, ids.begin), np.int64)
-        assert np.array_equal(found_ids, self.token_ids()), "its token ids are wrong"
-        assert header.metadata["num_prompt_tokens"] == str(self.num_prompt_tokens)
-        end = os.fstat(fd).st_size if size is None else offset + size
-        assert end == max(states.end, ids.end), f"{end - offset} bytes"
-        if self.options.checksum == "crc32c":
-            assert header.metadata["checksum_algorithm"] == ALGORITHM
-            assert header.metadata["checksum"] == checksum_of(os.pread(fd, end - offset, offset)), "its checksum is wrong"
-        else:
-            assert "checksum" not in header.metadata
-
-
-def settings_of(server: int, direct: bool) -> tuple[RowFormat, FileOptions]:
-    """How a server writes.
-
-    Args:
-        server: its number.
-        direct: whether the directory's filesystem has O_DIRECT.
-    """
-    luck = random.Random(f"server {server}")
-    io = "direct" if direct and luck.random() < 0.25 else "buffered"
-    options = FileOptions(
-        io=io,  # type: ignore[arg-type]
-        durability="fdatasync" if luck.random() < 0.15 else "none",
-        checksum="crc32c" if luck.random() < 0.75 else "none",
-    )
-    return PAGES if io == "direct" or luck.random() < 0.2 else SMALL, options
-
-
-def request_of(path: Path, direct: bool) -> Request:
-    """The request whose rows are in a file. AssertionError: it is not what it must be; FormatError; FileNotFoundError."""
-    try:
-        fd = os.open(path, os.O_RDONLY)
-        place = Place(fd, 0, os.fstat(fd).st_size)
-    except FileNotFoundError:
-        found = open_member(path)
-        if found is None:
-            raise
-        place = found
-    try:
-        request = Request.of(read_header(*place[:3]).metadata["request_id"], direct)
-        request.check(*place[:3])
-    finally:
-        os.close(place.fd)
-    assert request.name == path.name, f"{path.name} holds the rows of {request.id}"
-    return request
 
 
 def _in_pages(rows: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
@@ -272,12 +154,10 @@ class Server:
         self._stop(sink)
 
     def _start(self) -> FileSink | ShardSink:
-        patch = pytest.MonkeyPatch()
-        trace(patch, self._checkpoint)
-        for module in ("directory", "orphans", "shard_recovery"):
-            patch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, self._checkpoint))
+        trace(pytest.MonkeyPatch(), self._checkpoint, start=True)
         self._enter("start")
         settings = settings_of(self._number, self._direct)
+        check_directory(self._directory, direct=settings[1].io == "direct")  # as read_settings does
         sink = ShardSink(self._directory, *settings, shard_bytes=SHARD) if self._shards else FileSink(self._directory, *settings)
         self._enter("nothing")
         self._log("started", sink.token)
@@ -296,7 +176,7 @@ class Server:
         self._enter("open")
         try:
             expected = self._luck.choice([0, request.tokens])
-            file = sink.open(request_id, self._directory / request.name, expected, may_grow=expected == 0)
+            file = sink.open(request_id, self._directory / request.name, expected)
         except SinkError as error:
             if request.name not in self._contested or "another request or server is writing" not in error.reason:
                 raise
@@ -369,7 +249,7 @@ class Reader:
         directory: of the files.
         names: of the files.
         direct: whether the directory's filesystem has O_DIRECT.
-        shared: memory that tells the others: whether it is to stop, whether it waits, how often it has, how many files it has seen.
+        shared: memory with two flags, stop and waiting, and two counters, waits and files seen.
     """
 
     STOP, WAITING, WAITS, SEEN = 0, 1, 2, 6
@@ -410,3 +290,20 @@ class Reader:
 
     def count(self, counter: int) -> int:
         return int.from_bytes(self._shared[counter : counter + 4], "little")
+
+
+def log_in_memory() -> int:
+    """Return the descriptor of a file in memory that several threads append to."""
+    fd = os.memfd_create("log")
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)
+    return fd
+
+
+def forked(run: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    return pid

@@ -1,4 +1,4 @@
-"""A server that answers like vLLM with extraction on, with files by FileSink, as slow and as faulty as a test wants."""
+"""A server that answers as vLLM with extraction does, writes by FileSink, and fails on demand."""
 
 from __future__ import annotations
 
@@ -7,93 +7,24 @@ import json
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
+from generate_files import HIDDEN, LAYER_IDS, MODEL, Exchange, Seen, change_a_bit, expected_rows
 from sink_harness import wait_for_sleepers
 
 from vllm_ascend_hsx.generate.ledger import row_of_file
 from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
-from vllm_ascend_hsx.protocol.format import read_header
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.reader.load import open_stored
-from vllm_ascend_hsx.reader.shards import members_in, shards_of
 from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.directory_sink import DirectorySink
-from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
-from vllm_ascend_hsx.sinks.shard import ShardSink
 
-LAYER_IDS = (2, 0, 3)
-HIDDEN = 8
-MODEL = "tiny"
 REASONS = {200: "OK", 400: "Bad Request"}
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A request that the server got.
-
-    Attributes:
-        row: of the dataset, by the file that the request names.
-        time: how often this row was asked for, this time included.
-        endpoint: after /v1/.
-    """
-
-    row: int
-    time: int
-    endpoint: str
-    body: dict[str, Any]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of the prompt; a text has one per byte."""
-        if "messages" in self.body:
-            text = "".join(f"<{each['role']}>{each['content']}" for each in self.body["messages"])
-            return list((text + "<assistant>" * self.body["add_generation_prompt"]).encode())
-        prompt = self.body["prompt"]
-        return list(prompt.encode()) if isinstance(prompt, str) else prompt
-
-    @property
-    def output(self) -> list[int]:
-        """Tokens that are generated."""
-        return [7 + step for step in range(self.body["max_tokens"])]
-
-    @property
-    def stored(self) -> list[int]:
-        """Tokens that have rows."""
-        return self.token_ids + (self.output[:-1] if self.body["kv_transfer_params"]["include_output_tokens"] else [])
-
-
-def expected_rows(token_ids: Sequence[int], layers: int = len(LAYER_IDS)) -> npt.NDArray[np.uint16]:
-    """The bits of the bf16 rows [tokens, layers, hidden] of a sequence: all differ, all are finite."""
-    ids = np.asarray(token_ids, dtype=np.uint32).reshape(-1, 1, 1)
-    positions = np.arange(len(token_ids), dtype=np.uint32).reshape(-1, 1, 1)
-    layer = np.arange(layers, dtype=np.uint32).reshape(1, -1, 1)
-    elements = np.arange(HIDDEN, dtype=np.uint32).reshape(1, 1, -1)
-    mixed = (ids * 7919 + positions * 31 + layer * 104729 + elements * 1299709) * np.uint32(2654435761)
-    return ((mixed >> np.uint32(16)) & np.uint32(0xFF7F)).astype(np.uint16)
-
-
-@dataclass
-class Exchange:
-    """A request while it is answered."""
-
-    seen: Seen
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    async def gone(self) -> None:
-        """Until the client has closed the connection."""
-        while await self.reader.read(1 << 16):
-            pass
 
 
 @dataclass
@@ -103,7 +34,8 @@ class FakeServer:
     Attributes:
         storage: where files go.
         behave: what to do about a request: the name of a method do_*, or an HTTP status.
-        at: told of the stages of a request: "asked", "begun" (its lock is held), "written" (its file is there), "answered".
+        at: called at the stages of a request: "asked", "begun" (its lock is held), "written" (its
+            file exists), "answered".
         seen: requests for rows.
     """
 
@@ -318,7 +250,7 @@ class FakeServer:
         exchange.writer.close()
 
     async def do_hang(self, exchange: Exchange) -> None:
-        """There is no answer; when the client goes the request is aborted, before another one of its row is looked at."""
+        """Never answer; abort the request when the client goes, before its row's next request."""
         file = await self.begin(exchange)
         aborted = self._hanging[exchange.seen.row] = asyncio.Event()
         await exchange.gone()
@@ -399,69 +331,3 @@ class FakeServer:
         with self.make_sink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model), self.options) as other:
             await self.publish(exchange, await self.begin(exchange, other))
         exchange.writer.close()
-
-
-def change_a_bit(path: Path) -> None:
-    """Of the rows of a file, or of the member of a shard that has its name."""
-    shards = shards_of(path.parent)
-    member, shard = shards.find(path.name), shards.path_of(path.name)
-    with (path if shard is None else shard).open("r+b") as file:
-        file.seek(4096 + (0 if member is None else member.offset))
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
-
-
-# What came out
-
-
-def write_jsonl(path: Path, records: Sequence[object]) -> Path:
-    path.write_text("".join(json.dumps(each) + "\n" for each in records))
-    return path
-
-
-def token_rows(count: int) -> list[dict[str, Any]]:
-    """A dataset: rows of 1 to 9 tokens, no two alike."""
-    return [{"token_ids": [100 * row + at for at in range(1 + row * 5 % 9)]} for row in range(count)]
-
-
-Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
-SINKS: dict[str, Callable[..., DirectorySink]] = {"files": FileSink, "shards": partial(ShardSink, shard_bytes=1 << 15)}
-
-
-def contents(output: Path) -> dict[str, Tensors]:
-    """(type, shape, bytes) of each tensor of each row's file or member; {} for other files."""
-    members = members_in(output)
-    names = [name for name in os.listdir(output) if not name.startswith((".", "hsx-"))]
-    assert not set(members) & set(names), "a file and a member have one name"
-    return {name: tensors_of(output / name) if row_of_file(name) is not None else {} for name in sorted([*members, *names])}
-
-
-def tensors_of(path: Path) -> Tensors:
-    """(type, shape, bytes) of each tensor of a file."""
-    place = open_stored(path, 0)
-    try:
-        tensors = read_header(place.fd, place.offset, place.size).tensors
-        return {name: (each.dtype, each.shape, os.pread(place.fd, each.end - each.begin, each.begin)) for name, each in tensors.items()}
-    finally:
-        os.close(place.fd)
-
-
-def right(ids: Sequence[int]) -> Tensors:
-    """The tensors of the right file of a row."""
-    rows, id_bytes = expected_rows(ids), b"".join(each.to_bytes(8, "little") for each in ids)
-    return {"hidden_states": ("BF16", rows.shape, rows.tobytes()), "token_ids": ("I64", (len(ids),), id_bytes)}
-
-
-def stored_ids(path: Path) -> list[int]:
-    """Token ids of a file."""
-    return np.frombuffer(tensors_of(path)["token_ids"][2], dtype="<i8").tolist()
-
-
-def ledger_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines about rows."""
-    lines = []
-    for text in path.read_text().splitlines():
-        with suppress(ValueError):
-            lines.append(json.loads(text))
-    return [line for line in lines if "row" in line]

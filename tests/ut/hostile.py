@@ -1,15 +1,17 @@
-"""What the tests of security share: values that no honest client sends, and a place in which nothing outside of it may change."""
+"""Values that no honest client sends, and a place outside of which nothing may change."""
 
 from __future__ import annotations
 
 import os
+import socket
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 from hypothesis import strategies as st
@@ -39,6 +41,8 @@ def nested(depth: int) -> Any:
     return value
 
 
+T = TypeVar("T")
+DEEP = "[" * 100_000 + "]" * 100_000
 HUGE = 10**5000  # a number that Python refuses to write down
 
 
@@ -49,7 +53,7 @@ class Entry(NamedTuple):
 
 
 def snapshot(directory: Path) -> dict[str, Entry]:
-    """Everything in a tree: types and modes, when directories and files were last changed, contents, and where links lead."""
+    """Return types, modes, times of change, contents and link targets of everything in a tree."""
     found = {}
     for where, folders, files in os.walk(directory):
         for name in [".", *folders, *files]:
@@ -65,7 +69,7 @@ def snapshot(directory: Path) -> dict[str, Entry]:
 
 
 def make_outside(directory: Path) -> Path:
-    """What nobody may touch: named like what a sink makes, so that whoever follows a link to it finds what to change."""
+    """Make files that nobody may touch, named as those of a sink, and return their directory."""
     (directory / "folder" / "inner").mkdir(parents=True)
     for name in ("file", "a.safetensors", "folder/a.safetensors", "folder/a.safetensors.error", "folder/a.safetensors.lock"):
         (directory / name).write_text(f"precious: {name}")
@@ -88,7 +92,7 @@ class Place(NamedTuple):
         self.before.update(snapshot(self.outside))
 
     def plant(self, path: Path, kind: str) -> None:
-        """Put something under a name; what has it now is taken away, as anybody may who may write to the directory."""
+        """Put something under a name, as anybody may who can write to the directory."""
         for folder in reversed(path.relative_to(self.above).parents):
             inside = self.above / folder
             if not os.path.lexists(inside):
@@ -127,7 +131,7 @@ DIRECTORIES = ("directory", "full directory")
 
 @contextmanager
 def place(checkpoint: Callable[[], None] = lambda: None) -> Iterator[Place]:
-    """An empty storage directory; when it is left, the tree outside must be as it was, and no descriptor may have stayed.
+    """Yield an empty storage directory; check that the tree outside and the descriptors stay.
 
     Args:
         checkpoint: called before each system call of the sink's modules.
@@ -146,8 +150,10 @@ def place(checkpoint: Callable[[], None] = lambda: None) -> Iterator[Place]:
 
 
 def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None]) -> list[str]:
-    """What the sink's modules do wrong from now on: to have something open that stands outside is to touch it already, and to name
-    something by a path that leads through the directory is to follow whatever stands there at that instant."""
+    """Return a list that gets what the sink's modules do wrong from now on.
+
+    Wrong is a descriptor of something outside, and a path that leads through the directory.
+    """
     found: list[str] = []
 
     class Watched:
@@ -174,3 +180,49 @@ def watch(patch: pytest.MonkeyPatch, where: Place, checkpoint: Callable[[], None
         if name.startswith(("vllm_ascend_hsx.sinks.", "vllm_ascend_hsx.protocol.")) and getattr(module, "os", None) is os:
             patch.setattr(module, "os", Watched())
     return found
+
+
+def promptly(call: Callable[[], T], seconds: float = 60) -> T:
+    """Return the result of a call that must not hang."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.extend((True, call()))
+        except BaseException as error:  # noqa: BLE001
+            found.extend((False, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, f"it still waits after {seconds:g} s"
+    good, result = found
+    if not good:
+        raise result
+    return result  # type: ignore[no-any-return]
+
+
+def _socket(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)  # the path of a socket has at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+# What is no file. Not everybody can make a device, so a link leads to one.
+KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "fifo": (os.mkfifo, "a FIFO"),
+    "socket": (_socket, "a socket"),
+    "directory": (Path.mkdir, "a directory"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
+}
+
+
+def plant_no_file(path: Path, kind: str) -> str:
+    """Replace whatever has this name, and return what errors call the new thing."""
+    path.unlink(missing_ok=True)
+    KINDS[kind][0](path)
+    return KINDS[kind][1]

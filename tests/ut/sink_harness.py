@@ -1,36 +1,45 @@
-"""What the tests of sinks and reader share: rows that tell their position, traced system calls, and other readers' lock protocols."""
+"""What tests of sinks and readers share: rows that differ by position, requests, listings."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import signal
 import tarfile
+import threading
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from awscrt.checksums import crc32c
+from tracing import trace
 
 from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.names import token_of_workspace, workspace_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.protocol.shard_index import Gone, Member, decode
+from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, decode
 from vllm_ascend_hsx.protocol.tar import END
 from vllm_ascend_hsx.reader.shards import Shards
-from vllm_ascend_hsx.sinks import system
+from vllm_ascend_hsx.sinks.base import SinkFile
+from vllm_ascend_hsx.sinks.file import DirectorySink
+from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.workspace import LOCK
 
+if TYPE_CHECKING:  # the processes that test_crash.py kills start without torch
+    import torch
+
+MIB = 1 << 20
 FORMAT = RowFormat(layer_ids=(2, 0, 3), hidden_size=8, dtype="BF16", model="tiny")
 
 
 def make_rows(first: int, last: int, version: int = 0) -> npt.NDArray[np.uint16]:
-    """Rows of positions [first, last) as bf16 bit patterns, [count, layers, hidden]: no two rows, layers or versions are alike."""
+    """Return bf16 bits [count, layers, hidden]; no two rows, layers or versions are alike."""
     positions = np.arange(first, last, dtype=np.uint32).reshape(-1, 1, 1)
     layers = np.arange(FORMAT.num_layers, dtype=np.uint32).reshape(1, -1, 1)
     elements = np.arange(FORMAT.hidden_size, dtype=np.uint32).reshape(1, 1, -1)
@@ -38,8 +47,117 @@ def make_rows(first: int, last: int, version: int = 0) -> npt.NDArray[np.uint16]
     return (mixed >> np.uint32(16)).astype(np.uint16)
 
 
+def finite_rows(first: int, last: int, version: int = 0) -> npt.NDArray[np.uint16]:
+    """The same without NaN and infinity."""
+    return make_rows(first, last, version) & np.uint16(0xBFFF)
+
+
 def token_ids(tokens: int) -> npt.NDArray[np.int64]:
     return np.arange(tokens, dtype=np.int64) * 3 + 1_000_000_007
+
+
+def put(file: SinkFile, tokens: int, version: int = 0) -> Path:
+    """Write all rows of a request, commit it, and return its path. The last token is generated."""
+    file.write(0, finite_rows(0, tokens, version))
+    file.commit(token_ids(tokens), max(0, tokens - 1))
+    return file.path
+
+
+def open_request(sink: DirectorySink, where: Path, name: str = "a", tokens: int = 0) -> RequestFile:
+    """Open `<name>-0123abcd.safetensors`, named as by vLLM, of at least this many tokens."""
+    return sink.open(f"{Path(name).name}-0123abcd", where / f"{name}-0123abcd.safetensors", tokens)
+
+
+def publish(sink: DirectorySink, where: Path, name: str = "a", tokens: int = 3, version: int = 0) -> Path:
+    """Publish one request, and return its path."""
+    return put(open_request(sink, where, name, tokens), tokens, version)
+
+
+def end(file: SinkFile, how: str, tokens: int = 2) -> None:
+    """Commit a file whose rows are written, fail it with the reason "as a test", or discard it."""
+    if how == "commit":
+        file.commit(token_ids(tokens), tokens)
+    elif how == "fail":
+        file.fail("as a test")
+    else:
+        assert how == "discard"
+        file.discard()
+
+
+ENDS = ("commit", "fail", "discard")
+
+
+def bits(tensor: torch.Tensor) -> npt.NDArray[np.uint16]:
+    """A tensor of 16-bit elements, so that NaN equals itself."""
+    import torch
+
+    return tensor.view(torch.uint16).numpy()
+
+
+def rows_of(path: Path, *, verify: bool = True, **options: bool) -> npt.NDArray[np.uint16]:
+    """Load the rows of a file or a member, as bit patterns."""
+    from vllm_ascend_hsx.reader.load import load
+
+    return bits(load(path, 0, verify=verify, **options).hidden_states)
+
+
+def reason_of(path: Path) -> str:
+    """Return the reason in a request's error file."""
+    return str(json.loads(Path(f"{path}.error").read_text())["reason"])
+
+
+def run_threads(*actions: Callable[[], object]) -> None:
+    """Run actions at the same time, and raise what one of them raises."""
+    errors: list[BaseException] = []
+    begin = threading.Barrier(len(actions))
+
+    def run(action: Callable[[], object]) -> None:
+        begin.wait()
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(action,)) for action in actions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error
+
+
+@contextmanager
+def write_in_flight(file: SinkFile, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have a thread write four rows of a file; the disk takes them only when the block is left."""
+    writing, go_on = threading.Event(), threading.Event()
+
+    def checkpoint(call: str) -> None:
+        if call == "pwrite" and threading.current_thread() is writer:
+            writing.set()
+            assert go_on.wait(30)
+
+    writer = threading.Thread(target=lambda: file.write(0, make_rows(0, 4, version=8)))
+    with monkeypatch.context() as patch:
+        trace(patch, checkpoint)
+        writer.start()
+        assert writing.wait(30)
+        try:
+            yield
+        finally:
+            go_on.set()
+            writer.join()
+
+
+def killed(serve: Callable[[], object]) -> None:
+    """Fork a process that does something, and is killed then."""
+    child = os.fork()
+    if child == 0:
+        try:
+            serve()
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def checksum_of(content: bytes) -> str:
@@ -59,7 +177,7 @@ def as_version_1(content: bytes) -> bytes:
 
 
 def listing(directory: Path) -> list[str]:
-    """All names in a directory, and in workspaces but for their locks; without the workspaces themselves of servers that live."""
+    """Return all names in a directory and its hidden ones, but not what live servers keep there."""
     names = []
     for name in os.listdir(directory):
         if token_of_workspace(name) is None and not name.startswith(".hsx-unlocked-"):
@@ -81,19 +199,22 @@ def dead_workspace(directory: Path, token: str = "0badcafe", folders: str = "") 
     return making.rename(directory / workspace_name(token))  # only now can somebody clean it up
 
 
-def open_fds() -> set[tuple[str, str]]:
-    """Descriptors of this process with what they point to. Compare by difference: what an earlier test left may go at any time."""
+def open_fds(below: Path | None = None) -> set[tuple[str, str]]:
+    """Return the descriptors of this process with what they point to, or only those of a directory.
+
+    Compare by difference: what an earlier test left may go at any time.
+    """
     fds = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             fds.add((name, os.readlink(f"/proc/self/fd/{name}")))
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
-    return fds
+    return {fd for fd in fds if below is None or fd[1].startswith(str(below))}
 
 
 def wait_for_sleepers(lock: Path, count: int = 1) -> None:
-    """Until so many flock() calls sleep on the file, by the kernel's own list."""
+    """Wait until `count` flock() calls sleep on the file, by the kernel's own list."""
     inode = os.stat(lock).st_ino
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
@@ -123,7 +244,7 @@ class Entry(NamedTuple):
 
 
 def walked(directory: Path, stems: Collection[str] | None = None) -> dict[str, list[Entry]]:
-    """Return the members of each shard in a directory, or of some, by its stem, as tarfile sees them.
+    """Return the members of the shards in a directory, by stem, as tarfile sees them.
 
     Raises:
         AssertionError: they are not what the index says, or something else is in the tar file.
@@ -144,7 +265,7 @@ def walked(directory: Path, stems: Collection[str] | None = None) -> dict[str, l
     return found
 
 
-def lines_of(directory: Path, stem: str) -> list[Member | Gone]:
+def lines_of(directory: Path, stem: str) -> list[Member | Tombstone]:
     """What the index of a shard says."""
     lines = [decode(line) for line in (directory / f"{stem}.jsonl").read_bytes().splitlines()]
     assert None not in lines
@@ -162,115 +283,3 @@ def member_bytes(directory: Path, name: str) -> bytes | None:
         os.close(place.fd)
 
 
-class Traced:
-    """Stands in for a module: `checkpoint(name)` is called before each call of one of its functions, and may raise."""
-
-    def __init__(self, module: ModuleType, checkpoint: Callable[[str], None]) -> None:
-        self._module = module
-        self._checkpoint = checkpoint
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._module, name)
-        cannot_fail = name in ("fspath", "fsencode", "fsdecode", "getegid", "strerror")
-        if cannot_fail or not callable(attribute) or isinstance(attribute, type):
-            return attribute
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                self._checkpoint(name)
-            except OSError:
-                if name == "close":  # a close that fails closes nevertheless
-                    attribute(*args, **kwargs)
-                raise
-            return attribute(*args, **kwargs)
-
-        return call
-
-
-def trace(monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
-    """Let `checkpoint` see every system call of the sinks that need a directory, and of nothing else in the process."""
-    of_sinks = ("data_file", "request_file", "storage", "session", "workspace", "shard", "shard_file")
-    for module in (*(f"sinks.{name}" for name in of_sinks), "protocol.checksum", "protocol.files", "protocol.lock"):
-        monkeypatch.setattr(f"vllm_ascend_hsx.{module}.os", Traced(os, checkpoint))
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.copy_into", Traced(system, checkpoint).copy_into)
-    monkeypatch.setattr("vllm_ascend_hsx.protocol.lock.fcntl", Traced(fcntl, checkpoint))
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.reserve", Traced(system, checkpoint).reserve)
-
-
-Reader = Generator[None, None, "dict[str, Any] | None"]
-
-
-def speculators_reader(path: Path) -> Reader:
-    """The steps of hs-connectors 0.9.0's FileTransfer (transfer.py:25 and 124), one system call each."""
-    lock = f"{path}.lock"
-    locked = os.path.exists(lock)
-    yield
-    if locked:
-        fd = os.open(lock, os.O_RDWR)
-        try:
-            while True:
-                yield
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    continue
-            yield
-        finally:
-            os.close(fd)
-        yield
-        os.remove(lock)
-        yield
-    if not os.path.exists(path):
-        return None
-    yield
-    return _load_file(path)
-
-
-def vllm_reader(path: Path) -> Reader:
-    """The steps of vLLM 0.23.0's load_hidden_states (example_hidden_states_connector.py:45), with its blocking call made in steps."""
-    with open(f"{path}.lock") as lock:
-        while True:
-            yield
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                continue
-        yield
-        return _load_file(path)
-
-
-def _load_file(path: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file  # only here: the processes that test_crash.py kills start without torch
-
-    return load_file(path)
-
-
-class Stepped:
-    """Runs a reader a step at a time, then to its end."""
-
-    def __init__(self, reader: Reader) -> None:
-        self._reader = reader
-        self.running = False
-        self.done = False
-        self.result: dict[str, Any] | None = None
-
-    def step(self, count: int = 1) -> None:
-        for _ in range(count):
-            if self.done:
-                return
-            self.running = True
-            try:
-                next(self._reader)
-            except StopIteration as stop:
-                self.done = True
-                self.result = stop.value
-            finally:
-                self.running = False
-
-    def finish(self) -> dict[str, Any] | None:
-        for _ in range(100):
-            self.step()
-        assert self.done, "the reader still waits for a lock that nobody should hold"
-        return self.result

@@ -1,4 +1,4 @@
-"""What is admitted fits: what is owed is counted right, and a model of storage and engine never overflows the memory."""
+"""What is admitted fits: debts are counted right, and memory never overflows in a model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from vllm_ascend_hsx.connector.admission import Cost, OwedRows, RankLoad
+from vllm_ascend_hsx.connector.admission import Cost, RankLoad
 from vllm_ascend_hsx.connector.metadata import RankState
-from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
-from vllm_ascend_hsx.connector.reminder import Reminder
+from vllm_ascend_hsx.connector.progress import OwedRows, StepRate, WriteRate
+from vllm_ascend_hsx.connector.storage_watch import Reminder
 
 
 class Clock:
@@ -23,7 +23,7 @@ class Clock:
 
 
 class OwedLife(RuleBasedStateMachine):
-    """Requests begin, write rows in any order, some twice, and end; the rows that are missing are the model."""
+    """Requests begin, write rows in any order, some twice, and end; missing rows are the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class OwedLife(RuleBasedStateMachine):
         outputs = [sum(row >= prompt for row in rows) for prompt, rows in self.missing.values()]
         assert (self.owed.prompt, self.owed.output) == (sum(prompts), sum(outputs))
         assert self.owed.generating == sum(map(bool, outputs))
-        assert set(self.owed) == set(self.missing)
+        assert set(self.owed._debts) == set(self.missing)
 
 
 OwedLife.TestCase.settings = settings(max_examples=depth(100), stateful_step_count=30, deadline=None)
@@ -79,8 +79,11 @@ TestOwedLife = OwedLife.TestCase
 def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
     ring: int, prompts: list[int], made: int, share: float, known: bool
 ) -> None:
-    """Steps make `made` bytes, of one prompt after the other; storage writes its share of that meanwhile. A worker's
-    report comes a step late. Only a prompt that never fits may fill the memory."""
+    """Only a prompt that never fits may fill the memory.
+
+    Steps produce `made` bytes of one prompt after another while storage writes its share of that.
+    A worker's report arrives one step late.
+    """
     load = RankLoad(ring, row_bytes=1)
     rates = {"write_rate": made * share, "prompt_rate": float(made)} if known else {}
     waiting, running, begun = list(prompts), [], 0
@@ -109,6 +112,27 @@ def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
         if not waiting and not running:
             return
     pytest.fail(f"{len(waiting)} prompts were never admitted")
+
+
+@pytest.mark.parametrize(
+    ("state", "request_cost", "admitted"),
+    [
+        (RankState(), Cost(80, 0), True),
+        (RankState(), Cost(81, 0), False),
+        (RankState(), Cost(50, 31), False),
+        (RankState(step_rate=10.0, write_rate=5.0), Cost(40, 70), True),  # half of the output stays
+        (RankState(step_rate=10.0, write_rate=5.0), Cost(50, 70), False),
+        (RankState(step_rate=10.0, write_rate=20.0), Cost(80, 99), True),  # written as fast as it is made
+        (RankState(quiet=True), Cost(1, 0), False),
+    ],
+)
+def test_a_request_is_admitted_if_its_rows_and_those_of_others_fit_and_storage_answers(
+    state: RankState, request_cost: Cost, admitted: bool
+) -> None:
+    load = RankLoad(ring_bytes=100, row_bytes=1)
+    load.report(state)
+    load.promise(Cost(20, 0))
+    assert load.admits(request_cost) == admitted
 
 
 # Rates
@@ -201,7 +225,7 @@ def test_a_line_is_due_soon_and_then_every_ten_seconds_while_trouble_lasts() -> 
         clock.now = 1000.0 + tenth / 8
         if reminder.due_in() == 0:
             told.append(tenth / 8)
-            reminder.told()
+            reminder.logged()
     assert told == [0.5, 10.5, 20.5, 30.5, 40.5]
     assert reminder.end() == pytest.approx(349 / 8)
     assert reminder.end() == 0.0

@@ -1,11 +1,9 @@
-"""The benchmarks run, on rows and prompts too small for any figure: what they write is right, and what they report is complete."""
+"""The benchmarks run on tiny rows and prompts: files are right and reports complete."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +14,8 @@ import torch_npu  # noqa: F401 - brings torch.npu
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import capacity, engine, goals, host_path, latency, measure, peers, per_step, report, shards, slow_storage
+from benchmarks import capacity, engine, goals, host_path, latency, peers, per_step, report, shards, slow_storage
 from benchmarks.host_path import COPIED, DURABLY, OURS, PINNED, RAW, VLLM, Cell, Figures
-from benchmarks.measure import Cost
 from benchmarks.ours import Ours
 from benchmarks.rows import MINIMAX_M2, TINY, Load, Source, assert_files_are_right, token_ids
 from benchmarks.server_config import EngineOptions
@@ -156,7 +153,7 @@ def test_files_are_compared_with_what_they_must_hold(
             assert len(list(tmp_path.glob("*.safetensors"))) == requests
             victim = made.path(load.ids[-1])
             data = bytearray(victim.read_bytes())
-            data[-tokens * (TINY.row_bytes // 2 + 8)] ^= 1  # a bit of a row, be the token ids before or behind them
+            data[-tokens * (TINY.row_bytes // 2 + 8)] ^= 1  # a bit of a row, whether token ids come first or last
             victim.write_bytes(data)
             with pytest.raises(AssertionError, match="rows"):
                 made.verify(load)
@@ -190,44 +187,6 @@ def test_an_error_in_a_pool_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(OSError, match="job 0"):
         pool.run(2)
     pool.close()
-
-
-# Measuring
-
-
-MEMORY = """
-import numpy
-from benchmarks.measure import cost_of
-print(cost_of(lambda: numpy.ones(64 << 20, numpy.uint8)).rss, cost_of(lambda: None).rss)
-"""
-
-
-def test_memory_that_is_touched_and_given_back_is_seen_at_its_peak() -> None:
-    """In a process of its own: threads of other tests may free memory meanwhile."""
-    done = subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    touched, nothing = map(int, done.stdout.split())
-    assert 0.9 < touched / (64 << 20) < 2
-    assert nothing < 16 << 20
-
-
-def test_contestants_take_turns_and_ratios_are_taken_within_a_repetition() -> None:
-    order: list[str] = []
-
-    def contestant(name: str, walls: list[float]) -> Cost:
-        order.append(name)
-        return Cost(walls.pop(0), 0.0, 0)
-
-    # The machine is ten times as slow in the second repetition: a ratio of medians would say 0.3.
-    slow, fast = [9.0, 2.0, 40.0, 6.0], [9.0, 1.0, 20.0, 3.0]
-    costs = measure.in_turn({"slow": lambda: contestant("slow", slow), "fast": lambda: contestant("fast", fast)}, 3)
-    assert [sorted(order[index : index + 2]) for index in range(0, 8, 2)] == [["fast", "slow"]] * 4
-    assert [cost.wall for cost in costs["slow"]] == [2.0, 40.0, 6.0]
-    assert measure.speed_ratio(costs["slow"], costs["fast"]) == 0.5
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.001, 1)])
-def test_a_quantile_is_the_smallest_value_that_enough_do_not_exceed(share: float, expected: int) -> None:
-    assert measure.quantile([float(value) for value in range(100, 0, -1)], share) == expected
 
 
 # Parts

@@ -1,4 +1,4 @@
-"""What the benchmark of capacity gets of vLLM's planner, against numbers made by hand, and that docs/performance.md has it."""
+"""vLLM's planner, as the capacity benchmark calls it, against hand-made figures and the page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from vllm_ascend_hsx.plan.presets import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "performance.json"
 OPTIONS = EngineOptions()
-# A token has 2 layers x keys and values x 2 heads x 16 elements x 2 bytes = 256 bytes of KV cache, a block of 128 tokens 32 KiB.
+# A token has 2 layers x keys and values x 2 heads x 16 elements x 2 bytes = 256 bytes of KV cache;
+# a block of 128 tokens has 32 KiB.
 DENSE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -49,7 +50,7 @@ def counted(config: dict[str, Any], options: EngineOptions, kv_bytes: int, stagi
 
 
 def test_a_dense_model_by_hand() -> None:
-    """32 blocks in 1 MiB. Staging of 96 KiB takes three. Upstream's block is 128 x 384 bytes larger, so there are 12."""
+    """1 MiB has 32 blocks. Staging takes three; upstream's are 128 x 384 bytes larger: 12 fit."""
     found = counted(DENSE, DENSE_OPTIONS, 1 << 20, 96 << 10, 3)
     assert [each.num_blocks for each in found] == [32, 29, 12]
     assert [each.tokens for each in found] == [32 * 128, 29 * 128, 12 * 128]
@@ -69,13 +70,14 @@ def test_a_hybrid_model_by_hand() -> None:
     assert plain.block_bytes == 12 * page
     assert plain.num_blocks == (30 << 30) // (12 * page)
     assert plain.groups == ((12, 512), *3 * ((12, 8192),))
-    # A request of 8,192 tokens takes 16 blocks of attention and one state of each of the three groups.
+    # A request of 8,192 tokens takes 16 blocks of attention and a state of each of three groups.
     assert plain.tokens == int(plain.num_blocks / 19 * 8192)
 
 
 def test_defect_17_upstream_has_a_page_in_every_tensor_for_a_block_of_rows_and_a_state_for_drafts() -> None:
     plain, ours, upstream = counted(CONFIGS["qwen3-next-80b-a3b"], replace(OPTIONS, max_model_len=512), 30 << 30, 64 << 20, 4)
-    # Of 512 tokens: one block of attention and three states; upstream has six states, and 16 blocks of 33 tokens with hidden states.
+    # A request of 512 tokens takes one block of attention and three states. Upstream has six
+    # states, and 16 blocks of 33 tokens with hidden states.
     assert plain.tokens == int(plain.num_blocks / 4 * 512)
     assert ours.tokens == int(ours.num_blocks / 4 * 512)
     assert upstream.tokens == int(upstream.num_blocks / (1 + 6 + 16) * 512)

@@ -34,7 +34,7 @@ def names(directory: Path) -> set[str]:
 
 
 def publish(sink: FileSink | ShardSink, directory: Path, name: str, end: str = "commit") -> Path:
-    file = sink.open(name, directory / f"{name}.safetensors", 3, may_grow=False)
+    file = sink.open(name, directory / f"{name}.safetensors", 3)
     file.write(0, make_rows(0, 3))
     file.commit(token_ids(3), 3) if end == "commit" else file.fail("no luck")
     return file.path
@@ -47,7 +47,7 @@ def age(path: Path, days: float) -> None:
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Path:
-    """Files, locks without data, errors that are 10 and 1 days old, in the directory and in a folder, and what a dead server left."""
+    """Fill the directory: files, empty locks, errors 10 and 1 days old, a dead server's remains."""
     with FileSink(tmp_path, FORMAT) as sink:
         for folder in ("", "day/"):
             publish(sink, tmp_path, f"{folder}complete")
@@ -141,13 +141,17 @@ def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(storag
     assert main(["clean", str(storage), "--errors-older-than", "0s"]) == 0
 
 
-def test_what_cannot_be_removed_is_told(storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_that_cannot_be_removed_is_named(storage: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def unlink(*args: object, **options: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(os, "unlink", unlink)
-    assert main(["clean", str(storage)]) == 1
-    assert "Permission denied (EACCES)" in capsys.readouterr().err
+    assert main(["clean", str(storage), "--errors-older-than", "7d"]) == 1
+    output = capsys.readouterr()
+    for name in ("taken.safetensors.lock", "old.safetensors.error"):
+        for folder in ("", "day/"):
+            assert f"hsx clean: could not remove '{folder}{name}': Permission denied (EACCES)\n" in output.err
+            assert f"removed {storage}/{folder}{name}" not in output.out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`hsx demo` from end to end, against a server that answers like vllm but needs no NPU; its faults must not pass."""
+"""`hsx demo` from end to end, against a server without an NPU whose faults must be reported."""
 
 import contextlib
 import os
@@ -97,8 +97,8 @@ def test_a_wrong_option_is_named_with_its_remedy(arguments: list[str], message: 
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ("1,x", "--layers='1,x' is not a list of layer ids. Give comma-separated numbers"),
-        ("1,1", "has id 1 twice. Give distinct ids from 0 to 4"),
+        ("1,x", "--layers='1,x' is not a list of layer ids. Give ids from 0 to 4, such as 2,4"),
+        ("1,1", "has id 1 twice. Give ids from 0 to 4"),
         ("5", "ids from 0 to 4"),
         ("-1", "ids from 0 to 4"),
     ],
@@ -143,7 +143,7 @@ def test_that_no_port_is_free_is_said_without_a_traceback(
 
 @pytest.mark.parametrize(("layers", "ids"), [(1, (0, 1)), (4, (1, 2, 4)), (62, (2, 31, 59, 62))])
 def test_default_layers_end_with_the_last(layers: int, ids: tuple[int, ...]) -> None:
-    assert demo._layer_ids(None, layers) == ids
+    assert demo._default_layers(layers) == ids
 
 
 def running(output: Path) -> list[str]:
@@ -166,7 +166,7 @@ demo._environment = lambda options: {{}}
 demo._compile_emulator = lambda console: None
 sys.exit(demo.main(["--model", {str(tiny_minimax_m2)!r}, "--output", {str(tmp_path)!r}, "--no-reference"]))
 """
-    # A shell starts what it puts in the background with SIGINT ignored, and the tests may have been started so.
+    # A shell starts background processes with SIGINT ignored, perhaps these tests, too.
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
     )

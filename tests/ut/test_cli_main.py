@@ -48,7 +48,7 @@ def test_a_command_gets_the_arguments_after_its_name_and_gives_the_exit_code(mon
 
 
 def test_an_interrupt_while_a_command_is_imported_ends_it_quietly(tmp_path: Path) -> None:
-    """Extension modules may turn an exception within their import into another one; another thread may take the signal."""
+    """A module may replace an exception while importing; another thread may take the signal."""
     (tmp_path / "interrupted.py").write_text(
         "import os, signal\n"
         "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    sum(range(10**6))\n"

@@ -1,4 +1,4 @@
-"""Numbers of command lines: what lies outside an option's bounds is one line that names option, value and bounds, and exit code 2."""
+"""A number outside an option's bounds is one line with option, value and bounds; exit code 2."""
 
 from __future__ import annotations
 

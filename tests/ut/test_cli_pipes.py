@@ -1,4 +1,4 @@
-"""`hsx ... | head`: who prints to nobody ends without a word, with the exit code of a program that the broken pipe has ended."""
+"""`hsx ... | head` ends silently with the exit code of a program killed by the broken pipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from test_examine import rows_of, write
+from written_files import rows_of, write
 
 from vllm_ascend_hsx.cli.main import COMMANDS, main
 from vllm_ascend_hsx.cli.output import sign_of_life
@@ -227,7 +227,10 @@ def look(path, checksum):
 
 @pytest.fixture
 def stalled(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, str], int, TextIO]]:
-    """A `hsx verify` of six files with two processes that wait for a lock: command, environment, what it says that it began, the lock."""
+    """`hsx verify` of six files whose two processes wait for a lock.
+
+    Yields command, environment, the pipe to which each process writes at its start, and the lock.
+    """
     os.mkfifo(tmp_path / "began")
     began = os.open(tmp_path / "began", os.O_RDWR)
     (tmp_path / "stalled.py").write_text(STALLED.format(began=str(tmp_path / "began"), held=str(tmp_path / "held")))

@@ -1,10 +1,8 @@
-"""The patches of vLLM and vllm-ascend: each concerns our method or connector alone, and refuses a version without its place."""
+"""Each patch concerns our method or connector alone and refuses a version without its place."""
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +11,7 @@ import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules
 from patching import apply
 
 from vllm_ascend_hsx import plugin
-from vllm_ascend_hsx.compat import beam_search, drafts, engine, request_params
-from vllm_ascend_hsx.compat.beam_search import NOT_EXTRACTED
+from vllm_ascend_hsx.compat import drafts, engine
 from vllm_ascend_hsx.compat.patch_points import POINTS, PatchPoint
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 from vllm_ascend_hsx.config import CONNECTOR_NAME
@@ -53,7 +50,7 @@ def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
 
 
 def config_module() -> Any:
-    """A VllmConfig that checks its parts and then derives a size from them, in that order, as vLLM's does."""
+    """A VllmConfig that, as vLLM's does, checks its parts and then derives a size from them."""
 
     class VllmConfig:
         def __init__(self, speculative_config: Any = None, connector: str | None = CONNECTOR_NAME, offload: bool = False) -> None:
@@ -203,162 +200,9 @@ def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(mo
     assert calls == ["copies are made", "unmap at level 2"]
 
 
-@pytest.mark.parametrize(("extracted", "offered", "answer"), [(True, 5, 0), (False, 5, 5), (True, None, None), (True, 0, 0)])
-def test_no_connector_beside_ours_loads_for_a_request_that_is_extracted(extracted: bool, offered: int | None, answer: int | None) -> None:
-    class MultiConnector:
-        def __init__(self) -> None:
-            ours, sibling = SimpleNamespace(extracts=lambda request: extracted), SimpleNamespace()
-            self._connectors, self._requests_to_connector = [sibling, ours], {}
-
-        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-            if offered:
-                self._requests_to_connector[request.request_id] = 0
-            return offered, bool(offered)
-
-    apply(SimpleNamespace(MultiConnector=MultiConnector), engine.compute_extracted_tokens)
-    multi = MultiConnector()
-    assert multi.get_num_new_matched_tokens(SimpleNamespace(request_id="r"), 0) == (answer, bool(answer))
-    assert multi._requests_to_connector == ({"r": 0} if answer else {})
-
-
-@pytest.mark.parametrize("in_multi_connector", [False, True])
-def test_what_the_workers_report_of_a_step_is_known_before_its_requests_are_answered(in_multi_connector: bool) -> None:
-    known: list[str] = []
-    ours, sibling = SimpleNamespace(take_report=known.append), SimpleNamespace()
-    connector = SimpleNamespace(_connectors=[sibling, ours]) if in_multi_connector else ours
-    report = SimpleNamespace(metadata=("theirs", "ours")) if in_multi_connector else "ours"
-
-    class Scheduler:
-        def __init__(self) -> None:
-            self.connector = connector
-
-        def update_from_output(self, scheduler_output: str, model_runner_output: Any) -> tuple[str, list[str]]:
-            return scheduler_output, list(known)
-
-    apply(SimpleNamespace(Scheduler=Scheduler), engine.report_before_answers)
-    scheduler = Scheduler()
-    output = SimpleNamespace(kv_connector_output=SimpleNamespace(kv_connector_worker_meta=report))
-    assert scheduler.update_from_output("scheduled", output) == ("scheduled", ["ours"])
-    for nothing in (None, SimpleNamespace(kv_connector_worker_meta=None)):
-        known.clear()
-        assert scheduler.update_from_output("scheduled", SimpleNamespace(kv_connector_output=nothing)) == ("scheduled", [])
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "said"),
-    [
-        ({"hidden_states_path": "/data/a"}, {"remote": 1}, {"hidden_states_path": "/data/a", "remote": 1}),
-        ({"metadata": "ours", "handle": "a"}, {"metadata": "theirs"}, {"metadata": "theirs", "handle": "a"}),
-        ({"hidden_states_path": "/data/a"}, None, {"hidden_states_path": "/data/a"}),
-        (None, {"remote": 1}, {"remote": 1}),
-        (None, None, None),
-    ],
-)
-def test_our_answer_is_added_to_that_of_a_connector_beside_ours(ours: Any, theirs: Any, said: Any) -> None:
-    class Ours:
-        answer = ours
-
-        def end_request(self, request: str) -> Any:
-            taken, self.answer = self.answer, None
-            return taken
-
-        request_finished = end_request
-
-    class Scheduler:
-        def __init__(self) -> None:
-            self.connector = SimpleNamespace(_connectors=[SimpleNamespace(request_finished=lambda request: theirs), Ours()])
-
-        def _connector_finished(self, request: str) -> tuple[bool, Any]:
-            answers = [answer for each in self.connector._connectors if (answer := each.request_finished(request)) is not None]
-            assert len(answers) < 2, "Only one connector can produce KV transfer params"
-            return True, next(iter(answers), None)
-
-    apply(SimpleNamespace(Scheduler=Scheduler), engine.answer_beside_others)
-    assert Scheduler()._connector_finished("r") == (True, said)
-
-
-BEAMS_OPT_OUT = {"kv_transfer_params": {"hidden_states": False}}
-
-
-def transfer(connector: str | None, **options: Any) -> Any:
-    extra = {"shared_storage_path": "/data", **options}
-    return None if connector is None else SimpleNamespace(kv_connector=connector, kv_role="kv_producer", kv_connector_extra_config=extra)
-
-
-@pytest.mark.parametrize(("connector", "mark"), [("AscendHiddenStatesConnector", BEAMS_OPT_OUT), ("MooncakeConnector", None), (None, None)])
-def test_requests_that_a_beam_search_makes_opt_out_where_our_connector_is(connector: str | None, mark: Any) -> None:
-    config = SimpleNamespace(kv_transfer_config=transfer(connector))
-    offline = SimpleNamespace(SamplingParams=SimpleNamespace)
-    online = SimpleNamespace(SamplingParams=SimpleNamespace)
-
-    class BeamSearchOfflineMixin:
-        llm_engine = SimpleNamespace(vllm_config=config)
-
-        def beam_search(self, prompts: list[str], params: Any) -> list[Any]:
-            return [offline.SamplingParams(max_tokens=1, prompt=each) for each in prompts]
-
-    class BeamSearchOnlineMixin:
-        engine_client = SimpleNamespace(vllm_config=config)
-
-        async def beam_search(self, prompt: str, request_id: str, params: Any, lora_request: Any = None) -> AsyncIterator[Any]:
-            yield SimpleNamespace(sampling=online.SamplingParams(max_tokens=1), kv_transfer_params=None)
-
-    offline.BeamSearchOfflineMixin, online.BeamSearchOnlineMixin = BeamSearchOfflineMixin, BeamSearchOnlineMixin
-    apply(offline, request_params.add_extra_args, beam_search.search_offline)
-    apply(online, request_params.add_extra_args, beam_search.search_online)
-
-    async def search() -> list[Any]:
-        return [each async for each in BeamSearchOnlineMixin().beam_search("prompt", "id", SimpleNamespace(), lora_request=None)]
-
-    (beam,) = BeamSearchOfflineMixin().beam_search(["prompt"], params=None)
-    assert getattr(beam, "extra_args", None) == mark
-    assert getattr(offline.SamplingParams(max_tokens=1), "extra_args", None) is None  # of another's making
-    (output,) = asyncio.run(search())
-    assert getattr(output.sampling, "extra_args", None) == mark
-    assert (output.kv_transfer_params is not None) is (mark is not None)
-
-
-@pytest.mark.parametrize(
-    ("extract", "params", "told"),
-    [
-        ("all", None, True),
-        ("all", {"hidden_states": False}, False),
-        ("all", {"hidden_states": 5}, True),
-        ("all", {"hidden_states_path": "a.safetensors"}, True),
-        ("requested", None, False),
-        ("requested", {"hidden_states": True}, True),
-    ],
-)
-@pytest.mark.parametrize("name", ["ChatCompletionRequest", "CompletionRequest"])
-def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(name: str, extract: str, params: Any, told: bool) -> None:
-    class Request:
-        kv_transfer_params = params
-
-        def to_beam_search_params(self, max_tokens: int, default_sampling_params: dict[str, Any]) -> Any:
-            return SimpleNamespace(max_tokens=max_tokens)
-
-    class BeamSearchOnlineMixin:
-        vllm_config = SimpleNamespace(kv_transfer_config=transfer("AscendHiddenStatesConnector", extract=extract))
-        engine_client = SimpleNamespace(vllm_config=vllm_config)
-
-        async def beam_search(self, prompt: str, request_id: str, params: Any) -> AsyncIterator[Any]:
-            assert params.max_tokens == 7
-            yield SimpleNamespace(kv_transfer_params=None)
-
-    apply(SimpleNamespace(**{name: Request}), beam_search.keep_client_params)
-    apply(SimpleNamespace(BeamSearchOnlineMixin=BeamSearchOnlineMixin), beam_search.search_online)
-
-    async def search() -> list[Any]:
-        search_params = Request().to_beam_search_params(7, {})
-        return [each.kv_transfer_params async for each in BeamSearchOnlineMixin().beam_search("prompt", "id", search_params)]
-
-    (answer,) = asyncio.run(search())
-    assert answer == ({"hidden_states_error": NOT_EXTRACTED} if told else None)
-
-
 @pytest.mark.parametrize(("method", "drafts_taken"), [("extract_hidden_states", ([], [])), ("ngram", None)])
 def test_a_runner_that_extracts_answers_that_there_are_no_drafts(method: str, drafts_taken: Any) -> None:
-    """vllm/v1/engine/core.py:583 stops the engine otherwise, when a request with structured outputs comes."""
+    """Otherwise a request with structured outputs stops the engine (vllm/v1/engine/core.py:583)."""
 
     class NPUModelRunner:
         speculative_config = SimpleNamespace(method=method)

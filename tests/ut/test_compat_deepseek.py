@@ -1,4 +1,4 @@
-"""DeepSeek's model returns the residual stream at both of its ends too, if it is asked for them, and otherwise stays vLLM's own."""
+"""DeepSeek's model returns the residual stream at both ends on request, and else stays vLLM's."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_examine import rows_of, write
 from torch.utils.data import DataLoader
+from written_files import rows_of, write
 
 from vllm_ascend_hsx import HiddenStatesDataset, collate
 from vllm_ascend_hsx.reader.load import HiddenStatesError

@@ -1,4 +1,4 @@
-"""compare(): rounding passes, and every mistake that extraction is known to make is found and named."""
+"""compare() passes rounding, and finds and names every known mistake of extraction."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The tiny models: what vllm and transformers read from them, and that wrong rows cannot pass for right ones."""
+"""The tiny models: vllm and transformers read them alike, and wrong rows cannot pass as right."""
 
 import hashlib
 import json

@@ -166,7 +166,8 @@ def test_the_nodes_of_a_deployment_fill_their_npus_and_share_the_ranks(name: str
     for command in commands:
         assert command.model == commands[0].model
         assert {k: v for k, v in command.options.items() if k not in own} == {k: v for k, v in first.items() if k not in own}
-        # Without --headless vLLM takes a start rank for a load balancer of its own (engine/arg_utils.py:1888), and with it no API servers.
+        # Without --headless vLLM takes a start rank as the sign of an external load balancer
+        # (engine/arg_utils.py:1888); a headless node has no API servers.
         assert command.switches - commands[0].switches == ({"--headless"} if rank else set())
         assert command.options.get("--data-parallel-start-rank") == (str(rank) if rank else None)
         assert ("--api-server-count" in command.options) == (rank == 0)
@@ -310,7 +311,7 @@ def test_the_words_of_every_symptom_are_those_of_the_code() -> None:
     symptoms = [row[0] for row in rows(page("troubleshooting.md"))]
     words = [found[1] for symptom in symptoms if (found := re.match(r"`([^`]+)`", symptom))]
     assert len(words) > 40
-    # Names of metrics are put together of a prefix and that of the series; PermissionError is the system's.
+    # A metric's name is composed of a prefix and its series; PermissionError is Python's.
     ours = [re.sub(r"^vllm:hsx_(\w+?)(_total)?$", r"\1", each) for each in words if each != "PermissionError"]
     assert [each for each in ours if not any(each in text for text in said)] == []
 

@@ -1,13 +1,12 @@
-"""`hsx inspect` and `hsx verify` find what is wrong with files, and nothing that is not."""
+"""`examine` finds what is wrong with a file, and nothing that is not."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,33 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from written_files import FORMAT, rows_of, write
 
 from vllm_ascend_hsx.cli import inspect, verify
-from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.protocol.format import TensorInfo
-from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader import check, tensors
 from vllm_ascend_hsx.reader.check import Expected, examine
-from vllm_ascend_hsx.reader.find import files_in
-from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.reader.load import HiddenStatesError, open_dir
 from vllm_ascend_hsx.sinks.file import FileSink
-
-FORMAT = RowFormat(layer_ids=(2, 4), hidden_size=8, dtype="BF16", model="tiny")
-
-
-def rows_of(tokens: int, scale: float = 1.0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(tokens)
-    return (torch.randn(tokens, *FORMAT.row_shape, generator=generator) * scale).bfloat16()
-
-
-def write(directory: Path, name: str, rows: torch.Tensor, prompt: int | None = None, options: FileOptions | None = None) -> Path:
-    row_format = RowFormat(tuple(range(1, rows.shape[1] + 1)), rows.shape[2], "BF16") if rows.shape[1:] != FORMAT.row_shape else FORMAT
-    with FileSink(directory, row_format, options or FileOptions()) as sink:
-        file = sink.open(name, directory / f"{name}.safetensors", len(rows))
-        if len(rows):
-            file.write(0, rows.contiguous().view(torch.uint8).numpy())
-        file.commit(np.arange(len(rows), dtype=np.int64), len(rows) if prompt is None else prompt)
-    return file.path
 
 
 def test_a_good_file_is_described(tmp_path: Path) -> None:
@@ -191,218 +171,35 @@ def test_finite_is_what_torch_says_it_is(dtype: str, data: bytes) -> None:
     assert found == (f"the row of token {int(bad[0])} in layer 0 is not finite" if len(bad) else None)
 
 
-# The commands
+@pytest.fixture
+def little_memory() -> Iterator[None]:
+    """Let this process allocate no more than another 2 GiB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (2 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def a_directory(tmp_path: Path) -> Path:
-    directory = tmp_path / "files"
-    for tokens in (3, 30, 7):
-        write(directory, f"r{tokens}", rows_of(tokens))
-    return directory
-
-
-def test_verify_finds_nothing_in_good_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = a_directory(tmp_path)
-    write(directory / "below", "deep", rows_of(4), options=FileOptions(checksum="none"))
-    (directory / ".hidden").mkdir()
-    (directory / ".hidden" / "x.safetensors").write_bytes(b"")
-    assert main(["verify", str(directory), "--jobs", "1"]) == 0
-    said = capsys.readouterr().out
-    assert "4 files of 2 layers [2, 4] x 8 bfloat16" in said
-    assert "4 good (1 of them name no checksum), 0 bad, 0 failed requests; 44 tokens" in said
-
-
-def test_verify_in_several_processes_finds_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = a_directory(tmp_path)
-    (directory / "bad.safetensors").write_bytes(b"x")
-    results = []
-    for jobs in ("1", "2"):
-        assert verify.main([str(directory), "--jobs", jobs, "--json"]) == 1
-        results.append(json.loads(capsys.readouterr().out))
-    assert results[0] == results[1]
-    assert (results[0]["good"], len(results[0]["bad"]), results[0]["tokens"]) == (3, 1, 40)
-
-
-def test_verify_tells_of_requests_that_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = a_directory(tmp_path)
-    with FileSink(directory, FORMAT) as sink:
-        sink.open("f", directory / "f.safetensors").fail("the disk is full")
-    assert verify.main([str(directory), "--jobs", "1"]) == 1
-    assert "f.safetensors.error: the disk is full" in capsys.readouterr().out
-    assert verify.main([str(directory), "--jobs", "1", "--allow-errors"]) == 0
-
-
-def test_verify_names_a_folder_that_it_cannot_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = a_directory(tmp_path)
-    write(directory / "closed", "a", rows_of(3))
-    scandir = os.scandir
-
-    def refuse(path: str) -> Any:  # permissions do not keep root out
-        if os.fspath(path).endswith("closed"):
-            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    assert verify.main([str(directory), "--jobs", "1"]) == 1
-    assert f"bad: {directory}/closed: it cannot be read: Permission denied" in capsys.readouterr().out
-
-
-def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = a_directory(tmp_path)
-    write(directory, "other", torch.zeros(3, 4, 8, dtype=torch.bfloat16))
-    assert verify.main([str(directory), "--jobs", "1"]) == 1
-    assert "files of different kinds" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("make", [True, False])
-def test_verify_of_nothing_is_no_success(tmp_path: Path, make: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    if make:
-        (tmp_path / "none").mkdir()
-    assert verify.main([str(tmp_path / "none")]) == 2
-    assert str(tmp_path / "none") in capsys.readouterr().out.replace("\n", "")
-
-
-def test_many_problems_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for index in range(25):
-        (tmp_path / f"{index}.safetensors").write_bytes(b"x")
+@pytest.mark.usefixtures("little_memory")
+def test_a_file_larger_than_memory_costs_itself_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = 50 * 10**9
+    tensors = {
+        "hidden_states": {"dtype": "BF16", "shape": [tokens, 1, 1], "data_offsets": [0, 2 * tokens]},
+        "token_ids": {"dtype": "I64", "shape": [tokens], "data_offsets": [2 * tokens, 10 * tokens]},
+    }
+    header = json.dumps(tensors).encode()
+    with open(tmp_path / "a.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 10 * tokens)
+    save_file({"hidden_states": torch.ones(2, 1, 4), "token_ids": torch.arange(2)}, tmp_path / "b.safetensors")
+    for mmap in (False, True):
+        bad: list[HiddenStatesError] = []
+        assert [path.name for path, _ in open_dir(tmp_path, mmap=mmap, on_bad=bad.append)] == ["b.safetensors"]
+        assert [each.path.name for each in bad] == ["a.safetensors"]
+        with pytest.raises(OSError, match="memory"):
+            next(open_dir(tmp_path, mmap=mmap))
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
-    assert "... and 5 more bad" in capsys.readouterr().out
-
-
-def test_inspect_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, "a", rows_of(50), prompt=40)
-    assert main(["inspect", str(path)]) == 0
-    said = capsys.readouterr().out
-    for words in ("verified", "50 (40 of the prompt)", "2 layers x 8 bfloat16", "layer 2", "layer 4", "mean norm", "producer", "tiny"):
-        assert words in said
-
-
-@pytest.mark.parametrize("plot", [False, True])
-def test_inspect_shows_a_file_that_names_fewer_layers_than_it_has(tmp_path: Path, plot: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    if plot:
-        pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
-    path = tmp_path / "x.safetensors"
-    save_file({"hidden_states": rows_of(3), "token_ids": torch.arange(3)}, path, {"layer_ids": "[7]"})
-    assert main(["inspect", str(path), *(["--plot", str(tmp_path / "x.png")] if plot else [])]) == 1
-    said = capsys.readouterr().out
-    for words in ("it names 1 layer ids and has 2 layers", "layer #0", "layer #1"):
-        assert words in said
-
-
-@pytest.mark.parametrize("suffix", ["", ".error"])
-def test_inspect_of_a_request_that_failed_shows_its_reason(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with FileSink(tmp_path, FORMAT) as sink:
-        sink.open("a", tmp_path / "a.safetensors").fail("no luck")
-    assert main(["inspect", str(tmp_path / f"a.safetensors{suffix}")]) == 1
-    assert "no luck" in capsys.readouterr().out
-
-
-def test_inspect_of_a_lock_alone_says_what_it_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.safetensors.lock").touch()
-    assert main(["inspect", str(tmp_path / "a.safetensors")]) == 1
-    assert "the server died" in capsys.readouterr().out
-
-
-def test_verify_lists_locks_that_nobody_holds_beside_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are no reason for another exit code: a consumer may have taken the data."""
-    write(tmp_path, "a", rows_of(3))
-    write(tmp_path, "folder/taken", rows_of(3)).unlink()
-    with FileSink(tmp_path, FORMAT) as sink:
-        under_way = sink.open("b", tmp_path / "b.safetensors")
-        assert main(["verify", str(tmp_path), "--jobs", "1"]) == 0
-        under_way.discard()
-    output = capsys.readouterr().out
-    assert f"lock without data: {tmp_path}/folder/taken.safetensors.lock" in output
-    assert "b.safetensors.lock" not in output
-    assert f"hsx clean {tmp_path} removes them" in output
-    assert main(["verify", str(tmp_path), "--jobs", "1", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["orphaned_locks"] == [f"{tmp_path}/folder/taken.safetensors.lock"]
-
-
-def test_inspect_shows_a_directory_and_what_is_bad_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = a_directory(tmp_path)
-    assert inspect.main([str(directory)]) == 0
-    (directory / "a-bad.safetensors").write_bytes(b"x")
-    capsys.readouterr()
-    assert inspect.main([str(directory), "--limit", "2"]) == 1
-    said = capsys.readouterr().out
-    assert "... and 2 more" in said
-    assert "bad: this is not a file" in " ".join(said.split())
-
-
-def test_inspect_shows_the_folders_of_files_and_names_one_that_it_cannot_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    scandir = os.scandir
-
-    def refuse(path: str) -> Any:
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
-
-    for folder in ("one", "two", "closed"):
-        write(tmp_path / folder, "same", rows_of(5))
-    monkeypatch.setattr(os, "scandir", refuse)
     assert inspect.main([str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "one/same.safetensors" in said and "two/same.safetensors" in said
-    assert f"hsx inspect: {tmp_path}/closed cannot be read: Permission denied" in said
-
-
-def test_inspect_draws_a_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
-    path = write(tmp_path, "a", rows_of(50))
-    assert inspect.main([str(path), "--plot", str(tmp_path / "a.png")]) == 0
-    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["a", "$\\frac$"])
-def test_inspect_draws_rows_without_a_norm_and_any_name(tmp_path: Path, value: float, name: str) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
-    path = tmp_path / f"{name}.safetensors"
-    save_file({"hidden_states": torch.full((3, 2, 8), value), "token_ids": torch.arange(3)}, path)
-    assert main(["inspect", str(path), "--plot", str(tmp_path / "a.PNG")]) == (0 if value == 0 else 1)
-    assert (tmp_path / "a.PNG").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.mark.parametrize("name", ["x.foo", "x", ".png", "folder.png"])
-def test_a_picture_of_no_format_is_refused_with_its_option(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs matplotlib, which is an extra")
-    (tmp_path / "folder.png").mkdir()
-    with pytest.raises(SystemExit) as ended:
-        inspect.main([str(write(tmp_path, "a", rows_of(5))), "--plot", str(tmp_path / name)])
-    assert ended.value.code == 2
-    assert f"--plot {tmp_path / name}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["{directory}", "--plot", "x.png"], "is a directory: name a file in it"),
-        (["{directory}", "--limit", "0"], "argument --limit: '0' is not a whole number from 1 to 1000000000"),
-    ],
-)
-def test_wrong_options_of_inspect_are_named(
-    tmp_path: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inspect, "find_spec", lambda name: True)
-    with pytest.raises(SystemExit) as ended:
-        inspect.main([each.format(directory=tmp_path) for each in arguments])
-    assert ended.value.code == 2
-    assert says in capsys.readouterr().err
-
-
-def test_a_picture_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(inspect, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit):
-        inspect.main(["x.safetensors", "--plot", "x.png"])
-    assert "pip install matplotlib" in capsys.readouterr().err
-
-
-def test_hidden_files_are_passed_over(tmp_path: Path) -> None:
-    directory = a_directory(tmp_path)
-    (directory / ".x.safetensors").write_bytes(b"")
-    assert [path.name for path in files_in(directory)] == ["r3.safetensors", "r30.safetensors", "r7.safetensors"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 good (1 of them name no checksum), 1 bad" in printed and "it cannot be read: not enough memory" in printed

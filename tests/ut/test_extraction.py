@@ -1,4 +1,4 @@
-"""Extraction keeps what SinkFile asks of its caller, whichever threads meet: one end, no write in flight at it, every row written."""
+"""Extraction keeps SinkFile's contract under any threads: one end, no pending write, all rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import StatsRecorder
-from vllm_ascend_hsx.connector.threads import WriterPool
+from vllm_ascend_hsx.connector.threads import ThreadPool
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 
@@ -83,7 +83,7 @@ class StrictSink(Sink):
     def __init__(self, file: StrictFile) -> None:
         self._file = file
 
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, may_grow: bool = True) -> SinkFile:
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> SinkFile:
         return self._file
 
     def close(self) -> None: ...
@@ -92,7 +92,7 @@ class StrictSink(Sink):
 class Life:
     """An extraction of a prompt, with what became of it."""
 
-    def __init__(self, writers: WriterPool) -> None:
+    def __init__(self, writers: ThreadPool) -> None:
         self.file = StrictFile()
         self.decided: list[str | None] = []
         self.ended = threading.Semaphore(0)
@@ -131,14 +131,13 @@ def in_thread(action: Callable[[], object]) -> threading.Thread:
 
 
 @pytest.fixture
-def writers() -> Iterator[WriterPool]:
-    pool = WriterPool(1, "test-writer")
+def writers() -> Iterator[ThreadPool]:
+    pool = ThreadPool(1, "test-writer")
     yield pool
-    pool.end()
-    assert pool.join(10)
+    assert pool.close(10)
 
 
-def test_the_last_write_in_flight_commits_even_if_the_rows_were_complete_before(writers: WriterPool) -> None:
+def test_the_last_write_in_flight_commits_even_if_the_rows_were_complete_before(writers: ThreadPool) -> None:
     life = Life(writers).open()
     life.write(0, 6)
     life.file.write_begun.clear()
@@ -154,7 +153,7 @@ def test_the_last_write_in_flight_commits_even_if_the_rows_were_complete_before(
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["fails", "server stops"])
-def test_a_reason_does_not_wait_for_a_write_that_hangs(writers: WriterPool, stops: bool) -> None:
+def test_a_reason_does_not_wait_for_a_write_that_hangs(writers: ThreadPool, stops: bool) -> None:
     life = Life(writers).open()
     life.file.may_write.clear()
     writer = in_thread(lambda: life.write(0, 8))
@@ -170,7 +169,7 @@ def test_a_reason_does_not_wait_for_a_write_that_hangs(writers: WriterPool, stop
     life.check(SERVER_STOPPED, "too slow")
 
 
-def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(writers: WriterPool) -> None:
+def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(writers: ThreadPool) -> None:
     life = Life(writers).open()
     life.file.may_commit.clear()
     writer = in_thread(lambda: life.write(0, 8))
@@ -185,7 +184,7 @@ def test_a_server_that_stops_leaves_a_file_alone_that_is_being_published(writers
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["fails", "server stops"])
-def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(writers: WriterPool, stops: bool) -> None:
+def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(writers: ThreadPool, stops: bool) -> None:
     life = Life(writers)
     life.extraction.give_up() if stops else life.extraction.fail("too slow", "slow_storage")
     life.open()
@@ -193,7 +192,7 @@ def test_a_request_that_failed_before_its_file_was_open_has_the_reason_there(wri
     assert life.decided == ([] if stops else ["too slow"])
 
 
-def test_a_fault_that_is_no_sink_error_fails_its_file(writers: WriterPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_is_no_sink_error_fails_its_file(writers: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(writers).open()
 
     def commit(*args: object, **options: object) -> None:
@@ -205,7 +204,7 @@ def test_a_fault_that_is_no_sink_error_fails_its_file(writers: WriterPool, monke
     assert life.decided == ["RuntimeError: a mistake"]
 
 
-def test_whoever_meets_a_file_is_ended_once_and_closed_by_the_last(writers: WriterPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_meets_a_file_is_ended_once_and_closed_by_the_last(writers: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = set()
     for turn in range(150):
         life = Life(writers)

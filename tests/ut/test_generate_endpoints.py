@@ -1,4 +1,4 @@
-"""Which server gets the next request of `hsx generate`, and how long one rests; time passes when nobody can go on."""
+"""Which server gets the next request of `hsx generate`, and how long a failed one rests."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generate_harness import ledger_lines
+from generate_files import ledger_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -73,7 +73,7 @@ def test_rows_of_something_else_are_not_mixed_with_these(tmp_path: Path, identit
 
 def test_files_without_a_ledger_are_nobody_s(tmp_path: Path) -> None:
     (tmp_path / row_file(1)).touch()
-    (tmp_path / "ledger.jsonl").write_bytes(b'{"ledger": 2, "dat')
+    (tmp_path / "ledger.jsonl").write_bytes(b'{"ledger":2,"dat')
     with pytest.raises(InputError, match=r"holds files of rows, and no ledger that says what they were made from; name another"):
         opened(tmp_path)
     (tmp_path / row_file(1)).unlink()
@@ -142,10 +142,11 @@ def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_re
         file.write(b'{"row": 1, "status": "failed"}\n{"row": 3')
     again = closed(tmp_path)
     assert (again.server, logged(again)) == (None, [2])
-    path.write_text("somebody's notes\n")
-    with pytest.raises(InputError, match="ledger.jsonl does not begin as a ledger of this version does"):
-        opened(tmp_path)
-    assert path.read_text() == "somebody's notes\n"
+    for notes in ("somebody's notes\n", "somebody's notes", "\n", '{"ledger":1', "x" * 5000):
+        path.write_text(notes)
+        with pytest.raises(InputError, match="ledger.jsonl does not begin as a ledger of this version does"):
+            opened(tmp_path)
+        assert path.read_text() == notes
 
 
 @given(st.integers(0, 10**12))

@@ -1,4 +1,4 @@
-"""What a server says is not to be believed: whatever its answers name or hold, the row fails with a reason, and nothing is touched."""
+"""Answers are not trusted: whatever they name or hold, the row fails and no file is touched."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from generate_harness import Exchange, FakeServer, Seen
-from test_generate_run import Bench
+from generate_bench import Bench
+from generate_files import Exchange, Seen
+from generate_harness import FakeServer
 
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Client
 from vllm_ascend_hsx.generate.errors import RequestError

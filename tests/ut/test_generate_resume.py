@@ -1,4 +1,4 @@
-"""`hsx generate` is killed at any instant and started again: in the end the directory is that of an undisturbed run."""
+"""`hsx generate` killed at any instant and resumed ends with an undisturbed run's directory."""
 
 from __future__ import annotations
 
@@ -15,23 +15,13 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 from fakes import generate_process
-from generate_harness import (
-    SINKS,
-    Exchange,
-    FakeServer,
-    Seen,
-    Tensors,
-    contents,
-    ledger_lines,
-    right,
-    token_rows,
-    write_jsonl,
-)
+from generate_files import SINKS, Exchange, Seen, Tensors, contents, ledger_lines, right, token_rows, write_jsonl
+from generate_harness import FakeServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sink_harness import wait_for_sleepers
 
-from vllm_ascend_hsx.generate import generation
+from vllm_ascend_hsx.generate import files
 from vllm_ascend_hsx.generate.ledger import row_of_file
 
 ROWS = 5
@@ -45,7 +35,7 @@ class Death(NamedTuple):
     Attributes:
         at: the number of its system call, or the stage of a request at the server.
         row: whose request that is.
-        aborts: whether the server hears of it before it has published the file.
+        aborts: whether the server aborts the request before it has published the file.
     """
 
     at: int | Literal["asked", "begun", "written", "answered"]
@@ -90,7 +80,7 @@ class DeadlyServer(FakeServer):
 
 
 class Runs:
-    """Runs of one command, one after the other, into the directory of a server of files or of shards."""
+    """Successive runs of one command into the directory of a server of files or of shards."""
 
     def __init__(self, root: Path, kind: str = "files") -> None:
         self.output = root / "out"
@@ -138,7 +128,7 @@ def right_row(row: int) -> Tensors:
 
 
 def play(runs: Runs, deaths: list[Death]) -> None:
-    """Start again after each death, and once more to the end; no finished row is asked for again, and no other more than once a run."""
+    """Resume after each death, then finish; each run requests an unfinished row at most once."""
     with runs.server:
         for death in [*deaths, None]:
             finished, asked = runs.finished, len(runs.server.seen)
@@ -315,7 +305,7 @@ def test_a_file_that_the_server_still_writes_at_the_end_is_told_and_found_by_the
 ) -> None:
     from vllm_ascend_hsx.cli import generate
 
-    monkeypatch.setattr(generation, "SETTLE_S", 0.01)
+    monkeypatch.setattr(files, "SETTLE_S", 0.01)
     runs = Runs(tmp_path)
     runs.server.behave = lambda seen: "file-when-asked-again" if seen.row == 2 and seen.time == 1 else "ok"
     with runs.server:

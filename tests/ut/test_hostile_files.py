@@ -1,4 +1,4 @@
-"""Readers meet files that no server wrote: each is one clear error of its own, and costs nobody else anything."""
+"""Readers meet files that no server wrote: each is one clear error, and costs others nothing."""
 
 from __future__ import annotations
 
@@ -6,79 +6,23 @@ import json
 import math
 import os
 import shutil
-import socket
 import struct
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
+from hostile import DEEP, KINDS, plant_no_file, promptly
 from safetensors.torch import save_file
-from sink_harness import FORMAT, make_rows, open_fds, token_ids
-from test_shards import publish
+from sink_harness import FORMAT, MIB, open_fds, publish, put
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
 from vllm_ascend_hsx.cli import clean, inspect, verify
-from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Identity, open_ledger
 from vllm_ascend_hsx.reader.check import examine
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, remove
 from vllm_ascend_hsx.reader.shard_check import shard_problems
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
-
-MIB = 1 << 20
-T = TypeVar("T")
-
-
-def promptly(call: Callable[[], T], seconds: float = 60) -> T:
-    """The result of a call that must not hang."""
-    found: list[Any] = []
-
-    def run() -> None:
-        try:
-            found.extend((True, call()))
-        except BaseException as error:  # noqa: BLE001
-            found.extend((False, error))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert found, f"it still waits after {seconds:g} s"
-    good, result = found
-    if not good:
-        raise result
-    return result  # type: ignore[no-any-return]
-
-
-# What is no file (a device cannot be made by everybody, so a link leads to one)
-
-
-def _socket(path: Path) -> None:
-    here = os.getcwd()
-    os.chdir(path.parent)  # the path of a socket has at most 107 bytes
-    try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
-KINDS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "fifo": (os.mkfifo, "a FIFO"),
-    "socket": (_socket, "a socket"),
-    "directory": (Path.mkdir, "a directory"),
-    "device": (lambda path: path.symlink_to("/dev/zero"), "a device"),
-}
-
-
-def plant(path: Path, kind: str) -> str:
-    """Put it in the place of whatever has this name; what errors call it."""
-    path.unlink(missing_ok=True)
-    KINDS[kind][0](path)
-    return KINDS[kind][1]
 
 
 @pytest.fixture
@@ -103,7 +47,7 @@ def name(letter: str) -> str:
 def test_load_refuses_at_once_what_is_no_regular_file(storage: Path, kind: str, what: str) -> None:
     path = storage / name("c" if what == "tar" else "a")
     place = {"data": path, "tar": next(storage.glob("*.tar"))}.get(what, path.with_name(f"{path.name}.{what}"))
-    words = plant(place, kind)
+    words = plant_no_file(place, kind)
     before = open_fds()
     for options in ({}, {"mmap": True}, {"verify": True}):
         with pytest.raises(HiddenStatesError, match=f"{place.name}.* is {words}"):
@@ -115,8 +59,8 @@ def test_load_refuses_at_once_what_is_no_regular_file(storage: Path, kind: str, 
 def test_inspect_and_verify_name_what_is_no_regular_file_and_look_at_all_else(
     storage: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = plant(storage / name("a"), kind)
-    plant(storage / f"{name('e')}.error", kind)
+    words = plant_no_file(storage / name("a"), kind)
+    plant_no_file(storage / f"{name('e')}.error", kind)
     if kind != "directory":
         assert promptly(lambda: inspect.main([str(storage / name("a"))])) == 1
         assert words in capsys.readouterr().out
@@ -137,7 +81,7 @@ def test_a_lock_without_data_that_no_server_made_ends_the_wait_and_verify_goes_o
     lock = storage / f"{name('e')}.lock"
     words = "no hidden states, lock or error|its server died|the server died"
     if kind in KINDS:
-        words = plant(lock, kind)
+        words = plant_no_file(lock, kind)
     else:
         (tmp_path / "lock").touch()
         lock.symlink_to(tmp_path / kind.removeprefix("link to a "))
@@ -155,7 +99,7 @@ def test_a_file_of_a_shard_that_is_no_regular_file_is_a_problem_of_that_shard_al
     storage: Path, kind: str, suffix: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = next(storage.glob(f"*.{suffix}"))
-    words = plant(place, kind)
+    words = plant_no_file(place, kind)
     ((where, problem),) = promptly(lambda: list(shard_problems(storage)))
     assert (where, words in problem) == (place.with_suffix(".tar"), True)
     found = [path.name for path, _ in promptly(lambda: list(open_dir(storage, on_bad=lambda error: None)))]
@@ -166,30 +110,11 @@ def test_a_file_of_a_shard_that_is_no_regular_file_is_a_problem_of_that_shard_al
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_consumers_removed_is_not_written_into_what_is_no_regular_file(storage: Path, kind: str) -> None:
-    plant(storage / "hsx-removed.jsonl", kind)
+    plant_no_file(storage / "hsx-removed.jsonl", kind)
     assert len(promptly(lambda: list(open_dir(storage)))) == 4
     with pytest.raises(OSError, match="removed"):
         promptly(lambda: remove(storage / name("c")))
     assert len(list(open_dir(storage))) == 4
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("which", ["ledger.jsonl", "ledger-1-of-2.jsonl"])
-def test_generate_refuses_a_ledger_that_is_no_regular_file(tmp_path: Path, kind: str, which: str) -> None:
-    plant(tmp_path / which, kind)
-    with pytest.raises(InputError, match=f"--output .*{which}"):
-        promptly(lambda: open_ledger(tmp_path, Identity({"sha256": "x", "rows": 3}, {}), 1, 0))
-
-
-def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_bytes(b"no line")
-    output = tmp_path / "rows"
-    output.mkdir()
-    (output / "ledger.jsonl").symlink_to(precious)
-    with pytest.raises(InputError, match="--output"):
-        open_ledger(output, Identity({"sha256": "x", "rows": 3}, {}), 1, 0)
-    assert precious.read_bytes() == b"no line"
 
 
 def test_links_are_followed_to_data_and_lock(storage: Path, tmp_path: Path) -> None:
@@ -233,7 +158,6 @@ def with_metadata(**metadata: Any) -> dict[str, Any]:
     return {"__metadata__": metadata, **PLAIN}
 
 
-DEEP = '[' * 100_000 + ']' * 100_000
 ODD_HEADERS: dict[str, dict[str, Any] | str] = {
     "deep nesting": '{"hidden_states":' + DEEP + "}",
     "deep nesting without an end": '{"hidden_states":' + "[" * 100_000,
@@ -368,34 +292,6 @@ def test_an_error_file_that_makes_no_sense_is_a_failure_all_the_same(
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["failed"]) == 1
 
 
-ODD_LINES = [DEEP, "[" * 100_000, "[1]", "1e400", '{"row":1e400}', '{"row":true,"status":[]}', '{"row":' + "9" * 5000 + "}",
-             '{"server":{},"directories":3}', '{"server":{"layer_ids":[]},"directories":[3,{},null]}', '{"server":1}', "\0", "\\ud800",
-             '{"row":1,"row":2}', '{"row":NaN}']  # fmt: skip
-
-
-def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Path) -> None:
-    identity = Identity({"sha256": "x", "rows": 3}, {"a": 1})
-    server = {"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16"}
-    first = open_ledger(tmp_path, identity, 1, 0)
-    first.note_server(server)
-    first.close()
-    path = tmp_path / "ledger.jsonl"
-    whole = path.read_bytes()
-    with open(path, "ab") as file:
-        for line in ODD_LINES:
-            file.write(line.encode() + b"\n")
-        file.write(b'{"row":2,"status":"done"}\n')
-    for world_size, rank in ((1, 0), (2, 0)):
-        ledger = open_ledger(tmp_path, identity, world_size, rank)
-        ledger.close()
-        assert ledger.server == server
-        assert ledger.logged[2] == (world_size == 1)
-    for line in ODD_LINES:
-        path.write_bytes(line.encode() + b"\n" + whole)
-        with pytest.raises(InputError, match="does not begin as a ledger"):
-            open_ledger(tmp_path, identity, 1, 0)
-
-
 @pytest.mark.parametrize(("dtype", "shape"), [("BF16", [1, 1 << 50, 0]), ("BF16", [0, 1 << 50, 4]), ("F8_E4M3", [1, 2, 4])])
 def test_rows_of_no_size_or_any_number_are_one_bad_file(
     tmp_path: Path, dtype: str, shape: list[int], capsys: pytest.CaptureFixture[str]
@@ -414,9 +310,7 @@ def test_rows_of_no_size_or_any_number_are_one_bad_file(
 
 def test_a_name_without_room_for_companions_is_read_and_removed_as_any_other(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
-        file = sink.open("a", tmp_path / "a.safetensors", 2)
-        file.write(0, make_rows(0, 2))
-        file.commit(token_ids(2), 2)
+        put(sink.open("a", tmp_path / "a.safetensors", 2), 2)
     path = tmp_path / ("x" * 243 + ".safetensors")
     (tmp_path / "a.safetensors").rename(path)
     assert [each for each, _ in open_dir(tmp_path)] == [path]

@@ -38,7 +38,7 @@ def handle(logger: logging.Logger, level: int = logging.NOTSET) -> io.StringIO:
 
 
 def say() -> None:
-    """As a process does that was forked by one with our plugin, which has imported what sets the root logger to ERROR."""
+    """Log as a fork of a process with our plugin, whose imports set the root logger to ERROR."""
     root = logging.getLogger()
     root.handlers = [each for each in root.handlers if type(each) is logging.StreamHandler]  # without pytest's
     log_as_vllm_does()

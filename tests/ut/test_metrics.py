@@ -1,4 +1,4 @@
-"""Our series for Prometheus, made and fed by vLLM's own classes: exact, per engine, and the same beside other connectors and in Ray."""
+"""Our Prometheus series, fed by vLLM's classes: exact per engine, with other connectors, in Ray."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ def held() -> HsxStats:
     """Stats of a scheduler that has held two requests back for three seconds."""
     clock = iter([0.0, 3.0])
     recorder = SchedulerRecorder(clock=lambda: next(clock))
-    recorder.held("a")
-    recorder.held("b")
+    recorder.held(2)
     stats = recorder.take()
     assert stats is not None
     return stats
@@ -168,7 +167,7 @@ def test_histograms_are_those_of_the_single_observations(steps: list[list[int]])
 
 
 def sent(worker_stats: list[Any], scheduler_stats: Any) -> dict[str, Any]:
-    """What the API server receives of a step (KVOutputAggregator and Scheduler.update_from_output, then msgpack)."""
+    """What the API server receives of a step: KVOutputAggregator, update_from_output, msgpack."""
     outputs = []
     for stats in worker_stats:
         output = ModelRunnerOutput(req_ids=[], req_id_to_index={})

@@ -1,7 +1,8 @@
-"""The storage directory, or a folder in it, is replaced under a server: rows are found where readers look, or the reason is."""
+"""A directory is replaced under a server: readers find the rows, or the reason, where they look."""
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import threading
@@ -12,9 +13,11 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 import torch
-from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, trace, wait_for_sleepers
+from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, wait_for_sleepers
+from tracing import trace
 
-from vllm_ascend_hsx.reader.load import HiddenStatesError, load
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load, open_dir
+from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -38,7 +41,7 @@ def elsewhere() -> Iterator[Path]:
 
 
 def begin(sink: Sink, directory: Path, name: str = NAME, tokens: int = 3) -> RequestFile:
-    file = sink.open(name.rpartition("/")[2], directory / f"{name}.safetensors", tokens, may_grow=False)
+    file = sink.open(name.rpartition("/")[2], directory / f"{name}.safetensors", tokens)
     file.write(0, make_rows(0, tokens))
     return file
 
@@ -75,6 +78,9 @@ def test_without_a_directory_requests_fail_and_nothing_is_written_into_the_one_t
             under_way.commit(token_ids(3), 3)
         assert not directory.exists(), "it may be where something was mounted"
         assert "not there any more" in reason_at(moved / under_way.path.name)
+        Path(f"{moved / under_way.path.name}.error").unlink()
+        assert Shards(moved).members() == {}, "a failed request is no member, whatever becomes of its error"
+        assert not (moved / under_way.path.name).exists()
 
 
 def test_a_file_in_the_directorys_place_fails_requests_with_the_reason(tmp_path: Path) -> None:
@@ -86,12 +92,13 @@ def test_a_file_in_the_directorys_place_fails_requests_with_the_reason(tmp_path:
             sink.open("b", directory / "b.safetensors")
 
 
+@EVERY_SINK
 @pytest.mark.parametrize("durability", ["none", "fdatasync"])
-def test_a_file_under_way_is_found_in_the_directory_that_took_the_place(
-    tmp_path: Path, durability: str, caplog: pytest.LogCaptureFixture
+def test_rows_under_way_are_found_in_the_directory_that_took_the_place(
+    tmp_path: Path, make: Callable[..., Sink], durability: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "out"
-    with FileSink(directory, FORMAT, FileOptions(durability=durability)) as sink:  # type: ignore[arg-type]
+    with make(directory, FORMAT, FileOptions(durability=durability)) as sink:  # type: ignore[arg-type]
         under_way = begin(sink, directory)
         moved = rotate(directory)
         new = begin(sink, directory, "b")
@@ -100,9 +107,15 @@ def test_a_file_under_way_is_found_in_the_directory_that_took_the_place(
         under_way.commit(token_ids(3), 3)
         for file in (under_way, new):
             assert_found(file.path)
-        assert listing(moved) == [f"{NAME}.safetensors.lock"], "which somebody may sleep on, and wakes"
-        assert not is_held(moved / f"{NAME}.safetensors.lock")
-    assert listing(directory) == [f"{name}.safetensors{suffix}" for name in (NAME, "b") for suffix in ("", ".lock")]
+        if make is FileSink:
+            assert listing(moved) == [f"{NAME}.safetensors.lock"], "which somebody may sleep on, and wakes"
+            assert not is_held(moved / f"{NAME}.safetensors.lock")
+        else:
+            assert listing(moved) == []
+    if make is FileSink:
+        assert listing(directory) == [f"{name}.safetensors{suffix}" for name in (NAME, "b") for suffix in ("", ".lock")]
+    else:
+        assert list(Shards(directory).members()) == [f"{NAME}.safetensors", "b.safetensors"]
 
 
 def test_a_symbolic_link_may_be_pointed_elsewhere_at_any_time(tmp_path: Path) -> None:
@@ -141,10 +154,9 @@ def test_a_request_that_is_discarded_leaves_nothing_anywhere(tmp_path: Path, mak
 
 
 @EVERY_SINK
-def test_rows_that_cannot_follow_fail_their_request_where_readers_look(
+def test_files_cannot_follow_to_another_filesystem_and_fail_their_request_but_members_can(
     tmp_path: Path, elsewhere: Path, make: Callable[..., Sink]
 ) -> None:
-    """To another filesystem, or out of a shard."""
     directory = tmp_path / "out"
     (tmp_path / "first").mkdir()
     directory.symlink_to(tmp_path / "first")
@@ -152,13 +164,43 @@ def test_rows_that_cannot_follow_fail_their_request_where_readers_look(
         under_way = begin(sink, directory)
         directory.unlink()
         directory.symlink_to(elsewhere)
-        with pytest.raises(SinkError, match="storage directory was replaced.*EXDEV"):
+        if make is FileSink:
+            with pytest.raises(SinkError, match="storage directory was replaced.*EXDEV"):
+                under_way.commit(token_ids(3), 3)
+            assert "storage directory was replaced" in reason_at(under_way.path)
+        else:
             under_way.commit(token_ids(3), 3)
-        assert "storage directory was replaced" in reason_at(under_way.path)
+            assert_found(under_way.path)
         new = begin(sink, directory, "b-0123abcd")
         new.commit(token_ids(3), 3)
         assert_found(new.path)
-    assert not (tmp_path / "first" / under_way.path.name).exists()
+    assert not [name for name in listing(tmp_path / "first") if not name.endswith((".error", ".lock"))]
+
+
+@EVERY_SINK
+def test_a_request_that_the_new_directory_has_no_room_for_fails_in_both_and_has_rows_in_neither(
+    tmp_path: Path, make: Callable[..., Sink], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "out"
+    with make(directory, FORMAT) as sink:
+        begin(sink, directory, "before-0123abcd").commit(token_ids(3), 3)
+        under_way = begin(sink, directory)
+        moved = rotate(directory)
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("vllm_ascend_hsx.sinks.shard_file.copy_into", refuse)
+            patch.setattr("vllm_ascend_hsx.sinks.data_file.DataFile.publish", refuse)
+            with pytest.raises(SinkError, match="its rows cannot follow.*ENOSPC"):
+                under_way.commit(token_ids(3), 3)
+        assert "cannot follow" in reason_at(under_way.path)
+        assert "cannot follow" in reason_at(moved / under_way.path.name)
+        for path in (under_way.path, moved / under_way.path.name):
+            Path(f"{path}.error").unlink()
+        for where, names in ((directory, []), (moved, ["before-0123abcd.safetensors"])):
+            assert [path.name for path, _ in open_dir(where)] == names
 
 
 @EVERY_SINK
@@ -218,10 +260,11 @@ def test_a_reader_asleep_on_the_lock_in_the_former_directory_gets_the_rows(tmp_p
         assert found
 
 
-def test_a_rename_before_any_system_call_of_a_commit_loses_no_rows(tmp_path: Path) -> None:
+@EVERY_SINK
+def test_a_rename_before_any_system_call_of_a_commit_loses_no_rows(tmp_path: Path, make: Callable[..., Sink]) -> None:
     for happens_at in range(40):
         directory = tmp_path / str(happens_at) / "out"
-        with FileSink(directory, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
+        with make(directory, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
             under_way = begin(sink, directory)
             calls: list[str] = []
 
@@ -242,7 +285,7 @@ def test_a_rename_before_any_system_call_of_a_commit_loses_no_rows(tmp_path: Pat
 
 @EVERY_SINK
 def test_a_former_directory_is_left_with_its_last_request(tmp_path: Path, make: Callable[..., Sink]) -> None:
-    """Its shard is sealed, and its mark gone, while the server goes on: whoever rotates directories reads the former one now."""
+    """Its shard is sealed and its hidden directory gone, so that it can be read now."""
     directory = tmp_path / "out"
     with make(directory, FORMAT) as sink:
         begin(sink, directory, "before-0123abcd").commit(token_ids(3), 3)

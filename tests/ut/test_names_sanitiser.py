@@ -14,14 +14,19 @@ from vllm_ascend_hsx.protocol.names import (
     COMPANION_ROOM,
     DATA_SUFFIX,
     ERROR_SUFFIX,
+    INDEX,
     LOCK_SUFFIX,
+    MANIFEST,
     NAME_MAX,
+    REMOVED,
+    SHARDS_MARK,
+    TAR,
     file_name,
     partial_name,
     path_refusal,
     refusal,
+    shard_stem,
 )
-from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, REMOVED, SHARDS_MARK, TAR, stem
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=400)  # surrogates, NUL and control characters included
 HOSTILE = st.text("aA0._-~/\\\0 \n\té\ud800\u202e‮", max_size=12)
@@ -137,7 +142,7 @@ def test_a_name_from_elsewhere_is_refused_with_the_reason(name: str, words: str)
     [
         SHARDS_MARK,
         REMOVED,
-        *(stem("0123abcd", 0) + suffix for suffix in (TAR, INDEX, MANIFEST)),
+        *(shard_stem("0123abcd", 0) + suffix for suffix in (TAR, INDEX, MANIFEST)),
         ledger_name(1, 0),
         ledger_name(4, 2),
         *("x.safetensors" + suffix for suffix in ("", LOCK_SUFFIX, ERROR_SUFFIX)),

@@ -1,4 +1,4 @@
-"""Numbers: each option has bounds that its page names, and what lies outside is refused at once, not when it is first used."""
+"""Each numeric option has documented bounds and refuses a value outside them at once."""
 
 from __future__ import annotations
 

@@ -1,85 +1,33 @@
-"""Leftovers of dead servers are removed by the next one, and nothing of a server that lives, at whatever instant they meet."""
+"""The next server removes what a dead one left, and nothing of a live one or of consumers."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import signal
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sink_harness import (
-    FORMAT,
-    Stepped,
-    Traced,
-    dead_workspace,
-    is_held,
-    listing,
-    make_rows,
-    open_fds,
-    speculators_reader,
-    token_ids,
-    trace,
-)
+from orphan_harness import DATA, commit, dead_workspaces, everything, hidden, open_file
+from sink_harness import FORMAT, MIB, dead_workspace, finite_rows, is_held, killed, make_rows, open_fds, publish, token_ids
+from tracing import Calls, Traced, trace
 
+from vllm_ascend_hsx.cli.clean import main as clean
 from vllm_ascend_hsx.protocol import lock as lock_module
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
-from vllm_ascend_hsx.protocol.names import token_of_workspace, workspace_name
-from vllm_ascend_hsx.reader.load import load
+from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.protocol.names import workspace_name
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks import orphans
 from vllm_ascend_hsx.sinks import workspace as workspace_module
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
 from vllm_ascend_hsx.sinks.workspace import LOCK
-
-DATA = "cmpl-1.safetensors"
-
-
-def killed(serve: Callable[[], object]) -> None:
-    """Have a server of its own do something, and kill it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            serve()
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-
-
-def open_file(sink: FileSink, directory: Path, name: str = DATA, rows: int = 2) -> RequestFile:
-    file = sink.open("cmpl-1", directory / name)
-    if rows:
-        file.write(0, make_rows(0, rows))
-    return file
-
-
-def commit(sink: FileSink, directory: Path, name: str = DATA) -> None:
-    open_file(sink, directory, name).commit(token_ids(2), 2)
-
-
-def everything(directory: Path) -> list[str]:
-    """All names, of living servers too."""
-    return sorted(os.listdir(directory))
-
-
-def dead_workspaces(directory: Path) -> list[str]:
-    return [name for name in listing(directory) if token_of_workspace(name)]
-
-
-def hidden(directory: Path) -> list[str]:
-    """Files in workspaces, of living servers too."""
-    workspaces = (path for path in directory.iterdir() if path.name.startswith("."))
-    return [each.name for path in workspaces for each in path.iterdir() if each.name != LOCK]
-
 
 # What is removed, and what stays
 
@@ -121,12 +69,10 @@ def test_what_a_server_leaves_that_is_killed_goes_with_the_next_start(tmp_path: 
 
 def test_one_line_of_the_log_says_what_was_recovered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def serve() -> None:
-        sink = ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20)
+        sink = ShardSink(tmp_path, FORMAT, shard_bytes=MIB)
         for name in ("a", "b"):
-            file = sink.open(name, tmp_path / f"{name}.safetensors", 2, may_grow=False)
-            file.write(0, make_rows(0, 2))
-            file.commit(token_ids(2), 2)
-        sink.open("c", tmp_path / "c.safetensors").write(0, make_rows(0, 2))
+            publish(sink, tmp_path, name)
+        sink.open("c", tmp_path / "c.safetensors").write(0, finite_rows(0, 2))
 
     killed(serve)
     FileSink(tmp_path, FORMAT).close()
@@ -261,12 +207,56 @@ def test_a_server_that_died_before_it_made_its_lock_is_cleaned_up_too(tmp_path: 
 def test_a_server_whose_workspace_was_removed_makes_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         under_way = open_file(sink, tmp_path)
+        not_begun = open_file(sink, tmp_path, "folder/not-begun.safetensors", rows=0)
         shutil.rmtree(tmp_path / workspace_name(sink.token))
-        with pytest.raises(SinkError, match="ENOENT"):
+        why = "could not be {}, because somebody has removed the hidden directory of this server.*ENOENT"
+        with pytest.raises(SinkError, match=why.format("published")) as raised:
             under_way.commit(token_ids(2), 2)
+        with pytest.raises(HiddenStatesError) as told:
+            load(under_way.path, 0)
+        assert told.value.reason == raised.value.reason
+        with pytest.raises(SinkError, match=why.format("created")):
+            not_begun.write(0, make_rows(0, 2))
+        not_begun.fail("no luck")
+        with pytest.raises(HiddenStatesError, match="no luck"):
+            load(not_begun.path, 0)
         commit(sink, tmp_path, "next.safetensors")
         assert "somebody has removed the hidden directory" in caplog.text
-    assert [name for name in everything(tmp_path) if not name.endswith(".lock")] == ["next.safetensors"]
+    assert [name for name in everything(tmp_path) if not name.endswith(".lock")] == [f"{DATA}.error", "folder", "next.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["files", "shards"])
+@pytest.mark.parametrize("removed", ["its lock", "all files in it"])
+def test_what_belongs_to_a_server_that_lives_stays_although_somebody_has_removed_its_lock(
+    tmp_path: Path, kind: str, removed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A purge of old files does that. Sealing a shard under its server would lose members."""
+    paths = [tmp_path / f"{name}.safetensors" for name in ("before", "under-way", "after")]
+    with FileSink(tmp_path, FORMAT) if kind == "files" else ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
+        commit(sink, tmp_path, paths[0].name)
+        if removed == "its lock":
+            under_way = open_file(sink, tmp_path, paths[1].name)
+        workspace = tmp_path / workspace_name(sink.token)
+        for name in [LOCK] if removed == "its lock" else os.listdir(workspace):
+            (workspace / name).unlink()
+        FileSink(tmp_path, FORMAT).close()
+        assert not list(tmp_path.glob("hsx-*.json")), "sealed"
+        if removed == "its lock":
+            assert f"could not clean {workspace.name!r}: its lock was removed, so its server may be alive" in caplog.text
+            assert clean([str(tmp_path), "--dry-run"]) == clean([str(tmp_path)]) == 1
+            under_way.commit(token_ids(2), 2)
+        else:
+            assert not workspace.exists()
+            commit(sink, tmp_path, paths[1].name)
+        commit(sink, tmp_path, paths[2].name)
+        what = "lock" if removed == "its lock" else "hidden directory"
+        assert f"somebody has removed the {what} of this server; it makes another" in caplog.text
+        assert is_held(tmp_path / workspace_name(sink.token) / LOCK)
+        assert not workspace.exists(), "the former one is removed with its last request"
+        for path in paths:
+            assert load(path, 0, verify=True).token_ids.tolist() == token_ids(2).tolist()
+    assert {json.loads(path.read_text())["sealed_by"] for path in tmp_path.glob("hsx-*.json")} <= {"server"}
+    assert not [name for name in everything(tmp_path) if name.startswith(".")]
 
 
 def test_a_directory_of_complete_files_costs_one_pass_over_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,11 +290,6 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
 
     killed(serve)
     cleaning = False
-
-    def checkpoint(call: str) -> None:
-        if cleaning and call == failing:
-            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
-
     clean = orphans.remove_orphans
 
     def remove_orphans(*args: object) -> None:
@@ -315,9 +300,9 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
 
     before = open_fds()
     with monkeypatch.context() as patch:
-        patch.setattr("vllm_ascend_hsx.sinks.session.remove_orphans", remove_orphans)
+        patch.setattr("vllm_ascend_hsx.sinks.file.remove_orphans", remove_orphans)
         for module in (orphans, lock_module, workspace_module):
-            patch.setattr(module, "os", Traced(os, checkpoint))
+            patch.setattr(module, "os", Traced(os, Calls(errno.EACCES, failing, when=lambda: cleaning)))
         with FileSink(tmp_path, FORMAT) as sink:
             assert "EACCES" in caplog.text
             if failing != "scandir":
@@ -333,12 +318,8 @@ def test_a_hidden_file_that_could_not_be_removed_goes_with_the_next_start(tmp_pa
     with FileSink(tmp_path, FORMAT) as sink:
         file = open_file(sink, tmp_path)
 
-        def checkpoint(call: str) -> None:
-            if call == "unlink":
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
         with monkeypatch.context() as patch:
-            trace(patch, checkpoint)
+            trace(patch, Calls(errno.EROFS, "unlink"))
             file.discard()
     assert len(dead_workspaces(tmp_path)) == 1
     FileSink(tmp_path, FORMAT).close()
@@ -352,207 +333,3 @@ def test_a_start_whose_workspace_cannot_be_made_is_one_clear_error(tmp_path: Pat
         with pytest.raises(UserError, match="cannot be written: every hidden directory was locked or removed"):
             FileSink(tmp_path, FORMAT)
     assert open_fds() == before
-
-
-# Readers and servers that meet
-
-
-@pytest.mark.parametrize("earlier", [False, True], ids=["new name", "name used before"])
-def test_a_request_holds_a_lock_that_can_be_seen_whatever_a_reader_does_meanwhile(tmp_path: Path, earlier: bool) -> None:
-    """A reader of an earlier request of this name may lock and remove a lock file between its creation and our flock."""
-    met = set()
-    for stop_at in range(12):
-        for count in range(1, 9):
-            directory = tmp_path / f"{stop_at}-{count}"
-            with FileSink(directory, FORMAT) as sink, pytest.MonkeyPatch.context() as patch:
-                path = directory / DATA
-                if earlier:
-                    sink.open("cmpl-1", path).fail("x")
-                calls = 0
-                stepped = Stepped(speculators_reader(path))
-
-                def checkpoint(call: str) -> None:
-                    nonlocal calls
-                    if calls == stop_at:  # noqa: B023
-                        stepped.step(count)  # noqa: B023
-                        met.add(call)
-                    calls += 1
-
-                trace(patch, checkpoint)
-                patch.setattr(time, "sleep", lambda seconds: stepped.step())  # noqa: B023 - what others do in that time
-                file = sink.open("cmpl-1", path)
-                assert is_held(Path(f"{path}.lock"))
-                file.discard()
-    assert met >= {"open", "flock", "stat"}
-
-
-def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dir_fd = os.open(tmp_path, os.O_RDONLY)
-    moment = HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
-    slept: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        if len(slept) == 2:
-            moment.remove()
-
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "sleep", sleep)
-        held = HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
-    assert len(slept) == 2
-    assert is_held(tmp_path / "f.lock")
-    del slept[:]
-    monkeypatch.setattr(time, "sleep", slept.append)
-    with pytest.raises(LockHeldError):
-        HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
-    assert 0 < sum(slept) < 0.1
-    held.remove()
-    os.close(dir_fd)
-
-
-def test_a_request_of_the_same_server_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may choose names could otherwise hold up the opening of all other files."""
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
-    with FileSink(tmp_path, FORMAT) as sink:
-        open_file(sink, tmp_path)
-        with pytest.raises(SinkError, match="another request is writing this file"):
-            open_file(sink, tmp_path)
-
-
-def a_life(directory: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """What a server does, beginning to end, with names whose locks a dead one may have left; `meanwhile`, a request is under way."""
-    with FileSink(directory, FORMAT) as sink:
-        file = open_file(sink, directory)
-        meanwhile()
-        assert is_held(directory / f"{DATA}.lock")
-        file.commit(token_ids(2), 2)
-        commit(sink, directory)
-        open_file(sink, directory, "failed.safetensors").fail("x")
-        open_file(sink, directory, "aborted.safetensors").discard()
-    left = [DATA, f"{DATA}.lock", "failed.safetensors.error", "failed.safetensors.lock"]
-    assert [name for name in everything(directory) if not name.startswith(".")] == left
-    assert load(directory / DATA, 0, verify=True).token_ids.tolist() == token_ids(2).tolist()
-    for name in left:
-        (directory / name).unlink()
-
-
-def leave(directory: Path, stale: bool) -> None:
-    """What dead servers may leave: a workspace with a file and, if asked for, locks of the names that `a_life` uses."""
-    directory.mkdir(exist_ok=True)
-    dead_workspace(directory)
-    for name in (DATA, "failed.safetensors", "aborted.safetensors") if stale else ():
-        (directory / f"{name}.lock").touch()
-
-
-def trace_all(patch: pytest.MonkeyPatch, checkpoint: Callable[[str], None]) -> None:
-    """System calls of the start and of cleaning too."""
-    trace(patch, checkpoint)
-    for module in ("directory", "orphans"):
-        patch.setattr(f"vllm_ascend_hsx.sinks.{module}.os", Traced(os, checkpoint))
-
-
-@pytest.mark.parametrize("stale", [False, True], ids=["new names", "names with stale locks"])
-def test_another_server_that_starts_and_cleans_at_any_system_call_of_ours_harms_nothing(tmp_path: Path, stale: bool) -> None:
-    stop_at = 0
-    reached = True
-    while reached:
-        directory = tmp_path / str(stop_at)
-        leave(directory, stale)
-        calls, reached, inside = 0, False, False
-
-        def checkpoint(call: str) -> None:
-            nonlocal calls, reached, inside
-            if inside:
-                return
-            if calls == stop_at:  # noqa: B023
-                inside = reached = True
-                FileSink(directory, FORMAT).close()  # noqa: B023
-                inside = False
-            calls += 1
-
-        with pytest.MonkeyPatch.context() as patch:
-            trace_all(patch, checkpoint)
-            a_life(directory)
-        assert everything(directory) == []
-        stop_at += 1
-    assert stop_at > 80
-
-
-@pytest.mark.parametrize("goes_on", ["while a request of ours is under way", "afterwards"])
-@pytest.mark.parametrize("stale", [False, True], ids=["new names", "names with stale locks"])
-def test_a_server_that_lives_while_another_one_stands_at_any_system_call_of_its_cleaning_is_not_harmed(
-    tmp_path: Path, stale: bool, goes_on: str
-) -> None:
-    """Where the other one stands with a lock that ours wants, ours waits, and the other one goes on."""
-    waited = 0
-    stop_at = 0
-    reached = True
-    while reached:
-        directory = tmp_path / str(stop_at)
-        leave(directory, stale)
-        standing, go_on = threading.Event(), threading.Event()
-        calls, reached = 0, False
-
-        def checkpoint(call: str) -> None:
-            nonlocal calls, reached
-            if threading.current_thread() is not other:  # noqa: B023
-                return
-            if calls == stop_at:  # noqa: B023
-                reached = True
-                standing.set()  # noqa: B023
-                assert go_on.wait(30)  # noqa: B023
-            calls += 1
-
-        def start(directory: Path = directory) -> None:
-            FileSink(directory, FORMAT).close()
-
-        def let_it_go_on() -> None:
-            go_on.set()  # noqa: B023
-            other.join(30)  # noqa: B023
-
-        def sleep(seconds: float) -> None:
-            nonlocal waited
-            waited += 1
-            let_it_go_on()
-
-        other = threading.Thread(target=start)
-        with pytest.MonkeyPatch.context() as patch:
-            trace_all(patch, checkpoint)
-            patch.setattr(time, "sleep", sleep)
-            other.start()
-            while not standing.wait(0.001) and other.is_alive():
-                pass
-            a_life(directory, let_it_go_on if goes_on.startswith("while") else lambda: None)
-            let_it_go_on()
-        # What it did not see when it read the names is for the next one.
-        FileSink(directory, FORMAT).close()
-        assert everything(directory) == []
-        stop_at += 1
-    assert stop_at > 30
-    assert bool(waited) == stale
-
-
-@pytest.mark.parametrize("round", range(3))
-def test_servers_that_start_and_clean_at_the_same_time_all_start(tmp_path: Path, round: int) -> None:
-    errors: list[BaseException] = []
-    begin = threading.Barrier(8)
-
-    def serve(number: int) -> None:
-        try:
-            begin.wait()
-            for turn in range(12):
-                with FileSink(tmp_path, FORMAT) as sink:
-                    commit(sink, tmp_path, f"{number}.safetensors")
-                    (tmp_path / f"{number}.safetensors").unlink()  # a consumer: what it leaves is a stale lock
-                dead_workspace(tmp_path, f"{number:04x}{turn:04x}")
-        except BaseException as error:  # noqa: BLE001 - the test raises it
-            errors.append(error)
-
-    threads = [threading.Thread(target=serve, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
-    FileSink(tmp_path, FORMAT).close()
-    assert everything(tmp_path) == []

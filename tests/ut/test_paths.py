@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
-from test_examine import rows_of, write
+from written_files import rows_of, write
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.config import HsxConfig

@@ -1,4 +1,4 @@
-"""What vLLM's planner makes of a hidden-state layer in the KV cache, and of ours, which is not in it (defects 15 and 18)."""
+"""vLLM's planner counts a hidden-state layer as KV cache; ours is not there (defects 15, 18)."""
 
 from __future__ import annotations
 

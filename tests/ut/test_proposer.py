@@ -1,4 +1,4 @@
-"""Contracts of the proposer against a mocked runner: what it asks of other ranks, in which order, and what it refuses."""
+"""The proposer against a mocked runner: its collectives, their order, and what it refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYER = "cache_only_layers.4"
 
 
 class Runner:
-    """As much of NPUModelRunner as the proposer calls; records the calls, answers as one of two DP ranks would be answered."""
+    """The part of NPUModelRunner that the proposer calls; records calls, answers as for DP=2."""
 
     def __init__(self, tp_size: int = 4, other_rank_tokens: int = 0) -> None:
         self.calls: list[tuple[str, int]] = []

@@ -27,7 +27,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_page_is_the_one_that_is_made(measured: str) -> None:
-    """All but the cost, which is that of a machine; figures to a fiftieth, for another processor sums in another order."""
+    """All but the cost, which depends on the machine; to 2 %, as processors sum in other orders."""
     *written, written_cost = tables(PAGE.read_text())
     *made, made_cost = tables(measured)
     assert len(written) == len(made) == 3

@@ -1,4 +1,4 @@
-"""The commands and options of the README, and of the pages on requests and operation, are those of the code and of CI."""
+"""Commands and options on the README and two of the pages are those of the code and of CI."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""An API request stores so much and no more, however many prompts and samples it has, and whatever it calls itself."""
+"""An API request stores at most its limit, whatever its prompts, samples and names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client says in kv_transfer_params, which can be anything: it is understood, or refused by value in the response."""
+"""Any value in kv_transfer_params is either understood or refused by name in the response."""
 
 from __future__ import annotations
 

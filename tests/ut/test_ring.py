@@ -1,4 +1,4 @@
-"""The pinned ring: it gives out every row it has, none twice, in runs of any length, and takes them back in any order."""
+"""The pinned ring hands out each row once, in runs of any length, and takes back in any order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_ring(rows: int) -> PinnedRing:
 
 
 class AllocatorLife(RuleBasedStateMachine):
-    """Runs are taken and given back, whole or in parts, in any order; a set of rows is the model."""
+    """Runs are taken and returned, whole or in parts, in any order; a set of rows is the model."""
 
     @initialize(num_rows=st.integers(1, 60))
     def start(self, num_rows: int) -> None:

@@ -175,10 +175,12 @@ def test_an_option_of_the_connector_is_checked_before_anything_is_started(model:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[]", "has a config.json that is not an object"),
-        ("{", "has a config.json that is not JSON"),
+        ("[]", "is not a JSON object"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON .it nests too deep"),
         ("{}", "has no num_hidden_layers"),
-        ('{"num_hidden_layers": "4"}', "has no num_hidden_layers"),
+        ('{"num_hidden_layers": "4"}', "has '4' for num_hidden_layers"),
+        ('{"text_config": 5}', "has no num_hidden_layers"),
         (None, "has no config.json"),
     ],
 )
@@ -187,7 +189,18 @@ def test_a_model_without_a_usable_config_is_refused(tmp_path: Path, content: str
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=words) as refused:
         read_model(str(tmp_path))
-    assert str(refused.value).startswith(f"MODEL='{tmp_path}' has ")
+    assert str(refused.value).startswith(f"MODEL='{tmp_path}' ")
+
+
+def test_a_fifo_for_a_config_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("architectures", [5, {}, [], [5], None])
+def test_a_config_with_odd_architectures_names_none(tmp_path: Path, architectures: object) -> None:
+    assert read_model(str(a_model(tmp_path / "m", {"num_hidden_layers": 4, "architectures": architectures}))) == Model(4, "")
 
 
 def test_a_directory_that_is_not_there_is_not_looked_for_elsewhere(tmp_path: Path) -> None:
@@ -312,7 +325,7 @@ def test_what_is_no_mode_is_echoed_as_it_was_typed(model: Path, text: str, capsy
 
 @pytest.mark.parametrize("found", [True, False])
 def test_it_becomes_the_vllm_that_stands_beside_its_python(model: Path, tmp_path: Path, found: bool) -> None:
-    """The process that a supervisor started is the server: signals and exit code are the server's."""
+    """The process that a supervisor started is the server: it takes signals and gives the code."""
     program = tmp_path / "vllm"
     if found:
         tells = "import os, sys\nprint(os.getpid(), *sys.argv[1:3], os.environ['VLLM_PLUGINS'])\nsys.exit(7)\n"

@@ -133,12 +133,13 @@ def libraries() -> ModuleType:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that lacks libibverbs: its commands, by which they are stood in for, are in bin/; the package is in site/mooncake."""
+    """A machine without libibverbs, with fake commands in bin/ and the package in site/mooncake."""
     package, own, commands = tmp_path / "site" / "mooncake", tmp_path / "site" / "mooncake_transfer_engine_non_cuda.libs", tmp_path / "bin"
     for folder in (package, own, commands):
         folder.mkdir(parents=True)
     put_command(commands, "ldd", f'[ -e {own}/libibverbs.so.1 ] && echo "all there" || echo "\tlibibverbs.so.1 => not found"')
-    # As apt: `update` fills its lists, a simulated installation names what it would install, `download` puts it into the working directory.
+    # As apt: `update` fills the lists, a simulated installation prints what it would install,
+    # `download` fetches it into the working directory.
     apt = f"""
 echo "$@" >> {tmp_path}/calls
 case "$*" in

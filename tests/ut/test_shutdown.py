@@ -1,4 +1,4 @@
-"""A closing worker writes computed rows within its time, and leaves the reason for each other file; nothing is left over."""
+"""A closing worker writes computed rows in its time, and fails every other file with a reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
-from test_scheduler import make_request, make_scheduler, schedule
+from scheduler_harness import make_request, make_scheduler, schedule
 from worker_harness import Engine, started
 
 from vllm_ascend_hsx.connector import worker as worker_module
@@ -49,7 +49,7 @@ def engine(tmp_path: Path, storage: threading.Event) -> Engine:
 
 
 def threads(engine: Engine) -> list[threading.Thread]:
-    """The threads of this test's worker; those of workers that other tests left are not its business."""
+    """Threads of this test's worker, without those that other tests' workers left."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("hsx-") and thread not in engine.threads_before]
 
 
@@ -71,7 +71,7 @@ def locks_that_are_held(engine: Engine) -> list[str]:
 
 
 def compute(engine: Engine, *spans: tuple[str, int, int]) -> None:
-    """Rows that the engine has computed and that are in no file yet. The ring holds 6 of them, the rest is in staging slots."""
+    """Computed rows that are in no file yet: 6 in the ring, the others in staging slots."""
     engine.step(started(engine.start("complete", 9), engine.start("half", 20)), [("complete", 0, 9), ("half", 0, 7)])
 
 
@@ -156,7 +156,7 @@ def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
 
 
 def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: Engine, storage: threading.Event) -> None:
-    """As KeyboardInterrupt does in an engine of the user's own process, and SystemExit in vllm-ascend's handler for static kernels."""
+    """KeyboardInterrupt in a user's process; SystemExit in vllm-ascend's static-kernel handler."""
 
     class Impatience(Exception):
         pass
@@ -248,7 +248,7 @@ def test_a_forked_child_leaves_its_parents_files_alone(tmp_path: Path) -> None:
     "change", [{}, {"sampling_params": SimpleNamespace(stop=["."]), "num_output_tokens": 3}], ids=["no stop string", "stop string"]
 )
 def test_workers_do_not_take_what_a_stopping_server_aborts_for_given_up_or_ended(change: dict[str, Any]) -> None:
-    """Else the file would be discarded, or, of a request with stop strings, published without the rest."""
+    """Otherwise the file would be discarded or, with stop strings, published incomplete."""
     scheduler = make_scheduler()
     cut, whole = make_request("cut", **change), make_request("whole")
     for request in (cut, whole):

@@ -1,4 +1,4 @@
-"""The bytes of the file: reserved header, known offsets, metadata that every safetensors reader accepts."""
+"""The bytes of a file: reserved header, known offsets, metadata that safetensors readers accept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How files are written: direct I/O, durability, checksum, room for the whole file."""
+"""How files are written: durably, past the page cache, with room for the whole file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import errno
 import fcntl
 import mmap
 import os
-import random
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,17 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from sink_harness import checksum_of, listing, trace
+from sink_harness import listing
+from tracing import Calls, trace
 
-from vllm_ascend_hsx.protocol.checksum import Checksums, Digest
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.format import PAGE, read_header
+from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.sinks import data_file, directory, system
+from vllm_ascend_hsx.sinks import directory, storage
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
@@ -32,7 +30,6 @@ from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 FORMAT = RowFormat(layer_ids=(1, 2), hidden_size=512, dtype="BF16", model="tiny")  # 2,048 bytes a row
-SMALL = RowFormat(layer_ids=(1,), hidden_size=4, dtype="BF16")
 
 
 def tokens(count: int) -> np.ndarray:
@@ -57,152 +54,37 @@ def stored(path: Path) -> np.ndarray:
     return load_file(path)["hidden_states"].flatten(1).view(torch.uint8).numpy()
 
 
-def metadata(path: Path) -> dict[str, str]:
-    with open(path, "rb") as file:
-        return read_header(file.fileno()).metadata
-
-
-# Checksum
-
-
-@settings(max_examples=depth(300), deadline=None)
-@given(
-    spans=st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)), max_size=8),
-    luck=st.randoms(use_true_random=False),
-    extra=st.integers(0, 2),
-)
-def test_the_checksum_is_that_of_the_bytes_in_the_file_whatever_the_order_of_writing(
-    tmp_path_factory: pytest.TempPathFactory, spans: list[tuple[int, int]], luck: random.Random, extra: int
-) -> None:
-    where = tmp_path_factory.mktemp("sum")
-    generator = np.random.default_rng(1)
-    written = {position for first, count in spans for position in range(first, first + count)}
-    rest = [(position, 1) for position in range(12 + extra) if position not in written]
-    writes = spans + rest
-    luck.shuffle(writes)
-    with FileSink(where, SMALL) as sink:
-        file = open_file(sink, where, 12)
-        for first, count in writes:
-            file.write(first, generator.integers(0, 255, (count, SMALL.row_bytes), dtype=np.uint8))
-        file.commit(tokens(12), 12)
-    said = metadata(file.path)
-    data = file.path.read_bytes()
-    assert said["checksum_algorithm"] == "crc32c"
-    assert said["checksum"] == checksum_of(data)
-
-
-def test_the_checksum_is_the_crc_32c_of_rfc_3720(tmp_path: Path) -> None:
-    # RFC 3720, B.4: 32 bytes of zeros, of ones, and counting up.
-    for data, expected in ((bytes(32), "8a9136aa"), (b"\xff" * 32, "62a8ab43"), (bytes(range(32)), "46dd794e")):
-        (tmp_path / "x").write_bytes(data)
-        with open(tmp_path / "x", "rb") as file:
-            digest = Digest()
-            digest.read(file.fileno(), 0, 32)
-            assert digest.hexdigest() == expected
-
-
-@pytest.mark.parametrize(
-    ("writes", "reads"),
-    [
-        ([(0, 4), (4, 8), (8, 12)], False),
-        ([(0, 4), (4, 12), (12, 13)], False),  # a row more than the request turns out to have
-        ([(0, 4), (0, 4), (4, 12)], False),  # preempted and computed again
-        ([(4, 12), (0, 4)], False),
-        ([(0, 4), (2, 12)], True),  # preempted, and cut elsewhere
-        ([(0, 4), (4, 13)], True),
-    ],
-    ids=["in order", "one row too many", "recomputed", "out of order", "recomputed in other pieces", "a row too many in the last piece"],
-)
-def test_only_what_is_left_of_a_piece_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: list[tuple[int, int]], reads: bool
-) -> None:
-    calls: list[str] = []
-    with FileSink(tmp_path, SMALL) as sink:
-        file = open_file(sink, tmp_path, 12)
-        for first, last in writes:
-            file.write(first, np.full((last - first, SMALL.row_bytes), first, np.uint8))
-        trace(monkeypatch, calls.append)
-        file.commit(tokens(12), 12)
-    assert ("pread" in calls) == reads
-
-
-def test_a_write_that_failed_half_way_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FileSink(tmp_path, SMALL) as sink:
-        file = open_file(sink, tmp_path, 2)
-        with monkeypatch.context() as patch:
-
-            def half(fd: int, data: memoryview, offset: int) -> None:
-                os.pwrite(fd, bytes(8), offset)
-                raise OSError(errno.EIO, "x")
-
-            patch.setattr(data_file, "write_at", half)
-            with pytest.raises(SinkError):
-                file.write(0, np.ones((2, SMALL.row_bytes), np.uint8))
-        file.write(0, np.ones((2, SMALL.row_bytes), np.uint8))
-        file.commit(tokens(2), 2)
-    assert metadata(file.path)["checksum"] == checksum_of(file.path.read_bytes())
-
-
-def test_without_a_checksum_the_file_names_none(tmp_path: Path) -> None:
-    with FileSink(tmp_path, SMALL, FileOptions(checksum="none")) as sink:
-        assert not sink.writes_side_by_side
-        file = open_file(sink, tmp_path)
-        file.commit(tokens(0), 0)
-    assert not [key for key in metadata(file.path) if key.startswith("checksum")]
-
-
-def test_a_file_that_ends_too_early_has_no_checksum(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(bytes(10))
-    checksum = Checksums(0)
-    with open(tmp_path / "x", "rb") as file, pytest.raises(OSError, match="ends at byte 10"):
-        checksum.finish(file.fileno(), 20, memoryview(b""))
-
-
 # Durability
 
 
 def test_a_durable_file_is_on_the_disk_before_it_has_its_name_and_its_name_before_the_lock_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[str] = []
+    calls = Calls()
     with FileSink(tmp_path, FORMAT, FileOptions(durability="fdatasync")) as sink:
         file = open_file(sink, tmp_path, 2)
         file.write(0, Aligned(FORMAT, 2).rows)
-        trace(monkeypatch, calls.append)
+        trace(monkeypatch, calls)
         file.commit(tokens(2), 2)
-        order = [call for call in calls if call in ("pwrite", "fdatasync", "rename", "fsync", "flock")]
+        order = [call for call in calls.made if call in ("pwrite", "fdatasync", "rename", "fsync", "flock")]
     assert order == ["pwrite", "pwrite", "fdatasync", "rename", "fsync", "flock"]
 
 
 def test_a_file_whose_name_may_be_lost_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def checkpoint(call: str) -> None:
-        if call == "fsync":
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with FileSink(tmp_path, FORMAT, FileOptions(durability="fdatasync")) as sink:
         file = open_file(sink, tmp_path, 2)
         file.write(0, Aligned(FORMAT, 2).rows)
-        trace(monkeypatch, checkpoint)
+        trace(monkeypatch, Calls(errno.EIO, "fsync"))
         with pytest.raises(SinkError, match="EIO"):
             file.commit(tokens(2), 2)
     assert listing(tmp_path) == ["a.safetensors.error", "a.safetensors.lock"]
-
-
-def test_without_durability_nothing_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    trace(monkeypatch, calls.append)
-    with FileSink(tmp_path, FORMAT) as sink:
-        file = open_file(sink, tmp_path, 2)
-        file.write(0, Aligned(FORMAT, 2).rows)
-        file.commit(tokens(2), 2)
-    assert not {"fsync", "fdatasync"} & set(calls)
 
 
 # Direct I/O
 
 
 def test_aligned_rows_bypass_the_page_cache_and_others_go_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows of two 2,048-byte pieces, where the filesystem wants 512: all are aligned but the ones in ordinary memory."""
+    """All rows are aligned to the 512 bytes of the filesystem but those in ordinary memory."""
     bypassed: list[bool] = []
     real = os.pwrite
 
@@ -232,7 +114,7 @@ def test_aligned_rows_bypass_the_page_cache_and_others_go_through_it(tmp_path: P
 def test_direct_and_buffered_writes_of_one_file_do_not_lose_each_others_bytes(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], again: list[int]
 ) -> None:
-    """Rows of half a page: two of them, one written past the page cache and one through it, share a page of the file."""
+    """Two rows of half a page share a page of the file: one written directly, one buffered."""
     where = tmp_path_factory.mktemp("mixed")
     expected = np.zeros((6, FORMAT.row_bytes), np.uint8)
     with FileSink(where, FORMAT, FileOptions(io="direct", durability="fdatasync")) as sink:
@@ -289,7 +171,7 @@ def test_a_filesystem_that_takes_no_direct_write_is_refused(tmp_path: Path, monk
 
 
 def test_direct_writes_are_tried_from_the_memory_that_the_rows_will_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver may map its pinned memory so that the disk cannot fetch it: EFAULT, and better at start than for each request."""
+    """A driver may map its pinned memory so that the disk cannot fetch it: EFAULT, at start."""
     memory, real = memoryview(mmap.mmap(-1, 4 * PAGE)), os.pwrite
 
     def pwrite(fd: int, data: memoryview, offset: int) -> int:
@@ -319,24 +201,14 @@ def test_the_first_rows_take_the_room_of_the_whole_file(tmp_path: Path, monkeypa
         file.discard()
 
 
-def test_a_disk_without_room_for_the_file_fails_the_request_with_its_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "is_in_memory", lambda fd: False)
-    with FileSink(tmp_path, FORMAT) as sink:
-        file = open_file(sink, tmp_path, 1 << 45)  # 64 PiB
-        with pytest.raises(SinkError, match=r"ENOSPC|EFBIG"):
-            file.write(0, Aligned(FORMAT, 1).rows)
-        file.fail("no room")
-    assert listing(tmp_path) == ["a.safetensors.error", "a.safetensors.lock"]
-
-
 def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(fd: int, mode: int, offset: int, length: int) -> int:
-        system.ctypes.set_errno(errno.EOPNOTSUPP)
+        storage.ctypes.set_errno(errno.EOPNOTSUPP)
         return -1
 
-    monkeypatch.setattr(system._libc, "fallocate", refuse)
+    monkeypatch.setattr(storage._libc, "fallocate", refuse)
     with open(tmp_path / "x", "wb") as file:
-        system.reserve(file.fileno(), 1 << 30)
+        storage.reserve(file.fileno(), 1 << 30)
     status = os.stat(tmp_path / "x")
     assert (status.st_size, status.st_blocks) == (1 << 30, 0)
 
@@ -344,19 +216,19 @@ def test_where_room_cannot_be_promised_the_file_has_its_size_and_no_zeros(tmp_pa
 def test_a_filesystem_in_memory_is_known_and_takes_no_room_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as in_memory:
         assert not check_directory(Path(in_memory)).reserves
-        calls: list[str] = []
-        trace(monkeypatch, calls.append)
+        calls = Calls()
+        trace(monkeypatch, calls)
         with FileSink(Path(in_memory), FORMAT) as sink:
             file = open_file(sink, Path(in_memory), 2)
             file.write(0, Aligned(FORMAT, 2).rows)
             file.commit(tokens(2), 2)
         assert np.array_equal(stored(file.path), Aligned(FORMAT, 2).rows)
-    assert "pwrite" in calls
-    assert "reserve" not in calls
+    assert "pwrite" in calls.made
+    assert "reserve" not in calls.made
 
 
 @pytest.mark.parametrize("extra", [0, 3])
-def test_what_stands_behind_the_last_row_is_cut_off(tmp_path: Path, extra: int) -> None:
+def test_what_follows_the_last_row_is_cut_off(tmp_path: Path, extra: int) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
         file = open_file(sink, tmp_path, 2)
         file.write(0, Aligned(FORMAT, 2 + extra).rows)

@@ -1,47 +1,31 @@
-"""Storage that is slow, hangs, or gives errors: no step waits for ever, requests fail alone, and everything comes back with the storage."""
+"""Slow, hanging or failing storage: no step waits for ever, and requests fail alone."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from worker_harness import Engine, ended, started
+from sink_harness import reason_of as reason
+from worker_harness import Engine, ended, failures, started
 
 from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector import worker as worker_module
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, RequestStart, WorkerReport
-from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
-from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestStart
+from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.sinks.destination import InDirectory
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 PATIENCE = 0.3
 SILENT = f"the storage did not answer for {PATIENCE:g} s"
 NOTHING = HsxConnectorMetadata()
-
-
-@pytest.fixture
-def make_engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    made: list[Engine] = []
-
-    def make(**options: Any) -> Engine:
-        made.append(Engine(tmp_path / "out", **options))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.worker.close()
 
 
 @pytest.fixture
@@ -52,7 +36,7 @@ def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 @pytest.fixture
 def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """The same for an opened lock alone."""
+    """As `storage`, for locks alone."""
     yield from waiting(monkeypatch, (HeldLock, "acquire"))
 
 
@@ -72,24 +56,14 @@ def waiting(monkeypatch: pytest.MonkeyPatch, *calls: tuple[type, str]) -> Iterat
 
 
 def silence(engine: Engine, storage: threading.Event) -> None:
-    """Patience is short only while the storage is silent: what it does otherwise may take long on a slow disk."""
+    """Shorten the patience only while the storage is silent: a slow disk may need more."""
     storage.clear()
-    engine.worker._watch.patience = PATIENCE
+    engine.worker._watch.storage_timeout = PATIENCE
 
 
 def answer(engine: Engine, storage: threading.Event) -> None:
-    engine.worker._watch.patience = 30.0
+    engine.worker._watch.storage_timeout = 30.0
     storage.set()
-
-
-def reason(path: Path) -> str:
-    return json.loads(Path(f"{path}.error").read_text())["reason"]
-
-
-def kinds(engine: Engine) -> dict[str, int]:
-    stats = engine.worker.take_stats()
-    assert stats is not None
-    return dict(stats.failures)
 
 
 def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their_own_step(
@@ -109,8 +83,8 @@ def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their
     assert engine.outcomes == {"a": SILENT, "b": SILENT, "c": None}
     engine.assert_file_is_right("c", 5)
     assert (reason(engine.path("a")), reason(engine.path("b"))) == (SILENT, SILENT)
-    assert kinds(engine) == {"silent_storage": 2}
-    assert engine.worker._backlog == 0
+    assert failures(engine) == {"silent_storage": 2}
+    assert engine.worker._progress.backlog == 0
 
 
 def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_those_whose_rows_wait(
@@ -147,7 +121,7 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     assert [reason(engine.path(name)) for name in "abc"] == [SILENT] * 3
     assert engine.visible() == {f"{name}.safetensors" for name in ("before", "d")} | {f"{name}.safetensors.error" for name in "abc"}
     assert engine.ring.free_rows == engine.ring.num_rows
-    assert engine.worker._backlog == 0
+    assert engine.worker._progress.backlog == 0
 
 
 def fill_ring(engine: Engine, storage: threading.Event) -> None:
@@ -185,10 +159,10 @@ def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_stil
     refused = [f"c{index}" for index in range(9)]
     for name in refused:
         engine.step(started(engine.start(name, 3)), [])
-    assert engine.worker._reasons.waiting in (2, 3), "one may have been taken from those that wait"
+    assert engine.worker._reasons.pending == 3
     assert caplog.text.count(SILENT) >= 9
     dropped = caplog.text.count(".safetensors.error will not be there: 3 others wait")
-    assert dropped in (5, 6), "the writer may take the first reason at any step"
+    assert dropped == 6
     answer(engine, storage)
     engine.close()
     left = [name for name in refused if Path(f"{engine.path(name)}.error").exists()]
@@ -214,13 +188,13 @@ def test_a_reason_does_not_take_the_place_of_what_a_client_has_chosen_or_already
 def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
     make_engine: Callable[..., Engine], locks: threading.Event
 ) -> None:
-    """Both writers have come to rows of files that are not open yet. When these have failed the writers serve others."""
+    """Both writers wait for files that are not open; when these have failed they serve others."""
     engine = make_engine(ring_rows=24)
     engine.step(started(engine.start("long", 9)), [("long", 0, 3)])
     silence(engine, locks)
     engine.step(started(engine.start("a", 3), engine.start("b", 4), engine.start("c", 4)), [("a", 0, 3), ("b", 0, 4), ("c", 0, 4)])
     assert engine.outcomes == {"a": SILENT, "b": SILENT, "c": SILENT}
-    engine.worker._watch.patience = 30.0
+    engine.worker._watch.storage_timeout = 30.0
     engine.step(NOTHING, [("long", 3, 6)])
     engine.wait_until_decided("long")
     answer(engine, locks)
@@ -229,9 +203,7 @@ def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
     assert [reason(engine.path(name)) for name in "abc"] == [SILENT] * 3
 
 
-def test_small_steps_fill_the_whole_ring_before_one_has_to_wait(
-    make_engine: Callable[..., Engine], storage: threading.Event
-) -> None:
+def test_small_steps_fill_the_whole_ring_before_one_has_to_wait(make_engine: Callable[..., Engine], storage: threading.Event) -> None:
     engine = make_engine(ring_rows=24)
     engine.step(started(engine.start("a", 26)), [])
     silence(engine, storage)
@@ -282,7 +254,7 @@ def test_where_nobody_waits_rows_that_have_no_room_fail_and_no_step_is_held_up(
     engine.assert_file_is_right("c", 9)
     assert (reason(engine.path("a")), reason(engine.path("b"))) == (TOO_SLOW, TOO_SLOW)
     assert engine.ring.free_rows == engine.ring.num_rows
-    assert engine.worker._backlog == 0
+    assert engine.worker._progress.backlog == 0
 
 
 def test_where_nobody_waits_a_file_that_does_not_open_in_time_fails_alone(
@@ -336,167 +308,25 @@ def test_the_log_says_while_a_step_waits_where_rows_go_and_what_to_do(
 
 
 def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, backlog = 100.0, 0
+    now = 0.0
     monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
-    steps, stats = StepRate(), StatsRecorder(0, lambda: 0.0, lambda: backlog)
-    waits, fails = (
-        StorageWatch(30.0, option, "/data", lambda: backlog, stats, WriteRate(1), steps) for option in ("wait", "fail")
-    )
-    for watch in (waits, fails):
-        watch.answered()
-    now = 500.0
-    assert waits.silent_for() == 0.0, "nobody has asked it for anything"
-    backlog, now = 10, 100.75
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    waits, fails = (StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail"))
+    now = 100.0
+    assert progress.silent_for() == 0.0, "nobody has asked it for anything"
+    progress.staged(1)
+    now = 100.5
+    progress.staged(1)
+    now = 100.75
+    assert progress.silent_for() == 0.75, "more work is no answer"
     assert [watch.is_quiet for watch in (waits, fails)] == [False, False]
     now = 101.0
     assert [(watch.is_quiet, watch.is_stuck) for watch in (waits, fails)] == [(True, False), (True, False)]
     now = 102.0
     assert [watch.is_stuck for watch in (waits, fails)] == [False, True]
     assert fails.failure == ("the storage did not answer for 2 s", "silent_storage")
-    waits.answered()
+    progress.left_memory(1)
     now = 131.75
     assert not waits.is_stuck
     now = 132.0
     assert waits.is_stuck
-
-
-def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_step(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    original, opened_by = engine.sink.open, []
-
-    def open_file(request_id: str, path: Path, expected_tokens: int, **options: bool) -> object:
-        opened_by.append((request_id, threading.current_thread().name, expected_tokens))
-        return original(request_id, path, expected_tokens, **options)
-
-    monkeypatch.setattr(engine.sink, "open", open_file)
-    engine.step(started(*(engine.start(f"r{index}", 4) for index in range(5))), [])
-    assert opened_by == [(f"r{index}", "hsx-opener", 4) for index in range(5)]
-    assert sorted(path.name for path in engine.directory.iterdir() if path.suffix == ".lock") == [
-        f"r{index}.safetensors.lock" for index in range(5)
-    ]
-
-
-def test_a_rank_whose_storage_is_silent_refuses_instead_of_holding_requests_back() -> None:
-    class Request:
-        request_id, kv_transfer_params, pooling_params, prompt_token_ids, resumable = "a", None, None, [1, 2], False
-        priority, arrival_time = 0, 0.0
-
-    request = Request()
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), row_bytes=8, num_ranks=1, ring_bytes=100)
-    scheduler.on_new_request(request)
-    scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=200)}))
-    assert scheduler.must_wait(request)
-    scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=200, stuck=True)}))
-    assert not scheduler.must_wait(request)
-    scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=[]))
-    scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=200)}))
-    assert scheduler.must_wait(request)
-
-
-def test_a_request_that_has_failed_has_no_more_rows_staged(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-
-    def refuse(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    engine.step(started(engine.start("a", 40)), [("a", 0, 4)])
-    monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.write_at", refuse)
-    engine.step(NOTHING, [("a", 4, 4)])
-    engine.wait_until_decided("a")
-    engine.step(NOTHING, [])
-    assert engine.staging.wanted == {}
-    assert "ENOSPC" in str(engine.outcomes["a"])
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_fails_its_file_and_is_named(make_engine: Callable[..., Engine], value: float) -> None:
-    engine = make_engine(check_finite=True)
-    engine.values["a", 5] = value
-    engine.step(started(engine.start("a", 9), engine.start("b", 7)), [("a", 0, 9), ("b", 0, 7)])
-    engine.close()
-    assert engine.outcomes == {"a": "the row of token position 5 is not finite in layer 0 of the 2 that are stored", "b": None}
-    assert kinds(engine) == {"not_finite": 1}
-    assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
-
-
-def test_without_the_check_a_row_that_is_not_finite_is_stored(make_engine: Callable[..., Engine]) -> None:
-    engine = make_engine()
-    engine.values["a", 0] = float("nan")
-    engine.step(started(engine.start("a", 1)), [("a", 0, 1)])
-    engine.close()
-    assert engine.outcomes == {"a": None}
-
-
-class Gate:
-    """Holds the writes of one position until it is opened."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, request_id: str, first: int) -> None:
-        self.reached, self.open = threading.Event(), threading.Event()
-        write = RequestFile.write
-
-        def wait_then_write(file: RequestFile, position: int, rows: Any) -> None:
-            if (file.request_id, position) == (request_id, first) and not self.reached.is_set():
-                self.reached.set()
-                assert self.open.wait(30)
-            write(file, position, rows)
-
-        monkeypatch.setattr(RequestFile, "write", wait_then_write)
-
-
-@pytest.mark.parametrize(("side_by_side", "missing"), [(True, [(0, 3)]), (False, [(0, 6)])], ids=["direct", "page cache"])
-def test_a_write_that_takes_long_holds_up_no_other_file_and_of_its_own_only_what_goes_through_the_page_cache(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, side_by_side: bool, missing: list[tuple[int, int]]
-) -> None:
-    gate = Gate(monkeypatch, "long", 0)
-    engine = make_engine(ring_rows=24, side_by_side=side_by_side)  # chunks of three rows
-    engine.step(started(engine.start("long", 6)), [("long", 0, 3)])
-    assert gate.reached.wait(30)
-    engine.step(started(engine.start("short", 4)), [("long", 3, 3), ("short", 0, 4)])
-    engine.wait_until_decided("short")
-    (extraction,) = engine.worker._under_way
-    assert extraction._written.missing(6) == missing
-    gate.open.set()
-    engine.close()
-    assert engine.outcomes == {"long": None, "short": None}
-    engine.assert_file_is_right("long", 6)
-    engine.assert_file_is_right("short", 4)
-
-
-def test_rows_that_are_computed_again_are_written_behind_their_first_version(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = Gate(monkeypatch, "a", 2)
-    engine = make_engine(ring_rows=24, side_by_side=True)  # chunks of three rows
-    engine.values = {("a", position): -1.0 for position in range(5)}
-    engine.step(started(engine.start("a", 8)), [("a", 0, 2)])
-    engine.step(NOTHING, [("a", 2, 3)])
-    assert gate.reached.wait(30)
-    engine.values = {}
-    engine.step(NOTHING, [("a", 0, 3)])  # preempted: it starts again, and its first part is cut elsewhere
-    engine.step(NOTHING, [("a", 3, 3)])
-    engine.step(started(engine.start("b", 2)), [("b", 0, 2)])
-    engine.wait_until_decided("b")  # the other writer has come by
-    (extraction,) = engine.worker._under_way
-    assert extraction._written.missing(8) == [(2, 8)]
-    gate.open.set()
-    engine.step(NOTHING, [("a", 6, 2)])
-    engine.close()
-    assert engine.outcomes == {"a": None, "b": None}
-    engine.assert_file_is_right("a", 8)
-
-
-def test_the_end_of_a_request_comes_behind_its_rows(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch, "a", 0)
-    engine = make_engine(ring_rows=24, side_by_side=True)  # chunks of three rows
-    engine.step(started(engine.start("a", 3, include_output=True), engine.start("b", 1)), [("a", 0, 3)])
-    assert gate.reached.wait(30)
-    engine.step(NOTHING, [("a", 3, 1)])
-    engine.step(ended("a", output=range(3, 4)), [("b", 0, 1)])
-    engine.wait_until_decided("b")
-    assert "a" not in engine._known_outcomes()
-    gate.open.set()
-    engine.close()
-    assert engine.outcomes == {"a": None, "b": None}
-    engine.assert_file_is_right("a", 4)

@@ -1,4 +1,4 @@
-"""Very many small requests through a worker, with aborts and faults of the storage among them: each has its outcome, and nothing grows.
+"""Very many small requests, with aborts and faults: each has its outcome, and nothing grows.
 
 `--soak N` sends N of them.
 """
@@ -27,7 +27,8 @@ import pytest
 import torch
 import torch_npu  # noqa: F401 - brings torch.npu
 from depth import depth
-from sink_harness import checksum_of, open_fds, trace
+from sink_harness import checksum_of, open_fds
+from tracing import trace
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
@@ -48,11 +49,11 @@ CHUNK = 8  # rows of a request in one step
 MAX_TOKENS = RUNNING * CHUNK
 FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=4, dtype="F32", model="tiny")
 DEVICE = torch.device("npu:0")
-CHECKED = 20  # of so many files one is read
+CHECKED = 20  # of this many files one is read
 GROWTH = 4 << 20  # bytes of the process, in the last third
 
-# How a request ends, with how often: "complete"; "output": with generated tokens; "aborted" in the middle of its prompt; or a system call
-# that fails for it once, in which of the file's methods, and why.
+# How a request ends, with its weight: "complete"; "output", with generated tokens; "aborted" in the
+# middle of its prompt; or the failure of a system call, once, in a method of its file.
 KINDS = {
     "complete": 140,
     "output": 16,
@@ -93,7 +94,7 @@ class _Armed(threading.local):
 
 @contextmanager
 def faults() -> Iterator[None]:
-    """A request whose kind names a fault has it, once, in the file's method and the system call that are named."""
+    """Have each request whose kind names a fault meet it, once, in that method and system call."""
     armed = _Armed()
 
     def checkpoint(call: str) -> None:
@@ -122,7 +123,7 @@ def faults() -> Iterator[None]:
 
 
 class Soak:
-    """A worker, an engine that sends it requests in batches, and a consumer that takes every file away."""
+    """A worker, an engine that sends it batches of requests, and a consumer of every file."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -151,7 +152,7 @@ class Soak:
         self.expected: Counter[str] = Counter()
 
     def serve(self, requests: int) -> None:
-        """Send so many, and wait until each has been decided and its file was taken away."""
+        """Send requests, and wait until each is decided and its file consumed."""
         last = self._serial + requests
         while self._serial < last or self._running or self._undecided or self._ended:
             starts = []
@@ -202,7 +203,7 @@ class Soak:
             self.stats = self.stats.aggregate(stats)
 
     def _consume(self, job: Job, error: str | None) -> None:
-        """What a consumer does; AssertionError if the outcome is not the one that the request must have."""
+        """Consume a file. Raises AssertionError: the request has another outcome than it must."""
         path = self._path(job)
         if job.kind in FAULTS:
             name = job.kind.split()[-1]
@@ -232,17 +233,17 @@ class Soak:
 
     def holdings(self) -> dict[str, Any]:
         """What the worker holds when nothing is under way; the same at any time."""
-        self._worker.drain_copies()  # its threads may be behind the last file's end
-        self._worker._writers.drain()
+        self._worker.drain_copies()  # its threads may not have seen the end of the last file yet
+        self._worker._writers.wait()
         gc.collect()
-        worker = vars(self._worker)
+        worker = vars(self._worker) | vars(self._worker._progress)
         sizes = {name: len(value) for name, value in worker.items() if isinstance(value, dict | set | list | deque)}
         return {
             "threads": sorted(thread.name for thread in threading.enumerate()),
             "fds": Counter(target for _, target in open_fds()),
             "locks": sum(f" {os.getpid()} " in line for line in Path("/proc/locks").read_text().splitlines()),
             "sizes": {**sizes, "files": len(self._sink._files), "wanted": len(self._staging.wanted)},
-            "backlog": self._worker._backlog,
+            "backlog": self._worker._progress.backlog,
             "free_rows": self._ring.free_rows,
             "names": sorted(os.listdir(self._directory)),
         }
@@ -281,7 +282,7 @@ def resident() -> int:
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """In memory, where there is such a filesystem: a disk has more to do with very many files than we."""
+    """Yield a directory in memory where there is one: a disk takes longer for very many files."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path / "storage"

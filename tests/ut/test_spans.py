@@ -1,4 +1,4 @@
-"""Spans: which rows of a batch belong to whom, and that cutting and merging loses and swaps none."""
+"""Spans assign each row of a batch to its request; splitting and merging lose and swap none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backend `hsx` of speculators: the server it starts is ours, and its reader waits, says why, and leaves nothing behind."""
+"""The backend `hsx` of speculators starts our server; its reader waits, explains, cleans up."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_wrong_option_is_refused_before_the_server_starts(options: str, compla
 
 
 def test_the_options_of_training_are_of_kinds_that_speculators_copies() -> None:
-    """type, choices and help; another kind of option would change its meaning (train/config/resolution.py:248)."""
+    """Only type, choices and help; others change the meaning (train/config/resolution.py:248)."""
     parser = argparse.ArgumentParser(add_help=False)
     HsxBackend.add_train_args(parser)
     for action in parser._actions:
@@ -187,7 +187,7 @@ def test_the_command_without_words_shows_its_use(capsys: pytest.CaptureFixture[s
 
 
 def test_what_speculators_asks_for_is_there_but_for_what_it_does_not_import() -> None:
-    """It is installed without its requirements, of which torchvision and torchaudio would bring gigabytes."""
+    """Installed without its requirements: torchvision and torchaudio would bring gigabytes."""
     missing = {
         each.name
         for package in ("speculators", "hs-connectors", "datasets", "pandas", "multiprocess")

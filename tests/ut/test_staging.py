@@ -1,10 +1,9 @@
-"""Staging on an emulated NPU in late mode: whatever the steps are, the writers read the rows that were computed."""
+"""Staging on an emulated NPU in late mode: writers read the computed rows, whatever the steps."""
 
 from __future__ import annotations
 
 import gc
 import queue
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -15,72 +14,12 @@ import torch
 import torch_npu  # noqa: F401 - brings torch.npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from staging_harness import DEVICE, DTYPE, HIDDEN, LAYER_ORDER, LAYERS, MAX_TOKENS, Pipeline, expected_row, run_steps, steps, target_output
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_ascend_hsx.drafter.ring import PinnedRing, Run
+from vllm_ascend_hsx.drafter.ring import Run
 from vllm_ascend_hsx.drafter.spans import Span
-from vllm_ascend_hsx.drafter.staging import Copier, HostChunk, StagingCache, StagingSlot
-
-LAYERS, HIDDEN, MAX_TOKENS = 3, 8, 24
-LAYER_ORDER = (2, 0, 1)
-DEVICE = torch.device("npu:0")
-DTYPE = torch.bfloat16
-
-
-class Pipeline:
-    """Staging, ring, copier and one writer thread, which waits at a gate so that a test decides when rows are read."""
-
-    def __init__(self, *, slots: int = 2, ring_rows: int = 10) -> None:
-        self.staging = StagingCache(
-            num_slots=slots,
-            max_tokens=MAX_TOKENS,
-            num_layers=LAYERS,
-            hidden_size=HIDDEN,
-            dtype=DTYPE,
-            device=DEVICE,
-            layer_order=LAYER_ORDER,
-        )
-        self.ring = PinnedRing(ring_rows * LAYERS * HIDDEN * DTYPE.itemsize, (LAYERS, HIDDEN), DTYPE)
-        self.chunks: queue.SimpleQueue[HostChunk | None] = queue.SimpleQueue()
-        self.errors: list[Exception] = []
-        self.read: dict[tuple[str, int], torch.Tensor] = {}
-        self.gate = threading.Event()
-        self.gate.set()
-        self.copier = Copier(self.ring, DEVICE, self.chunks.put, lambda spans, lost_rows, error: self.errors.append(error))
-        self.writer = threading.Thread(target=self._write, daemon=True)
-        self.writer.start()
-
-    def _write(self) -> None:
-        while (chunk := self.chunks.get()) is not None:
-            self.gate.wait()
-            for span in chunk.spans:
-                try:
-                    chunk.wait()
-                    rows = torch.frombuffer(bytearray(chunk.read(span)), dtype=DTYPE).view(span.num_rows, LAYERS, HIDDEN)
-                    for offset, row in enumerate(rows):
-                        self.read[span.request_id, span.first + offset] = row
-                except Exception as error:  # noqa: BLE001 - the test looks at it
-                    self.errors.append(error)
-                finally:
-                    chunk.release([span])
-
-    def step(self, rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
-        """What proposer and connector do in a step; the target's output is overwritten afterwards, as a graph's replay does."""
-        on_device = [layer.to(DEVICE) for layer in rows]
-        self.staging.write(on_device, spans)
-        slot = self.staging.take()
-        assert slot is not None
-        self.copier.submit(slot)
-        for layer in on_device:
-            layer.fill_(-1.0)
-
-    def close(self) -> None:
-        self.gate.set()
-        self.copier.close()
-        self.chunks.put(None)
-        self.writer.join()
-        if self.errors:
-            raise self.errors[0]
+from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
 
 
 @pytest.fixture
@@ -95,45 +34,6 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
     for each in made:
         if each.writer.is_alive():
             each.close()
-
-
-def target_output(num_tokens: int, seed: int) -> list[torch.Tensor]:
-    """One [tokens, hidden] per collected layer, no two rows alike."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(num_tokens, HIDDEN, generator=generator).to(DTYPE) for _ in range(LAYERS)]
-
-
-def expected_row(rows: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-    return torch.stack([rows[source][index] for source in LAYER_ORDER])
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> list[list[Span]]:
-    """Batches of several requests, of which some rows are wanted."""
-    found, positions = [], dict.fromkeys("abcd", 0)
-    for _ in range(draw(st.integers(1, 7))):
-        spans, row = [], 0
-        for request_id in draw(st.permutations("abcd")):
-            num_rows = draw(st.integers(1, 6))
-            if draw(st.booleans()):
-                spans.append(Span(request_id, positions[request_id], num_rows, row))
-                positions[request_id] += num_rows
-            row += num_rows
-        if spans:
-            found.append(spans)
-    return found
-
-
-def run_steps(pipeline: Pipeline, batches: Sequence[Sequence[Span]]) -> dict[tuple[str, int], torch.Tensor]:
-    expected = {}
-    for seed, spans in enumerate(batches):
-        rows = target_output(MAX_TOKENS, seed)
-        pipeline.step(rows, spans)
-        for span in spans:
-            for offset in range(span.num_rows):
-                expected[span.request_id, span.first + offset] = expected_row(rows, span.row + offset)
-    pipeline.close()
-    return expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -221,7 +121,8 @@ def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
 ) -> None:
     sabotaged = pipeline(slots=1, ring_rows=16)
     sabotage(sabotaged)
-    # The writer is held back until the copier waits for memory and the main thread for the copier, or all steps are done.
+    # Hold the writer until the copier waits for memory and the main thread for the copier, or all
+    # steps are done.
     sabotaged.gate.clear()
 
     def wait(slot: StagingSlot, spans: Sequence[Span]) -> bool:
@@ -241,7 +142,7 @@ def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
 
 
 class Copied(TorchDispatchMode):
-    """Counts the bytes that operators write on the device, and names the operators that are not views."""
+    """Count the bytes that operators write on the device, and name operators that are not views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +157,7 @@ class Copied(TorchDispatchMode):
 
 
 def test_each_row_is_written_once_and_no_other_device_memory_is_used() -> None:
-    """Three passes over a row's bytes on the device: read and written here, read by the copy to the host."""
+    """Three passes over a row's bytes: read and written here, read by the copy to the host."""
     staging = StagingCache(
         num_slots=1, max_tokens=MAX_TOKENS, num_layers=LAYERS, hidden_size=HIDDEN, dtype=DTYPE, device=DEVICE, layer_order=LAYER_ORDER
     )
@@ -285,7 +186,7 @@ def test_closing_waits_until_no_copy_reads_a_slot() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipeline = Pipeline(ring_rows=40)
-        # Nobody reads the chunks, as when their requests have failed: no reader has waited for the copies.
+        # As when requests have failed, nobody reads the chunks, so nobody waits for the copies.
         pipeline.copier._deliver = lambda chunk: None
         run_steps(pipeline, FULL[:1])
         shape = pipeline.staging.rows.shape
@@ -378,7 +279,7 @@ def test_copies_that_fail_give_their_memory_back() -> None:
 
 @pytest.mark.parametrize("drained", [True, False])
 def test_a_slot_can_be_taken_away_once_copies_are_drained_and_not_before(pipeline: Callable[..., Pipeline], drained: bool) -> None:
-    """As a worker does that is put to sleep: the host takes the memory away, without an order on the device."""
+    """Like a worker put to sleep: the host frees the memory without an order on the device."""
     held = pipeline(ring_rows=64)
     held.gate.clear()  # no writer waits for a copy
     rows = target_output(6, seed=1)

@@ -83,7 +83,7 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
         ({"io": "mmap"}, r"io='mmap' cannot be used"),
         ({"durability": True}, r"durability=True cannot be used"),
         ({"checksum": "md5"}, r"checksum='md5' cannot be used"),
-        ({"storage_patience_s": 0}, r"storage_patience_s=0 cannot be used"),
+        ({"storage_timeout_s": 0}, r"storage_timeout_s=0 cannot be used"),
         ({"drain_timeout_s": -1}, r"drain_timeout_s=-1 cannot be used"),
         ({"num_writers": 3}, r"num_writers=3 is not an option\. Did you mean 'num_writer_threads'"),
     ],
@@ -107,6 +107,21 @@ def test_rows_that_direct_io_cannot_align_are_refused(tmp_path: Path, monkeypatc
     message = r"io='direct' needs rows of a multiple of 512 bytes .* make rows of 384 bytes\. Use \"buffered\""
     with pytest.raises(UserError, match=message):
         read_settings(serve(tmp_path, io="direct"))
+
+
+def test_direct_io_has_no_effect_on_shards_and_the_server_warns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows that direct I/O could not align are accepted, and writers do not wait for the disk."""
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.directory._SECTORS", (512,))
+    for _ in range(3):  # proposer, drafter, connector
+        settings = read_settings(serve(tmp_path, io="direct", sink="shard"))
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "kv_connector_extra_config.io='direct' has no effect with sink='shard'" in warning.getMessage()
+    assert not settings.destination.waits
+    caplog.clear()
+    read_settings(serve(tmp_path, io="buffered", sink="shard"))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("dtype", "row_bytes"), [(torch.bfloat16, 384), (torch.float16, 384), (torch.float32, 768)])

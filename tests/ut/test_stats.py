@@ -1,4 +1,4 @@
-"""What is recorded is what arrives: nothing lost between threads, ranks and steps, and no more bytes for more traffic."""
+"""What is recorded arrives across threads, ranks and steps, and its size does not grow."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def intervals(draw: st.DrawFn) -> list[HsxStats]:
         found.append(recorder.take() or HsxStats())
     clock = iter(draw(st.lists(st.integers(0, 1000), min_size=2, max_size=2).map(sorted)))
     back_pressure = SchedulerRecorder(clock=lambda: float(next(clock)))
-    back_pressure.held("request")
+    back_pressure.held(1)
     return [*found, back_pressure.take() or HsxStats()]
 
 
@@ -178,7 +178,7 @@ def test_stats_travel_through_pickle_and_msgpack() -> None:
     assert stats is not None
     assert pickle.loads(pickle.dumps(stats)) == stats
     assert HsxStats(data=msgspec.msgpack.decode(msgspec.msgpack.encode(stats.data))) == stats
-    # In MultiConnector the object itself goes through msgpack, and its data must come out under this name.
+    # In MultiConnector the object itself passes msgpack and must keep its data under this name.
     assert msgspec.msgpack.decode(msgspec.msgpack.encode({"ours": stats})) == {"ours": {"data": stats.data}}
 
 
@@ -235,7 +235,7 @@ def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], shar
         recorder.published(0, value)
     stats = recorder.take()
     assert stats is not None
-    # The smallest value that at least `share` of the values do not exceed, in whole nanoseconds, as they are recorded.
+    # The smallest value that at least `share` of the values do not exceed, recorded in whole ns.
     ordered = sorted(int(value * 1e9) / 1e9 for value in values)
     true = next(value for index, value in enumerate(ordered, start=1) if index >= share * len(ordered))
     bucket = bisect_left(BUCKETS, true)
@@ -265,23 +265,23 @@ def test_back_pressure_counts_the_time_with_at_least_one_request_held() -> None:
         stats = recorder.take()
         return stats and (stats.counter("backpressure_ns") / 1e9, stats.gauge("requests_held")["scheduler"])
 
-    recorder.let_go("never held")
+    recorder.held(0)
     assert taken() is None
-    recorder.held("a")
-    now = 2.0
-    recorder.held("a")  # asked again, as in every step
-    recorder.held("b")
-    assert taken() == (2.0, 2)
+    now = 1.0
+    recorder.held(1)
     now = 3.0
-    recorder.let_go("a")
-    now = 4.5
-    recorder.let_go("b")
+    recorder.held(2)
+    assert taken() == (2.0, 2)
+    now = 4.0
+    recorder.held(1)
+    now = 5.5
+    recorder.held(0)
     now = 100.0  # nobody waits
     assert taken() == (2.5, 0)
     assert taken() is None
-    recorder.held("c")
+    recorder.held(1)
     now = 100.25
-    recorder.let_go("c")
+    recorder.held(0)
     assert taken() == (0.25, 0)
 
 

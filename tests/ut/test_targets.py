@@ -15,7 +15,7 @@ from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
 from vllm_ascend_hsx.protocol.errors import UserError
 
 OURS = {"Qwen3NextForCausalLM"}
-# Tables of vLLM's registry in which the targets stand; the others have drafts and models that generate nothing.
+# Tables of vLLM's registry that list targets; the others have drafts and non-generating models.
 TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 
 

@@ -1,4 +1,4 @@
-"""Worker side on an emulated NPU in late mode, with real files: each request is decided once, and a fault stays its own."""
+"""The worker side on an emulated NPU in late mode, with real files: faults stay with a request."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_rows_of_generated_tokens_are_published_at_the_end_and_none_behind_it(en
     for position in range(5, 9):
         engine.step(HsxConnectorMetadata(), [("a", position, 1)])
     assert engine.outcomes == {}
-    # With asynchronous scheduling the step behind the last token was under way: position 8 has a row that nobody wants.
+    # With asynchronous scheduling one more step was under way: position 8 has an unwanted row.
     engine.step(ended("a", output=range(5, 8)), [])
     engine.close()
     assert engine.outcomes == {"a": None}
@@ -150,7 +150,7 @@ def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: E
     assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
     engine.assert_file_is_right("b", 7)
     assert engine.ring.free_rows == 6
-    assert engine.worker._backlog == 0
+    assert engine.worker._progress.backlog == 0
 
 
 def test_a_copy_that_fails_fails_the_requests_of_its_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_a_copy_that_fails_fails_the_requests_of_its_step(engine: Engine, monkey
     engine.step(started(engine.start("b", 3)), [("b", 0, 3)])
     engine.close()
     assert engine.outcomes == {"a": "copy from the device failed: device lost", "b": None}
-    assert engine.worker._backlog == 0
+    assert engine.worker._progress.backlog == 0
 
 
 def test_what_is_incomplete_when_the_worker_closes_fails_and_no_thread_is_left(engine: Engine) -> None:
@@ -234,4 +234,4 @@ def test_every_request_is_decided_once_and_every_file_is_right(
     for request_id, num_tokens in complete.items():
         engine.assert_file_is_right(request_id, num_tokens)
     assert engine.ring.free_rows == 6
-    assert engine.worker._backlog == 0
+    assert engine.worker._progress.backlog == 0

@@ -107,7 +107,7 @@ def test_a_ring_that_is_full_shows_in_fill_backlog_and_stall(engine: Engine, mon
     while stats is None or stats.gauge("ring_fill") != {"0": 1.0}:  # until the copier has got there
         stats = engine.worker.take_stats() or stats
     assert stats.gauge("backlog_bytes") == {"0": 32 * FORMAT.row_bytes}
-    # Both slots stand behind the full ring now; the storage goes on once the main thread waits for one of them.
+    # Both slots wait for the full ring; storage goes on once the main thread waits for a slot.
     issued = engine.staging.slots[0].issued
     wait = issued.wait
 

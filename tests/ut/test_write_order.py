@@ -1,11 +1,11 @@
-"""Work on the rows of one request: what overlaps keeps its order, what does not runs side by side, and all of it runs."""
+"""Work on one request's rows: overlapping work keeps its order, other work runs in parallel."""
 
 from __future__ import annotations
 
 import hypothesis.strategies as st
 from hypothesis import given
 
-from vllm_ascend_hsx.connector.threads import WriterJob
+from vllm_ascend_hsx.connector.threads import Job
 from vllm_ascend_hsx.connector.write_order import EVERY_POSITION, Positions, WriteOrder
 
 spans = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda span: (span[0], span[0] + span[1]))
@@ -24,7 +24,7 @@ def test_overlapping_work_runs_one_after_the_other_and_nothing_waits_without_nee
     work: list[Positions], side_by_side: bool, data: st.DataObject
 ) -> None:
     order = WriteOrder(side_by_side)
-    jobs: list[WriterJob] = [lambda: () for _ in work]
+    jobs: list[Job] = [lambda: () for _ in work]
     running: set[int] = set()
     finished: set[int] = set()
     begun = 0

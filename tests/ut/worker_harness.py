@@ -1,4 +1,4 @@
-"""A worker on an emulated NPU with real files, and the calls that an engine makes; used by the tests of the worker."""
+"""A worker on an emulated NPU with real files, and an engine's calls, for tests of the worker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Engine:
         self,
         directory: Path,
         rank: int = 0,
-        patience: float = 30.0,
+        storage_timeout: float = 30.0,
         check_finite: bool = False,
         ring_rows: int = 6,
         side_by_side: bool = False,
@@ -61,7 +61,7 @@ class Engine:
             sink=self.sink,
             device=DEVICE,
             num_writers=2,
-            patience=patience,
+            storage_timeout=storage_timeout,
             slow_storage=slow_storage,
             where=str(directory),
             check_finite=check_finite,
@@ -109,7 +109,7 @@ class Engine:
             assert self._decided.wait_for(lambda: request_id in self._known_outcomes(), timeout=30)
 
     def _known_outcomes(self) -> set[str]:
-        return {*self.outcomes, *(extraction.request_id for extraction, _ in self.worker._decided)}
+        return {*self.outcomes, *(extraction.request_id for extraction, _ in self.worker._progress._decided)}
 
     def collect(self) -> None:
         report = self.worker.report()
@@ -139,3 +139,10 @@ def started(*starts: RequestStart) -> HsxConnectorMetadata:
 
 def ended(request_id: str, aborted: bool = False, output: range = range(0)) -> HsxConnectorMetadata:
     return HsxConnectorMetadata(ended=[RequestEnd(request_id, aborted, np.array(output, dtype=np.int64))])
+
+
+def failures(engine: Engine) -> dict[str, int]:
+    """Return how many requests have failed since the last call, by kind."""
+    stats = engine.worker.take_stats()
+    assert stats is not None
+    return dict(stats.failures)

@@ -31,22 +31,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "something could not be removed; 2: the directory cannot be read.",
     )
     parser.add_argument("directory", type=Path)
-    parser.add_argument(
-        "--errors-older-than",
-        metavar="AGE",
-        help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be removed, and remove nothing"
-    )
+    parser.add_argument("--errors-older-than", metavar="AGE", help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     options = parser.parse_args(argv)
     if options.errors_older_than is not None:
         age = _AGE.fullmatch(options.errors_older_than)
         if age is None:
-            parser.error(
-                f"--errors-older-than {options.errors_older_than}: give a number and a unit, as in "
-                "7d, 12h, 30m or 45s"
-            )
+            parser.error(f"--errors-older-than {options.errors_older_than}: give a number and a unit, as in 7d, 12h, 30m or 45s")
         options.errors_older_than = int(age[1]) * _SECONDS[age[2]]
     return options
 
@@ -57,21 +48,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         dir_fd = os.open(options.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        problem = (
-            f"{options.directory} cannot be opened: {error.strerror}. Name the server's storage "
-            "directory."
-        )
+        problem = f"{options.directory} cannot be opened: {error.strerror}. Name the server's storage directory."
         say(f"hsx clean: {problem}", error=True)
         return 2
     shown = 0
+    unprinted: list[OSError] = []
+
+    def show(text: str, error: bool = False) -> None:
+        try:
+            if not unprinted:
+                say(text, error=error)
+        except OSError as problem:  # of the output; `Cleaning` would take it for one of the directory
+            unprinted.append(problem)
 
     def tell(done: Done, path: str) -> None:
         nonlocal shown
         shown += 1
         if shown <= _SHOWN:
-            say(f"{_WOULD[done] if options.dry_run else done} {options.directory / path}")
+            show(f"{_WOULD[done] if options.dry_run else done} {options.directory / path}")
 
-    cleaning = Cleaning(dir_fd, dry_run=options.dry_run, tell=tell)
+    cleaning = Cleaning(dir_fd, dry_run=options.dry_run, tell=tell, report=lambda problem: show(f"hsx clean: {problem}", error=True))
     try:
         with cleaning.noting(f"{options.directory} could not be read"):
             cleaning.run()
@@ -82,14 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 cleaning.remove_errors(folder, time.time() - options.errors_older_than)
     finally:
         os.close(dir_fd)
+    if unprinted:
+        raise unprinted[0]
     if shown > _SHOWN:
         print(f"... and {shown - _SHOWN} more")
     would = "would be " if options.dry_run else ""
     print(cleaning.words(would + "sealed: {}", would + "removed: {}") or "nothing to remove")
-    if cleaning.problems:
-        say(
-            f"hsx clean: {cleaning.first_problem} ({cleaning.problems} problems in all)", error=True
-        )
     return 1 if cleaning.problems else 0
 
 
@@ -102,18 +96,10 @@ def _folders(dir_fd: int, cleaning: Cleaning) -> Iterator[str]:
         if folder.count("/") + bool(folder) >= MAX_DEPTH:
             continue
         with cleaning.noting(f"could not look for folders in {folder or '.'!r}"):
-            fd = os.open(
-                folder or ".",
-                os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC,
-                dir_fd=dir_fd,
-            )
+            fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
             try:
                 with os.scandir(fd) as entries:
-                    names = [
-                        each.name
-                        for each in entries
-                        if each.is_dir(follow_symlinks=False) and not each.name.startswith(".")
-                    ]
+                    names = [each.name for each in entries if each.is_dir(follow_symlinks=False) and not each.name.startswith(".")]
             finally:
                 os.close(fd)
             waiting += sorted((os.path.join(folder, name) for name in names), reverse=True)

@@ -1,32 +1,28 @@
 """`hsx demo`: serve a model with extraction, and check sixteen prompts against transformers."""
 
 import argparse
-import json
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 
 from vllm_ascend_hsx.cli.numbers import seconds, whole
-from vllm_ascend_hsx.cli.output import make_console
+from vllm_ascend_hsx.cli.output import INTERRUPTED, ended_by_sigterm, make_console
+from vllm_ascend_hsx.demo import DemoError
 from vllm_ascend_hsx.emulator.settings import MAX_NPUS
+from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.target import validate_layer_ids
+from vllm_ascend_hsx.serve.command import layer_ids
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # memory of one emulated NPU
 NO_METRICS = "--disable-log-stats"
-
-
-class DemoError(Exception):
-    """The demo cannot run. The message has the reason and the remedy."""
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,69 +30,22 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hsx demo",
         description="Serves a model with hidden-state extraction (DP x TP, expert and sequence "
-        "parallel), sends 16 prompts and compares the files with transformers on the CPU. Exit "
-        "code 0 only if all match.",
+        "parallel), sends 16 prompts and compares the files with transformers on the CPU. Exit code 0 only if all match.",
     )
     add = parser.add_argument
-    add(
-        "--device",
-        choices=("emulated", "npu"),
-        default="emulated",
-        help="emulated NPUs on the CPU, or real ones",
-    )
-    add(
-        "--model",
-        help="directory of the model (default: a tiny MiniMax-M2 built here; needed with "
-        "--device npu)",
-    )
-    add(
-        "--layers",
-        help="comma-separated ids of the residual streams to extract, such as 1,2,4 (default: by "
-        "depth)",
-    )
+    add("--device", choices=("emulated", "npu"), default="emulated", help="emulated NPUs on the CPU, or real ones")
+    add("--model", help="directory of the model (default: a tiny MiniMax-M2 built here; needed with --device npu)")
+    add("--layers", help="comma-separated ids of the residual streams to extract, such as 1,2,4 (default: by depth)")
     add("--data-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
     add("--tensor-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
     add("--no-expert-parallel", action="store_true", help="for a model without experts")
-    add(
-        "--no-sequence-parallel",
-        action="store_true",
-        help="do not set VLLM_ASCEND_ENABLE_FLASHCOMM1=1",
-    )
-    add(
-        "--no-reference",
-        action="store_true",
-        help="check shapes, token ids and finiteness only; for large models",
-    )
-    add(
-        "--late",
-        action="store_true",
-        help="emulated NPUs run work on other streams as late as allowed",
-    )
-    add(
-        "--output",
-        type=Path,
-        metavar="DIR",
-        help="directory of log and hidden states (default: a new temporary directory)",
-    )
-    add(
-        "--start-timeout",
-        type=seconds,
-        metavar="S",
-        help="seconds for the server's start (default: 600, npu: 1800)",
-    )
-    add(
-        "--request-timeout",
-        type=seconds,
-        default=120.0,
-        metavar="S",
-        help="seconds for one request (default: 120)",
-    )
-    add(
-        "serve_options",
-        nargs="*",
-        metavar="-- VLLM_OPTION",
-        help="more options for `vllm serve`, after --",
-    )
+    add("--no-sequence-parallel", action="store_true", help="do not set VLLM_ASCEND_ENABLE_FLASHCOMM1=1")
+    add("--no-reference", action="store_true", help="check shapes, token ids and finiteness only; for large models")
+    add("--late", action="store_true", help="emulated NPUs run work on other streams as late as allowed")
+    add("--output", type=Path, metavar="DIR", help="directory of log and hidden states (default: a new temporary directory)")
+    add("--start-timeout", type=seconds, metavar="S", help="seconds for the server's start (default: 600, npu: 1800)")
+    add("--request-timeout", type=seconds, default=120.0, metavar="S", help="seconds for one request (default: 120)")
+    add("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for `vllm serve`, after --")
     options = parser.parse_args(argv)
     if options.device == "npu" and options.model is None:
         parser.error("--device npu needs --model PATH: the tiny model is for emulated NPUs only")
@@ -116,17 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     console = make_console()
-    previous = signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        return run(options, console)
+        with ended_by_sigterm("hsx demo"):
+            return run(options, console)
     except (DemoError, UserError) as error:
         console.print(f"hsx demo: {error}", style="red", markup=False, highlight=False)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         console.print("hsx demo: interrupted; all its processes have been stopped")
-        return 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+        return INTERRUPTED
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
@@ -134,22 +81,16 @@ def run(options: argparse.Namespace, console: Console) -> int:
         try:
             options.output.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                "--output",
-                str(options.output),
-                f"cannot be a directory: {error.strerror}",
-                "Name a new or existing directory that can be written.",
-            ) from error
+            problem = f"cannot be a directory: {error.strerror}"
+            raise UserError("--output", str(options.output), problem, "Name a new or existing directory that can be written.") from error
     missing = [module for module in NEEDED if find_spec(module) is None]
     if missing:
         raise DemoError(
-            f"not installed here: {', '.join(missing)}. On a machine with NPUs install "
-            "vllm-ascend; for emulated ones use `make demo`"
+            f"not installed here: {', '.join(missing)}. On a machine with NPUs install vllm-ascend; for emulated ones use `make demo`"
         )
     # No download must be attempted. transformers reads these variables once, when it is imported.
-    os.environ.update(
-        HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1"
-    )
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    from httpx import HTTPError
     from openai import OpenAIError
 
     from vllm_ascend_hsx.demo.client import AnswerError, send_all
@@ -157,79 +98,56 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from vllm_ascend_hsx.demo.options import ServeOptions
     from vllm_ascend_hsx.demo.prompts import demo_prompts
     from vllm_ascend_hsx.demo.report import StartProgress, show_metrics, show_rows
-    from vllm_ascend_hsx.demo.server import STOP_SECONDS, Server, ServerError, free_port
+    from vllm_ascend_hsx.demo.server import STOP_SECONDS, Server, free_port
     from vllm_ascend_hsx.demo.verify import verify
 
-    model = _model_directory(options, console)
-    config = _model_config(model)
-    layer_ids = _layer_ids(options.layers, config["num_hidden_layers"])
+    model = _model_directory(options.model, console)
+    config = text_config(read_config(str(model))[1])
+    num_layers, vocab_size = (whole_number(str(model), config, field) for field in ("num_hidden_layers", "vocab_size"))
+    layers = _default_layers(num_layers) if options.layers is None else layer_ids(options.layers, num_layers)
     reference = None if options.no_reference else _reference(model)
-    try:
-        port = free_port()
-    except ServerError as error:
-        raise DemoError(str(error)) from error
     work = options.output or Path(tempfile.mkdtemp(prefix="hsx-demo-"))
     serve = ServeOptions(
         model=str(model),
         storage=work.absolute() / "hidden_states",
-        layer_ids=layer_ids,
-        port=port,
+        layer_ids=layers,
+        port=free_port(),
         data_parallel_size=options.data_parallel_size,
         tensor_parallel_size=options.tensor_parallel_size,
         expert_parallel=not options.no_expert_parallel,
         extra=(*_device_options(options.device), *options.serve_options),
     )
-    title = (
-        f"vllm serve, DP={options.data_parallel_size} x TP={options.tensor_parallel_size} on "
-        f"{options.device} NPUs"
-    )
-    server = Server(
-        serve.command(), port=serve.port, log=work / "server.log", environment=_environment(options)
-    )
-    console.print(
-        f"model {model}\nlog   {server.log}\nfiles {serve.storage}", highlight=False, soft_wrap=True
-    )
-    prompts = demo_prompts(config["vocab_size"])
+    title = f"vllm serve, DP={options.data_parallel_size} x TP={options.tensor_parallel_size} on {options.device} NPUs"
+    server = Server(serve.command(), port=serve.port, log=work / "server.log", environment=_environment(options))
+    console.print(f"model {model}\nlog   {server.log}\nfiles {serve.storage}", highlight=False, soft_wrap=True)
+    prompts = demo_prompts(vocab_size)
     if options.device == "emulated":
         _compile_emulator(console)
-    try:
-        with server:
-            try:
-                with StartProgress(console, server.log, title) as progress:
-                    seconds = server.wait_ready(
-                        options.start_timeout or (1800.0 if options.device == "npu" else 600.0),
-                        progress,
-                    )
-                console.print(f"{title}: answers after {seconds:.0f} s", highlight=False)
-                with console.status(f"sending {len(prompts)} prompts"):
-                    answers = send_all(server.url, prompts, timeout=options.request_timeout)
-                with console.status("comparing with transformers"):
-                    rows = [verify(answer, layer_ids, reference) for answer in answers]
-                counted = NO_METRICS not in options.serve_options
-                metrics = collect(server.url, options.request_timeout) if counted else None
-            except (OpenAIError, AnswerError, OSError) as error:
-                raise DemoError(f"a request failed: {error}\n{server.log_tail()}") from error
-            finally:
-                with console.status(f"stopping the server (up to {STOP_SECONDS:.0f} s)"):
-                    server.stop()
-    except ServerError as error:
-        raise DemoError(str(error)) from error
-    show_rows(console, rows, layer_ids)
+    with server:
+        try:
+            with StartProgress(console, server.log, title) as progress:
+                seconds = server.wait_ready(options.start_timeout or (1800.0 if options.device == "npu" else 600.0), progress)
+            console.print(f"{title}: answers after {seconds:.0f} s", highlight=False)
+            with console.status(f"sending {len(prompts)} prompts"):
+                answers = send_all(server.url, prompts, timeout=options.request_timeout)
+            with console.status("comparing with transformers"):
+                rows = [verify(answer, layers, reference) for answer in answers]
+            metrics = None if NO_METRICS in options.serve_options else collect(server.url, options.request_timeout)
+        except (OpenAIError, AnswerError, HTTPError, OSError) as error:
+            raise DemoError(f"a request failed: {error}\n{server.log_tail()}") from error
+        finally:
+            with console.status(f"stopping the server (up to {STOP_SECONDS:.0f} s)"):
+                server.stop()
+    show_rows(console, rows, layers)
     published = len(answers)
     if metrics is not None:
         show_metrics(console, metrics)
         published = round(metrics.total("vllm:hsx_files_total", outcome="published"))
         if published != len(answers):
-            console.print(
-                f"/metrics counts {published} files for {len(answers)} answers", style="red"
-            )
+            console.print(f"/metrics counts {published} files for {len(answers)} answers", style="red")
     passed = sum(row.passed for row in rows)
     good = "match" if reference else "are finite and complete (not compared)"
-    console.print(
-        f"{passed} of {len(rows)} requests {good}",
-        style="green" if passed == len(rows) else "red",
-        highlight=False,
-    )
+    console.print(f"{passed} of {len(rows)} requests {good}", style="green" if passed == len(rows) else "red", highlight=False)
     return 0 if passed == len(rows) and published == len(answers) else 1
 
 
@@ -243,10 +161,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
         npus = options.data_parallel_size * options.tensor_parallel_size
         # One thread per emulated NPU: all of them share the cores.
-        environment |= {
-            "OMP_NUM_THREADS": "1",
-            **emulated(npus=npus, hbm_bytes=HBM_BYTES, late=options.late),
-        }
+        environment |= {"OMP_NUM_THREADS": "1", **emulated(npus=npus, hbm_bytes=HBM_BYTES, late=options.late)}
     return environment
 
 
@@ -266,56 +181,27 @@ def _device_options(device: str) -> tuple[str, ...]:
     return ("--enforce-eager", "--gpu-memory-utilization", "0.3") if device == "emulated" else ()
 
 
-def _model_directory(options: argparse.Namespace, console: Console) -> Path:
-    if options.model is not None:
-        path = Path(options.model).expanduser().absolute()
+def _model_directory(model: str | None, console: Console) -> Path:
+    if model is not None:
+        path = Path(model).expanduser().absolute()
         if not (path / "config.json").is_file():
-            remedy = "Give the directory of a downloaded model."
-            raise UserError("--model", str(options.model), "has no config.json", remedy)
+            raise UserError("--model", model, "has no config.json", "Give the directory of a downloaded model.")
         return path
     from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
 
-    cache = (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "vllm-ascend-hsx"
-        / "tiny-minimax-m2"
-    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ascend-hsx" / "tiny-minimax-m2"
     with console.status("building a tiny MiniMax-M2"):
         return build_minimax_m2(cache)
 
 
-def _model_config(model: Path) -> dict[str, Any]:
-    from vllm_ascend_hsx.serve.model import read_model
-
-    read_model(str(model))
-    content = json.loads((model / "config.json").read_text())
-    text: dict[str, Any] = content.get("text_config") or content
-    if not isinstance(text.get("vocab_size"), int):
-        problem = "has no vocab_size in its config.json"
-        raise UserError("MODEL", str(model), problem, "Give a language model.")
-    return text
-
-
-def _layer_ids(text: str | None, layers: int) -> tuple[int, ...]:
-    """Return the ids of --layers, by default a few across the depth, including the last one."""
-    if text is None:
-        spread = (2, layers // 2, layers - 3, layers) if layers > 8 else (1, layers // 2, layers)
-        return tuple(sorted(set(spread)))
-    try:
-        return validate_layer_ids([int(part) for part in text.split(",")], layers)
-    except UserError as error:
-        remedy = f"Give distinct ids from 0 to {layers}."
-        raise UserError("--layers", text, error.problem, remedy) from None
-    except ValueError:
-        remedy = f"Give comma-separated numbers such as 1,{layers // 2},{layers}."
-        raise UserError("--layers", text, "is not a list of layer ids", remedy) from None
+def _default_layers(layers: int) -> tuple[int, ...]:
+    """Return a few ids across the depth, including the last one."""
+    spread = (2, layers // 2, layers - 3, layers) if layers > 8 else (1, layers // 2, layers)
+    return tuple(sorted(set(spread)))
 
 
 def _reference(model: Path) -> Any:
-    """Return the function that computes expected states.
-
-    Refuses a model that does not fit into memory.
-    """
+    """Return the function that computes expected states. Refuse a model that exceeds the memory."""
     import torch
 
     from vllm_ascend_hsx.demo.reference import reference_hidden_states
@@ -329,19 +215,10 @@ def _reference(model: Path) -> Any:
         )
     # float32 has negligible rounding errors, but takes twice the memory of the stored weights.
     dtype = torch.float32 if 2 * stored <= available else torch.bfloat16
-
-    def reference(token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
-        return reference_hidden_states(model, token_ids, layer_ids, dtype)
-
-    return reference
+    return partial(reference_hidden_states, model, dtype=dtype)
 
 
 def _available_memory() -> int:
     """Return the bytes that new processes can get without swapping, caches included."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-
-
-def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
-    """Convert SIGTERM into an exception, so that the server is stopped."""
-    raise SystemExit(128 + number)

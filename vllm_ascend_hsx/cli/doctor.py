@@ -1,4 +1,4 @@
-"""`hsx doctor`: says whether extraction will work on this machine, and what to do if not."""
+"""`hsx doctor`: check whether extraction will work on this machine, and what to do if not."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
-    """Reads the options of `hsx doctor`; exits with code 2 and one line for a wrong one."""
+    """Parse the options of `hsx doctor`. Exits with code 2 and one line for an invalid one."""
     parser = argparse.ArgumentParser(
         prog="hsx doctor",
-        description="Says whether extraction of hidden states will work on this machine, and what to do if not: versions, NPUs, the "
-        "patch points in vllm and vllm-ascend, a storage directory, a model. Exit code 0: no problems; 1: problems; 2: wrong options.",
+        description="Checks whether extraction of hidden states will work on this machine, and shows what to do if not: versions, NPUs, "
+        "patch points in vllm and vllm-ascend, a storage directory, a model. Exit code 0: no problems; 1: problems; 2: invalid options.",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the storage directory: try it, as a server does, and write 256 MiB to it")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="the storage directory: use it as a server does, and write 256 MiB to it")
     parser.add_argument("--io", choices=("buffered", "direct"), default="buffered", help="of the files in --out (default: buffered)")
     parser.add_argument("--durability", choices=("none", "fdatasync"), default="none", help="of the files in --out (default: none)")
     parser.add_argument("--no-lock", action="store_true", help="as with use_synchronization_lock false")
@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Looks, shows what was found, and returns 0, 1 if there are problems, or 2 for a model that cannot be read."""
+    """Run `hsx doctor` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
         found = list(findings(options))
@@ -63,9 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def findings(options: argparse.Namespace) -> Iterator[Finding]:
-    """Everything that the command line asks for. Raises UserError: the model cannot be read."""
+    """Yield the findings for a command line. Raises UserError: the model cannot be read."""
     if options.model is not None:
-        yield from check_target(options.model)  # first: a mistyped name is told at once
+        yield from check_target(options.model)  # first, to refuse a mistyped name at once
     software = list(check_software())
     yield from software
     _announce("importing vllm and vllm-ascend, which can take a minute")
@@ -81,7 +81,7 @@ def _announce(what: str) -> None:
 
 
 def show(console: Console, found: Sequence[Finding]) -> None:
-    """Prints the findings as a table; of the patch points only those that do not hold, and how many do."""
+    """Print the findings as a table; patch points that hold are counted in one row."""
     table = Table("topic", "what", "", "found", "what to do")
     for column in (1, 3, 4):
         table.columns[column].overflow = "fold"

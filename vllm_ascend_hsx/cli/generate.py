@@ -7,127 +7,64 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_ascend_hsx.cli.numbers import seconds, whole
-from vllm_ascend_hsx.cli.output import make_console
+from vllm_ascend_hsx.cli.output import INTERRUPTED, make_console, say
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.options import BOUNDS, Options, base_url, path_map
-from vllm_ascend_hsx.protocol.names import printable
 
 DEFAULTS = Options(Path(), Path())
-WHOLE = {name: whole(*bounds) for name, bounds in BOUNDS.items()}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `hsx generate`; aliases are those of speculators' generate-offline-data."""
+    """Return the parser; aliases are the options of speculators' generate-offline-data."""
     parser = argparse.ArgumentParser(
         prog="hsx generate",
         allow_abbrev=False,
         description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), which write each row's file, "
-        "hs_{row}.safetensors. Call it again after any interruption: rows whose file is there and right are not sent again.",
-        epilog="Exit code: 0 all rows are there, 1 some are not, 2 something of the input cannot be used and nothing was generated, "
-        "130 interrupted.",
+        "hs_{row}.safetensors. Call it again after any interruption: rows that have a valid file are not sent again.",
+        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input and nothing was generated, 130 interrupted.",
     )
-    data = parser.add_argument_group("what is sent")
-    data.add_argument(
-        "--data",
-        "--preprocessed-data",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="JSON lines, Arrow or parquet; a folder of these, or one from `datasets`' save_to_disk",
-    )
-    data.add_argument(
-        "--column",
-        metavar="NAME",
-        help="what to send (default: the first there is of token_ids, input_ids, messages, conversations, prompt)",
-    )
-    data.add_argument("--limit", "--max-samples", type=WHOLE["limit"], metavar="N", help="only the first N rows of the dataset")
-    data.add_argument(
-        "--world-size",
-        type=WHOLE["world_size"],
-        default=1,
-        metavar="N",
-        help="divide the rows between N runs, as on N machines (default: 1)",
-    )
-    data.add_argument(
-        "--rank",
-        type=WHOLE["rank"],
-        default=0,
-        metavar="R",
-        help="this run does the rows whose number modulo world size is R (default: 0)",
-    )
-    data.add_argument("--include-output-tokens", action="store_true", help="rows of generated tokens too, all but the last (greedy)")
-    data.add_argument("--max-tokens", type=WHOLE["max_tokens"], metavar="N", help="tokens to generate; with --include-output-tokens only")
-    servers = parser.add_argument_group("servers")
-    servers.add_argument(
-        "--endpoint",
-        action="append",
-        metavar="URL",
-        help="of `vllm serve`; give several times, or with commas, for several servers (default: http://localhost:8000)",
-    )
-    servers.add_argument("--model", metavar="NAME", help="as the servers call it (default: the first that each names)")
-    servers.add_argument("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
-    servers.add_argument(
-        "--concurrency",
-        type=WHOLE["concurrency"],
-        default=DEFAULTS.concurrency,
-        metavar="N",
-        help="requests under way, over all servers (default: %(default)s)",
-    )
-    servers.add_argument(
-        "--request-timeout",
-        type=seconds,
-        default=DEFAULTS.request_timeout,
-        metavar="S",
-        help="seconds for an answer (default: %(default)g)",
-    )
-    servers.add_argument(
-        "--max-retries",
-        type=WHOLE["max_retries"],
-        default=DEFAULTS.max_retries,
-        metavar="N",
-        help="how often a row is asked for again (default: %(default)s)",
-    )
-    servers.add_argument(
-        "--retry-delay",
-        type=seconds,
-        default=DEFAULTS.retry_delay,
-        metavar="S",
-        help="seconds before the first retry, doubled each time (default: %(default)g)",
-    )
-    servers.add_argument(
-        "--max-consecutive-errors",
-        type=WHOLE["max_consecutive_errors"],
-        metavar="N",
-        help="stop after N errors with no row finished in between (default: --concurrency)",
-    )
-    files = parser.add_argument_group("files")
-    files.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="the servers' storage directory (--out of `hsx serve`), or a folder below it: receives the files and the ledger",
-    )
-    files.add_argument(
-        "--map-path",
-        action="append",
-        default=[],
-        metavar="SERVER=HERE",
-        help="a directory that has another name on the servers' machines; may be given several times",
-    )
-    files.add_argument(
-        "--validate",
-        "--validate-outputs",
-        action="store_true",
-        help="read every file once, also those that are there: all numbers are finite, the checksum is right",
-    )
+
+    def numbers(name: str, metavar: str = "N") -> dict[str, Any]:
+        bounds = BOUNDS.get(name)
+        return {"type": whole(*bounds) if bounds else seconds, "default": getattr(DEFAULTS, name), "metavar": metavar}
+
+    add = parser.add_argument_group("what is sent").add_argument
+    formats = "JSON lines, Arrow or parquet; a folder of these, or one from `datasets`' save_to_disk"
+    add("--data", "--preprocessed-data", type=Path, required=True, metavar="PATH", help=formats)
+    columns = "token_ids, input_ids, messages, conversations, prompt"
+    add("--column", metavar="NAME", help=f"what to send (default: the first that exists of {columns})")
+    add("--limit", "--max-samples", **numbers("limit"), help="only the first N rows of the dataset")
+    add("--world-size", **numbers("world_size"), help="divide the rows between N runs, as on N machines (default: 1)")
+    add("--rank", **numbers("rank", "R"), help="this run does the rows whose number modulo world size is R (default: 0)")
+    add("--include-output-tokens", action="store_true", help="store rows of generated tokens too, all but the last (greedy)")
+    add("--max-tokens", **numbers("max_tokens"), help="tokens to generate; with --include-output-tokens only")
+    add = parser.add_argument_group("servers").add_argument
+    endpoints = "of `vllm serve`; repeat, or separate by commas, for several servers (default: http://localhost:8000)"
+    add("--endpoint", action="append", metavar="URL", help=endpoints)
+    add("--model", metavar="NAME", help="its name on the servers (default: the first that each names)")
+    add("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
+    add("--concurrency", **numbers("concurrency"), help="concurrent requests, over all servers (default: %(default)s)")
+    add("--request-timeout", **numbers("request_timeout", "S"), help="seconds for an answer (default: %(default)g)")
+    add("--max-retries", **numbers("max_retries"), help="most repeated requests for a row (default: %(default)s)")
+    delay = "seconds before the first retry, doubled each time (default: %(default)g)"
+    add("--retry-delay", **numbers("retry_delay", "S"), help=delay)
+    errors = "stop after N errors with no row finished in between, not counting refused rows (default: --concurrency)"
+    add("--max-consecutive-errors", **numbers("max_consecutive_errors"), help=errors)
+    add = parser.add_argument_group("files").add_argument
+    output = "the servers' storage directory (--out of `hsx serve`), or a folder below it, for the files and the ledger"
+    add("--output", type=Path, required=True, metavar="DIR", help=output)
+    paths = "a directory that has another path on the servers' machines; may be repeated"
+    add("--map-path", action="append", default=[], metavar="SERVER=HERE", help=paths)
+    validate = "read every file once, existing ones too: all numbers are finite, the checksum is right"
+    add("--validate", "--validate-outputs", action="store_true", help=validate)
     return parser
 
 
 def parse_arguments(argv: Sequence[str]) -> Options:
-    """Reads the options; argparse exits with code 2 for a wrong one, InputError is raised for a value that cannot be."""
+    """Parse the options. Exits with code 2, or raises InputError, for an invalid one."""
     given = vars(parser().parse_args(argv))
     urls = given.pop("endpoint") or list(DEFAULTS.endpoints)
     given["endpoints"] = tuple(base_url(url) for each in urls for url in each.split(",") if url.strip())
@@ -137,17 +74,18 @@ def parse_arguments(argv: Sequence[str]) -> Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs and returns the exit code: 0 all rows are there, 1 some are not, 2 bad input, 130 interrupted."""
+    """Run `hsx generate` and return its exit code."""
     console = make_console()
     try:
         options = parse_arguments(sys.argv[1:] if argv is None else argv)
-        # Only now, so that `--help` needs no httpx.
+        # Imported late, so that `--help` needs no httpx.
         from vllm_ascend_hsx.generate.run import generate
 
         return generate(options, console)
     except InputError as error:
-        print("\n".join(printable(line) for line in f"hsx generate: {error}".split("\n")), file=sys.stderr)
+        for line in f"hsx generate: {error}".split("\n"):
+            say(line, error=True)
         return 2
     except KeyboardInterrupt:  # before the run began
-        print("hsx generate: interrupted", file=sys.stderr)
-        return 130
+        say("hsx generate: interrupted", error=True)
+        return INTERRUPTED

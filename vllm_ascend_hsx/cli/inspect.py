@@ -19,15 +19,15 @@ from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine
 from vllm_ascend_hsx.reader.find import files_in
-from vllm_ascend_hsx.reader.shards import shard_of
+from vllm_ascend_hsx.reader.load import is_decided
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx inspect`. Exits with code 2 and one line for an invalid one."""
     parser = argparse.ArgumentParser(
         prog="hsx inspect",
-        description="Shows tokens, layers, dtype, norms of the rows, provenance and verdict of files of hidden states. "
-        "Exit code 0: all are good; 1: one is not; 2: nothing could be looked at.",
+        description="Shows tokens, layers, dtype, norms of the rows, metadata and verdict of a file of hidden states, or of all files and "
+        "members of shards below a directory. Exit code 0: all are valid; 1: one is not; 2: nothing could be read.",
     )
     parser.add_argument("path", type=Path, metavar="FILE|DIR")
     parser.add_argument("--limit", type=whole(1, 10**9), default=50, metavar="N", help="files of a directory to show (default: 50)")
@@ -43,7 +43,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _no_picture(target: Path) -> str | None:
-    """Why no picture can be written there, or None."""
+    """Return why no picture can be written there, or None."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     if os.path.isdir(target):
@@ -88,7 +88,7 @@ def _paths(path: Path, on_error: Callable[[OSError], None]) -> list[Path]:
     if os.path.isdir(path):
         return [each for each in files_in(path, on_error) if not each.name.endswith(ERROR_SUFFIX)]
     name = str(path.with_name(path.name.removesuffix(ERROR_SUFFIX) or path.name))
-    there = any(os.path.exists(name + suffix) for suffix in ("", ERROR_SUFFIX, LOCK_SUFFIX)) or shard_of(Path(name)) is not None
+    there = any(os.path.exists(name + suffix) for suffix in ("", ERROR_SUFFIX, LOCK_SUFFIX)) or is_decided(Path(name))
     return [Path(name)] if there else []
 
 
@@ -120,7 +120,7 @@ def _show(console: Console, found: Examination) -> None:
 
 
 def _layer_names(kind: Kind) -> list[str]:
-    """Return the ids of the layers, or their positions: a file may name none, or, if it is bad, too many or too few."""
+    """Return the ids of the layers, or their positions if the file names another number of ids."""
     if len(kind.layer_ids) == kind.layers:
         return [str(layer_id) for layer_id in kind.layer_ids]
     return [f"#{layer}" for layer in range(kind.layers)]
@@ -132,11 +132,11 @@ def _plain(text: str, style: str = "") -> Text:
 
 
 def draw(found: Examination, target: Path) -> None:
-    """A picture of the norms of all rows: a line for each layer, and a map of layers by tokens.
+    """Plot the norms of all rows: a line for each layer, and a map of layers by tokens.
 
     Args:
-        found: of one file, with the norms of its tokens.
-        target: the PNG.
+        found: result for one file, with `token_norms`.
+        target: file to write.
     """
     import matplotlib
 
@@ -148,7 +148,7 @@ def draw(found: Examination, target: Path) -> None:
     figure, (lines, heat) = pyplot.subplots(2, 1, figsize=(10, 6), layout="constrained")
     for name, norms in zip(names, layers, strict=True):
         lines.plot(norms, label=f"layer {name}", linewidth=0.8)
-    # A logarithm of nothing else has limits.
+    # A logarithmic axis needs a positive finite value.
     scale = "log" if ((layers > 0) & (layers < math.inf)).any() else "linear"
     lines.set(yscale=scale, ylabel="norm of the row")
     lines.set_title(printable(found.path.name), parse_math=False)

@@ -34,57 +34,27 @@ class Command(NamedTuple):
         return entry(list(argv)) or 0
 
 
+def _command(name: str, summary: str, at_work: str) -> Command:
+    return Command(summary, f"vllm_ascend_hsx.cli.{name}:main", at_work)
+
+
+_CLEAN = "remove locks without data, old errors and orphans of dead servers from a storage directory"
+_DEMO = "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states"
+_DOCTOR = "check whether extraction will work on this machine, and what to do if not"
+_GENERATE = "send a dataset to servers that extract, and write a file of hidden states for each row"
+_INSPECT = "show the contents of a file of hidden states, or of each file in a directory"
+_READING = "reading the model's configuration"
 COMMANDS: dict[str, Command] = {
-    "clean": Command(
-        "remove locks without data, old errors and orphans of dead servers from a storage "
-        "directory",
-        "vllm_ascend_hsx.cli.clean:main",
-        "scanning the directory",
-    ),
-    "demo": Command(
-        "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states",
-        "vllm_ascend_hsx.cli.demo:main",
-        "reading the model",
-    ),
-    "doctor": Command(
-        "check whether extraction will work on this machine, and what to do if not",
-        "vllm_ascend_hsx.cli.doctor:main",
-        "checking vllm, vllm-ascend and this machine",
-    ),
-    "emulate": Command(
-        "run a command with emulated Ascend NPUs on the CPU",
-        "vllm_ascend_hsx.emulator.launch:emulate",
-    ),
-    "generate": Command(
-        "send a dataset to servers that extract, and write a file of hidden states for each row",
-        "vllm_ascend_hsx.cli.generate:main",
-        "reading the dataset and asking the servers",
-    ),
-    "inspect": Command(
-        "show the contents of a file of hidden states, or of each file in a directory",
-        "vllm_ascend_hsx.cli.inspect:main",
-        "reading files",
-    ),
-    "plan": Command(
-        "show what extraction costs: memory, disk and bandwidth",
-        "vllm_ascend_hsx.cli.plan:main",
-        "reading the model's configuration",
-    ),
-    "serve": Command(
-        "start vllm serve with extraction",
-        "vllm_ascend_hsx.cli.serve:main",
-        "reading the model's configuration",
-    ),
-    "speculators": Command(
-        "run a command of speculators with the backend hsx",
-        "vllm_ascend_hsx.cli.speculators:main",
-        "starting speculators",
-    ),
-    "verify": Command(
-        "check every file of hidden states below a directory",
-        "vllm_ascend_hsx.cli.verify:main",
-        "reading files",
-    ),
+    "clean": _command("clean", _CLEAN, "scanning the directory"),
+    "demo": _command("demo", _DEMO, "reading the model"),
+    "doctor": _command("doctor", _DOCTOR, "checking vllm, vllm-ascend and this machine"),
+    "emulate": Command("run a command with emulated Ascend NPUs on the CPU", "vllm_ascend_hsx.emulator.launch:emulate"),
+    "generate": _command("generate", _GENERATE, "reading the dataset and asking the servers"),
+    "inspect": _command("inspect", _INSPECT, "reading files"),
+    "plan": _command("plan", "show what extraction costs: memory, disk and bandwidth", _READING),
+    "serve": _command("serve", "start vllm serve with extraction", _READING),
+    "speculators": _command("speculators", "run a command of speculators with the backend hsx", "starting speculators"),
+    "verify": _command("verify", "check every file of hidden states below a directory", "reading files"),
 }
 
 
@@ -92,15 +62,7 @@ def usage() -> str:
     """Return the text of `hsx --help`, one line per command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: hsx COMMAND [OPTIONS]",
-            "",
-            *lines,
-            "",
-            "`hsx COMMAND --help` shows the options of a command.",
-        ]
-    )
+    return "\n".join(["usage: hsx COMMAND [OPTIONS]", "", *lines, "", "`hsx COMMAND --help` shows the options of a command."])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,10 +103,7 @@ def _run(arguments: Sequence[str]) -> int:
         return 0
     command = COMMANDS.get(arguments[0])
     if command is None:
-        output.say(
-            f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}",
-            error=True,
-        )
+        output.say(f"hsx: there is no command {arguments[0]!r}; choose one of: {', '.join(COMMANDS)}", error=True)
         return 2
     try:
         if command.at_work is None:
@@ -155,7 +114,7 @@ def _run(arguments: Sequence[str]) -> int:
         if error.name != "torch":
             raise
         remedy = "install torch, any build of it (no NPU is needed), or vllm-ascend-hsx[reader]"
-        print(f"hsx {arguments[0]}: torch is not installed here; {remedy}", file=sys.stderr)
+        output.say(f"hsx {arguments[0]}: torch is not installed here; {remedy}", error=True)
         return 1
 
 

@@ -56,9 +56,7 @@ def size(text: str) -> Size:
     """Parse a size such as 64GiB, 1.5G or 1073741824 (units are powers of 1024)."""
     match = _SIZE.match(text.strip())
     if match is None:
-        raise _refusal(
-            text, "a size; give bytes, or a number with KiB, MiB, GiB or TiB, such as 64GiB"
-        )
+        raise _refusal(text, "a size; give bytes, or a number with KiB, MiB, GiB or TiB, such as 64GiB")
     number = float(match[1]) * _UNITS[(match[2] or "B")[0].upper()]
     if number > LARGEST:
         raise _refusal(text, f"a size of at most {LARGEST >> 30}GiB")

@@ -122,6 +122,26 @@ def deferred_interrupt() -> Iterator[None]:
 
 
 @contextmanager
+def ended_by_sigterm(name: str) -> Iterator[None]:
+    """Have SIGTERM end the block with SystemExit, so that it stops the processes it has started."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(TERMINATED)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may handle signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except SystemExit:
+        say(f"{name}: terminated", error=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def sign_of_life(line: str, seconds: float = SILENCE_S) -> Iterator[None]:
     """Print `line` to stderr, once, if the block takes longer than `seconds`."""
     timer = threading.Timer(seconds, _say, (line,))

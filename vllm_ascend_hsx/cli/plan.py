@@ -22,18 +22,13 @@ from vllm_ascend_hsx.protocol.errors import UserError
 
 speed = positive(1e12)
 count = whole(1, 10**9)
-DEFAULTS = {
-    name: HsxConfig.model_fields[name].default
-    for name in ("staging_slots", "pinned_ring_bytes", "quantization")
-}
+DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "pinned_ring_bytes", "quantization")}
 
 
 def layer_ids(text: str) -> tuple[int, ...]:
     """Parse comma-separated ids."""
     if not re.fullmatch(r"\s*-?\d{1,30}\s*(,\s*-?\d{1,30}\s*)*", text, re.ASCII):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a list of ids; give comma-separated numbers, such as 2,31,59,62"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids; give comma-separated numbers, such as 2,31,59,62")
     return tuple(int(part) for part in text.split(","))
 
 
@@ -42,91 +37,25 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hsx plan",
         description="Shows the cost of extraction: bytes per token, staging, remaining memory of "
-        "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's "
-        "config.json; needs no NPU, no vLLM and no torch.",
+        "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's config.json; needs no NPU, no vLLM and no torch.",
     )
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}",
-    )
-    parser.add_argument(
-        "--layers",
-        type=layer_ids,
-        metavar="IDS",
-        help="comma-separated ids to extract (default: 2, L/2, L-3, L)",
-    )
-    parser.add_argument(
-        "--tp",
-        type=whole(1, 4096),
-        default=4,
-        metavar="N",
-        help="tensor-parallel size (default: 4)",
-    )
-    parser.add_argument(
-        "--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)"
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "bfloat16", "float16", "float32"),
-        default="auto",
-        help="as for vllm serve",
-    )
-    parser.add_argument(
-        "--max-num-batched-tokens",
-        type=count,
-        default=2048,
-        metavar="N",
-        help="default: 2048, as vllm serve's",
-    )
-    parser.add_argument(
-        "--kv-memory",
-        type=size,
-        default="30GiB",
-        metavar="SIZE",
-        help="of an NPU, without extraction; a server logs it as 'Available KV cache memory' "
-        "(default: 30GiB)",
-    )
+    parser.add_argument("model", metavar="MODEL", help=f"a directory with config.json, that file, or one of: {', '.join(PRESETS)}")
+    parser.add_argument("--layers", type=layer_ids, metavar="IDS", help="comma-separated ids to extract (default: 2, L/2, L-3, L)")
+    parser.add_argument("--tp", type=whole(1, 4096), default=4, metavar="N", help="tensor-parallel size (default: 4)")
+    parser.add_argument("--dp", type=whole(1, 4096), default=1, metavar="N", help="data-parallel size (default: 1)")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto", help="as for vllm serve")
+    parser.add_argument("--max-num-batched-tokens", type=count, default=2048, metavar="N", help="default: 2048, as vllm serve's")
+    memory = "of an NPU, without extraction; a server logs it as 'Available KV cache memory' (default: 30GiB)"
+    parser.add_argument("--kv-memory", type=size, default="30GiB", metavar="SIZE", help=memory)
     ours = parser.add_argument_group("the connector's options")
-    ours.add_argument(
-        "--staging-slots",
-        type=whole(1, 8),
-        default=DEFAULTS["staging_slots"],
-        metavar="N",
-        help="default: %(default)s",
-    )
-    ours.add_argument(
-        "--quantization",
-        choices=("none", "fp8"),
-        default=DEFAULTS["quantization"],
-        help="default: %(default)s",
-    )
+    ours.add_argument("--staging-slots", type=whole(1, 8), default=DEFAULTS["staging_slots"], metavar="N", help="default: %(default)s")
+    ours.add_argument("--quantization", choices=("none", "fp8"), default=DEFAULTS["quantization"], help="default: %(default)s")
     ring = f"{DEFAULTS['pinned_ring_bytes'] >> 20}MiB"
-    ours.add_argument(
-        "--ring",
-        type=size,
-        default=ring,
-        metavar="SIZE",
-        help="pinned_ring_bytes (default: %(default)s)",
-    )
+    ours.add_argument("--ring", type=size, default=ring, metavar="SIZE", help="pinned_ring_bytes (default: %(default)s)")
     files = parser.add_argument_group("files")
-    files.add_argument(
-        "--prompt-tokens",
-        type=count,
-        default=2048,
-        metavar="N",
-        help="length of a prompt (default: 2048)",
-    )
-    files.add_argument(
-        "--prefill-speed",
-        type=speed,
-        default=10_000.0,
-        metavar="N",
-        help="tokens/s of the whole server (default: 10000)",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the plan as JSON; sizes are in bytes"
-    )
+    files.add_argument("--prompt-tokens", type=count, default=2048, metavar="N", help="length of a prompt (default: 2048)")
+    files.add_argument("--prefill-speed", type=speed, default=10_000.0, metavar="N", help="tokens/s of the whole server (default: 10000)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON; sizes are in bytes")
     return parser.parse_args(argv)
 
 
@@ -167,15 +96,7 @@ def plan(options: argparse.Namespace) -> Plan:
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
     """Return the layers that speculators extracts: three for the draft model, and the last one."""
-    return tuple(
-        sorted(
-            {
-                layer
-                for layer in (2, num_layers // 2, num_layers - 3, num_layers)
-                if 0 < layer <= num_layers
-            }
-        )
-    )
+    return tuple(sorted({layer for layer in (2, num_layers // 2, num_layers - 3, num_layers) if 0 < layer <= num_layers}))
 
 
 def show(console: OneConsole, result: Plan) -> None:
@@ -188,46 +109,17 @@ def show(console: OneConsole, result: Plan) -> None:
         "bold",
     )
     stored = "" if request.quantization == "none" else f", rows as {request.quantization}"
-    rate = result.write_bytes_per_second / 2**20
+    rate, speed_text = result.write_bytes_per_second / 2**20, f"{request.prefill_speed:,.0f}"
     costs = Table(show_header=False, box=None, pad_edge=False)
     for row in (
-        (
-            "hidden states of a token",
-            f"{result.row_bytes:,} bytes",
-            f"{len(request.layer_ids)} layers x {shape.hidden_size:,} elements",
-        ),
-        (
-            "staging",
-            _mib(result.staging_bytes),
-            f"per NPU: {request.staging_slots} slots of {request.max_num_batched_tokens:,} tokens",
-        ),
-        (
-            "collected layers",
-            _mib(result.collected_bytes),
-            "per NPU, at most: held by the target in a step, with any extraction method",
-        ),
-        (
-            "KV cache that is kept",
-            _percent(result.kept),
-            f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: staging is taken from it",
-        ),
-        (
-            "... at least",
-            _percent(result.kept_at_least),
-            "if the collected layers are taken from it, too",
-        ),
+        ("hidden states of a token", f"{result.row_bytes:,} bytes", f"{len(request.layer_ids)} layers x {shape.hidden_size:,} elements"),
+        ("staging", _mib(result.staging_bytes), f"per NPU: {request.staging_slots} slots of {request.max_num_batched_tokens:,} tokens"),
+        ("collected layers", _mib(result.collected_bytes), "per NPU, at most: held by the target in a step, with any extraction method"),
+        ("KV cache that is kept", _percent(result.kept), f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: staging is taken from it"),
+        ("... at least", _percent(result.kept_at_least), "if the collected layers are taken from it, too"),
         ("pinned ring", _mib(result.ring_bytes), "of host memory, per NPU"),
-        (
-            "files of 1,000 prompts",
-            f"{result.prompts_bytes / 2**30:.2f} GiB",
-            f"of {request.prompt_tokens:,} tokens each{stored}",
-        ),
-        (
-            "write bandwidth",
-            f"{rate:,.1f} MiB/s",
-            f"at {request.prefill_speed:,.0f} tokens/s of prefill; {rate / result.num_npus:,.1f} "
-            "MiB/s per NPU",
-        ),
+        ("files of 1,000 prompts", f"{result.prompts_bytes / 2**30:.2f} GiB", f"of {request.prompt_tokens:,} tokens each{stored}"),
+        ("write bandwidth", f"{rate:,.1f} MiB/s", f"at {speed_text} tokens/s of prefill; {rate / result.num_npus:,.1f} MiB/s per NPU"),
     ):
         costs.add_row(*row)
     console.print(costs, highlight=False)

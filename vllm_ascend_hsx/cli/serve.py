@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.command import build
@@ -30,8 +31,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(
         prog="hsx serve",
-        usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] "
-        "[VLLM OPTIONS]",
+        usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] [VLLM OPTIONS]",
         description="Starts `vllm serve MODEL VLLM OPTIONS` with the two JSON options that "
         "enable extraction, and prints the whole command. The server refuses unsupported "
         "settings with the reason, before it loads weights.",
@@ -43,29 +43,13 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         default="eagle3",
         metavar="IDS",
         help="comma-separated ids in the order of the files: i is the residual stream after i "
-        "layers; or eagle3 or dflash (2, L/2, L-3 and L of L layers), or mtp (L) (default: "
-        "eagle3)",
+        "layers; or eagle3 or dflash (2, L/2, L-3 and L of L layers), or mtp (L) (default: eagle3)",
     )
-    where = Path("hidden_states")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=where,
-        metavar="DIR",
-        help="directory of the files (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        type=_option,
-        metavar="KEY=VALUE",
-        help="a further key of kv_connector_extra_config, such as io=direct or "
-        "include_output_tokens=true; may be repeated",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the command and do not start it"
-    )
+    out = "directory of the files (default: %(default)s)"
+    parser.add_argument("--out", type=Path, default=Path("hidden_states"), metavar="DIR", help=out)
+    option = "a further key of kv_connector_extra_config, such as io=direct or include_output_tokens=true; may be repeated"
+    parser.add_argument("--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help=option)
+    parser.add_argument("--dry-run", action="store_true", help="print the command and do not start it")
     own, vllm = _split(argv, parser)
     options = parser.parse_args(own)
     options.vllm = vllm
@@ -89,14 +73,8 @@ def _split(argv: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[s
             own.append(word)
             has_model = True
         else:
-            near = [
-                each
-                for each in (*_OURS, "--dry-run")
-                if each.startswith(name) or name.startswith(each)
-            ]
-            if near := near or difflib.get_close_matches(
-                name, (*_OURS, "--dry-run"), n=1, cutoff=_NEAR
-            ):
+            near = [each for each in (*_OURS, "--dry-run") if each.startswith(name) or name.startswith(each)]
+            if near := near or difflib.get_close_matches(name, (*_OURS, "--dry-run"), n=1, cutoff=_NEAR):
                 parser.error(f"{name}: did you mean {near[0]}? Options of vllm serve go after --")
             if not has_model:
                 parser.error(f"name MODEL first, before {word}")
@@ -113,17 +91,13 @@ def _option(text: str) -> tuple[str, Any]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not KEY=VALUE; give an option and its value, such as io=direct"
-        )
+        raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE; give an option and its value, such as io=direct")
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError):
         return key, value
     field = HsxConfig.model_fields.get(key)
-    return key, value if field is not None and field.annotation is str and not isinstance(
-        parsed, str
-    ) else parsed
+    return key, value if field is not None and field.annotation is str and not isinstance(parsed, str) else parsed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -135,31 +109,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
     try:
-        command = build(
-            options.model,
-            options.layers,
-            options.out,
-            dict(options.option),
-            options.vllm,
-            os.environ,
-        )
+        command = build(options.model, options.layers, options.out, dict(options.option), options.vllm, os.environ)
     except UserError as error:
-        print(f"hsx serve: {error}", file=sys.stderr)
+        say(f"hsx serve: {error}", error=True)
         return 2
     for note in command.notes:
-        print(f"hsx serve: {note}", file=sys.stderr)
+        say(f"hsx serve: {note}", error=True)
     print(command, flush=True)
     if options.dry_run:
         return 0
     beside = Path(sys.executable).parent
-    program = shutil.which(
-        command.arguments[0],
-        path=os.pathsep.join((str(beside), os.environ.get("PATH", os.defpath))),
-    )
+    program = shutil.which(command.arguments[0], path=os.pathsep.join((str(beside), os.environ.get("PATH", os.defpath))))
     if program is None:
-        print(
-            "hsx serve: vllm is not installed here; install vllm and vllm-ascend", file=sys.stderr
-        )
+        say("hsx serve: vllm is not installed here; install vllm and vllm-ascend", error=True)
         return 1
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ignored by Python, and inherited by the server
     os.execve(program, command.arguments, {**os.environ, **command.environ})

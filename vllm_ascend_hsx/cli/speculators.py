@@ -10,6 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vllm_ascend_hsx.cli.output import say
+
 USAGE = """\
 usage: hsx speculators COMMAND [OPTIONS]
        hsx speculators PATH/TO/launch_vllm.py MODEL [OPTIONS] -- [VLLM OPTIONS]
@@ -27,11 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if arguments else 2
     script = arguments[0].endswith(".py")
     if script and not Path(arguments[0]).is_file():
-        print(
-            f"hsx speculators: {arguments[0]}: there is no such script; name one of speculators' "
-            "repository",
-            file=sys.stderr,
-        )
+        say(f"hsx speculators: {arguments[0]}: there is no such script; name one of speculators' repository", error=True)
         return 2
     try:
         import vllm_ascend_hsx.integrations.speculators  # noqa: F401 - registers the backend
@@ -41,11 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("hs_connectors", "speculators"):
             raise
-        print(
-            f"hsx speculators: {error.name} is not installed; install "
-            f"{error.name.replace('_', '-')}",
-            file=sys.stderr,
-        )
+        say(f"hsx speculators: {error.name} is not installed; install {error.name.replace('_', '-')}", error=True)
         return 1
     if script:
         sys.argv = arguments

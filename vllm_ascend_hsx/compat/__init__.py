@@ -1,4 +1,4 @@
-"""What the plugin replaces, calls and names inside vLLM and vllm-ascend, each with its reason.
+"""Everything that the plugin replaces, calls or names in vLLM and vllm-ascend, with the reasons.
 
 No module here imports either at module level, except `qwen3_next`: a general plugin is loaded
 before the platform is resolved, and an early import of vllm_ascend would run its patches too soon.

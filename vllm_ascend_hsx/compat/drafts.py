@@ -74,18 +74,13 @@ def require_no_drafts(vllm_config: Any) -> None:
         raise UserError(
             "speculative_config.num_speculative_tokens",
             number,
-            "would be scheduled as draft tokens: "
-            "this configuration was made before our plugin was loaded",
-            "Make it with vLLM's EngineArgs, which loads plugins first, "
-            "and have ascend_hsx in VLLM_PLUGINS if that is set.",
+            "would be scheduled as draft tokens: this configuration was made before our plugin was loaded",
+            "Make it with vLLM's EngineArgs, which loads plugins first, and have ascend_hsx in VLLM_PLUGINS if that is set.",
         )
 
 
 @patch(
-    "vllm.v1.spec_decode.extract_hidden_states",
-    "ExtractHiddenStatesProposer.__init__",
-    V0_23,
-    why="the proposer is made without drafts",
+    "vllm.v1.spec_decode.extract_hidden_states", "ExtractHiddenStatesProposer.__init__", V0_23, why="the proposer is made without drafts"
 )
 def set_up_proposer(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Let vLLM's proposer be made although no draft tokens are scheduled.
@@ -114,21 +109,10 @@ def set_up_drafter(original: Any, self: Any) -> None:
     self.decode_token_per_req = 1
 
 
-uses(
-    "vllm.v1.outputs",
-    "DraftTokenIds",
-    V0_23,
-    takes="req_ids draft_token_ids",
-    why="structured outputs with asynchronous scheduling",
-)
+uses("vllm.v1.outputs", "DraftTokenIds", V0_23, takes="req_ids draft_token_ids", why="structured outputs with asynchronous scheduling")
 
 
-@patch(
-    RUNNER,
-    "NPUModelRunner.take_draft_token_ids",
-    V0_23,
-    why="structured outputs with asynchronous scheduling",
-)
+@patch(RUNNER, "NPUModelRunner.take_draft_token_ids", V0_23, why="structured outputs with asynchronous scheduling")
 def take_no_drafts(original: Any, self: Any) -> Any:
     """Let the runner answer, when the engine asks for draft tokens, that there are none.
 
@@ -143,12 +127,7 @@ def take_no_drafts(original: Any, self: Any) -> Any:
     return DraftTokenIds([], [])
 
 
-@patch(
-    RUNNER,
-    "NPUModelRunner._update_states_after_model_execute",
-    V0_23,
-    why="states of hybrid targets",
-)
+@patch(RUNNER, "NPUModelRunner._update_states_after_model_execute", V0_23, why="states of hybrid targets")
 @patch(RUNNER, "NPUModelRunner._get_mamba_bufs", V0_23, why="states of hybrid targets")
 def without_speculative_method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Have a hybrid target's Mamba states handled as on a server without a speculative method.
@@ -168,12 +147,7 @@ def without_speculative_method(original: Any, self: Any, *args: Any, **kwargs: A
         self.speculative_config = speculative
 
 
-@patch(
-    "vllm.sampling_params",
-    "SamplingParams._validate_spec_decode",
-    V0_23,
-    why="min_p and logit_bias are taken",
-)
+@patch("vllm.sampling_params", "SamplingParams._validate_spec_decode", V0_23, why="min_p and logit_bias are taken")
 def accept_logits_parameters(original: Any, self: Any, speculative_config: Any) -> None:
     """Let requests use `min_p` and `logit_bias`.
 

@@ -1,4 +1,4 @@
-"""How the engine preempts, loads, answers and sleeps while requests are extracted."""
+"""Preemption, loading, answers and sleep of an engine that extracts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import V0_23
 from vllm_ascend_hsx.config import CONNECTOR_NAME
+from vllm_ascend_hsx.protocol.api import ERROR_KEY
 
 BALANCE_SCHEDULE = "vllm_ascend.patch.platform.patch_balance_schedule"
 MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
+OUTPUTS = "vllm.v1.engine.output_processor"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 KV_TRANSFER = "vllm.distributed.kv_transfer"
 
@@ -22,32 +24,23 @@ def methods(connector: Any, name: str) -> Iterator[Any]:
             yield method
 
 
-@patch(
-    BALANCE_SCHEDULE, "_disable_preemption_on_prefill_node", V0_23, why="a full KV cache preempts"
-)
+@patch(BALANCE_SCHEDULE, "_disable_preemption_on_prefill_node", V0_23, why="a full KV cache preempts")
 def keep_preemption(original: Any, vllm_config: Any) -> bool:
     """Let vLLM's scheduler preempt requests although `kv_role` is `kv_producer`.
 
     Reason: vllm-ascend takes every producer for the prefill side of a disaggregated pair, whose
-    requests never decode, and switches preemption off (patch/platform/patch_balance_schedule.py:47
-    in 0.23.0). On a server that extracts, requests may decode: once they fill the KV cache, none
-    could go on, and the server would hang. We hold no KV block, so preempting is safe. A producer
-    beside us in MultiConnector may hold some; then vllm-ascend's choice stays.
+    requests never decode, and disables preemption (patch/platform/patch_balance_schedule.py:47 in
+    0.23.0). On a server that extracts, requests may decode; if they filled the KV cache, the server
+    would hang. We hold no KV block, so preempting is safe. Another producer in MultiConnector may
+    hold some; then vllm-ascend's choice stays.
     """
     transfer = vllm_config.kv_transfer_config
     ours = transfer is not None and transfer.kv_connector == CONNECTOR_NAME
     return not ours and bool(original(vllm_config))
 
 
-@patch(
-    MULTI_CONNECTOR,
-    "MultiConnector.get_num_new_matched_tokens",
-    V0_23,
-    why="extracted tokens are computed beside other connectors",
-)
-def compute_extracted_tokens(
-    original: Any, self: Any, request: Any, num_computed_tokens: int
-) -> tuple[int | None, bool]:
+@patch(MULTI_CONNECTOR, "MultiConnector.get_num_new_matched_tokens", V0_23, why="extracted tokens are computed beside other connectors")
+def compute_extracted_tokens(original: Any, self: Any, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
     """Beside us in MultiConnector, let no connector load KV for a request that is extracted.
 
     Reason: loaded tokens are not computed, and have no rows. `skip_reading_prefix_cache` keeps
@@ -63,12 +56,8 @@ def compute_extracted_tokens(
     return tokens, load_async
 
 
-@patch(
-    SCHEDULER, "Scheduler.update_from_output", V0_23, why="a response names the failure of its file"
-)
-def report_before_answers(
-    original: Any, self: Any, scheduler_output: Any, model_runner_output: Any
-) -> Any:
+@patch(SCHEDULER, "Scheduler.update_from_output", V0_23, why="a response names the failure of its file")
+def report_before_answers(original: Any, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     """Give our connector the workers' report of a step before requests that end in it are answered.
 
     Reason: `Scheduler.update_from_output` ends requests, and asks the connector for their answers,
@@ -79,29 +68,17 @@ def report_before_answers(
     output = model_runner_output.kv_connector_output
     meta = None if output is None else output.kv_connector_worker_meta
     if meta is not None:
-        children = getattr(
-            self.connector, "_connectors", None
-        )  # MultiConnector's, whose report is one of each
-        pairs = (
-            [(self.connector, meta)]
-            if children is None
-            else zip(children, meta.metadata, strict=True)
-        )
+        # MultiConnector's report has one of each of its children.
+        children = getattr(self.connector, "_connectors", None)
+        pairs = [(self.connector, meta)] if children is None else zip(children, meta.metadata, strict=True)
         for connector, report in pairs:
             if take_report := getattr(connector, "take_report", None):
                 take_report(report)
     return original(self, scheduler_output, model_runner_output)
 
 
-@patch(
-    SCHEDULER,
-    "Scheduler._connector_finished",
-    V0_23,
-    why="a file is named beside another connector",
-)
-def answer_beside_others(
-    original: Any, self: Any, request: Any
-) -> tuple[bool, dict[str, Any] | None]:
+@patch(SCHEDULER, "Scheduler._connector_finished", V0_23, why="a file is named beside another connector")
+def answer_beside_others(original: Any, self: Any, request: Any) -> tuple[bool, dict[str, Any] | None]:
     """Have a response name our file when another connector in MultiConnector answers too.
 
     Reason: a connector that hands KV on to a decoding server answers with its place, and
@@ -118,28 +95,37 @@ def answer_beside_others(
     return delays_free, {**ours, **(theirs or {})} if ours else theirs
 
 
-uses(
-    KV_TRANSFER,
-    "has_kv_transfer_group",
-    V0_23,
-    takes="",
-    why="copies are made before a worker sleeps",
-)
-uses(
-    KV_TRANSFER,
-    "get_kv_transfer_group",
-    V0_23,
-    takes="",
-    why="copies are made before a worker sleeps",
-)
+@patch(OUTPUTS, "RequestState.make_request_output", V0_23, why="a response names the errors of all its samples")
+def name_errors_of_samples(
+    original: Any,
+    self: Any,
+    new_token_ids: Any,
+    pooling_output: Any,
+    finish_reason: Any,
+    stop_reason: Any,
+    kv_transfer_params: dict[str, Any] | None = None,
+) -> Any:
+    """Have the response to a request with n > 1 name the errors of all its samples.
+
+    Reason: each sample is a request of its own, and the response has the kv_transfer_params of the
+    last one to end (v1/engine/output_processor.py:329).
+    """
+    answer, parent = kv_transfer_params or {}, self.parent_req
+    if parent is not None and ERROR_KEY in answer:
+        errors: dict[str, list[int]] = parent.__dict__.setdefault("_hsx_errors", {})
+        errors.setdefault(answer[ERROR_KEY], []).append(self.request_index)
+    if finish_reason is not None and (errors := getattr(parent, "_hsx_errors", {})):
+        said = (f"{len(samples)} of {parent.n} samples (first: {min(samples)}): {error}" for error, samples in errors.items())
+        kv_transfer_params = {**answer, ERROR_KEY: "; ".join(said)}
+    return original(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
 
 
-@patch(
-    "vllm_ascend.worker.worker",
-    "NPUWorker.sleep",
-    V0_23,
-    why="copies are made before a worker sleeps",
-)
+_SLEEP = "copies are made before a worker sleeps"
+uses(KV_TRANSFER, "has_kv_transfer_group", V0_23, takes="", why=_SLEEP)
+uses(KV_TRANSFER, "get_kv_transfer_group", V0_23, takes="", why=_SLEEP)
+
+
+@patch("vllm_ascend.worker.worker", "NPUWorker.sleep", V0_23, why=_SLEEP)
 def copy_before_sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Have a worker that is put to sleep wait until our copies have been made.
 

@@ -1,4 +1,4 @@
-"""Where this package's log lines go in vLLM's processes."""
+"""This package's log level and handlers in vLLM's processes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ uses("vllm.logger", "init_logger", V0_23, takes="name", why="log lines go where 
 def log_as_vllm_does() -> None:
     """Give our logger vLLM's level, and vLLM's handlers where no other would print.
 
-    A user's configuration stays as it is. Reason: an API server of vLLM 0.23.0 imports
+    A user's configuration is kept. Reason: an API server of vLLM 0.23.0 imports
     model_hosting_container_standards, which sets the root logger to ERROR (its
-    logging_config.py:50), and forked processes inherit that: a logger that leaves its level to the
-    root says no warnings.
+    logging_config.py:50), and forked processes inherit that: a logger without a level of its own
+    would print no warnings.
     """
     from vllm.logger import init_logger
 
     ours, vllms, root = logging.getLogger(OURS), init_logger(VLLMS), logging.getLogger()
     if ours.level == logging.NOTSET:
         ours.setLevel(vllms.level)
-    if ours.propagate and not any(
-        handler.level <= logging.WARNING for handler in (*ours.handlers, *root.handlers)
-    ):
+    if ours.propagate and not any(handler.level <= logging.WARNING for handler in (*ours.handlers, *root.handlers)):
         ours.handlers, ours.propagate = [*ours.handlers, *vllms.handlers], not vllms.handlers

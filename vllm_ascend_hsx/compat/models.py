@@ -1,4 +1,4 @@
-"""What targets have to do so that they can be extracted."""
+"""Patches and checks of targets, so that they can be extracted."""
 
 from __future__ import annotations
 
@@ -21,19 +21,14 @@ uses(DEEPSEEK, "_get_llama_4_scaling", V0_23, takes=_SCALING, why=_BOTH_ENDS)
 
 @patch(DEEPSEEK, "DeepseekV2Model.forward", V0_23, why=_BOTH_ENDS)
 def collect_both_ends(
-    original: Any,
-    self: Any,
-    input_ids: Any,
-    positions: Any,
-    intermediate_tensors: Any,
-    inputs_embeds: Any = None,
+    original: Any, self: Any, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None
 ) -> Any:
     """Have DeepSeek-V2, -V3 and Kimi-K2 return the embedding output and the last state on request.
 
     Reason: DeepseekV2Model.forward collects before each layer only (models/deepseek_v2.py:1328), so
-    the last id is never in what it returns, and before the first layer it adds a residual that is
-    None. Every other target of vllm 0.23.0 that can be extracted uses `_maybe_add_hidden_state`
-    (interfaces.py:1289), which does neither.
+    it never returns the last state, and before the first layer it adds a residual that is None. All
+    other targets of vllm 0.23.0 use `_maybe_add_hidden_state` (interfaces.py:1289), which does
+    neither.
     """
     wanted, last = self.aux_hidden_state_layers, len(self.layers)
     if 0 not in wanted and last not in wanted:
@@ -62,9 +57,7 @@ uses(MODEL_CONFIGS, "get_config", V0_23, takes="model", keywords=_KEYWORDS, why=
 uses(MODEL_CONFIGS, "get_hf_text_config", V0_23, takes="config", why=_LAYERS)
 
 
-def published_config(
-    model: str, *, trust_remote_code: bool, revision: str | None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def published_config(model: str, *, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a model's config.json as vLLM reads it, from Hugging Face or ModelScope.
 
     Reason: vLLM decides where a model comes from, and which part of its config is the language
@@ -105,9 +98,7 @@ def require_collecting_target(model_config: Any) -> None:
     """
     from vllm.model_executor.models.interfaces import supports_eagle3
 
-    model_class, architecture = model_config.registry.resolve_model_cls(
-        model_config.architectures, model_config=model_config
-    )
+    model_class, architecture = model_config.registry.resolve_model_cls(model_config.architectures, model_config=model_config)
     if not supports_eagle3(model_class):
         raise UserError(
             "model",
@@ -131,9 +122,4 @@ def refuse_unservable_target(model_config: Any) -> None:
         UserError: it is one of UNSERVABLE.
     """
     if reason := UNSERVABLE.get(model_config.architecture):
-        raise UserError(
-            "model",
-            model_config.architecture,
-            f"cannot be served: {reason}",
-            "Choose another target.",
-        )
+        raise UserError("model", model_config.architecture, f"cannot be served: {reason}", "Choose another target.")

@@ -19,8 +19,8 @@ from packaging.specifiers import SpecifierSet
 
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError, release_to_patch
 
-MARK = "hsx-patch-points: "  # begins the line for `hsx doctor`; imported modules may print, too
-_FIRST = "vllm_ascend.ops"  # before other modules of vllm_ascend: they import each other in circles
+MARK = "hsx-patch-points: "  # begins the line for `hsx doctor`; imported modules may print too
+_FIRST = "vllm_ascend.ops"  # imported before other modules of vllm_ascend, which import in circles
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -108,9 +108,7 @@ class PatchPoint(NamedTuple):
 POINTS: list[PatchPoint] = []
 
 
-def patch(
-    module: str, path: str, versions: str, *, why: str, takes: str | None = None, keywords: str = ""
-) -> Callable[[F], F]:
+def patch(module: str, path: str, versions: str, *, why: str, takes: str | None = None, keywords: str = "") -> Callable[[F], F]:
     """Declare that the decorated function replaces an attribute of vLLM or vllm-ascend.
 
     The function is called with the original first and then as the original was. Its own parameters
@@ -126,19 +124,17 @@ def patch(
 
     def declare(function: F) -> F:
         parameters = list(inspect.signature(function).parameters.values())[1:]
-        passed_on = any(each.kind in _VARIABLE for each in parameters)
-        own = " ".join(each.name for each in parameters if each.kind not in _VARIABLE)
-        use = Use.PASSED_ON if passed_on else Use.REPLACED
-        names = own if takes is None else takes
-        _declare(module, path, use, names, keywords, why, versions, function)
+        own = [each.name for each in parameters if each.kind not in _VARIABLE]
+        use = Use.REPLACED if len(own) == len(parameters) else Use.PASSED_ON
+        names = own if takes is None else takes.split()
+        point = PatchPoint(module, _parts(path), use, tuple(names), tuple(keywords.split()), why, versions, function)
+        POINTS.append(point)
         return function
 
     return declare
 
 
-def uses(
-    module: str, path: str, versions: str, *, why: str, takes: str | None = None, keywords: str = ""
-) -> None:
+def uses(module: str, path: str, versions: str, *, why: str, takes: str | None = None, keywords: str = "") -> None:
     """Declare that we call or name an attribute of vLLM or vllm-ascend without replacing it.
 
     Args:
@@ -147,26 +143,15 @@ def uses(
         keywords: parameters that we give by name, separated by spaces.
     """
     use = Use.NAMED if takes is None else Use.CALLED
-    _declare(module, path, use, takes or "", keywords, why, versions)
+    names = tuple((takes or "").split())
+    POINTS.append(PatchPoint(module, _parts(path), use, names, tuple(keywords.split()), why, versions))
 
 
-def _declare(
-    module: str,
-    path: str,
-    use: Use,
-    takes: str,
-    keywords: str,
-    why: str,
-    versions: str,
-    replacement: Callable[..., Any] | None = None,
-) -> None:
-    parts, names, named = tuple(path.split(".")), tuple(takes.split()), tuple(keywords.split())
-    POINTS.append(PatchPoint(module, parts, use, names, named, why, versions, replacement))
+def _parts(path: str) -> tuple[str, ...]:
+    return tuple(path.split("."))
 
 
-def problem_of(
-    point: PatchPoint, load: Callable[[str], Any] = importlib.import_module
-) -> Problem | None:
+def problem_of(point: PatchPoint, load: Callable[[str], Any] = importlib.import_module) -> Problem | None:
     """Return what differs from the declaration; None if the patch point holds.
 
     Args:
@@ -194,17 +179,14 @@ def problem_of(
 def _mismatch(point: PatchPoint, signature: inspect.Signature) -> Problem | None:
     parameters = signature.parameters
     names, expected = tuple(parameters), point.takes
-    # What is called by position has its place, not its name; but another name means another thing
-    # in most cases.
+    # An argument given by position does not depend on the parameter's name, but another name mostly
+    # has another meaning.
     wrong = names[: len(expected)] != expected or not set(point.keywords) <= set(names)
     others = [parameters[name] for name in names[len(expected) :] if name not in point.keywords]
     if point.use is Use.REPLACED:
         wrong = wrong or bool(others)
     elif point.use is Use.CALLED:
-        wrong = wrong or any(
-            each.default is inspect.Parameter.empty and each.kind not in _VARIABLE
-            for each in others
-        )
+        wrong = wrong or any(each.default is inspect.Parameter.empty and each.kind not in _VARIABLE for each in others)
     if not wrong:
         return None
     rest = {Use.REPLACED: "", Use.PASSED_ON: ", ...", Use.CALLED: ", optional ones"}[point.use]

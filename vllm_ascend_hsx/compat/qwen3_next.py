@@ -1,7 +1,7 @@
-"""Qwen3-Next with the interface through which a runner asks for hidden states.
+"""Qwen3-Next with the interface by which a runner requests hidden states.
 
-In vllm 0.23.0 its model collects them (model_executor/models/qwen3_next.py:523), but the class around it does not say so, and the
-runner refuses it before the first step (vllm_ascend/worker/model_runner_v1.py:3758).
+In vllm 0.23.0 its model collects them (model_executor/models/qwen3_next.py:523), but the class
+around it lacks the interface, and the runner refuses it before the first step (MR:3758).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING or not supports_eagle3(VllmQwen3NextForCausalLM):
         raise IncompatibleVersionError("vllm.model_executor.models.qwen3_next.Qwen3NextModel to collect hidden states")
 
     class Qwen3NextForCausalLM(VllmQwen3NextForCausalLM, SupportsEagle3):
-        """vLLM's class, and what SupportsEagle3 has for a class with such a model."""
+        """vLLM's class with the interface, whose methods use the model."""
 
-else:  # vLLM has it by itself, as 0.26 does
+else:  # vLLM's class has it, as in 0.26
     Qwen3NextForCausalLM = VllmQwen3NextForCausalLM

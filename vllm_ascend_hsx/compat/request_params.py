@@ -17,7 +17,7 @@ ONLINE = "vllm.entrypoints.generate.beam_search.online"
 _SCORED = "/generative_scoring takes kv_transfer_params"
 _KEY = "kv_transfer_params"
 
-# Of the SamplingParams that are made in this context.
+# extra_args for the SamplingParams that are made in this context.
 extra_args: ContextVar[dict[str, Any] | None] = ContextVar("hsx_extra_args", default=None)
 
 
@@ -29,12 +29,7 @@ def our_config(vllm_config: Any) -> HsxConfig | None:
         return None
 
 
-@patch(
-    TOKENS,
-    "ServingTokens.serve_tokens",
-    V0_23,
-    why="/inference/v1/generate takes kv_transfer_params",
-)
+@patch(TOKENS, "ServingTokens.serve_tokens", V0_23, why="/inference/v1/generate takes kv_transfer_params")
 async def serve_tokens(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Have `/inference/v1/generate` pass the client's kv_transfer_params on, as completions do.
 
@@ -64,7 +59,7 @@ async def score(original: Any, self: Any, request: Any, *args: Any, **kwargs: An
 @patch(OFFLINE, "SamplingParams", V0_23, why="beams are not extracted")
 @patch(ONLINE, "SamplingParams", V0_23, why="beams are not extracted")
 def add_extra_args(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Make sampling parameters with the extra_args of this context, which have no other way in."""
+    """Make sampling parameters with the extra_args of this context."""
     if (extra := extra_args.get()) is not None:
         kwargs["extra_args"] = extra
     return original(*args, **kwargs)

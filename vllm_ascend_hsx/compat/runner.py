@@ -1,4 +1,4 @@
-"""What the proposer and the layer use of the runner, of its batch and of the forward context."""
+"""The parts of the runner, its batch and the forward context that proposer and layer use."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ uses(
     why="the cache-only layer runs",
 )
 uses(
-    "vllm.model_executor.layers.attention.kv_transfer_utils",
-    "maybe_transfer_kv_layer",
-    V0_23,
-    takes="func",
-    why="rows reach the connector",
+    "vllm.model_executor.layers.attention.kv_transfer_utils", "maybe_transfer_kv_layer", V0_23, takes="func", why="rows reach the connector"
 )
 _RANK = "get_tensor_model_parallel_rank"
 uses("vllm.distributed", _RANK, V0_23, takes="", why="one rank writes each row")
@@ -49,9 +45,7 @@ def require_runner_hooks(runner: Any) -> None:
             AttributeError in the first step.
     """
     if runner is None:
-        raise IncompatibleVersionError(
-            "the model runner, which vllm-ascend hands to its proposers, but got None"
-        )
+        raise IncompatibleVersionError("the model runner, which vllm-ascend hands to its proposers, but got None")
     missing = [name for name in RUNNER_HOOKS if not callable(getattr(runner, name, None))]
     if missing:
         raise IncompatibleVersionError(
@@ -86,18 +80,13 @@ def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
     starts = query_start_loc.tolist()
     positions = input_batch.num_computed_tokens_cpu
     return [
-        BatchRow(
-            request_id, int(positions[index]), starts[index + 1] - starts[index], starts[index]
-        )
+        BatchRow(request_id, int(positions[index]), starts[index + 1] - starts[index], starts[index])
         for index, request_id in enumerate(input_batch.req_ids)
     ]
 
 
 def forward_context(
-    metadata: dict[str, Any],
-    vllm_config: Any,
-    num_tokens: int,
-    num_tokens_across_dp: torch.Tensor | None,
+    metadata: dict[str, Any], vllm_config: Any, num_tokens: int, num_tokens_across_dp: torch.Tensor | None
 ) -> AbstractContextManager[None]:
     """Return vLLM's forward context for the cache-only layer.
 
@@ -111,16 +100,9 @@ def forward_context(
     from vllm.forward_context import set_forward_context
 
     if vllm_config.parallel_config.data_parallel_size > 1 and num_tokens_across_dp is None:
-        raise ValueError(
-            "num_tokens_across_dp is None with data_parallel_size > 1: "
-            "vLLM would post a collective of its own"
-        )
+        raise ValueError("num_tokens_across_dp is None with data_parallel_size > 1: vLLM would post a collective of its own")
     context: AbstractContextManager[None] = set_forward_context(
-        metadata,
-        vllm_config,
-        num_tokens=num_tokens,
-        num_tokens_across_dp=num_tokens_across_dp,
-        slot_mapping={},
+        metadata, vllm_config, num_tokens=num_tokens, num_tokens_across_dp=num_tokens_across_dp, slot_mapping={}
     )
     return context
 

@@ -1,10 +1,10 @@
-"""How a server stops: each process waits for those below it until rows are in their files.
+"""Stop a server: each process waits for those below it until rows are in their files.
 
-What vLLM 0.23.0 does by itself on SIGTERM or SIGINT, without `--shutdown-timeout`: the parent of the
-engine cores sends them SIGTERM and at once SIGKILL, to them and to all workers (v1/utils.py:571 with
-a timeout of 0); with a timeout, it sends SIGKILL when that is over. An engine core that shuts down
-gives its workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405). Several API servers, each a
-process, are stopped before the engine cores (entrypoints/cli/serve.py:380).
+On SIGTERM or SIGINT, vLLM 0.23.0 does this: the parent of the engine cores sends them SIGTERM and,
+after `--shutdown-timeout` (default: 0), SIGKILL to them and to all workers (v1/utils.py:571). An
+engine core that shuts down gives its workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405).
+Several API servers, each a process, are stopped before the engine cores
+(entrypoints/cli/serve.py:380).
 """
 
 from __future__ import annotations
@@ -33,15 +33,10 @@ ANSWERED = "several API servers answer the requests that the server's end cuts o
 REFUSED = "a request that the server's end cuts off is answered by an error"
 STREAMED = "a stream that the server's end cuts off ends with an error"
 
-# Process.join ends in poll(), which takes milliseconds in 31 bits; this leaves room for what is
-# added to it.
+# Process.join calls poll(), which takes milliseconds in 31 bits; this leaves room for additions.
 _LONGEST_SHUTDOWN_S = 20 * LONGEST_S
-_VLLM_GRACE_S = (
-    13.0  # the executor's 4 + 4 for its workers, and the 5 of v1/utils.py:581 for an engine core
-)
-_ANSWER_S = (
-    5.0  # for API servers to pass on the last answers of the engine cores: as v1/utils.py:581
-)
+_VLLM_GRACE_S = 13.0  # the executor's 4 + 4 for its workers, and 5 for an engine core (v1/utils.py:581)
+_ANSWER_S = 5.0  # for API servers to pass on the engine cores' last answers, as in v1/utils.py:581
 _POLL_S = 0.05
 
 
@@ -59,7 +54,7 @@ def stop_timeout(vllm_config: Any) -> float:
         config = read_options(vllm_config.kv_transfer_config)
     except UserError:
         return 0.0
-    return config.storage_patience_s + config.close_timeout_s
+    return config.storage_timeout_s + config.close_timeout_s
 
 
 uses(ENGINES, "shutdown", V0_23, takes="procs timeout", why=WRITTEN)
@@ -75,9 +70,8 @@ def initialise_manager(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
 
     arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
     seconds = stop_timeout(arguments["vllm_config"])
-    self._hsx_seconds = (
-        seconds + _VLLM_GRACE_S if seconds else 0.0
-    )  # first: a start that fails shuts down
+    # First: a start that fails shuts down.
+    self._hsx_seconds = seconds + _VLLM_GRACE_S if seconds else 0.0
     original(self, *args, **kwargs)
     if seconds and self._finalizer.detach() is not None:
         self._finalizer = weakref.finalize(self, shutdown, self.processes, self._hsx_seconds)
@@ -87,9 +81,9 @@ def initialise_manager(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
 def wait_for_engines(original: Any, self: Any, timeout: float | None = None) -> None:
     """Make the process that started the engine cores wait for them before it kills them.
 
-    Reason: this is given `--shutdown-timeout`, which is 0 unless it is set, and kills what is alive
-    then (v1/engine/utils.py:217, v1/utils.py:571). That time is for requests in flight; rows are
-    written after it. Nobody waits longer than the engine cores take.
+    Reason: the timeout is `--shutdown-timeout`, by default 0, and what is alive then is killed
+    (v1/engine/utils.py:217, v1/utils.py:571). That time is for requests in flight; rows are written
+    after it. The wait ends when the engine cores have ended.
     """
     if self._hsx_seconds:
         timeout = min(timeout or 0.0, _LONGEST_SHUTDOWN_S) + self._hsx_seconds
@@ -97,21 +91,19 @@ def wait_for_engines(original: Any, self: Any, timeout: float | None = None) -> 
 
 
 @patch("vllm.entrypoints.cli.serve", "wait_for_completion_or_failure", V0_23, why=ANSWERED)
-def stop_engines_before_api_servers(
-    original: Any, api_server_manager: Any, engine_manager: Any = None, *args: Any, **kwargs: Any
-) -> None:
+def stop_engines_before_api_servers(original: Any, api_server_manager: Any, engine_manager: Any = None, *args: Any, **kwargs: Any) -> None:
     """Have `vllm serve` stop several API servers after the engine cores, with time to answer.
 
-    Reason: it sends SIGTERM to the API servers first, and SIGKILL in the same moment without
-    `--shutdown-timeout`, and only then stops the engine cores (entrypoints/cli/serve.py:380).
-    Nobody is left to tell clients of the requests that these end.
+    Reason: it first sends the API servers SIGTERM and, without `--shutdown-timeout`, SIGKILL at
+    once, and only then stops the engine cores (entrypoints/cli/serve.py:380). Then no process could
+    answer the requests that these end.
     """
     if getattr(engine_manager, "_hsx_seconds", 0.0):
         shut_down_api_servers = api_server_manager.shutdown
 
         def shut_down_both(timeout: float | None = None) -> None:
             for process in api_server_manager.processes:
-                process.terminate()  # it takes no new requests, and waits for answers: see below
+                process.terminate()  # see answer_and_shut_down
             deadline = time.monotonic() + min(timeout or 0.0, _LONGEST_SHUTDOWN_S)
             engine_manager.shutdown(timeout=timeout)
             shut_down_api_servers(timeout=max(deadline - time.monotonic(), _ANSWER_S))
@@ -124,18 +116,15 @@ def stop_engines_before_api_servers(
 def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None) -> None:
     """Make an API server that did not start the engine cores wait for their last answers.
 
-    It refuses new requests meanwhile. Reason: otherwise it disconnects from the engine cores at once
-    (v1/engine/core_client.py:648) and closes the connections of requests that they are about to
-    end. Its parent waits for it no longer than for the engine cores.
+    It refuses new requests meanwhile. Reason: otherwise it disconnects from the engine cores at
+    once (v1/engine/core_client.py:648) and closes the connections of requests that they are about
+    to end. Its parent waits for it no longer than for the engine cores.
     """
-    in_thread = (
-        threading.current_thread() is not threading.main_thread()
-    )  # which runs the event loop that passes answers on
+    # The main thread runs the event loop that passes answers on.
+    in_thread = threading.current_thread() is not threading.main_thread()
     core, seconds = getattr(self, "engine_core", None), stop_timeout(self.vllm_config)
     if in_thread and seconds and core is not None and core.resources.engine_manager is None:
-        deadline = (
-            time.monotonic() + min(timeout or 0.0, _LONGEST_SHUTDOWN_S) + seconds + _VLLM_GRACE_S
-        )
+        deadline = time.monotonic() + min(timeout or 0.0, _LONGEST_SHUTDOWN_S) + seconds + _VLLM_GRACE_S
         core.resources.engine_dead = True  # for new requests only: they are answered by an error
         while self.output_processor.has_unfinished_requests() and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # vLLM signals no event for it
@@ -166,22 +155,16 @@ def wait_for_workers(original: Any, self: Any, worker_procs: Sequence[Any]) -> N
 uses(ENGINE_CORE, "EngineShutdownState.REQUESTED", V0_23, why=WRITTEN)
 
 
-@patch(
-    ENGINE_CORE,
-    "EngineCoreProc._handle_shutdown",
-    V0_23,
-    why="a file tells that the server was stopped",
-)
+@patch(ENGINE_CORE, "EngineCoreProc._handle_shutdown", V0_23, why="a file tells that the server was stopped")
 def stop_in_order(original: Any, self: Any) -> bool:
     """Have an engine core that stops tell our connector, end its requests in time, and shut down.
 
     Reasons, all in v1/engine/core.py:
-    * What it aborts (1310) looks like an abort by the client, and no file would be left with the
-      reason.
-    * With `--shutdown-timeout` it waits for its requests for ever (1316) and relies on being
-      killed. Now it aborts them when the time is over.
-    * It gives up its signal handlers before it shuts down (1201); see `shut_down_undisturbed`. So
-      it shuts down earlier.
+    * A request that it aborts (1310) looks aborted by the client, so no file would hold the reason.
+    * With `--shutdown-timeout` it waits for its requests forever (1316) and relies on being killed.
+      Now it aborts them when the time is over.
+    * It removes its signal handlers before it shuts down (1201); see `shut_down_undisturbed`. So it
+      shuts down earlier.
     """
     from vllm.v1.engine.core import EngineShutdownState
 
@@ -220,11 +203,11 @@ uses(ENGINE_CORE, _SEND_ERRORS, V0_23, takes="self req_ids client_index", why=RE
 
 @patch(ENGINE_CORE, "EngineCoreProc._send_abort_outputs_to_client", V0_23, why=REFUSED)
 def answer_with_errors(original: Any, self: Any, req_ids: list[str], client_index: int) -> None:
-    """Have requests that a stopping engine core ends be answered by HTTP 500 or an error event.
+    """Answer requests that a stopping engine core ends with HTTP 500 or an error event.
 
     Reason: they are answered as if their client had aborted them (v1/engine/core.py:1313 and, for
-    those that come later, 1379), which the API server makes 200 with `finish_reason` "abort" and
-    without kv_transfer_params: the answer of a server that extracts nothing.
+    later ones, 1379). The API server turns that into 200 with `finish_reason` "abort" and no
+    kv_transfer_params, like a server that extracts nothing.
     """
     if not self.is_running() and stop_timeout(self.vllm_config):
         self._send_error_outputs_to_client(req_ids, client_index)
@@ -234,19 +217,17 @@ def answer_with_errors(original: Any, self: Any, req_ids: list[str], client_inde
 
 @patch(COMPLETIONS, "OpenAIServingCompletion.completion_stream_generator", V0_23, why=STREAMED)
 @patch(CHATS, "OpenAIServingChat.chat_completion_stream_generator", V0_23, why=STREAMED)
-def end_stream_with_error(
-    original: Any, self: Any, *args: Any, **kwargs: Any
-) -> AsyncIterator[Any]:
+def end_stream_with_error(original: Any, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     """Have a stream that fails before its first token end with an error.
 
     Reason: without text and tokens it takes the end of the request for a chunk of its prompt, and
-    passes over it (entrypoints/openai/completion/serving.py:369,
-    entrypoints/openai/chat_completion/serving.py:649). A completion's stream is `[DONE]` and
-    nothing else; `/v1/messages`, which reads a chat's stream, ends with `end_turn`.
+    skips it (entrypoints/openai/completion/serving.py:369,
+    entrypoints/openai/chat_completion/serving.py:649). A completion's stream is then only `[DONE]`;
+    `/v1/messages`, which reads a chat's stream, ends with `end_turn`.
     """
 
-    # vllm-ascend replaces some of these generators by wrappers that take *args, before or after
-    # this: so the results are found by what they are.
+    # vllm-ascend wraps some of these generators with *args, before or after this patch, so the
+    # results are found by their type.
     def checked(value: Any) -> Any:
         return _without_errors(self, value) if isinstance(value, AsyncIterator) else value
 
@@ -257,9 +238,8 @@ def end_stream_with_error(
 
 async def _without_errors(serving: Any, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for result in results:
-        output = (
-            result[1] if isinstance(result, tuple) else result
-        )  # a completion's comes with the number of its prompt
+        # A completion's result comes with the index of its prompt.
+        output = result[1] if isinstance(result, tuple) else result
         for each in output.outputs:
             serving._raise_if_error(each.finish_reason, output.request_id)
         yield result

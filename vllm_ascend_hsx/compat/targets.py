@@ -1,4 +1,4 @@
-"""Which targets can be extracted: those whose class collects hidden states (vLLM's interface SupportsEagle3)."""
+"""The targets that can be extracted: their classes have vLLM's interface SupportsEagle3."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ _NEMOTRON_H = (
     "and experts without a gate, which some of these models have, are for CUDA and XPU only in vllm 0.23.0 "
     "(model_executor/layers/fused_moe/layer.py:367)"
 )
-# Collect hidden states, but vllm-ascend 0.23.0 cannot serve them. tests/ut/test_targets.py holds the reasons against the sources.
+# Targets that collect hidden states but that vllm-ascend 0.23.0 cannot serve.
+# tests/ut/test_targets.py compares the reasons with the sources.
 UNSERVABLE = {"NemotronHForCausalLM": _NEMOTRON_H, "NemotronHPuzzleForCausalLM": _NEMOTRON_H}
 
-# Served by our tests on the emulated NPU: the rows that work in docs/compatibility.md.
+# Targets that our tests serve on the emulated NPU: the rows that work in docs/compatibility.md.
 SHOWN = (
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
@@ -21,72 +22,28 @@ SHOWN = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 
-# The generating models of vllm 0.23.0 that collect hidden states and are not UNSERVABLE, and those that get it from us
-# (tests/ut/test_targets.py compares with vLLM's sources).
+# The generating models of vllm 0.23.0 that collect hidden states, by themselves or with our
+# patches, and are not UNSERVABLE. tests/ut/test_targets.py compares them with vLLM's sources.
 ARCHITECTURES = (
-    "AfmoeForCausalLM",
-    "ApertusForCausalLM",
-    "AquilaForCausalLM",
-    "AquilaModel",
-    "ArceeForCausalLM",
-    "Cosmos3ForConditionalGeneration",
-    "CwmForCausalLM",
-    "DeepseekForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "Ernie4_5ForCausalLM",
-    "Exaone4_5_ForConditionalGeneration",
-    "Fairseq2LlamaForCausalLM",
-    "Gemma4ForCausalLM",
-    "Gemma4ForConditionalGeneration",
-    "Gemma4UnifiedForConditionalGeneration",
-    "GlmForCausalLM",
-    "GlmMoeDsaForCausalLM",
-    "GptOssForCausalLM",
-    "GritLM",
-    "HunYuanDenseV1ForCausalLM",
-    "HunYuanMoEV1ForCausalLM",
-    "HunYuanVLForConditionalGeneration",
-    "IQuestCoderForCausalLM",
-    "InternLM3ForCausalLM",
-    "InternLMForCausalLM",
-    "InternS1ProForConditionalGeneration",
-    "InternS2PreviewForConditionalGeneration",
-    "KimiK25ForConditionalGeneration",
-    "LLaMAForCausalLM",
-    "LagunaForCausalLM",
-    "LightOnOCRForConditionalGeneration",
-    "Llama4ForCausalLM",
-    "Llama4ForConditionalGeneration",
-    "LlamaForCausalLM",
-    "LlavaForConditionalGeneration",
-    "MantisForConditionalGeneration",
-    "MellumForCausalLM",
-    "MiMoForCausalLM",
-    "MiniCPM3ForCausalLM",
-    "MiniCPMForCausalLM",
-    "MiniMaxM2ForCausalLM",
-    "Ministral3ForCausalLM",
-    "Mistral3ForConditionalGeneration",
-    "MistralForCausalLM",
-    "MistralLarge3ForCausalLM",
-    "OpenCUAForConditionalGeneration",
-    "Phi3ForCausalLM",
-    "PixtralForConditionalGeneration",
-    "Qwen2ForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3ForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-    "Step1ForCausalLM",
-    "TeleChat2ForCausalLM",
-    "TeleChat3ForCausalLM",
-    "TeleChatForCausalLM",
-    "TeleFLMForCausalLM",
+    "AfmoeForCausalLM", "ApertusForCausalLM", "AquilaForCausalLM", "AquilaModel",
+    "ArceeForCausalLM", "Cosmos3ForConditionalGeneration", "CwmForCausalLM", "DeepseekForCausalLM",
+    "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
+    "Ernie4_5ForCausalLM", "Exaone4_5_ForConditionalGeneration", "Fairseq2LlamaForCausalLM",
+    "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+    "GlmForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "GritLM",
+    "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HunYuanVLForConditionalGeneration",
+    "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM",
+    "InternS1ProForConditionalGeneration", "InternS2PreviewForConditionalGeneration",
+    "KimiK25ForConditionalGeneration", "LLaMAForCausalLM", "LagunaForCausalLM",
+    "LightOnOCRForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration",
+    "LlamaForCausalLM", "LlavaForConditionalGeneration", "MantisForConditionalGeneration",
+    "MellumForCausalLM", "MiMoForCausalLM", "MiniCPM3ForCausalLM", "MiniCPMForCausalLM",
+    "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration",
+    "MistralForCausalLM", "MistralLarge3ForCausalLM", "OpenCUAForConditionalGeneration",
+    "Phi3ForCausalLM", "PixtralForConditionalGeneration", "Qwen2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Step1ForCausalLM",
+    "TeleChat2ForCausalLM", "TeleChat3ForCausalLM", "TeleChatForCausalLM", "TeleFLMForCausalLM",
     "XverseForCausalLM",
-)
+)  # fmt: skip

@@ -24,13 +24,8 @@ class IncompatibleVersionError(RuntimeError):
     """Something that the plugin relies on in vLLM or vllm-ascend is missing."""
 
     def __init__(self, what: str) -> None:
-        checked = " or ".join(
-            f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}" for pair in CHECKED_PAIRS
-        )
-        super().__init__(
-            f"vllm-ascend-hsx needs {what}. "
-            f"It was checked against {checked}; install these versions."
-        )
+        checked = " or ".join(f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}" for pair in CHECKED_PAIRS)
+        super().__init__(f"vllm-ascend-hsx needs {what}. It was checked against {checked}; install these versions.")
 
 
 @functools.cache

@@ -3,71 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from vllm_ascend_hsx.connector.metadata import RankState
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-@dataclass
-class _Debt:
-    prompt_end: int
-    prompt: int
-    output: int
-
-
-class OwedRows(Generic[Key]):
-    """Upper bounds of the rows that running requests have yet to write. Not thread-safe.
-
-    Attributes:
-        prompt, output: rows of prompts, and of generated tokens.
-        generating: number of requests that owe rows of generated tokens.
-    """
-
-    def __init__(self) -> None:
-        self._debts: dict[Key, _Debt] = {}
-        self.prompt = self.output = self.generating = 0
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self._debts)
-
-    def __len__(self) -> int:
-        return len(self._debts)
-
-    def begin(self, request: Key, prompt_rows: int, output_rows: int) -> None:
-        """Add a request that starts."""
-        self._debts[request] = _Debt(prompt_rows, prompt_rows, output_rows)
-        self.prompt += prompt_rows
-        self.output += output_rows
-        self.generating += output_rows > 0
-
-    def wrote(self, request: Key, first: int, end: int) -> None:
-        """Subtract rows of these token positions, which have left the memory.
-
-        Ignores a request that has ended.
-        """
-        debt = self._debts.get(request)
-        if debt is not None:
-            of_prompt = max(0, min(end, debt.prompt_end) - first)
-            self._settle(
-                debt, min(of_prompt, debt.prompt), min(end - first - of_prompt, debt.output)
-            )
-
-    def end(self, request: Key) -> None:
-        """Subtract all that the request still owes."""
-        debt = self._debts.pop(request, None)
-        if debt is not None:
-            self._settle(debt, debt.prompt, debt.output)
-
-    def _settle(self, debt: _Debt, prompt: int, output: int) -> None:
-        debt.prompt -= prompt
-        debt.output -= output
-        self.prompt -= prompt
-        self.output -= output
-        self.generating -= output > 0 and not debt.output
 
 
 class Cost(NamedTuple):
@@ -139,17 +77,11 @@ class RankLoad:
             return False
         prompt, output, generating = self._future()
         backlog = self.state.backlog
-        peak = backlog + self._stays(
-            prompt + cost.prompt, output + cost.output, generating + bool(cost.output)
-        )
+        peak = backlog + self._stays(prompt + cost.prompt, output + cost.output, generating + bool(cost.output))
         if peak <= self._ring_bytes:
             return True
         too_large = self._stays(*cost, bool(cost.output)) > self._ring_bytes
-        return (
-            too_large
-            and backlog <= self._ring_bytes / 2
-            and not self._stays(prompt, output, generating)
-        )
+        return too_large and backlog <= self._ring_bytes / 2 and not self._stays(prompt, output, generating)
 
     def _future(self) -> tuple[int, int, int]:
         """Return the bytes to come, of prompts and of output, and how many requests generate."""

@@ -40,12 +40,13 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         UserError: if a setting or the store cannot be used.
     """
 
+    _scheduler: ExtractionScheduler  # on the scheduler's side
+    _worker: ExtractionWorker | None = None  # on a worker's side, until `shutdown`
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         settings = read_settings(vllm_config)
         require_no_drafts(vllm_config)
-        self._scheduler: ExtractionScheduler | None = None
-        self._worker: ExtractionWorker | None = None
         if role is KVConnectorRole.SCHEDULER:
             config = settings.config
             self._scheduler = ExtractionScheduler(
@@ -56,11 +57,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 include_output=config.include_output_tokens,
                 allow_path=config.allow_custom_save_path,
                 extract_all=config.extract == "all",
-                limits=RequestLimits(
-                    config.max_files_per_request,
-                    config.max_bytes_per_request,
-                    settings.row_format.stored_row_bytes,
-                ),
+                limits=RequestLimits(config.max_files_per_request, config.max_bytes_per_request, settings.row_format.stored_row_bytes),
             )
         else:
             self._worker = self._build_worker(settings)
@@ -88,7 +85,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             num_writers=settings.num_writers(
                 parallel.tensor_parallel_size * parallel.data_parallel_size_local
             ),
-            patience=config.storage_patience_s,
+            storage_timeout=config.storage_timeout_s,
             slow_storage=config.slow_storage,
             where=settings.destination.where,
             check_finite=config.check_finite,
@@ -97,27 +94,18 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side
 
     def on_new_request(self, request: Any) -> None:
-        assert self._scheduler is not None
         self._scheduler.on_new_request(request)
 
     def extracts(self, request: Any) -> bool:
         """Return whether the request is extracted; see compat.engine.compute_extracted_tokens."""
-        assert self._scheduler is not None
         return self._scheduler.extracts(request.request_id)
 
-    def get_num_new_matched_tokens(
-        self, request: Any, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return 0, because nothing is loaded, or None while the request must wait for storage."""
-        assert self._scheduler is not None
         return (None, False) if self._scheduler.must_wait(request) else (0, False)
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
-        """Return the request's `kv_transfer_params`, before other connectors are asked.
-
-        See compat.engine.answer_beside_others.
-        """
-        assert self._scheduler is not None
+        """Return the request's `kv_transfer_params`; see compat.engine.answer_beside_others."""
         return self._scheduler.on_finished(request)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -125,11 +113,9 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def server_stops(self) -> None:
         """Treat later aborts as caused by the server's stop; see compat.shutdown.stop_in_order."""
-        assert self._scheduler is not None
         self._scheduler.server_stops()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        assert self._scheduler is not None
         return self._scheduler.build_metadata(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -137,28 +123,21 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_report(self, report: KVConnectorWorkerMetadata | None) -> None:
         """Process the workers' report of a step; see compat.engine.report_before_answers."""
-        assert self._scheduler is not None
         if isinstance(report, WorkerReport):
             self._scheduler.on_worker_report(report)
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.on_finished(request)
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        assert self._scheduler is not None
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.on_finished(request)
 
     # Stats are recorded on both sides. vLLM adds those of the scheduler's side only if workers sent
     # some.
 
     def get_kv_connector_stats(self) -> HsxStats | None:
-        side = self._scheduler or self._worker
-        return side.take_stats() if side is not None else None
+        side = self._scheduler if self.role is KVConnectorRole.SCHEDULER else self._worker
+        return None if side is None else side.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HsxStats:
@@ -185,13 +164,8 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        """Pass the filled slot on.
-
-        Ignores the target's attention layers, for which vLLM calls it too.
-        """
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Pass the filled slot on. Ignore the target's layers, for which vLLM calls this too."""
         if layer_name == self._layer_name:
             assert self._worker is not None
             self._worker.save()
@@ -209,10 +183,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.report()
 
     def shutdown(self) -> None:
-        """Write all computed rows, for at most drain_timeout_s, and end every thread.
-
-        May be called twice.
-        """
+        """Write all computed rows, for at most drain_timeout_s, and end every thread."""
         worker, self._worker = self._worker, None
         # A forked child has a copy of this object, but owns neither its threads nor its files.
         if worker is not None and os.getpid() == self._process:

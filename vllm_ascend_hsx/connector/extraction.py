@@ -1,4 +1,4 @@
-"""The life of one owned request: its file, its rows, and the one decision about it."""
+"""One owned request: its file, its rows, and the one decision about it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
-from vllm_ascend_hsx.connector.span_set import SpanSet, describe_missing
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, StatsRecorder, failure_kind
-from vllm_ascend_hsx.connector.threads import WriterPool
-from vllm_ascend_hsx.connector.write_order import WriteOrder
+from vllm_ascend_hsx.connector.threads import ThreadPool
+from vllm_ascend_hsx.connector.write_order import SpanSet, WriteOrder, describe_missing
 from vllm_ascend_hsx.protocol.rows import TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 
@@ -23,29 +22,31 @@ logger = logging.getLogger(__name__)
 
 
 class Extraction:
-    """An owned request, and what SinkFile asks of its caller.
+    """An owned request. It keeps what SinkFile demands of its caller.
 
-    It is decided once: complete, failed or aborted. Then its file is ended once, by the thread that takes
-    it out of `_file`: the one that decided, a writer if that one must not wait for the storage, or the
-    one that stops the worker. A failure overtakes writes in flight; the last of these closes the file.
+    It is decided once: complete, failed or aborted. Then its file is ended once, by the thread that
+    takes it out of `_file`: the one that decided, a writer if that one must not wait for storage,
+    or the one that stops the worker. A failure does not wait for writes in flight; the last of them
+    closes the file.
 
-    `open` belongs to the opener, `write` and `end` to the writers as far as `order` lets them, the rest
-    to any thread.
+    The opener calls `open`. Writers call `write` and `end`, as far as `order` lets them. Any thread
+    may call the other methods.
 
     Args:
-        start: what the scheduler said about it.
-        writers: do all work on its file.
+        start: the scheduler's message.
+        writers: threads that work on its file.
         side_by_side: whether several of them may write at the same time.
-        row_bytes: of one token, as they come and as they are stored.
-        on_decided: called once, with the error or None for a file that is complete or was discarded after an abort.
-        on_ended: called once, when its readers know, or when it could not be opened.
-        stats: what is counted.
+        row_bytes: bytes of one token, in memory and as stored.
+        on_decided: called once, with the error, or None for a file that is complete or was
+            discarded after an abort.
+        on_ended: called once, when readers can see the outcome, or the file could not be opened.
+        stats: records writes and outcomes.
     """
 
     def __init__(
         self,
         start: RequestStart,
-        writers: WriterPool,
+        writers: ThreadPool,
         side_by_side: bool,
         row_bytes: tuple[int, int],
         on_decided: Callable[[Extraction, str | None], None],
@@ -78,9 +79,9 @@ class Extraction:
         return self._opened_or_failed.is_set()
 
     def open(self, sink: Sink) -> None:
-        """Open its file. If the request has failed meanwhile, leave the reason in its place."""
+        """Open the file. If the request has failed meanwhile, leave the reason in its place."""
         try:
-            file = sink.open(self.request_id, self._path, len(self._prompt), may_grow=self._include_output)
+            file = sink.open(self.request_id, self._path, len(self._prompt))
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
             with self._mutex:
                 undecided, self._decided = not self._decided, True
@@ -91,21 +92,21 @@ class Extraction:
             with self._mutex:
                 self._file, failed = file, self._failure is not None
             if failed:
-                self._leave_failure()
+                self.stop()
         finally:
             self._opened_or_failed.set()
 
     def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> int:
-        """Write rows; the last ones of a prompt complete its file.
+        """Write rows. The last rows of a prompt complete its file.
 
         Args:
-            first: token position of the first one.
-            rows: their bytes.
-            landed_at: when they were in host memory, by time.perf_counter.
+            first: token position of the first row.
+            rows: bytes of the rows.
+            landed_at: when they arrived in host memory, by time.perf_counter.
             check: the same rows [rows, layers, hidden] if they must be finite.
 
         Returns:
-            How many rows were written: none if the request is decided, or this failed.
+            Number of rows written: 0 if the request is decided or the write failed.
         """
         self._opened_or_failed.wait()
         with self._mutex:
@@ -121,14 +122,14 @@ class Extraction:
             file.write(first, rows)
             count = len(rows) // self._row_bytes
             self._stats.wrote(count * self._stored_row_bytes, time.perf_counter() - began)
-        except Exception as error:  # noqa: BLE001 - it concerns this request alone
+        except Exception as error:  # noqa: BLE001 - any error fails this request alone
             failure = error
         with self._mutex:
             self._writing -= 1
             self._written.add(first, first + count)
             self._landed_at = max(self._landed_at, landed_at)
-            # The last write in flight commits: another one may be of rows that are computed again.
-            done = not self._include_output and not self._writing and self._has_prompt()
+            # The last write in flight commits. Another one may be writing recomputed rows.
+            done = not self._include_output and not self._writing and not self._written.missing(len(self._prompt))
             taken = self._claim() if done or failure is not None else None
             unused = self._closed_by_writer and not self._writing
         if unused:
@@ -138,9 +139,6 @@ class Extraction:
         elif taken is not None:
             self._commit(taken, self._prompt)
         return count
-
-    def _has_prompt(self) -> bool:
-        return not self._written.missing(len(self._prompt))
 
     def end(self, end: RequestEnd) -> None:
         """End the file: no more rows will come, and no write is in flight."""
@@ -163,37 +161,36 @@ class Extraction:
             self._commit(file, token_ids)
 
     def fail(self, reason: str, kind: str) -> None:
-        """Give the file up: decide at once, and have a writer leave the reason in its place."""
+        """Decide that the request failed; a writer leaves the reason in place of the file."""
         with self._mutex:
             if self._decided:
                 return
             self._decided, self._failure, opened = True, reason, self._file is not None
-        self._opened_or_failed.set()  # writers that wait for the file have others to serve
+        self._opened_or_failed.set()  # writers stop waiting for the file
         self._report(reason, kind)
         if opened:
-            self._writers.submit(self._leave_failure)
+            self._writers.submit(self.stop)
 
     def give_up(self) -> bool:
-        """Write nothing more, for the server stops. False: the request was decided before."""
+        """Write no more rows, because the server stops. False: the request was decided before."""
         with self._mutex:
             undecided, self._decided = not self._decided, True
             self._failure = self._failure or SERVER_STOPPED
         return undecided
 
     def stop(self) -> None:
-        """Leave the reason in place of the file, unless another thread is ending it."""
-        self._leave_failure()
+        """Leave the reason in place of the file, unless another thread ends it.
 
-    def _leave_failure(self) -> tuple[()]:
+        Call `fail` or `give_up` first.
+        """
         with self._mutex:
             file, self._file = self._file, None
         if file is not None:
             assert self._failure is not None
             self._leave_reason(file, self._failure)
-        return ()
 
     def _claim(self) -> SinkFile | None:
-        """Decide and take the file; None: it was decided before. The caller holds the mutex."""
+        """Decide, and take the file. None: it was decided before. The caller holds the mutex."""
         if self._decided:
             return None
         self._decided = True
@@ -205,7 +202,7 @@ class Extraction:
         self._report(_reason_of(error), failure_kind(error))
 
     def _leave_reason(self, file: SinkFile, reason: str) -> None:
-        """Fail a file that was taken. No write begins any more, and those in flight may hang."""
+        """Fail a file that was taken. No write begins anymore, and those in flight may hang."""
         with self._mutex:
             idle = not self._writing
         file.fail(reason, close=idle)
@@ -223,7 +220,7 @@ class Extraction:
             self._on_ended(self)
             self._report(error.reason, failure_kind(error))
             return
-        except Exception as error:  # noqa: BLE001 - a mistake of ours: the file has not ended
+        except Exception as error:  # noqa: BLE001 - a bug, and the file has not ended
             self._fail_file(file, error)
             return
         self._on_ended(self)
@@ -242,23 +239,23 @@ def _reason_of(error: Exception) -> str:
 
 
 def leave_reason(sink: Sink, request_id: str, path: Path, reason: str) -> None:
-    """Have readers of a request whose file was never opened find the reason. Waits as long as the storage does not answer."""
+    """Leave the reason for readers of a request whose file was never opened. Blocks on storage."""
     try:
-        if path.exists():  # the rows of another request of this name, which had better luck
+        if path.exists():  # the file of another request with this name
             return
         sink.open(request_id, path).fail(reason)
-    except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
+    except Exception as error:  # noqa: BLE001 - any error fails this request alone
         logger.error("request %r, %s: the reason of its failure could not be left there: %s", request_id, path, error)
 
 
 def describe_not_finite(first: int, rows: torch.Tensor) -> str | None:
-    """The first token position and layer whose row holds a NaN or an infinity, in words; None if all are finite.
+    """Name the first row with a NaN or an infinity. Return None if all are finite.
 
     Args:
         first: token position of the first row.
         rows: [rows, layers, hidden].
     """
-    low, high = torch.aminmax(rows)  # NaN comes out as NaN; one pass and no temporary, unlike isfinite
+    low, high = torch.aminmax(rows)  # propagates NaN; one pass and no temporary, unlike isfinite
     if torch.isfinite(low) and torch.isfinite(high):
         return None
     row, layer = (~torch.isfinite(rows).all(dim=-1)).nonzero()[0].tolist()

@@ -1,34 +1,18 @@
-"""Latency histograms with fixed buckets. Needs no vLLM."""
+"""Latency histograms with fixed buckets, so that their size does not grow with traffic.
+
+Needs no vLLM.
+"""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-# Upper bounds of the buckets in seconds; one more bucket takes longer observations. They are fixed,
-# so that the size does not grow with traffic.
+# Upper bounds of the buckets in seconds; one more bucket takes longer observations.
 BUCKETS = (
-    1e-5,
-    2.5e-5,
-    5e-5,
-    1e-4,
-    2.5e-4,
-    5e-4,
-    1e-3,
-    2.5e-3,
-    5e-3,
-    1e-2,
-    2.5e-2,
-    5e-2,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-)
+    1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2,
+    2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0,
+)  # fmt: skip
 NUM_BUCKETS = len(BUCKETS) + 1
 _BUCKETS_NS = tuple(round(bound * 1e9) for bound in BUCKETS)
 
@@ -36,14 +20,6 @@ _BUCKETS_NS = tuple(round(bound * 1e9) for bound in BUCKETS)
 def bucket_of(nanoseconds: int) -> int:
     """Return the index of the first bucket whose bound the observation does not exceed."""
     return bisect_left(_BUCKETS_NS, nanoseconds)
-
-
-def mean_seconds(count: int, sum_ns: int) -> float:
-    """Return the mean of the observations in one bucket, or NaN without any.
-
-    The mean lies in the same bucket, because both divisions are correctly rounded.
-    """
-    return sum_ns / count / 1e9 if count else math.nan
 
 
 def quantile(counts: Sequence[int], share: float) -> float:

@@ -110,11 +110,7 @@ class RequestLimits:
             self._unlogged += 1
             return
         self._silent_until = now + _LOG_SECONDS
-        others = (
-            f" ({self._unlogged} others were refused since the last log line)"
-            if self._unlogged
-            else ""
-        )
+        others = f" ({self._unlogged} others were refused since the last log line)" if self._unlogged else ""
         self._unlogged = 0
         logger.warning("request %s is not extracted: %s%s", shown(request_id), reason, others)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics
 
-from vllm_ascend_hsx.connector.histogram import BUCKETS, mean_seconds
+from vllm_ascend_hsx.connector.histogram import BUCKETS
 from vllm_ascend_hsx.connector.stats import HsxStats
 
 PREFIX = "vllm:hsx_"
@@ -15,56 +17,30 @@ OUTCOMES = ("published", "failed", "aborted")
 
 
 class _Series(NamedTuple):
-    """A metric's name, without PREFIX and the suffix _total, and its field in HsxStats."""
+    """A metric's name, without PREFIX and the suffix _total, and its field in HsxStats.
+
+    `unit` is what one in Prometheus is in HsxStats.
+    """
 
     name: str
     of: str
     documentation: str
+    unit: float = 1
 
 
-BYTES = (
-    _Series(
-        "copied_bytes",
-        "copied_bytes",
-        "Bytes of hidden states copied from the device into pinned memory.",
-    ),
-    _Series(
-        "written_bytes",
-        "written_bytes",
-        "Bytes of hidden states written to files, including files that failed later.",
-    ),
-    _Series(
-        "published_bytes", "published_bytes", "Bytes of hidden states in files that were published."
-    ),
+COUNTERS = (
+    _Series("copied_bytes", "copied_bytes", "Bytes of hidden states copied from the device into pinned memory."),
+    _Series("written_bytes", "written_bytes", "Bytes of hidden states written to files, including files that failed later."),
+    _Series("published_bytes", "published_bytes", "Bytes of hidden states in files that were published."),
+    _Series("backpressure_seconds", "backpressure_ns", "Time in which at least one new request was held back for storage.", 1e9),
+    _Series("stall_seconds", "stall_ns", "Time that steps waited for storage, over all workers.", 1e9),
 )
-SECONDS = (
-    _Series(
-        "backpressure_seconds",
-        "backpressure_ns",
-        "Time in which at least one new request was held back for storage.",
-    ),
-    _Series("stall_seconds", "stall_ns", "Time that steps waited for storage, over all workers."),
-)
-FILES = _Series("files", "", "Finished files of hidden states, by outcome.")
-FAILURES = _Series(
-    "failures",
-    "failures",
-    "Failed files of hidden states, by errno name or other reason.",
-)
-REQUESTS_HELD = _Series(
-    "requests_held", "requests_held", "New requests that are held back for storage."
-)
+FILES = _Series("files", "files", "Finished files of hidden states, by outcome.")
+FAILURES = _Series("failures", "failures", "Failed files of hidden states, by errno name or other reason.")
+REQUESTS_HELD = _Series("requests_held", "requests_held", "New requests that are held back for storage.")
 BY_RANK = (
-    _Series(
-        "ring_fill_ratio",
-        "ring_fill",
-        "Largest share of the pinned ring in use between two steps, by tensor-parallel rank.",
-    ),
-    _Series(
-        "backlog_bytes",
-        "backlog_bytes",
-        "Bytes of hidden states computed but not yet written, by tensor-parallel rank.",
-    ),
+    _Series("ring_fill_ratio", "ring_fill", "Largest share of the pinned ring in use between two steps, by tensor-parallel rank."),
+    _Series("backlog_bytes", "backlog_bytes", "Bytes of hidden states computed but not yet written, by tensor-parallel rank."),
     _Series(
         "storage_bytes_per_second",
         "write_rate",
@@ -74,18 +50,15 @@ BY_RANK = (
 LATENCIES = (
     _Series("copy_seconds", "copy", "Time from the issue of a device copy to its completion."),
     _Series("write_seconds", "write", "Duration of one write of hidden states to a file."),
-    _Series(
-        "publish_seconds",
-        "publish",
-        "Time from a file's last row on the host to its publication.",
-    ),
+    _Series("publish_seconds", "publish", "Time from a file's last row on the host to its publication."),
 )
 
 
 class HsxPromMetrics(KVConnectorPromMetrics):
     """All metrics of the connector, with one child of each per engine (DP rank).
 
-    Children exist from the start, so that rates are right from the first event on.
+    Children exist from the start, so that rates are right from the first event on. Only the
+    reasons of failures are not known before they occur.
 
     Args:
         vllm_config: vllm.config.VllmConfig; its tensor-parallel size is read.
@@ -102,20 +75,18 @@ class HsxPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics: dict[str, Any] = {}
         ranks = [str(rank) for rank in range(vllm_config.parallel_config.tensor_parallel_size)]
-        self._counters = {
-            series.of: self._per_engine(self._counter(series)) for series in BYTES + SECONDS
-        }
-        self._files = self._per_engine_and(OUTCOMES, self._counter(FILES, "outcome"))
-        self._failures = self._counter(FAILURES, "reason")
-        self._requests_held = self._per_engine(self._gauge(REQUESTS_HELD))
-        self._by_rank = {
-            series.of: self._per_engine_and(ranks, self._gauge(series, "tp_rank"))
-            for series in BY_RANK
-        }
-        self._latencies = {
-            series.of: self._per_engine(self._histogram(series)) for series in LATENCIES
-        }
+        gauge = partial(self._gauge_cls, multiprocess_mode="mostrecent")
+        for series in COUNTERS:
+            self._register(self._counter_cls, series)
+        self._register(self._counter_cls, FILES, "outcome", OUTCOMES)
+        self._register(self._counter_cls, FAILURES, "reason", ())
+        self._register(gauge, REQUESTS_HELD)
+        for series in BY_RANK:
+            self._register(gauge, series, "tp_rank", ranks)
+        for series in LATENCIES:
+            self._register(partial(self._histogram_cls, buckets=list(BUCKETS)), series)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the stats of one engine.
@@ -125,57 +96,32 @@ class HsxPromMetrics(KVConnectorPromMetrics):
         the last step.
         """
         stats = HsxStats(data=transfer_stats_data)
-        for series in BYTES:
-            self._counters[series.of][engine_idx].inc(stats.counter(series.of))
-        for series in SECONDS:
-            self._counters[series.of][engine_idx].inc(stats.counter(series.of) / 1e9)
+
+        def child(series: _Series, *label: str) -> Any:
+            return self._metrics[series.of].labels(*self.per_engine_labelvalues[engine_idx], *label)
+
+        for series in COUNTERS:
+            child(series).inc(stats.counter(series.of) / series.unit)
         for outcome in OUTCOMES:
-            self._files[engine_idx, outcome].inc(stats.counter(outcome))
+            child(FILES, outcome).inc(stats.counter(outcome))
         for reason, count in stats.failures.items():
-            self._failures.labels(*self.per_engine_labelvalues[engine_idx], reason).inc(count)
+            child(FAILURES, reason).inc(count)
         for held in stats.gauge(REQUESTS_HELD.of).values():
-            self._requests_held[engine_idx].set(held)
+            child(REQUESTS_HELD).set(held)
         for series in BY_RANK:
             for rank, value in stats.gauge(series.of).items():
-                self._by_rank[series.of][engine_idx, rank].set(value)
+                child(series, rank).set(value)
         for series in LATENCIES:
-            histogram = self._latencies[series.of][engine_idx]
+            histogram = child(series)
             for count, sum_ns in zip(*stats.histogram(series.of), strict=True):
                 for _ in range(count):
-                    histogram.observe(mean_seconds(count, sum_ns))
+                    # The mean lies in the same bucket: both divisions are correctly rounded.
+                    histogram.observe(sum_ns / count / 1e9)
 
-    def _counter(self, series: _Series, *labels: str) -> Any:
-        return self._counter_cls(
-            name=PREFIX + series.name,
-            documentation=series.documentation,
-            labelnames=[*self._labelnames, *labels],
-        )
-
-    def _gauge(self, series: _Series, *labels: str) -> Any:
-        return self._gauge_cls(
-            name=PREFIX + series.name,
-            documentation=series.documentation,
-            labelnames=[*self._labelnames, *labels],
-            multiprocess_mode="mostrecent",
-        )
-
-    def _histogram(self, series: _Series) -> Any:
-        return self._histogram_cls(
-            name=PREFIX + series.name,
-            documentation=series.documentation,
-            labelnames=self._labelnames,
-            buckets=list(BUCKETS),
-        )
-
-    def _per_engine(self, metric: Any) -> dict[int, Any]:
-        return {
-            engine: metric.labels(*values) for engine, values in self.per_engine_labelvalues.items()
-        }
-
-    def _per_engine_and(self, last: Sequence[str], metric: Any) -> dict[tuple[int, str], Any]:
-        engines = self.per_engine_labelvalues.items()
-        return {
-            (engine, value): metric.labels(*values, value)
-            for engine, values in engines
-            for value in last
-        }
+    def _register(self, metric_class: Callable[..., Any], series: _Series, label: str | None = None, values: Iterable[str] = ()) -> None:
+        """Make a metric with its children: one per engine, or per engine and value of `label`."""
+        labelnames = self._labelnames if label is None else [*self._labelnames, label]
+        metric = metric_class(name=PREFIX + series.name, documentation=series.documentation, labelnames=labelnames)
+        self._metrics[series.of] = metric
+        for engine, extra in product(self.per_engine_labelvalues.values(), [()] if label is None else zip(values)):
+            metric.labels(*engine, *extra)

@@ -17,15 +17,14 @@ from vllm_ascend_hsx.connector.metadata import (
     RequestStart,
     WorkerReport,
 )
-from vllm_ascend_hsx.connector.reminder import Reminder
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
+from vllm_ascend_hsx.connector.storage_watch import Reminder
 from vllm_ascend_hsx.protocol.api import (
     ERROR_KEY,
-    PATH_KEY,
     ParamsError,
     ServerParams,
+    path_in_use,
     read_params,
-    shown,
 )
 from vllm_ascend_hsx.sinks.destination import Destination
 
@@ -114,23 +113,14 @@ class ExtractionScheduler:
         prompt_tokens = len(request.prompt_token_ids or ())
         output_rows = max(0, request.max_tokens - 1) if params.include_output else 0
         if request.prompt_token_ids is None:
-            self._refused[request.request_id] = (
-                "prompt_embeds have no token ids to store; send token ids or text"
-            )
+            self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
         elif request.resumable:
-            self._refused[request.request_id] = (
-                "streaming input is not supported; send the whole prompt at once"
-            )
+            self._refused[request.request_id] = "streaming input is not supported; send the whole prompt at once"
         elif (other := self._writing.get(path)) is not None and not other.ended:
             # The worker would detect this by the lock, if locks are enabled. Here it is known
             # before anything is computed.
-            self._refused[request.request_id] = (
-                f"kv_transfer_params.{PATH_KEY} is {shown(path)}, which another request is "
-                "writing; choose another name"
-            )
-        elif self._limits is not None and (
-            reason := self._limits.refusal(request.request_id, prompt_tokens + output_rows)
-        ):
+            self._refused[request.request_id] = path_in_use(path)
+        elif self._limits is not None and (reason := self._limits.refusal(request.request_id, prompt_tokens + output_rows)):
             self._refused[request.request_id] = reason
         else:
             self._requests[request.request_id] = self._writing[path] = _Request(
@@ -187,7 +177,7 @@ class ExtractionScheduler:
             state.place = place
             insort(self._held, place)
             self._reminder.begin()
-            self._recorder.held(request.request_id)
+            self._recorder.held(len(self._held))
         return True
 
     def build_metadata(self, scheduler_output: Any) -> HsxConnectorMetadata:
@@ -246,8 +236,7 @@ class ExtractionScheduler:
     def server_stops(self) -> None:
         """Treat later aborts as caused by the server's stop, not by clients.
 
-        Workers are not told. When they are closed, they write the reason into the error file of
-        each unfinished request.
+        Workers do not learn of these. When closed, they leave a reason for each unfinished request.
         """
         self._stopping = True
 
@@ -275,15 +264,11 @@ class ExtractionScheduler:
             return None
         end = RequestEnd(request_id, aborted=aborted and not _stopped_by_string(request))
         if state.include_output and not end.aborted:
-            end = replace(
-                end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64)
-            )
+            end = replace(end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64))
         self._ended.append(end)
         if not state.decided:
             self._undecided[request_id] = state
-        answer = self._destination.answer(
-            state.path, state.prompt_tokens + len(end.output_token_ids), state.include_output
-        )
+        answer = self._destination.answer(state.path, state.prompt_tokens + len(end.output_token_ids), state.include_output)
         if state.error is not None:
             answer[ERROR_KEY] = state.error
         return answer
@@ -291,7 +276,7 @@ class ExtractionScheduler:
     def _stop_holding(self, request: _Request) -> None:
         if request.place is not None:
             del self._held[bisect_left(self._held, request.place)]
-            self._recorder.let_go(request.place[-1])
+            self._recorder.held(len(self._held))
             request.place = None
             if not self._held:
                 self._reminder.end()
@@ -311,7 +296,7 @@ class ExtractionScheduler:
             load.state.backlog / _MIB,
             (load.state.write_rate or 0) / _MIB,
         )
-        self._reminder.told()
+        self._reminder.logged()
 
     def _let_go_of(self, request: _Request) -> None:
         before, request.predecessor = request.predecessor, None
@@ -333,8 +318,4 @@ def _stopped_by_string(request: Any) -> bool:
     published that no client waits for. The alternative would discard files that clients do wait
     for.
     """
-    return bool(
-        request.num_output_tokens
-        and request.sampling_params is not None
-        and request.sampling_params.stop
-    )
+    return bool(request.num_output_tokens and request.sampling_params is not None and request.sampling_params.stop)

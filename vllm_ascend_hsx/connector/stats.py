@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping
 from operator import add
 from typing import Any
 
@@ -15,7 +16,7 @@ from vllm_ascend_hsx.connector.histogram import NUM_BUCKETS, bucket_of, quantile
 from vllm_ascend_hsx.sinks.base import SinkError
 
 # Kinds of failures that no errno names.
-SILENT_STORAGE = "silent_storage"  # storage did not answer for storage_patience_s
+SILENT_STORAGE = "silent_storage"  # storage did not answer for storage_timeout_s
 SLOW_STORAGE = "slow_storage"  # a step would have had to wait for storage, with slow_storage="fail"
 COPY_FAILED = "copy"  # a copy from the device failed
 NOT_FINITE = "not_finite"  # a row has a NaN or an infinity, with check_finite
@@ -23,19 +24,23 @@ MISSING_ROWS = "missing_rows"  # the request ended without some of its rows
 REFUSED = "refused"  # the request asks for something that is not supported
 OTHER_FAILURE = "other"
 
-_SCHEDULER = "scheduler"
+_HELD_KEY = "requests_held scheduler"
+
+# The parts of HsxStats.data, and how two values of one key are combined.
+_SUMS = ("counters", "failures", "observations", "nanoseconds")
+_PARTS: dict[str, Callable[[Any, Any], Any]] = {**dict.fromkeys(_SUMS, add), "gauges": max}
 
 
 class HsxStats(KVConnectorStats):
     """Counters, gauges and latency histograms of one or more ranks.
 
-    `data` is what is sent (by pickle to the scheduler, by msgpack to the API server). It holds
-    builtin types only and omits zeros:
-    * counters: {name: int}. Times are in nanoseconds, because sums of integers do not depend on
-      their order.
-    * failures: {kind: int}; see `failure_kind`.
-    * gauges: {name: {rank: number}}. The rank is "scheduler" for values that belong to no rank.
-    * histograms: {name: [counts, sums]}, both by bucket; sums are in nanoseconds.
+    `data` is what is sent (by pickle to the scheduler, by msgpack to the API server). It has five
+    parts {key: number} of builtin types:
+    * counters: by name. Times are in nanoseconds, because sums of integers do not depend on their
+      order.
+    * failures: by kind; see `failure_kind`.
+    * observations, nanoseconds: number and sum of a histogram's values, by "<name> <bucket>".
+    * gauges: by "<name> <rank>". The rank is "scheduler" for values that belong to no rank.
     """
 
     def counter(self, name: str) -> int:
@@ -57,44 +62,28 @@ class HsxStats(KVConnectorStats):
         Names: "ring_fill" (0 to 1), "backlog_bytes", "write_rate" (bytes per second),
         "requests_held".
         """
-        return self._part("gauges").get(name, {})
+        keys = ((*key.split(), value) for key, value in self._part("gauges").items())
+        return {rank: value for gauge, rank, value in keys if gauge == name}
 
-    def histogram(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
+    def histogram(self, name: str) -> tuple[list[int], list[int]]:
         """Return the number of observations and their sum in nanoseconds, for each bucket.
 
         Names: "copy", "write", "publish".
         """
-        counts, sums = self._part("histograms").get(name) or _no_observations()
-        return counts, sums
+        keys = [f"{name} {bucket}" for bucket in range(NUM_BUCKETS)]
+        counts, sums = self._part("observations"), self._part("nanoseconds")
+        return [counts.get(key, 0) for key in keys], [sums.get(key, 0) for key in keys]
 
     def aggregate(self, other: KVConnectorStats) -> HsxStats:
         """Return the sum of both, which may be of different ranks or times.
 
-        Keeps the larger of two gauges.
-
-        Neither operand is changed.
+        Keeps the larger of two gauges. Neither operand is changed.
         """
-        gauges = {name: dict(by_rank) for name, by_rank in self._part("gauges").items()}
-        for name, by_rank in other._part("gauges").items():
-            known = gauges.setdefault(name, {})
-            known.update(
-                {rank: max(value, known.get(rank, value)) for rank, value in by_rank.items()}
-            )
-        histograms = dict(self._part("histograms"))
-        for name, (counts, sums) in other._part("histograms").items():
-            known_counts, known_sums = histograms.get(name) or _no_observations()
-            histograms[name] = [
-                list(map(add, known_counts, counts)),
-                list(map(add, known_sums, sums)),
-            ]
-        return HsxStats(
-            data={
-                "counters": _sums(self._part("counters"), other._part("counters")),
-                "failures": _sums(self._part("failures"), other._part("failures")),
-                "gauges": gauges,
-                "histograms": histograms,
-            }
-        )
+        merged = {}
+        for part, combine in _PARTS.items():
+            one, two = self._part(part), other._part(part)
+            merged[part] = {**one, **two, **{key: combine(one[key], two[key]) for key in one.keys() & two.keys()}}
+        return HsxStats(data=merged)
 
     def reduce(self) -> dict[str, int | float]:
         """Return the numbers for vLLM's log line.
@@ -108,9 +97,7 @@ class HsxStats(KVConnectorStats):
             "Failed": self.counter("failed"),
             "Aborted": self.counter("aborted"),
             "GB written": round(self.counter("written_bytes") / 1e9, 3),
-            "GB/s per writer": round(self.counter("written_bytes") / write_ns, 3)
-            if write_ns
-            else 0.0,
+            "GB/s per writer": round(self.counter("written_bytes") / write_ns, 3) if write_ns else 0.0,
             "Max ring fill (%)": round(100 * max(self.gauge("ring_fill").values(), default=0.0), 1),
             "Last row to file P50 (ms)": round(1e3 * quantile(counts, 0.5), 3),
             "Last row to file P99 (ms)": round(1e3 * quantile(counts, 0.99), 3),
@@ -137,7 +124,7 @@ class HsxStats(KVConnectorStats):
 
 
 class StatsRecorder:
-    """Record the statistics of one worker process. Thread-safe; a call takes about a microsecond.
+    """Record the statistics of one worker process. Thread-safe; a call takes a few microseconds.
 
     Args:
         rank: tensor-parallel rank.
@@ -154,49 +141,47 @@ class StatsRecorder:
         backlog: Callable[[], int],
         write_rate: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._rank = str(rank)
-        self._write_rate = write_rate
+        self._rank = rank
         self._ring_fill = ring_fill
         self._backlog = backlog
-        self._lock = threading.Lock()
-        self._restart()
+        self._write_rate = write_rate
+        self._lock = threading.Lock()  # guards everything below
+        self._sums: dict[str, Counter[str]] = {part: Counter() for part in _SUMS}
+        self._must_send = False
         self._taken_gauges = (0.0, 0)
 
     def copied(self, num_bytes: int, seconds: float) -> None:
         """Record a chunk that reached pinned memory `seconds` after its copy was issued."""
-        self._observe("copy", seconds, "copied_bytes", num_bytes)
+        self._observe("copy", seconds, copied_bytes=num_bytes)
 
     def wrote(self, num_bytes: int, seconds: float) -> None:
         """Record one call of SinkFile.write."""
-        self._observe("write", seconds, "written_bytes", num_bytes)
+        self._observe("write", seconds, written_bytes=num_bytes)
 
     def published(self, num_bytes: int, seconds: float) -> None:
         """Record a published file, `seconds` after its last row was on the host."""
-        self._observe("publish", seconds, "published_bytes", num_bytes, "published")
+        self._observe("publish", seconds, published_bytes=num_bytes, published=1)
 
     def failed(self, kind: str = OTHER_FAILURE) -> None:
         """Record a request that gets no file. See `failure_kind`."""
         with self._lock:
-            self._counters["failed"] = self._counters.get("failed", 0) + 1
-            self._failures[kind] = self._failures.get(kind, 0) + 1
-            self._happened = True
+            self._sums["counters"]["failed"] += 1
+            self._sums["failures"][kind] += 1
 
     def aborted(self) -> None:
         """Record a file that was discarded because its request was aborted."""
         with self._lock:
-            self._counters["aborted"] = self._counters.get("aborted", 0) + 1
-            self._happened = True
+            self._sums["counters"]["aborted"] += 1
 
     def stalled(self, seconds: float) -> None:
         """Record that the main thread waited for a staging slot."""
         with self._lock:
-            self._counters["stall_ns"] = self._counters.get("stall_ns", 0) + int(seconds * 1e9)
-            self._happened = True
+            self._sums["counters"]["stall_ns"] += int(seconds * 1e9)
 
     def send(self) -> None:
         """Make the next `take` return stats in any case."""
         with self._lock:
-            self._happened = True
+            self._must_send = True
 
     def take(self) -> HsxStats | None:
         """Return the stats since the last call with the current gauges.
@@ -205,54 +190,24 @@ class StatsRecorder:
         """
         gauges = (float(self._ring_fill()), int(self._backlog()))
         with self._lock:
-            if not self._happened and gauges == self._taken_gauges:
+            if not self._must_send and not any(self._sums.values()) and gauges == self._taken_gauges:
                 return None
-            self._taken_gauges = gauges
-            counters, failures, histograms = self._counters, self._failures, self._histograms
-            self._restart()
-        shown: dict[str, float | int | None] = {
-            "ring_fill": gauges[0],
-            "backlog_bytes": gauges[1],
-            "write_rate": self._write_rate(),
-        }
-        return HsxStats(
-            data={
-                # msgpack does not accept other integer types, such as numpy's.
-                "counters": {name: int(value) for name, value in counters.items()},
-                "failures": failures,
-                "gauges": {
-                    name: {self._rank: value} for name, value in shown.items() if value is not None
-                },
-                "histograms": histograms,
-            }
-        )
+            taken, self._sums = self._sums, {part: Counter() for part in _SUMS}
+            self._must_send, self._taken_gauges = False, gauges
+        # msgpack does not accept other integer types, such as numpy's.
+        data: dict[str, Any] = {part: {key: int(value) for key, value in sums.items()} for part, sums in taken.items()}
+        shown = {"ring_fill": gauges[0], "backlog_bytes": gauges[1], "write_rate": self._write_rate()}
+        data["gauges"] = {f"{name} {self._rank}": value for name, value in shown.items() if value is not None}
+        return HsxStats(data=data)
 
-    def _observe(
-        self,
-        histogram: str,
-        seconds: float,
-        bytes_counter: str,
-        num_bytes: int,
-        counter: str | None = None,
-    ) -> None:
+    def _observe(self, histogram: str, seconds: float, **counters: int) -> None:
         nanoseconds = int(seconds * 1e9)
-        bucket = bucket_of(nanoseconds)
+        key = f"{histogram} {bucket_of(nanoseconds)}"
         with self._lock:
-            columns = self._histograms.get(histogram)
-            if columns is None:
-                columns = self._histograms[histogram] = _no_observations()
-            columns[0][bucket] += 1
-            columns[1][bucket] += nanoseconds
-            self._counters[bytes_counter] = self._counters.get(bytes_counter, 0) + num_bytes
-            if counter is not None:
-                self._counters[counter] = self._counters.get(counter, 0) + 1
-            self._happened = True
-
-    def _restart(self) -> None:
-        self._happened = False
-        self._counters: dict[str, int] = {}
-        self._failures: dict[str, int] = {}
-        self._histograms: dict[str, list[list[int]]] = {}
+            self._sums["observations"][key] += 1
+            self._sums["nanoseconds"][key] += nanoseconds
+            for name, number in counters.items():
+                self._sums["counters"][name] += number
 
 
 class SchedulerRecorder:
@@ -264,8 +219,8 @@ class SchedulerRecorder:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._held: set[str] = set()
-        self._since = 0.0  # valid while a request is held
+        self._held = 0
+        self._since = 0.0  # when `held` or `take` was called last
         self._seconds = 0.0
         self._taken_held = 0
         self._refused = 0
@@ -274,17 +229,10 @@ class SchedulerRecorder:
         """Record a request that asked for rows and was refused."""
         self._refused += 1
 
-    def held(self, request_id: str) -> None:
-        """Record that the request has to wait. It may be waiting already."""
-        if not self._held:
-            self._since = self._clock()
-        self._held.add(request_id)
-
-    def let_go(self, request_id: str) -> None:
-        """Record that the request no longer waits. Ignores one that was not held."""
-        if request_id in self._held:
-            self._settle()
-            self._held.remove(request_id)
+    def held(self, number: int) -> None:
+        """Record how many requests wait from now on."""
+        self._settle()
+        self._held = number
 
     @property
     def has_news(self) -> bool:
@@ -296,25 +244,18 @@ class SchedulerRecorder:
         if not self.has_news:
             return None
         self._settle()
-        self._taken_held = len(self._held)
+        self._taken_held = self._held
         nanoseconds, self._seconds = int(self._seconds * 1e9), 0.0
         refused, self._refused = self._refused, 0
-        return HsxStats(
-            data={
-                "counters": {
-                    "backpressure_ns": nanoseconds,
-                    **({"failed": refused} if refused else {}),
-                },
-                "failures": {REFUSED: refused} if refused else {},
-                "gauges": {"requests_held": {_SCHEDULER: self._taken_held}},
-            }
-        )
+        counters = {"backpressure_ns": nanoseconds, **({"failed": refused} if refused else {})}
+        failures = {REFUSED: refused} if refused else {}
+        return HsxStats(data={"counters": counters, "failures": failures, "gauges": {_HELD_KEY: self._taken_held}})
 
     def _settle(self) -> None:
+        now = self._clock()
         if self._held:
-            now = self._clock()
             self._seconds += now - self._since
-            self._since = now
+        self._since = now
 
 
 def failure_kind(error: BaseException | None) -> str:
@@ -330,11 +271,3 @@ def failure_kind(error: BaseException | None) -> str:
             return errno.errorcode.get(error.errno, OTHER_FAILURE)
         error = error.__cause__ or error.__context__
     return OTHER_FAILURE
-
-
-def _no_observations() -> list[list[int]]:
-    return [[0] * NUM_BUCKETS, [0] * NUM_BUCKETS]
-
-
-def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {name: one.get(name, 0) + other.get(name, 0) for name in {**one, **other}}

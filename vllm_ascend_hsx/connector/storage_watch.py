@@ -1,4 +1,4 @@
-"""Track how long storage has been silent, limit how long a step waits for it, and log both."""
+"""Slow storage: limit how long a step waits for it, and limit log lines about it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Literal
 
-from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
-from vllm_ascend_hsx.connector.reminder import Reminder
+from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import SILENT_STORAGE, SLOW_STORAGE, StatsRecorder
 
 logger = logging.getLogger(__name__)
@@ -16,6 +15,7 @@ logger = logging.getLogger(__name__)
 _STALLED_S = 0.5  # seconds that a step waits for storage before a log line is due
 _QUIET_S = 1.0  # seconds without an answer, after which no new request starts
 _HUNG_S = 2.0  # ... after which new requests are refused if no step waits for storage
+_REMIND_S = 10.0  # seconds between two log lines about one problem
 _MIB = 1 << 20
 _TOO_SLOW = (
     "its rows would have had to wait for slow storage, and slow_storage is 'fail': use faster "
@@ -23,57 +23,89 @@ _TOO_SLOW = (
 )
 
 
-class StorageWatch:
-    """Watch the storage of one worker.
+class Reminder:
+    """Schedule log lines: one soon after a problem begins, then one every ten seconds.
 
-    Any thread may call `answered`; only the main thread may call `wait`.
+    A problem that returns within ten seconds counts as the same problem. For one thread only.
 
     Args:
-        patience: seconds that a step waits for storage that makes no progress.
+        first: seconds of trouble until the first line is due.
+        clock: monotonic clock in seconds.
+    """
+
+    def __init__(self, first: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._first = first
+        self._clock = clock
+        self._before = 0.0  # seconds of earlier spells of the same problem
+        self._began: float | None = None
+        self._ended = -_REMIND_S
+        self._told = -_REMIND_S
+
+    def begin(self) -> None:
+        """Record the beginning of a problem. Does nothing if one has begun."""
+        if self._began is None:
+            self._began = self._clock()
+            if self._began - self._ended >= _REMIND_S:
+                self._before = 0.0
+
+    def end(self) -> float:
+        """Record the end of the problem. Return its seconds, or 0 if there was none."""
+        if self._began is None:
+            return 0.0
+        self._ended = self._clock()
+        seconds, self._began = self._ended - self._began, None
+        self._before += seconds
+        return seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the problem so far, earlier spells included."""
+        return self._before + (0.0 if self._began is None else self._clock() - self._began)
+
+    def due_in(self) -> float:
+        """Return the seconds until a line is due, if the problem lasts."""
+        return max(0.0, self._first - self.seconds, self._told + _REMIND_S - self._clock())
+
+    def logged(self) -> None:
+        """Record that a line was logged."""
+        self._told = self._clock()
+
+
+class StorageWatch:
+    """Watch the storage of one worker. Only the main thread may call `wait`.
+
+    Args:
+        storage_timeout: seconds that a step waits for storage that makes no progress.
         slow_storage: see HsxConfig.
         where: description of the storage.
-        backlog: returns the bytes that have yet to be written.
+        progress: progress of the worker.
         stats: records stalls.
-        write_rate, step_rate: the worker's rates.
     """
 
     def __init__(
         self,
-        patience: float,
+        storage_timeout: float,
         slow_storage: Literal["wait", "fail"],
         where: str,
-        backlog: Callable[[], int],
+        progress: RankProgress,
         stats: StatsRecorder,
-        write_rate: WriteRate,
-        step_rate: StepRate,
     ) -> None:
-        self.patience = patience
+        self.storage_timeout = storage_timeout
         self.steps_wait = slow_storage == "wait"
         self._where = where
-        self._backlog = backlog
+        self._progress = progress
         self._stats = stats
-        self._write_rate = write_rate
-        self._step_rate = step_rate
-        self._answered_at = 0.0
         self._stall = Reminder(_STALLED_S)
-
-    def answered(self) -> None:
-        """Record that storage has made progress, or gets its first work after it was idle."""
-        self._answered_at = time.monotonic()
-
-    def silent_for(self) -> float:
-        """Return the seconds since the last progress, or 0 if there is nothing to write."""
-        return time.monotonic() - self._answered_at if self._backlog() else 0.0
 
     @property
     def is_quiet(self) -> bool:
         """True while no new request should start."""
-        return self.silent_for() >= min(_QUIET_S, self._limit)
+        return self._progress.silent_for() >= min(_QUIET_S, self._limit)
 
     @property
     def is_stuck(self) -> bool:
         """True while new requests are refused."""
-        return self.silent_for() >= self._limit
+        return self._progress.silent_for() >= self._limit
 
     @property
     def silence(self) -> str:
@@ -83,15 +115,11 @@ class StorageWatch:
     @property
     def failure(self) -> tuple[str, str]:
         """Reason and kind of failure of a request whose rows no step waits for any longer."""
-        return (
-            (self.silence, SILENT_STORAGE)
-            if self.steps_wait or self.is_stuck
-            else (_TOO_SLOW, SLOW_STORAGE)
-        )
+        return (self.silence, SILENT_STORAGE) if self.steps_wait or self.is_stuck else (_TOO_SLOW, SLOW_STORAGE)
 
     @property
     def _limit(self) -> float:
-        return self.patience if self.steps_wait else min(self.patience, _HUNG_S)
+        return self.storage_timeout if self.steps_wait else min(self.storage_timeout, _HUNG_S)
 
     def wait(self, done: Callable[[float], bool], silent_for: Callable[[], float]) -> bool:
         """Make the step wait for storage, count the time, and log it.
@@ -102,19 +130,19 @@ class StorageWatch:
             silent_for: returns the seconds since storage last answered.
 
         Returns:
-            False if storage was silent for `patience` seconds.
+            False if storage was silent for `storage_timeout` seconds.
         """
         self._stall.begin()
         try:
-            while not done(min(self._stall.due_in(), max(0.0, self.patience - silent_for()))):
-                if silent_for() >= self.patience:
+            while not done(min(self._stall.due_in(), max(0.0, self.storage_timeout - silent_for()))):
+                if silent_for() >= self.storage_timeout:
                     return False
                 if self._stall.due_in() == 0:
                     self._warn()
         finally:
             seconds = self._stall.end()
             self._stats.stalled(seconds)
-            self._step_rate.waited(seconds)
+            self._progress.step_rate.waited(seconds)
         return True
 
     def _warn(self) -> None:
@@ -125,7 +153,7 @@ class StorageWatch:
             "fail extracted requests instead.",
             self._stall.seconds,
             self._where,
-            self._backlog() / _MIB,
-            (self._write_rate.value() or 0) / _MIB,
+            self._progress.backlog / _MIB,
+            (self._progress.write_rate.value() or 0) / _MIB,
         )
-        self._stall.told()
+        self._stall.logged()

@@ -1,11 +1,11 @@
-"""Worker side: takes filled staging slots, and sees to it that each row of an owned request reaches its file and the file is decided."""
+"""Worker side: bring each row of an owned request from its staging slot to its file."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -13,13 +13,12 @@ from typing import Literal
 import torch
 
 from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
-from vllm_ascend_hsx.connector.admission import OwedRows
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, RequestEnd, RequestStart, WorkerReport
-from vllm_ascend_hsx.connector.pace import StepRate, WriteRate
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
+from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import COPY_FAILED, REFUSED, SILENT_STORAGE, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
-from vllm_ascend_hsx.connector.threads import JobThread, OpenerThread, WriterJob, WriterPool
+from vllm_ascend_hsx.connector.threads import Job, ThreadPool
 from vllm_ascend_hsx.connector.write_order import EVERY_POSITION
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import ALL_ROWS, Span
@@ -30,31 +29,31 @@ from vllm_ascend_hsx.sinks.base import Sink
 
 logger = logging.getLogger(__name__)
 
-# Requests that were refused because the storage is silent, and whose reason waits to be left in their place.
-_MAX_REASONS = 10_000
-# Rows of a piece that one writer takes at a time: enough for its work to outweigh the hand-over.
-_JOB_BYTES = 1 << 20
-_OPENS_S = 0.05  # that files may take to open, once their step is over, before that counts as waiting for storage
+_MAX_REASONS = 10_000  # reasons of refused requests that wait for silent storage
+_JOB_BYTES = 1 << 20  # least bytes of a write job, if a chunk has them: outweighs the hand-over
+_OPENS_S = 0.05  # time for files to open after their step, before it counts as waiting for storage
 
 
 class ExtractionWorker:
     """One rank's part of the extraction.
 
-    The main thread only stages and passes slots on; an opener opens files; the copier thread issues copies and knows who is under way;
-    writer threads write and decide files. What passes between them is queues, so no lock is held while anything slow happens.
+    The main thread stages rows and passes slots on, an opener opens files, the copier's thread
+    issues copies, and writer threads write and finish files. Threads exchange work through queues,
+    so no lock is held during anything slow.
 
     Args:
         rank: tensor-parallel rank; requests of other owners are ignored.
-        staging: the cache-only layer's.
+        staging: the staging slots of the cache-only layer.
         ring: pinned memory that rows pass through.
         sink: makes files.
         device: the worker's NPU.
-        num_writers: writer threads.
-        patience: seconds that a step waits for storage that does nothing at all; then the requests whose rows it holds fail.
-        slow_storage: "fail": a step does not wait for storage; the requests whose rows would have to wait fail.
-        where: the storage, in words.
+        num_writers: number of writer threads.
+        storage_timeout: seconds that a step waits for storage without progress; then the requests
+            whose rows it holds fail.
+        slow_storage: "fail" fails requests whose rows would make a step wait for storage.
+        where: description of the storage.
         check_finite: whether a file with a NaN or an infinity fails.
-        stored_row_bytes: of one token in the sink; those of a row of the ring if None.
+        stored_row_bytes: bytes of one token in the sink; None for those of a row of the ring.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class ExtractionWorker:
         sink: Sink,
         device: torch.device,
         num_writers: int,
-        patience: float = 30.0,
+        storage_timeout: float = 30.0,
         slow_storage: Literal["wait", "fail"] = "wait",
         where: str = "the storage",
         check_finite: bool = False,
@@ -79,34 +78,26 @@ class ExtractionWorker:
         self._check_finite = check_finite
         self._row_bytes = ring.row_bytes
         self._stored_row_bytes = stored_row_bytes or ring.row_bytes
-        self._owned: dict[str, Extraction] = {}  # the main thread's
-        self._opening: list[Extraction] = []  # the main thread's
-        self._extractions: dict[str, Extraction] = {}  # the copier thread's
-        self._mutex = threading.Condition()  # guards the next six
-        self._not_ended: set[Extraction] = set()  # notified when one of them goes
-        self._under_way: OwedRows[Extraction] = OwedRows()
-        self._decided: list[tuple[Extraction, str | None]] = []
-        self._refused: dict[str, str] = {}
-        self._backlog = 0
-        self._num_started = 0
-        self._staged_bytes = 0  # by the step that runs
-        self._reported = RankState()
-        self._write_rate = WriteRate(num_writers)
-        self._step_rate = StepRate()
-        self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._backlog, self._write_rate.value)
-        self._watch = StorageWatch(
-            patience, slow_storage, where, lambda: self._backlog, self._stats, self._write_rate, self._step_rate
-        )
-        self._opener = OpenerThread("hsx-opener")
-        self._reasons = JobThread("hsx-reasons")
-        self._writers = WriterPool(num_writers, "hsx-writer")
+        # For the main thread only.
+        self._owned: dict[str, Extraction] = {}
+        self._opening: list[Extraction] = []
+        self._extractions: dict[str, Extraction] = {}  # for the copier's thread only
+        self._progress = RankProgress(ring.row_bytes, num_writers)
+        write_rate = self._progress.write_rate.value
+        self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._progress.backlog, write_rate)
+        self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
+        self._not_ended: set[Extraction] = set()
+        self._ended = threading.Condition()  # guards `_not_ended`; notified when one is removed
+        self._opener = ThreadPool(1, "hsx-opener")
+        self._reasons = ThreadPool(1, "hsx-reasons")
+        self._writers = ThreadPool(num_writers, "hsx-writer")
         staging.wait_for_slot = self._wait_for_slot
         self._copier = Copier(ring, device, self._deliver, self._on_copy_error)
 
     # Main thread
 
     def start_step(self, metadata: HsxConnectorMetadata) -> None:
-        """Open the files of new requests, end those of finished ones, and select the rows of this step."""
+        """End finished requests, and open the files of new ones."""
         if metadata.stats_wanted:
             self._stats.send()
         for ended in metadata.ended:
@@ -115,7 +106,6 @@ class ExtractionWorker:
                 self._copier.then(partial(self._end, ended))
         for start in metadata.started:
             if start.owner == self._rank:
-                self._num_started += 1
                 self._start(start)
 
     def _start(self, start: RequestStart) -> None:
@@ -130,9 +120,9 @@ class ExtractionWorker:
             start, self._writers, self._sink.writes_side_by_side, row_bytes, self._on_decided, self._on_ended, self._stats
         )
         self._owned[start.request_id] = extraction
-        with self._mutex:
+        with self._ended:
             self._not_ended.add(extraction)
-            self._under_way.begin(extraction, len(start.token_ids), start.max_output_rows)
+        self._progress.begin(extraction, len(start.token_ids), start.max_output_rows)
         self._opening.append(extraction)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         self._copier.then(partial(self._extractions.__setitem__, start.request_id, extraction))
@@ -141,12 +131,12 @@ class ExtractionWorker:
     def _refuse(self, start: RequestStart, reason: str, kind: str) -> None:
         self._stats.failed(kind)
         logger.error("request %r, %s: %s", start.request_id, start.path, reason)
-        with self._mutex:
-            self._refused[start.request_id] = reason
+        self._progress.refuse(start.request_id, reason)
         path = Path(start.path)
-        # Only under its own name: one that its client has chosen may be another request's when the storage answers.
+        # Only if the server named the file. A name that the client chose may belong to another
+        # request by the time storage answers.
         if kind == SILENT_STORAGE and path.name in (file_name(start.request_id), handle_of(start.request_id)):
-            if self._reasons.waiting < _MAX_REASONS:
+            if self._reasons.pending < _MAX_REASONS:
                 self._reasons.submit(partial(leave_reason, self._sink, start.request_id, path, reason))
             else:
                 logger.error("%s%s will not be there: %d others wait for the storage", path, ERROR_SUFFIX, _MAX_REASONS)
@@ -157,11 +147,10 @@ class ExtractionWorker:
         if slot is None:
             return
         for span in slot.spans:
-            # The last row that is wanted: a request that only decodes from here on costs nothing any more.
+            # The request has all its rows. From here on it costs nothing.
             if span.first + span.num_rows == self._staging.wanted[span.request_id]:
                 del self._staging.wanted[span.request_id]
-        self._staged_bytes = slot.num_rows * self._row_bytes
-        self._add_backlog(slot.num_rows)
+        self._progress.staged(slot.num_rows)
         self._copier.submit(slot)
 
     def drain_copies(self) -> None:
@@ -169,80 +158,59 @@ class ExtractionWorker:
         self._copier.drain()
 
     def report(self) -> WorkerReport | None:
-        """What happened since the last report, or None if nothing did.
+        """Return what has changed since the last report, or None if nothing has.
 
-        The files of this step's new requests are open when this returns: their locks must be held before a response can leave.
+        Waits for the files of this step's new requests: their locks must be held before a response
+        can leave.
         """
         if self._opening:
             self._wait_until_open()
-        staged, self._staged_bytes = self._staged_bytes, 0
-        self._step_rate.stepped(staged)
-        with self._mutex:
-            state = self._state()
-            if not self._decided and not self._refused and state == self._reported:
-                return None
-            decided, self._decided = self._decided, []
-            refused, self._refused = self._refused, {}
-            self._reported = state
-            report = WorkerReport({**refused}, {self._rank: state})
+        news = self._progress.end_step(self._watch.is_quiet, self._watch.is_stuck)
+        if news is None:
+            return None
+        state, decided, refused = news
+        report = WorkerReport(refused, {self._rank: state})
         for extraction, error in decided:
             report.outcomes[extraction.request_id] = error
             if error is not None and self._owned.get(extraction.request_id) is extraction:
-                self._staging.wanted.pop(extraction.request_id, None)  # nobody needs the rest of its rows
+                self._staging.wanted.pop(extraction.request_id, None)  # its other rows are not needed
         return report
 
-    def _state(self) -> RankState:
-        return RankState(
-            backlog=self._backlog,
-            prompt_owed=self._under_way.prompt * self._row_bytes,
-            output_owed=self._under_way.output * self._row_bytes,
-            generating=self._under_way.generating,
-            started=self._num_started,
-            write_rate=self._write_rate.value(),
-            prompt_rate=self._step_rate.bytes_per_s,
-            step_rate=self._step_rate.steps_per_s,
-            quiet=self._watch.is_quiet,
-            stuck=self._watch.is_stuck,
-        )
-
     def take_stats(self) -> HsxStats | None:
-        """What was counted since the last call."""
+        """Return the statistics since the last call, or None if nothing has changed."""
         return self._stats.take()
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish what was staged, then end all threads; files that are still incomplete fail with that reason.
+        """Write all staged rows, then end all threads. Incomplete files fail with the reason.
 
         Args:
-            timeout: seconds for what was staged; what is not in its file by then is lost, and its file fails. None: as long as it takes.
+            timeout: most seconds for the staged rows. Later rows are lost, and their files fail.
+                None for no limit.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-        if self._backlog and timeout != 0:
+        if self._progress.backlog and timeout != 0:
             limit = "" if timeout is None else f", in at most {timeout:g} s"
-            logger.warning("the server stops when %d bytes of rows are in their files%s", self._backlog, limit)
+            logger.warning("the server stops when %d bytes of rows are in their files%s", self._progress.backlog, limit)
         why = "it was interrupted while it wrote"
         try:
-            if self._drain(left):
+            # The writers end after the last chunk. If they ended earlier, the copier would wait
+            # forever for memory that they do not release.
+            self._copier.then(self._writers.end)
+            if self._copier.close(left()) and self._writers.join(left()) and self._reasons.close(left()):
                 why = "they were not complete"
             else:
-                why = f"the storage did not take {self._backlog} bytes within {timeout:g} s"
-        finally:  # also when a signal handler raises: readers that wait for a file must learn of it
-            patience = left()
-            self._give_up(why, None if patience is None else patience + FAILURE_REPORT_TIMEOUT_S)
-
-    def _drain(self, left: Callable[[], float | None]) -> bool:
-        """Have all that was staged written. False: not in the time that is left; the threads go on until the storage answers."""
-
-        # Behind the last piece: the copier would wait for ever for memory that a writer which ended earlier does not give back.
-        self._copier.then(self._writers.end)
-        return self._copier.close(left()) and self._writers.join(left()) and self._reasons.close(left())
+                why = f"the storage did not take {self._progress.backlog} bytes within {timeout:g} s"
+        finally:  # also if a signal handler raises: readers must not wait in vain
+            remaining = left()
+            self._give_up(why, None if remaining is None else remaining + FAILURE_REPORT_TIMEOUT_S)
 
     def _give_up(self, why: str, timeout: float | None) -> None:
-        """Leave a reason in place of each file that is not complete, and end the opener."""
-        with self._mutex:
+        """Leave a reason in place of each incomplete file, and end the opener."""
+        with self._ended:
             not_ended = list(self._not_ended)
         unfinished = [extraction for extraction in not_ended if extraction.give_up()]
         names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
@@ -254,20 +222,19 @@ class ExtractionWorker:
             logger.error("the storage does not answer: some of these files may have no reason in their place")
 
     def _end_files(self, extractions: Sequence[Extraction]) -> None:
-        """Leave the reasons, wait for what other threads are publishing, and close the sink."""
         for extraction in extractions:
             extraction.stop()
-        with self._mutex:
-            self._mutex.wait_for(lambda: not self._not_ended)
+        with self._ended:
+            self._ended.wait_for(lambda: not self._not_ended)  # other threads publish some
         self._reasons.close()
         self._sink.close()
 
     def _wait_for_slot(self, slot: StagingSlot, spans: Sequence[Span]) -> bool:
-        """Wait until the slot may be written. False: that is not to be waited for, and these requests have failed."""
+        """Wait until the slot may be written. If storage takes too long, fail the requests."""
         slot.settled.wait()
         if slot.issued.is_set():
             return True
-        if self._watch.steps_wait and self._watch.wait(slot.issued.wait, self._watch.silent_for):
+        if self._watch.steps_wait and self._watch.wait(slot.issued.wait, self._progress.silent_for):
             slot.settled.wait()  # follows at once
             return True
         for span in spans:
@@ -276,11 +243,11 @@ class ExtractionWorker:
         return False
 
     def _wait_until_open(self) -> None:
-        """Wait for the files of this step's new requests; those that do not open in time fail."""
+        """Wait for the files of this step's new requests. Fail those that do not open in time."""
         if self._watch.steps_wait:
             done = self._opener.wait(_OPENS_S) or self._watch.wait(self._opener.wait, self._opener.silent_for)
         else:
-            done = self._opener.wait(max(_OPENS_S, self._step_rate.longest))
+            done = self._opener.wait(max(_OPENS_S, self._progress.step_rate.longest))
         for extraction in self._opening:
             if not done and not extraction.has_opened:
                 extraction.fail(*self._watch.failure)
@@ -288,25 +255,25 @@ class ExtractionWorker:
 
     # Copier thread
 
-    def _deliver(self, piece: HostChunk) -> None:
+    def _deliver(self, chunk: HostChunk) -> None:
         parts: list[tuple[Extraction, Span]] = []
         num_bytes = 0
-        for span in piece.spans:
+        for span in chunk.spans:
             part = (self._extractions[span.request_id], span)
-            if not part[0].order.begin(span.positions, partial(self._write, piece, [part])):
+            if not part[0].order.begin(span.positions, partial(self._write, chunk, [part])):
                 continue
             parts.append(part)
             num_bytes += span.num_rows * self._row_bytes
             if num_bytes >= _JOB_BYTES:
-                self._writers.submit(partial(self._write, piece, parts))
+                self._writers.submit(partial(self._write, chunk, parts))
                 parts, num_bytes = [], 0
         if parts:
-            self._writers.submit(partial(self._write, piece, parts))
+            self._writers.submit(partial(self._write, chunk, parts))
 
     def _on_copy_error(self, spans: Sequence[Span], lost_rows: int, error: Exception) -> None:
         for span in spans:
             self._extractions[span.request_id].fail(f"copy from the device failed: {error}", COPY_FAILED)
-        self._add_backlog(-lost_rows)
+        self._progress.left_memory(lost_rows)
 
     def _end(self, end: RequestEnd) -> None:
         extraction = self._extractions.pop(end.request_id)
@@ -316,52 +283,38 @@ class ExtractionWorker:
 
     # Writer threads
 
-    def _write(self, piece: HostChunk, parts: list[tuple[Extraction, Span]]) -> list[WriterJob]:
+    def _write(self, chunk: HostChunk, parts: list[tuple[Extraction, Span]]) -> list[Job]:
+        rate, num_rows = self._progress.write_rate, sum(span.num_rows for _, span in parts)
         written = 0
         try:
-            landed_at = piece.wait()
-            self._write_rate.begin(sum(span.num_rows for _, span in parts) * self._row_bytes)
+            landed_at = chunk.wait()
+            rate.begin(num_rows * self._row_bytes)
             try:
                 for extraction, span in parts:
-                    check = piece.rows[span.row : span.row + span.num_rows] if self._check_finite else None
-                    written += extraction.write(span.first, piece.read(span), landed_at, check) * self._row_bytes
+                    check = chunk.rows[span.row : span.row + span.num_rows] if self._check_finite else None
+                    written += extraction.write(span.first, chunk.read(span), landed_at, check) * self._row_bytes
             finally:
-                self._write_rate.end(written)
+                rate.end(written)
         except Exception as error:  # noqa: BLE001 - waiting for the copy failed; this thread serves other files too
             for extraction, _ in parts:
                 extraction.fail(f"copy from the device failed: {error}", COPY_FAILED)
         finally:
-            if piece.release([span for _, span in parts]):
-                self._stats.copied(len(piece.rows) * self._row_bytes, piece.landed_after)
-            self._leave_memory(parts)
+            if chunk.release([span for _, span in parts]):
+                self._stats.copied(len(chunk.rows) * self._row_bytes, chunk.landed_after)
+            self._progress.left_memory(num_rows, parts)
         return [job for extraction, span in parts for job in extraction.order.done(span.positions)]
 
-    def _end_file(self, extraction: Extraction, end: RequestEnd) -> tuple[()]:
-        self._write_rate.begin(0)
+    def _end_file(self, extraction: Extraction, end: RequestEnd) -> None:
+        self._progress.write_rate.begin(0)
         extraction.end(end)
-        self._write_rate.end(0)
-        return ()
+        self._progress.write_rate.end(0)
 
     # Any thread
 
-    def _add_backlog(self, rows: int) -> None:
-        with self._mutex:
-            if rows < 0 or not self._backlog:
-                self._watch.answered()
-            self._backlog += rows * self._row_bytes
-
-    def _leave_memory(self, parts: Sequence[tuple[Extraction, Span]]) -> None:
-        self._add_backlog(-sum(span.num_rows for _, span in parts))
-        with self._mutex:
-            for extraction, span in parts:
-                self._under_way.wrote(extraction, *span.positions)
-
     def _on_decided(self, extraction: Extraction, error: str | None) -> None:
-        with self._mutex:
-            self._under_way.end(extraction)
-            self._decided.append((extraction, error))
+        self._progress.decide(extraction, error)
 
     def _on_ended(self, extraction: Extraction) -> None:
-        with self._mutex:
+        with self._ended:
             self._not_ended.discard(extraction)
-            self._mutex.notify_all()
+            self._ended.notify_all()

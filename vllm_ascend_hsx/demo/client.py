@@ -1,6 +1,6 @@
 """Send the demo's prompts with the openai client, and return the files of their hidden states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -25,19 +25,10 @@ class AnswerError(RuntimeError):
     """A response lacks the fields of an extracted request."""
 
 
-def send_all(
-    url: str,
-    prompts: Sequence[Prompt],
-    *,
-    timeout: float,
-    on_answer: Callable[[int], None] = lambda count: None,
-) -> list[Answer]:
-    """Send the prompts, those of a wave at the same time.
+def send_all(url: str, prompts: Sequence[Prompt], *, timeout: float) -> list[Answer]:
+    """Send the prompts, those of a wave at the same time, and return the answers in their order.
 
-    Return the answers in the order of the prompts.
-
-    Calls on_answer(number of answers) after each wave. Raises AnswerError, or openai's error for a
-    request that failed or took longer than timeout seconds.
+    Raises AnswerError, or openai's error for a request that failed or exceeded timeout seconds.
     """
     client = OpenAI(base_url=f"{url}/v1", api_key="none", timeout=timeout, max_retries=0)
     model = client.models.list().data[0].id
@@ -45,7 +36,6 @@ def send_all(
     with ThreadPoolExecutor(max_workers=len(prompts)) as pool:
         for _, wave in groupby(prompts, key=lambda prompt: prompt.wave):
             answers += pool.map(lambda prompt: send(client, model, prompt), list(wave))
-            on_answer(len(answers))
     return answers
 
 
@@ -54,23 +44,14 @@ def send(client: OpenAI, model: str, prompt: Prompt) -> Answer:
     response: Any
     if prompt.kind == "chat":
         response = client.chat.completions.create(
-            model=model,
-            messages=[{"role": "user", "content": str(prompt.content)}],
-            max_tokens=1,
-            temperature=0,
-            extra_body=EXTRA_BODY,
+            model=model, messages=[{"role": "user", "content": str(prompt.content)}], max_tokens=1, temperature=0, extra_body=EXTRA_BODY
         )
         token_ids = response.prompt_token_ids
     else:
-        response = client.completions.create(
-            model=model, prompt=prompt.content, max_tokens=1, temperature=0, extra_body=EXTRA_BODY
-        )
+        response = client.completions.create(model=model, prompt=prompt.content, max_tokens=1, temperature=0, extra_body=EXTRA_BODY)
         token_ids = response.choices[0].prompt_token_ids
     params = getattr(response, "kv_transfer_params", None) or {}
     path = params.get("hidden_states_path")
     if not path:
-        raise AnswerError(
-            f"the response to a {prompt.kind} prompt has no hidden_states_path; its "
-            f"kv_transfer_params are {params}"
-        )
+        raise AnswerError(f"the response to a {prompt.kind} prompt has no hidden_states_path; its kv_transfer_params are {params}")
     return Answer(prompt, token_ids, Path(path))

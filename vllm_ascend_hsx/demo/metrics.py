@@ -1,10 +1,10 @@
 """Read this plugin's metrics from GET /metrics, by engine, after a last step of each engine."""
 
-import urllib.request
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import httpx
 from openai import OpenAI
 
 from vllm_ascend_hsx.connector.histogram import quantile
@@ -45,18 +45,14 @@ class Metrics(NamedTuple):
 
     def total(self, name: str, **labels: str) -> float:
         """Return the sum over all engines, restricted by labels."""
-        return sum(
-            each.value
-            for each in self.counts
-            if each.name == name and labels.items() <= each.labels.items()
-        )
+        return sum(each.value for each in self.counts if each.name == name and labels.items() <= each.labels.items())
 
 
 def collect(url: str, timeout: float) -> Metrics:
     """Return the metrics after every engine has reported all its counts.
 
     Raises:
-        OSError, OpenAIError: if the server did not answer within timeout seconds.
+        HTTPError, OpenAIError: if the server did not answer within timeout seconds.
     """
     settle(url, scrape(url, timeout).engines, timeout)
     return scrape(url, timeout)
@@ -72,20 +68,16 @@ def settle(url: str, engines: Sequence[str], timeout: float) -> None:
     model = client.models.list().data[0].id
     for engine in engines:
         headers = {"X-data-parallel-rank": engine}
-        client.completions.create(
-            model=model, prompt=[1], max_tokens=1, extra_headers=headers, extra_body=NOT_EXTRACTED
-        )
+        client.completions.create(model=model, prompt=[1], max_tokens=1, extra_headers=headers, extra_body=NOT_EXTRACTED)
 
 
 def scrape(url: str, timeout: float) -> Metrics:
     """Return the current metrics.
 
     Raises:
-        OSError: if the server did not answer.
+        HTTPError: if the server did not answer.
     """
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(f"{url}/metrics", timeout=timeout) as response:
-        return parse(response.read().decode())
+    return parse(httpx.get(f"{url}/metrics", timeout=timeout, trust_env=False).raise_for_status().text)
 
 
 def parse(text: str) -> Metrics:
@@ -110,7 +102,5 @@ def parse(text: str) -> Metrics:
     for (name, engine), cumulative in buckets.items():
         upto = [0, *(count for _, count in sorted(cumulative))]
         single = [count - before for before, count in zip(upto, upto[1:], strict=False)]
-        latencies.append(
-            Latency(name, engine, upto[-1], quantile(single, 0.5), quantile(single, 0.99))
-        )
+        latencies.append(Latency(name, engine, upto[-1], quantile(single, 0.5), quantile(single, 0.99)))
     return Metrics(counts, latencies)

@@ -5,14 +5,10 @@ from typing import Literal, NamedTuple
 
 TEXTS = (
     "What is the capital of France?",
-    "A draft model learns to guess what its target model says next. Explain in one paragraph why "
-    "it needs the hidden states.",
+    "A draft model learns to guess what its target model says next. Explain in one paragraph why it needs the hidden states.",
     "Tokyo, 東京, كيوتو, Ærøskøbing ☃: every byte is a token here.",
 )
-CHATS = (
-    "Write a short story about a river.",
-    "Which ranks take part in a collective when one of them has nothing to do?",
-)
+CHATS = ("Write a short story about a river.", "Which ranks take part in a collective when one of them has nothing to do?")
 # Sent one by one, so that the other data-parallel rank is idle. The second is prefilled in chunks.
 # The third shares its first 200 tokens, which the server could skip by prefix caching.
 ALONE = (3, 300, 260)
@@ -39,9 +35,7 @@ def demo_prompts(vocab_size: int, *, seed: int = 0) -> list[Prompt]:
 
     def ids(count: int) -> list[int]:
         # The lowest ids are special tokens in many vocabularies.
-        return [
-            draw.randrange(min(100, vocab_size // 2), min(vocab_size, 20_000)) for _ in range(count)
-        ]
+        return [draw.randrange(min(100, vocab_size // 2), min(vocab_size, 20_000)) for _ in range(count)]
 
     alone = [ids(count) for count in ALONE]
     alone[2][:SHARED_PREFIX] = alone[1][:SHARED_PREFIX]

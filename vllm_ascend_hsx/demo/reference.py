@@ -13,10 +13,7 @@ __all__ = ["Comparison", "compare", "reference_hidden_states"]
 
 
 def reference_hidden_states(
-    model_dir: str | Path,
-    token_ids: Sequence[int],
-    layer_ids: Sequence[int],
-    dtype: torch.dtype | None = None,
+    model_dir: str | Path, token_ids: Sequence[int], layer_ids: Sequence[int], dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Return expected rows, [tokens, layers, hidden], on the CPU, in dtype (default: float32).
 
@@ -29,10 +26,7 @@ def reference_hidden_states(
     layers = model.get_decoder().layers
     wrong = [i for i in layer_ids if not 0 <= i <= len(layers)]
     if wrong:
-        raise ValueError(
-            f"layer ids {wrong}: {model_dir} has {len(layers)} layers; choose from 0 to "
-            f"{len(layers)}"
-        )
+        raise ValueError(f"layer ids {wrong}: {model_dir} has {len(layers)} layers; choose from 0 to {len(layers)}")
     if not token_ids:
         raise ValueError("token_ids is empty; a prompt has at least one token")
     stream: dict[int, torch.Tensor] = {}
@@ -48,9 +42,7 @@ def reference_hidden_states(
         return hook
 
     handles = [layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)]
-    handles += [
-        layer.register_forward_hook(keep_output(index + 1)) for index, layer in enumerate(layers)
-    ]
+    handles += [layer.register_forward_hook(keep_output(index + 1)) for index, layer in enumerate(layers)]
     try:
         with torch.no_grad():
             model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
@@ -64,9 +56,7 @@ def reference_hidden_states(
 def _load(model_dir: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=dtype, local_files_only=True
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, local_files_only=True).eval()
     # For a model with a text part (Qwen3.5) transformers 5.5.4 keeps the checkpoint's dtype
     # (models/auto/auto_factory.py:386).
     return model if model.dtype == dtype else model.to(dtype)

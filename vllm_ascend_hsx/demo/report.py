@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from vllm_ascend_hsx.demo.metrics import Metrics
 from vllm_ascend_hsx.demo.verify import Row
@@ -67,28 +68,16 @@ def phase_of(log: Path) -> str:
 
 def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int]) -> None:
     """Print one line per request."""
-    table = Table(
-        title=f"hidden states of layers {', '.join(map(str, layer_ids))} against the reference",
-        title_justify="left",
-    )
-    for heading in ("#", "request"):
-        table.add_column(heading)
+    title = f"hidden states of layers {', '.join(map(str, layer_ids))} against the reference"
+    table = Table("#", "request", title=title, title_justify="left")
     for heading in ("tokens", "shape", "bytes", "max |difference|"):
         table.add_column(heading, justify="right")
     table.add_column("verdict", overflow="fold")
     for number, row in enumerate(rows, start=1):
         difference = "" if math.isnan(row.max_difference) else f"{row.max_difference:.4f}"
         shape = " × ".join(map(str, row.shape))
-        colour = "green" if row.passed else "red"
-        table.add_row(
-            str(number),
-            row.request,
-            str(row.tokens),
-            shape,
-            f"{row.size:,}",
-            difference,
-            f"[{colour}]{row.verdict}[/{colour}]",
-        )
+        verdict = Text(row.verdict, "green" if row.passed else "red")
+        table.add_row(str(number), row.request, str(row.tokens), shape, f"{row.size:,}", difference, verdict)
     console.print(table)
 
 
@@ -103,9 +92,7 @@ def show_metrics(console: Console, metrics: Metrics) -> None:
         cells[each.name + (f"{{{labels}}}" if labels else "")][each.engine] = _number(each.value)
     for latency in metrics.latencies:
         cells[f"{latency.name}: P50, P99, count"][latency.engine] = (
-            f"{1e3 * latency.p50:.2f} ms, {1e3 * latency.p99:.2f} ms, {latency.observations:,}"
-            if latency.observations
-            else "none"
+            f"{1e3 * latency.p50:.2f} ms, {1e3 * latency.p99:.2f} ms, {latency.observations:,}" if latency.observations else "none"
         )
     table = Table(title="GET /metrics, by engine (DP rank)", title_justify="left")
     table.add_column("series", no_wrap=True)

@@ -1,7 +1,6 @@
 """Start a server process, wait until it answers, and stop it with all its descendants."""
 
 import contextlib
-import http.client
 import os
 import random
 import re
@@ -13,7 +12,10 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+
+import httpx
+
+from vllm_ascend_hsx.demo import DemoError
 
 POLL_SECONDS = 0.5
 STOP_SECONDS = 15.0
@@ -25,7 +27,7 @@ LOG_TAIL_LINES = 25
 FIRST_ERROR = re.compile(r"^.*?\b[A-Za-z_.]*(?:Error|Exception): .+$", re.MULTILINE)
 
 
-class ServerError(RuntimeError):
+class ServerError(DemoError):
     """The server ended or did not answer. The message has the end and the path of its log."""
 
 
@@ -42,10 +44,7 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise ServerError(
-        f"no free TCP port was found on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: stop "
-        "what listens there"
-    )
+    raise ServerError(f"no free TCP port was found on 127.0.0.1 from {PORTS.start} to {PORTS.stop - 1}: stop what listens there")
 
 
 def group_members(group: int) -> list[int]:
@@ -55,9 +54,7 @@ def group_members(group: int) -> list[int]:
         if entry.name.isdigit():
             # A process may end meanwhile.
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                state, _parent, its_group = (
-                    (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-                )
+                state, _parent, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
                 if int(its_group) == group and state not in "ZX":
                     members.append(int(entry.name))
     return members
@@ -92,9 +89,7 @@ class Server:
         environment: added to this process's environment.
     """
 
-    def __init__(
-        self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]) -> None:
         self.command = list(command)
         self.port = port
         self.log = log
@@ -120,17 +115,10 @@ class Server:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait_ready(
-        self, timeout: float, on_wait: Callable[[float], None] = lambda elapsed: None
-    ) -> float:
+    def wait_ready(self, timeout: float, on_wait: Callable[[float], None] = lambda elapsed: None) -> float:
         """Wait until /health answers 200, and return the elapsed seconds.
 
         Calls on_wait(elapsed) about twice a second. Raises ServerError when the server ends or the
@@ -141,9 +129,7 @@ class Server:
             elapsed = time.monotonic() - started
             self.check_running()
             if elapsed > timeout:
-                raise ServerError(
-                    f"the server did not answer within {timeout:.0f} s\n{self.log_tail()}"
-                )
+                raise ServerError(f"the server did not answer within {timeout:.0f} s\n{self.log_tail()}")
             on_wait(elapsed)
             assert self.process is not None
             with contextlib.suppress(subprocess.TimeoutExpired):  # returns early if the server ends
@@ -162,38 +148,27 @@ class Server:
         text = self.log.read_text(errors="replace")
         errors = (line for line in FIRST_ERROR.findall(text) if "WARNING" not in line)
         first = [f"the first error in the log: {line}" for line in errors][:1]
-        return "\n".join(
-            [*first, f"the last lines of {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]]
-        )
+        return "\n".join([*first, f"the last lines of {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]])
 
-    def stop(self, patience: float | None = None) -> None:
-        """End every process of the server: SIGTERM, and SIGKILL after `patience` or STOP_SECONDS.
+    def stop(self, timeout: float | None = None) -> None:
+        """End every process of the server: SIGTERM, and SIGKILL after `timeout` or STOP_SECONDS.
 
         May be called again.
         """
         if self.process is None:
             return
-        for number, seconds in (
-            (signal.SIGTERM, STOP_SECONDS if patience is None else patience),
-            (signal.SIGKILL, KILL_SECONDS),
-        ):
+        for number, seconds in ((signal.SIGTERM, STOP_SECONDS if timeout is None else timeout), (signal.SIGKILL, KILL_SECONDS)):
             deadline = time.monotonic() + seconds
             if group_members(self.process.pid):
                 with contextlib.suppress(ProcessLookupError):  # the last one may have ended
                     os.killpg(self.process.pid, number)
             # Members can start other processes, hence the loop.
-            while (members := group_members(self.process.pid)) and (
-                left := deadline - time.monotonic()
-            ) > 0:
+            while (members := group_members(self.process.pid)) and (left := deadline - time.monotonic()) > 0:
                 wait_for_ends(members, left)
         self.process.wait()
 
     def _healthy(self) -> bool:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200
+        except httpx.HTTPError:
             return False
-        finally:
-            connection.close()

@@ -23,11 +23,11 @@ class Row(NamedTuple):
 
     request: str
     tokens: int
-    shape: tuple[int, ...]
-    size: int
-    max_difference: float
     passed: bool
     verdict: str
+    shape: tuple[int, ...] = ()
+    size: int = 0
+    max_difference: float = math.nan
 
 
 def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None) -> Row:
@@ -36,29 +36,19 @@ def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None
     Without a reference (a model too large for this machine's memory) only shape, token ids and
     finiteness are checked.
     """
-    prompt = answer.prompt
+    row = Row(answer.prompt.kind, len(answer.token_ids), False, "")
     try:
         states = load(answer.path, READ_SECONDS)
     except (HiddenStatesError, OSError) as error:  # TimeoutError is an OSError
-        return Row(prompt.kind, len(answer.token_ids), (), 0, math.nan, False, f"no file: {error}")
-    shape, size = tuple(states.hidden_states.shape), answer.path.stat().st_size
-    problem = _contradiction(answer, layer_ids, states)
-    if problem:
-        return Row(prompt.kind, len(answer.token_ids), shape, size, math.nan, False, problem)
+        return row._replace(verdict=f"no file: {error}")
+    row = row._replace(shape=tuple(states.hidden_states.shape), size=answer.path.stat().st_size)
+    if problem := _contradiction(answer, layer_ids, states):
+        return row._replace(verdict=problem)
     if reference is None:
         finite = bool(states.hidden_states.isfinite().all())
-        verdict = "finite, not compared" if finite else "NaN or infinity"
-        return Row(prompt.kind, shape[0], shape, size, math.nan, finite, verdict)
+        return row._replace(passed=finite, verdict="finite, not compared" if finite else "NaN or infinity")
     result = compare(states.hidden_states, reference(answer.token_ids, layer_ids), layer_ids)
-    return Row(
-        prompt.kind,
-        shape[0],
-        shape,
-        size,
-        result.max_abs_difference,
-        result.matches,
-        result.reason or result.verdict,
-    )
+    return row._replace(passed=result.matches, verdict=result.reason or result.verdict, max_difference=result.max_abs_difference)
 
 
 def _contradiction(answer: Answer, layer_ids: Sequence[int], states: HiddenStates) -> str:
@@ -67,10 +57,7 @@ def _contradiction(answer: Answer, layer_ids: Sequence[int], states: HiddenState
     if isinstance(sent, list) and answer.token_ids != sent:
         return "the response's prompt_token_ids are not the ids that were sent"
     if states.token_ids.tolist() != answer.token_ids:
-        return (
-            f"the file's token_ids ({len(states.token_ids)}) are not the request's "
-            f"({len(answer.token_ids)})"
-        )
+        return f"the file's token_ids ({len(states.token_ids)}) are not the request's ({len(answer.token_ids)})"
     if states.layer_ids != list(layer_ids):
         return f"the file holds layers {states.layer_ids}, the request was for {list(layer_ids)}"
     return ""

@@ -1,4 +1,4 @@
-"""What a check has found, and what to do about it."""
+"""The result of a check, with its remedy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Finding:
 
     Attributes:
         topic: "software", "patch points", "storage" or "target".
-        name: what was looked at.
-        verdict: "problem" if extraction will not work, or not as it should; "note" for what should be known.
-        found: what is there, or what is wrong, in one line.
+        name: what was checked.
+        verdict: "problem" if extraction will not work as it should; "note" for information.
+        found: the value, or what is wrong, in one line.
         what_to_do: one sentence.
 
     Raises:
-        ValueError: a problem without anything to do about it.
+        ValueError: a problem without a remedy.
     """
 
     topic: str

@@ -1,6 +1,6 @@
-"""Which patch points hold in the installed vLLM and vllm-ascend, checked in a process of its own.
+"""Check which patch points hold in the installed vLLM and vllm-ascend.
 
-An import of vllm_ascend may fail, or end the process.
+In a process of its own: importing vllm_ascend may fail, or end the process.
 """
 
 from __future__ import annotations
@@ -28,22 +28,18 @@ _CHANGED = (
 _SECONDS = 300.0  # an import of vLLM takes half a minute from a cold disk
 
 
-def check_patch_points(
-    software_is_right: bool = True, command: Sequence[str] = _COMMAND, timeout: float = _SECONDS
-) -> Iterator[Finding]:
-    """Yield a finding for each patch point that could be checked, and one for each reason why some could not.
+def check_patch_points(software_is_right: bool = True, command: Sequence[str] = _COMMAND, timeout: float = _SECONDS) -> Iterator[Finding]:
+    """Yield a finding for each checked patch point, and for each reason why others were not.
 
     Args:
-        software_is_right: True if check_software has found no problem; otherwise a failure here is its consequence.
+        software_is_right: check_software has found no problem, which would explain a failure here.
         command: prints the patch points, as `compat.patch_points.report` does.
-        timeout: seconds that the command may take.
+        timeout: most seconds that the command may take.
     """
-    # As for the command `vllm`: the current directory is no place to import from (Python 3.11 and later).
+    # Like the command `vllm`, import nothing from the current directory (Python 3.11 and later).
     environ = {**os.environ, "PYTHONSAFEPATH": "1"}
     try:
-        done = subprocess.run(
-            list(command), env=environ, capture_output=True, text=True, errors="replace", timeout=timeout, check=False
-        )
+        done = subprocess.run(list(command), env=environ, capture_output=True, text=True, errors="replace", timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
         problem = f"vllm and vllm_ascend could not be imported in {timeout:g} seconds"
         yield Finding(TOPIC, "imports", "problem", problem, "Find out what python -c 'import vllm_ascend.ops' waits for.")

@@ -1,4 +1,4 @@
-"""Whether a directory can hold the files: as a server uses it, its filesystem, its free space, and how fast one file gets there."""
+"""Check a storage directory: as a server uses it, its filesystem, free space and write speed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 import secrets
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.load import remove
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -23,22 +24,22 @@ from vllm_ascend_hsx.sinks.file import FileSink
 TOPIC = "storage"
 WRITTEN = 256 << 20  # bytes of the file whose write is timed
 _FORMAT = RowFormat(layer_ids=(0, 1, 2, 3), hidden_size=4096, dtype="BF16", model="hsx doctor")
-_CHUNK = 8 << 20  # bytes of a write: some hundred tokens of a step
-_LEAST_FREE = 1 << 30  # bytes below which a run of any use is full within minutes
+_CHUNK = 8 << 20  # bytes of a write, as for a few hundred tokens
+_LEAST_FREE = 1 << 30  # bytes; less is full within minutes
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def check_storage(
     directory: Path, options: FileOptions, row_format: RowFormat = _FORMAT, num_bytes: int = WRITTEN, root: Path = Path("/")
 ) -> Iterator[Finding]:
-    """Uses the directory as a server does; it is created if it does not exist. What is written is removed.
+    """Use the directory as a server does: create it if needed, and write a file, which is removed.
 
     Args:
-        directory: where files are to appear.
-        options: how they are to be written.
-        row_format: of the rows that free space is counted in.
-        num_bytes: size of the file that is written, rounded down to whole writes, at least one.
-        root: where /proc is.
+        directory: the storage directory.
+        options: of the files.
+        row_format: of the rows in which free space is counted.
+        num_bytes: size of the file, rounded down to whole writes, at least one.
+        root: directory that contains /proc.
     """
     new = not directory.exists()
     try:
@@ -65,14 +66,14 @@ def check_storage(
 
 
 def filesystem_of(directory: Path, root: Path = Path("/")) -> str:
-    """The type of the filesystem that a directory is on, such as "ext4", by /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+    """Return a directory's filesystem, such as "ext4", from mountinfo (proc_pid_mountinfo(5))."""
     path = os.path.realpath(directory)
     best, kind = -1, "unknown"
     for line in (root / "proc/self/mountinfo").read_text().splitlines():
         mount, _, rest = line.partition(" - ")
         point = mount.split()[4].encode().decode("unicode_escape")  # a space in it is \040
         if len(point) >= best and (path == point or path.startswith(point.rstrip("/") + "/")):
-            best, kind = len(point), rest.split()[0]  # of two at one place the later one is on top
+            best, kind = len(point), rest.split()[0]  # a later mount at the same point is on top
     return kind
 
 
@@ -103,8 +104,8 @@ def _space(directory: Path, free: int, row_format: RowFormat) -> Finding:
 
 def _speed(sink: FileSink, directory: Path, num_bytes: int) -> Finding:
     path = directory / f"hsx-doctor-{secrets.token_hex(4)}{DATA_SUFFIX}"
-    memory = mmap.mmap(-1, _CHUNK)  # begins at a page, which direct I/O wants
-    memory.write(os.urandom(_CHUNK))  # a filesystem that compresses gains nothing
+    memory = mmap.mmap(-1, _CHUNK)  # page-aligned, as direct I/O requires
+    memory.write(os.urandom(_CHUNK))  # random, so that a filesystem cannot compress it
     tokens_per_write = _CHUNK // _FORMAT.row_bytes
     tokens = max(1, num_bytes // _CHUNK) * tokens_per_write
     token_ids = np.arange(tokens, dtype=np.int64)
@@ -122,9 +123,7 @@ def _speed(sink: FileSink, directory: Path, num_bytes: int) -> Finding:
         remedy = "Look into the filesystem's log, free space, or name another directory."
         return Finding(TOPIC, "write speed", "problem", f"a file of {_gb(tokens * _FORMAT.row_bytes)} failed: {error.reason}", remedy)
     finally:
-        for suffix in ("", LOCK_SUFFIX, ERROR_SUFFIX):
-            with suppress(FileNotFoundError):
-                path.with_name(path.name + suffix).unlink()
+        remove(path)
     speed = tokens * _FORMAT.row_bytes / seconds
     where = "to the disk" if sink.options.io == "direct" or sink.options.durability == "fdatasync" else "to the page cache"
     size = f"{tokens * _FORMAT.row_bytes >> 20} MiB"

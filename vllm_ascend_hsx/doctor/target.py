@@ -1,4 +1,4 @@
-"""Whether a model can be extracted, by its config.json."""
+"""Check from its config.json whether a model can be extracted."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
 from vllm_ascend_hsx.doctor.findings import Finding
-from vllm_ascend_hsx.plan.shape import read_config, read_shape
+from vllm_ascend_hsx.plan.shape import read_config, read_shape, text_config
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.rows import RowFormat
 
 TOPIC = "target"
 _DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-_TYPICAL = 4096  # hidden size, where the model is not known
+_TYPICAL = 4096  # hidden size of an unknown model
 
 
 def check_target(model: str) -> Iterator[Finding]:
-    """Compares a model's class with those that collect hidden states (targets/supported.py), and says whether `hsx plan` knows it.
+    """Check whether a model's class collects hidden states, and whether `hsx plan` can be used.
 
     Args:
         model: a preset of `hsx plan`, a model's directory, or its config.json.
@@ -55,7 +55,10 @@ def check_target(model: str) -> Iterator[Finding]:
 
 
 def stored_format(model: str | None) -> RowFormat:
-    """Rows of four layers, as many as most drafters are trained on, of a model; of a typical one if it says too little, or is None.
+    """Return the format of rows of four layers, as most drafters need, of a model or a typical one.
+
+    Args:
+        model: as for `check_target`; None, and fields that it lacks, mean typical values.
 
     Raises:
         UserError: it is neither a preset, nor a directory with a config.json, nor such a file.
@@ -67,6 +70,6 @@ def stored_format(model: str | None) -> RowFormat:
             shape = read_shape(model)
             hidden_size, dtype = shape.hidden_size, shape.dtype
         except UserError:  # what is missing may be something else
-            named = {**config, **(config.get("text_config") or {})}.get("hidden_size")
+            named = text_config(config).get("hidden_size")
             hidden_size = named if isinstance(named, int) and named > 0 else _TYPICAL
     return RowFormat((0, 1, 2, 3), hidden_size, _DTYPE_NAMES[dtype], model or "hsx doctor")

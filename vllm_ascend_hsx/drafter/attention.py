@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionImpl,
-    AttentionMetadataBuilder,
-    AttentionType,
-)
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 
 from vllm_ascend_hsx.compat.runner import register_layer, transfers_to_connector
 from vllm_ascend_hsx.drafter.spans import Span
@@ -35,18 +29,10 @@ class AscendCacheOnlyMetadataBuilder(AttentionMetadataBuilder[CacheOnlyMetadata]
     The layer is in no KV cache group, so the runner never calls this builder; the proposer does.
     """
 
-    # The layer runs after the target's graph, in eager mode, so it restricts no graph mode of the
-    # target.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
-
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
-    ) -> None:
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-    ) -> CacheOnlyMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> CacheOnlyMetadata:
         """Return metadata without spans: requests are unknown here, so nothing is staged."""
         return CacheOnlyMetadata(())
 
@@ -57,30 +43,15 @@ class AscendCacheOnlyMetadataBuilder(AttentionMetadataBuilder[CacheOnlyMetadata]
 
 
 class AscendCacheOnlyImpl(AttentionImpl[CacheOnlyMetadata]):
-    """Stage rows; compute nothing.
-
-    Args:
-        num_heads: layers of a row.
-        head_size: hidden size.
-    """
+    """Stage rows; compute nothing. A row has `num_heads` layers of `head_size` elements."""
 
     def __init__(self, num_heads: int, head_size: int, scale: float = 1.0, **_: Any) -> None:
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
 
-    def do_kv_cache_update(
-        self,
-        target_rows: Sequence[torch.Tensor],
-        staging: StagingCache,
-        metadata: CacheOnlyMetadata,
-    ) -> None:
-        """Write the rows of the step's spans into a staging slot, once.
-
-        Args:
-            target_rows: one [tokens, hidden] per extracted layer, in ascending layer order, in the
-                model's dtype.
-        """
+    def do_kv_cache_update(self, target_rows: Sequence[torch.Tensor], staging: StagingCache, metadata: CacheOnlyMetadata) -> None:
+        """Write the rows of the step's spans into a staging slot, once; see StagingCache.write."""
         staging.write(target_rows, metadata.spans)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -88,10 +59,7 @@ class AscendCacheOnlyImpl(AttentionImpl[CacheOnlyMetadata]):
 
 
 class AscendCacheOnlyAttentionBackend(AttentionBackend):
-    """Backend of the drafter's only layer."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    forward_includes_kv_cache_update: bool = False
+    """Backend of the drafter's only layer. vLLM asks it for the metadata builder alone."""
 
     @staticmethod
     def get_name() -> str:
@@ -105,21 +73,9 @@ class AscendCacheOnlyAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[AscendCacheOnlyMetadataBuilder]:
         return AscendCacheOnlyMetadataBuilder
 
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
-
     @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        raise NotImplementedError(
-            "the cache-only layer has no KV cache: its rows are staged outside the KV pool"
-        )
+    def get_kv_cache_shape(*args: Any, **kwargs: Any) -> tuple[int, ...]:
+        raise NotImplementedError("the cache-only layer has no KV cache: its rows are staged outside the KV pool")
 
 
 class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
@@ -143,11 +99,8 @@ class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
         self.layer_name = prefix
         self.staging = staging
         self.attn_backend = AscendCacheOnlyAttentionBackend
-        self.impl = AscendCacheOnlyImpl(
-            num_heads=staging.rows.shape[2], head_size=staging.rows.shape[3]
-        )
-        # The tensor that the connector gets as "KV layer".
-        self.kv_cache = staging.rows
+        self.impl = AscendCacheOnlyImpl(num_heads=staging.rows.shape[2], head_size=staging.rows.shape[3])
+        self.kv_cache = staging.rows  # the "KV layer" that the connector gets
         register_layer(vllm_config, prefix, self)
 
     def forward(self, target_rows: Sequence[torch.Tensor], metadata: CacheOnlyMetadata) -> None:

@@ -72,9 +72,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
             int [requests, 0]: no drafts.
         """
         num_tokens = target_hidden_states[0].shape[0]
-        _, num_tokens_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(
-            num_tokens
-        )
+        _, num_tokens_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(num_tokens)
         spans = []
         if self.staging.wanted:
             layout = batch_layout(self.runner, common_attn_metadata.query_start_loc_cpu)
@@ -83,9 +81,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
             assert self.model is not None
             assert self.attn_metadata_builder is not None
             metadata = self.attn_metadata_builder.build_for_spans(spans)
-            with forward_context(
-                metadata, self.vllm_config, num_tokens_padded, num_tokens_across_dp
-            ):
+            with forward_context(metadata, self.vllm_config, num_tokens_padded, num_tokens_across_dp):
                 self.model(target_hidden_states, next(iter(metadata.values())))
         return sampled_token_ids[:, :0]
 
@@ -125,10 +121,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
 
         Idle DP ranks call this, and every rank while memory is profiled or graphs are captured.
         Staging memory is already allocated; the layer has no kernel to warm up and is in no graph.
-
-        Args:
-            num_tokens: tokens of the dummy batch.
-            args, kwargs: further arguments of vllm-ascend, for drafters that compute.
+        Other arguments of vllm-ascend are for drafters that compute.
         """
         self._determine_batch_execution_and_padding(num_tokens)
 
@@ -144,9 +137,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         discard_request_indices: torch.Tensor,
         num_discarded_requests: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next input token of each request.
-
-        The runner discards it when no draft tokens are scheduled (MR:1644).
+        """Return the next input token of each request, which the runner discards (MR:1644).
 
         Upstream builds it on the host and copies it to the device in each step
         (extract_hidden_states_proposer.py:169).

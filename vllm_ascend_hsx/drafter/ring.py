@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -17,21 +18,16 @@ _PAGE = 4096  # alignment of memory that direct I/O may require
 
 
 class FreeRows:
-    """Track free rows as ascending intervals, no two of which touch.
+    """Track which of `num_rows` rows are free. At first all are.
 
-    Args:
-        num_rows: number of rows, all free at first.
+    Attributes:
+        intervals: free rows as ascending intervals [first, end), no two of which touch.
+        count: number of free rows.
     """
 
     def __init__(self, num_rows: int) -> None:
-        self._firsts = [0]
-        self._ends = [num_rows]
+        self.intervals = [(0, num_rows)]
         self.count = num_rows
-
-    @property
-    def intervals(self) -> list[tuple[int, int]]:
-        """Each interval as [first, end)."""
-        return list(zip(self._firsts, self._ends, strict=True))
 
     def take(self, wish: int, least: int = 1) -> tuple[int, int] | None:
         """Take one run: the first that is long enough, else the longest.
@@ -44,18 +40,15 @@ class FreeRows:
             (first row, rows), or None if every run is too short.
         """
         found, longest = -1, 0
-        for index, (first, end) in enumerate(zip(self._firsts, self._ends, strict=True)):
+        for index, (first, end) in enumerate(self.intervals):
             if end - first > longest:
                 found, longest = index, end - first
                 if longest >= wish:
                     break
         if longest < min(wish, least):
             return None
-        first, count = self._firsts[found], min(wish, longest)
-        if count == longest:
-            del self._firsts[found], self._ends[found]
-        else:
-            self._firsts[found] += count
+        (first, end), count = self.intervals[found], min(wish, longest)
+        self.intervals[found : found + 1] = [(first + count, end)] if count < longest else []
         self.count -= count
         return first, count
 
@@ -65,23 +58,17 @@ class FreeRows:
         Raises:
             ValueError: if some of these rows are already free.
         """
-        end, index = first + count, bisect_left(self._firsts, first)
-        after = self._firsts[index] if index < len(self._firsts) else end
-        before = self._ends[index - 1] if index else first
-        if before > first or end > after:
+        low = high = bisect_left(self.intervals, (first, first))
+        end = first + count
+        before = self.intervals[low - 1] if low else (-1, -1)
+        after = self.intervals[high] if high < len(self.intervals) else (sys.maxsize, sys.maxsize)
+        if before[1] > first or end > after[0]:
             raise ValueError(f"some of the rows {first} to {end} are free")
-        joins_before = index > 0 and before == first
-        joins_after = index < len(self._firsts) and after == end
-        if joins_before and joins_after:
-            self._ends[index - 1] = self._ends[index]
-            del self._firsts[index], self._ends[index]
-        elif joins_before:
-            self._ends[index - 1] = end
-        elif joins_after:
-            self._firsts[index] = first
-        else:
-            self._firsts.insert(index, first)
-            self._ends.insert(index, end)
+        if before[1] == first:
+            first, low = before[0], low - 1
+        if after[0] == end:
+            end, high = after[1], high + 1
+        self.intervals[low:high] = [(first, end)]
         self.count += count
 
 
@@ -131,13 +118,9 @@ class PinnedRing:
             reason = str(error).partition("\n")[0].rstrip(".")
             problem = f"cannot be allocated as pinned memory: {reason}"
             remedy = "Set a smaller value, or omit the option for the default of 32MiB."
-            raise UserError(
-                f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy
-            ) from None
+            raise UserError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy) from None
         begin = -whole.data_ptr() % _PAGE
-        self._memory = (
-            whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)
-        )
+        self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)
         self.data = whole.numpy().data[begin : begin + self.num_bytes]
         self._changed = threading.Condition()  # guards the next two
         self._free = FreeRows(self.num_rows)

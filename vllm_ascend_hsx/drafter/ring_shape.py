@@ -14,7 +14,5 @@ def ring_shape(num_bytes: int, row_bytes: int) -> tuple[int, int]:
     """
     rows = num_bytes // row_bytes
     if rows < 2:
-        raise ValueError(
-            f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes"
-        )
+        raise ValueError(f"a row has {row_bytes} bytes and two must fit: give at least {2 * row_bytes} bytes")
     return rows, max(1, min(rows // _MIN_CHUNKS, _MAX_CHUNK_BYTES // row_bytes))

@@ -81,9 +81,7 @@ class StagingCache:
         device: torch.device,
         layer_order: Sequence[int],
     ) -> None:
-        self.rows = torch.empty(
-            (num_slots, max_tokens, num_layers, hidden_size), dtype=dtype, device=device
-        )
+        self.rows = torch.empty((num_slots, max_tokens, num_layers, hidden_size), dtype=dtype, device=device)
         self.layer_order = tuple(layer_order)
         self.slots = [StagingSlot(self.rows[index]) for index in range(num_slots)]
         self._next = 0
@@ -92,9 +90,7 @@ class StagingCache:
         self.wanted: dict[str, int] = {}
         # Wait until the slot's last copy was issued. False: it will not be in time, and the rows of
         # these spans are dropped.
-        self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: (
-            slot.issued.wait()
-        )
+        self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: slot.issued.wait()
 
     def write(self, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
         """Write the rows of `spans` into the next slot, once, on the current stream.
@@ -306,9 +302,7 @@ class Copier:
                         self._ring.free(run.first, count)
                         raise
                     spans = split_spans(slot.spans, begin, begin + count)
-                    self._deliver(
-                        HostChunk(run.rows, run.data, spans, copied, self._ring, run.first)
-                    )
+                    self._deliver(HostChunk(run.rows, run.data, spans, copied, self._ring, run.first))
                     self._delivered += count
             finally:
                 # Also after a failure: an issued copy may still be reading the slot.

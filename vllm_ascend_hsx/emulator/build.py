@@ -18,15 +18,7 @@ SOURCES = Path(__file__).parent / "csrc"
 MODULE = "hsx_npu"
 # One translation unit: most of the time is spent on torch's headers.
 FLAGS = (
-    *(
-        "-std=c++20",
-        "-O1",
-        "-g0",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        "-Wno-interference-size",
-    ),
+    *("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-Wno-interference-size"),
     f"-DTORCH_EXTENSION_NAME={MODULE}",
 )
 
@@ -37,14 +29,10 @@ class BuildError(RuntimeError):
 
 def cache_directory() -> Path:
     """Return the cache directory: HSX_EMULATOR_CACHE, else one in the user's cache directory."""
-    chosen = os.environ.get("HSX_EMULATOR_CACHE")
-    if chosen:
+    if chosen := os.environ.get("HSX_EMULATOR_CACHE"):
         return Path(chosen)
-    return (
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        / "vllm-ascend-hsx"
-        / "emulator"
-    )
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return caches / "vllm-ascend-hsx" / "emulator"
 
 
 def library() -> Path:
@@ -104,42 +92,20 @@ def _compile(target: Path, torch_root: Path) -> None:
         )
     handle, draft = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
+    included = (torch_root / "include", torch_root / "include/torch/csrc/api/include", headers)
     command = [
-        compiler,
-        *FLAGS,
-        *(
-            f"-I{path}"
-            for path in (
-                torch_root / "include",
-                torch_root / "include/torch/csrc/api/include",
-                headers,
-            )
-        ),
-        str(SOURCES / "npu.cpp"),
-        "-o",
-        draft,
-        f"-L{torch_root / 'lib'}",
-        *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
+        *(compiler, *FLAGS, *(f"-I{path}" for path in included), str(SOURCES / "npu.cpp"), "-o", draft),
+        *(f"-L{torch_root / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
     ]
-    print(
-        "hsx: compiling the emulated NPU, once (half a minute to a minute) ...",
-        file=sys.stderr,
-        flush=True,
-    )
+    print("hsx: compiling the emulated NPU, once (half a minute to a minute) ...", file=sys.stderr, flush=True)
     started = time.monotonic()
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             # The last lines may be notes. The first error is the cause.
-            errors = [
-                line for line in done.stderr.splitlines() if "error" in line
-            ] or done.stderr.splitlines()[-5:]
-            raise BuildError(
-                "emulated NPU: the compiler failed:\n"
-                + "\n".join(errors[:10])
-                + "\ncommand: "
-                + " ".join(command)
-            )
+            lines = done.stderr.splitlines()
+            errors = "\n".join([line for line in lines if "error" in line][:10] or lines[-5:])
+            raise BuildError(f"emulated NPU: the compiler failed:\n{errors}\ncommand: {' '.join(command)}")
         os.chmod(draft, 0o644)
         os.replace(draft, target)
     finally:

@@ -8,6 +8,8 @@ The API is that of torch_npu 2.10.0.post4 (torch_npu/npu/graphs.py, csrc/core/np
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
+from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -119,24 +121,21 @@ class graph:
         self.pool = pool
         self.capture_stream = graph.default_capture_stream if stream is None else stream
         self.capture_error_mode = capture_error_mode
-        self._context = StreamContext(self.capture_stream)
 
     def __enter__(self) -> None:
         synchronize()
         gc.collect()
         empty_cache()
-        self._context.__enter__()
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(StreamContext(self.capture_stream))
             self.npu_graph.capture_begin(self.pool, self.capture_error_mode)
-        except BaseException:
-            self._context.__exit__()
-            raise
+            stack.callback(self.npu_graph.capture_end)
+            self._capture = stack.pop_all()
 
-    def __exit__(self, *exception: object) -> None:
-        try:
-            self.npu_graph.capture_end()
-        finally:
-            self._context.__exit__(*exception)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._capture.__exit__(kind, error, traceback)
 
 
 class ExternalEvent:

@@ -1,11 +1,10 @@
-"""One request to `vllm serve`, and what its answer, or the lack of one, means."""
+"""Send one request to `vllm serve`, and classify its answer or failure."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -13,16 +12,19 @@ import httpx
 from vllm_ascend_hsx.generate.errors import Fault, InputError, RequestError
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import CHAT, Row
-from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY
+from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, refuses_path
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.reader.check import Expected
 
 CONNECT_S = 10.0
 LONGEST_DELAY_S = 60.0  # before another attempt, whatever a server asks for
-_SHOWN = 300  # characters of a server's words
-# A server that is well answers so to a request that is not; it would answer so again.
+_SHOWN = 300  # most characters of a server's message
+# A healthy server's answers to an invalid request, which it would repeat.
 _REFUSALS = frozenset(range(300, 500)) - {408, 409, 425, 429}
-_CLOSED_TO_US = (401, 403)
+_UNAUTHORIZED = (401, 403)
+# Environment variables that httpx reads; those of proxies also in capitals.
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
 def check_url(url: str) -> None:
@@ -40,35 +42,33 @@ def check_url(url: str) -> None:
 
 
 class Client:
-    """Send requests. Use as an asynchronous context manager."""
+    """An HTTP client for all endpoints. Use as an asynchronous context manager."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         key = options.api_key
-        self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            # One limit for the whole answer is kept in `_send`.
-            timeout=httpx.Timeout(None, connect=min(CONNECT_S, options.request_timeout)),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                headers={"Authorization": f"Bearer {key}"} if key else {},
+                # `_send` limits the time of the whole answer.
+                timeout=httpx.Timeout(None, connect=min(CONNECT_S, options.request_timeout)),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            )
+        except (ImportError, ValueError, httpx.InvalidURL, OSError) as error:
+            raise InputError(_environment_problem(error)) from error
 
     async def __aenter__(self) -> Client:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
     async def model(self, url: str) -> str:
-        """Return the name of the model to ask for.
+        """Return the model's name on a server.
 
         Raises:
             RequestError: the server cannot be reached, or is not ready.
-            InputError: it is no server of that model.
+            InputError: the server does not serve that model.
         """
         try:
             answer = await self._send("GET", f"{url}/v1/models")
@@ -104,7 +104,7 @@ class Client:
 
         Raises:
             RequestError: there is no answer, or it names no hidden states of this row.
-            InputError: the server does not let requests name their files so, or needs a key.
+            InputError: the server refuses the file's path, or needs a key.
         """
         options = self._options
         body = row.body(model, options.tokens_to_generate, options.include_output_tokens, path)
@@ -117,28 +117,32 @@ class Client:
     async def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
         seconds = self._options.request_timeout
         try:
-            # In ASCII, whatever a path holds: httpx would encode it as UTF-8, which some have not.
+            # Serialized here, in ASCII: a path need not be valid UTF-8, as httpx requires.
             content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
             headers = {"Content-Type": "application/json"}
             request = self._http.request(method, url, content=content, headers=headers)
             response = await asyncio.wait_for(request, seconds)
         except (asyncio.TimeoutError, httpx.ReadTimeout) as error:
-            reason = f"{url} did not answer within {seconds:g} s"
-            raise RequestError(reason, fault=Fault.DEGRADED, lost=True) from error
+            raise RequestError(f"{url} did not answer within {seconds:g} s", lost=True) from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise _unreached(f"{url}: {_words(error)}") from error
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise InputError(f"--endpoint {url}: {error}") from error
         except httpx.HTTPError as error:
-            reason = f"{url}: the connection broke: {_words(error)}"
-            raise RequestError(reason, fault=Fault.DOWN, lost=True) from error
+            raise RequestError(f"{url}: the connection broke: {_words(error)}", fault=Fault.DOWN, lost=True) from error
         if response.status_code != 200:
             raise _refused(url, response)
         try:
             return parse(response.content)
         except ValueError as error:
-            reason = f"{url} answers no JSON: {_shown(_text(response))} ({error})"
-            raise RequestError(reason, fault=Fault.DEGRADED) from error
+            raise RequestError(f"{url} answers no JSON: {_shown(_text(response))} ({error})") from error
+
+
+def _environment_problem(error: Exception) -> str:
+    """Return why httpx accepts no proxy or certificate; only environment variables name them."""
+    names = _CERTIFICATES if isinstance(error, OSError) else {*_PROXIES, *map(str.upper, _PROXIES)}
+    found = ", ".join(sorted(name for name in names if os.environ.get(name)))
+    return f"{found}: {_words(error)}; correct or unset it"
 
 
 def _unreached(reason: str, retry_after: float | None = None) -> RequestError:
@@ -148,11 +152,11 @@ def _unreached(reason: str, retry_after: float | None = None) -> RequestError:
 def _refused(url: str, response: httpx.Response) -> Exception:
     status = response.status_code
     reason = f"{url} answers {status}: {_message(response)}"
-    if status in _CLOSED_TO_US:
+    if status in _UNAUTHORIZED:
         return InputError(f"{reason}; give the server's key with --api-key or in OPENAI_API_KEY")
     if status in _REFUSALS:
-        return RequestError(reason, again=False)
-    return RequestError(reason, fault=Fault.DEGRADED, retry_after=_retry_after(response))
+        return RequestError(reason, again=False, fault=Fault.NONE)
+    return RequestError(reason, retry_after=_retry_after(response))
 
 
 def _message(response: httpx.Response) -> str:
@@ -165,13 +169,13 @@ def _message(response: httpx.Response) -> str:
 
 
 def _text(response: httpx.Response) -> str:
-    """The body as text, whatever charset the answer names: httpx would take every codec of Python's, such as hex."""
+    """Decode the body as UTF-8: httpx would accept any of Python's codecs, such as hex."""
     return response.content.decode(errors="replace")
 
 
 def _retry_after(response: httpx.Response) -> float | None:
     try:
-        seconds = float(response.headers["Retry-After"])  # a date, which is allowed too, is passed over
+        seconds = float(response.headers["Retry-After"])  # a date, which HTTP also allows, is ignored
     except (KeyError, ValueError):
         return None
     return min(seconds, LONGEST_DELAY_S) if seconds >= 0 else None
@@ -187,30 +191,23 @@ def _read(url: str, answer: Any, row: Row, path: str) -> tuple[list[int], list[i
         error, named = params.get(ERROR_KEY), params.get(PATH_KEY)
         error = error if isinstance(error, str | None) else _shown(error)
     except (KeyError, IndexError, TypeError, AttributeError) as problem:
-        reason = f"the answer is not what vLLM's looks like: {_shown(answer)}"
-        raise RequestError(reason, fault=Fault.DEGRADED) from problem
-    if error and error.startswith(f"kv_transfer_params.{PATH_KEY} is "):
+        raise RequestError(f"the answer is not what vLLM's looks like: {_shown(answer)}") from problem
+    if error and refuses_path(error):
         raise InputError(
             f"{url} refuses the path of a row's file: {_shown(error)}; `hsx serve` allows paths "
             "below its --out: name that, or a folder below it, with --output, and if it has "
             "another name on the server's machine, pass --map-path SERVER=HERE"
         )
     if error:
-        reason = f"the server could not store the hidden states: {_shown(error)}"
-        raise RequestError(reason, fault=Fault.DEGRADED, lost=True)
+        raise RequestError(f"the server could not store the hidden states: {_shown(error)}", lost=True)
     if not isinstance(named, str) or not named:
-        raise RequestError(
-            f"the answer names no file (kv_transfer_params are {_shown(params)}); was the server "
-            "started with hidden-state extraction?",
-            fault=Fault.DEGRADED,
-            missing=True,
-        )
+        hint = "was the server started with hidden-state extraction?"
+        raise RequestError(f"the answer names no file (kv_transfer_params are {_shown(params)}); {hint}", missing=True)
     if os.path.normpath(named) != os.path.normpath(path):
         reason = f"the answer names the file {_shown(named)} instead of {path}; does a proxy mix up answers?"
-        raise RequestError(reason, fault=Fault.DEGRADED, lost=True)
+        raise RequestError(reason, lost=True)
     if not _are_token_ids(prompt) or not _are_token_ids(output):
-        reason = "the answer has no token ids, although they were asked for with return_token_ids"
-        raise RequestError(reason, fault=Fault.DEGRADED)
+        raise RequestError("the answer has no token ids, although they were asked for with return_token_ids")
     return prompt, output
 
 
@@ -223,7 +220,7 @@ def _words(error: Exception) -> str:
 
 
 def _shown(value: object) -> str:
-    """A server's words, in one line; other values as JSON."""
+    """Return a server's message in one line, shortened; other values as JSON."""
     try:
         text = " ".join((value if isinstance(value, str) else json.dumps(value)).split())
     except RecursionError:

@@ -1,4 +1,4 @@
-"""A dataset as a stream of rows: checked wholly before anything is sent, then read again for sending; never held in memory."""
+"""A dataset as a stream of rows: read once to check it and again to send it, never kept."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import NamedTuple
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.rows import Row
 
-REPORT_EVERY = 1000  # rows, while they are checked
-SHOWN_ERRORS = 20  # rows that cannot be sent
+REPORT_EVERY = 1000  # rows
+SHOWN_ERRORS = 20  # invalid rows
 
 
 class DatasetError(InputError):
@@ -24,7 +24,7 @@ class DatasetError(InputError):
 
 
 class Checked(NamedTuple):
-    """What a pass over a whole dataset found: how many rows it has, and a digest by which it is recognized."""
+    """The number of rows of a dataset, and the digest that identifies it."""
 
     rows: int
     digest: str
@@ -35,8 +35,8 @@ class Dataset(ABC):
 
     Args:
         path: as the user named it.
-        files: in the order in which they are read.
-        column: what to send, or None for the first of `rows.COLUMNS` that is there.
+        files: in reading order.
+        column: to send; None for the first of `rows.COLUMNS` that exists.
     """
 
     def __init__(self, path: Path, files: list[Path], column: str | None) -> None:
@@ -47,24 +47,28 @@ class Dataset(ABC):
 
     @abstractmethod
     def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | DatasetError | None]:
-        """One item per row, in order; None for a row that is not wanted, and an error for one that cannot be sent. Raises DatasetError."""
-
-    def rows(self, wanted: Callable[[int], bool] = lambda index: True) -> Iterator[Row]:
-        """The rows that are wanted, by their index.
+        """Yield each row in order, None for one that is not wanted, an error for an invalid one.
 
         Raises:
-            DatasetError: a row cannot be sent, or a file was changed since this object was made.
+            DatasetError: a file cannot be read.
+        """
+
+    def rows(self, wanted: Callable[[int], bool] = lambda index: True) -> Iterator[Row]:
+        """Yield the rows whose index is wanted.
+
+        Raises:
+            DatasetError: a row is invalid, or a file has changed since this object was created.
         """
         for row in self.records(wanted):
             if isinstance(row, DatasetError):
                 raise row
             if row is not None:
-                # Before each: a row of another content would be stored under the number of this one.
+                # Before each row: another row's states would be stored under this row's number.
                 self.check_unchanged("put back what was checked and call again, or give what it is now an --output of its own")
                 yield row
 
     def check_unchanged(self, remedy: str = "call again when it is complete") -> None:
-        """Raises DatasetError: a file is not the one that this object was made for."""
+        """Raise DatasetError if a file has changed since this object was created."""
         for path, before, now in zip(self.files, self._stamp, self._stat(), strict=True):
             if before != now:
                 raise DatasetError(str(path), f"it was changed while it was read; {remedy}")
@@ -73,10 +77,10 @@ class Dataset(ABC):
         """Read and check every row.
 
         Args:
-            report: called with the number of rows so far, now and then.
+            report: called with the number of rows so far, every REPORT_EVERY rows.
 
         Raises:
-            DatasetError: as for `rows`, with the first SHOWN_ERRORS rows that cannot be sent; or there is no row.
+            DatasetError: as for `rows`, with up to SHOWN_ERRORS invalid rows; or there is no row.
         """
         digest = hashlib.sha256()
         count = 0

@@ -73,9 +73,7 @@ class Balancer:
             endpoint.in_flight += 1
             return endpoint
 
-    def release(
-        self, endpoint: Endpoint, fault: Fault | None, retry_after: float | None = None
-    ) -> bool:
+    def release(self, endpoint: Endpoint, fault: Fault | None, retry_after: float | None = None) -> bool:
         """End a request.
 
         Args:
@@ -98,9 +96,7 @@ class Balancer:
         endpoint.faults += 1
         rest = retry_after or 0.0
         # Requests that were sent before the rest began say nothing new.
-        begins = not endpoint.rest_left() and (
-            fault is Fault.DOWN or endpoint.faults >= FAULTS_TO_REST or endpoint.is_on_trial
-        )
+        begins = not endpoint.rest_left() and (fault is Fault.DOWN or endpoint.faults >= FAULTS_TO_REST or endpoint.is_on_trial)
         if begins:
             doubled = self._first_rest * 2 ** min(endpoint.downs, 32)
             rest = max(rest, min(LONGEST_REST_S, doubled))
@@ -112,9 +108,5 @@ class Balancer:
         return begins
 
     def _choose(self) -> Endpoint | None:
-        free = [
-            each
-            for each in self.endpoints
-            if not each.rest_left() and not (each.is_on_trial and each.in_flight)
-        ]
+        free = [each for each in self.endpoints if not each.rest_left() and not (each.is_on_trial and each.in_flight)]
         return min(free, key=lambda each: (each.in_flight, each.answered + each.failed), default=None)

@@ -49,7 +49,7 @@ class RequestError(Exception):
 
     reason: str
     again: bool = True
-    fault: Fault = Fault.NONE
+    fault: Fault = Fault.DEGRADED
     lost: bool = False
     missing: bool = False
     retry_after: float | None = None

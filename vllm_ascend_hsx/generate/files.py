@@ -9,26 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.generate.errors import (
-    Fault,
-    ForeignRowError,
-    InputError,
-    RequestError,
-    RunError,
-)
-from vllm_ascend_hsx.generate.ledger import (
-    Ledger,
-    differences,
-    files_of_rows,
-    row_file,
-    row_of_file,
-)
+from vllm_ascend_hsx.generate.errors import ForeignRowError, InputError, RequestError, RunError
+from vllm_ascend_hsx.generate.ledger import Ledger, differences, files_of_rows, row_file, row_of_file
 from vllm_ascend_hsx.generate.options import Options
-from vllm_ascend_hsx.protocol.files import describe
+from vllm_ascend_hsx.protocol.files import NotAFileError, describe
 from vllm_ascend_hsx.protocol.lock import wait_until_released
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.reader.check import Examination, Expected, check
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
+
+SETTLE_S = 10.0  # for servers to finish or abort their writes
 
 
 class RowFiles:
@@ -36,7 +26,7 @@ class RowFiles:
 
     Args:
         options: of the run.
-        ledger: says what the rows have in common, or is told.
+        ledger: has model and layers of the rows, or receives them.
     """
 
     def __init__(self, options: Options, ledger: Ledger) -> None:
@@ -57,45 +47,55 @@ class RowFiles:
     def check(self, row: int, expected: Expected, is_new: bool) -> Examination:
         """Check a row's file; wait for a server that is writing it.
 
+        A wrong file is removed at once: the next run knows less about the tokens of a text, and
+        may accept it.
+
         Args:
             row: of the dataset.
             expected: tokens, as far as they are known.
-            is_new: False if this run has not requested the row.
+            is_new: this run has requested the row.
 
         Raises:
             RequestError: the row has no file, or not the right one.
-            InputError: an older file is of another model or other layers than the others.
-            RunError: the file cannot be read, which says nothing about what it holds.
+            InputError: an older file has another model or other layers than the rest.
+            RunError: the file cannot be read, so it may be valid.
         """
+        try:
+            found = self._examine(row, expected, is_new)
+        except RequestError as error:
+            if not error.lost:
+                self._remove(row, error)
+            raise
+        if is_new:
+            remove(self.path(row), keep_data=True)
+        return found
+
+    def _examine(self, row: int, expected: Expected, is_new: bool) -> Examination:
         path, options = self.path(row), self._options
         wait = options.request_timeout
         try:
             found = check(path, expected, data=options.validate, timeout=wait)
         except FileNotFoundError as error:
-            raise RequestError(
-                f"the server wrote {self.server_path(row)}, and there is no {path}; mount its "
-                "storage directory here, and name it as the server does or with --map-path "
-                "SERVER=HERE",
-                fault=Fault.DEGRADED,
-                lost=True,
-                missing=True,
-            ) from error
+            problem = f"the server wrote {self.server_path(row)}, and there is no {path}"
+            remedy = "mount its storage directory here, and name it as the server does or with --map-path SERVER=HERE"
+            raise RequestError(f"{problem}; {remedy}", lost=True, missing=True) from error
         except TimeoutError as error:
-            reason = f"the server has not finished {path} within {wait:g} s"
-            raise RequestError(reason, fault=Fault.DEGRADED, lost=True) from error
+            raise RequestError(f"the server has not finished {path} within {wait:g} s", lost=True) from error
         except HiddenStatesError as error:
-            raise RequestError(error.reason, fault=Fault.DEGRADED) from error
+            raise RequestError(error.reason) from error
         except OSError as error:
             raise RunError(describe(f"{path} cannot be read", error)) from error
         self._compare(found, is_new)
         if found.problem is not None:
-            raise RequestError(found.problem, fault=Fault.DEGRADED)
-        if is_new:
-            remove(path, keep_data=True)
+            raise RequestError(found.problem)
+        # Known tokens tell rows apart; otherwise a folder of a shard server that was renamed would
+        # have this ledger and another dataset's members, which keep the former path.
+        if not is_new and None in (expected.prompt, expected.output) and not self._ledger.knows(row, identity_of(found)):
+            raise RequestError("it is not the file that the ledger names for this row")
         return found
 
     def _compare(self, found: Examination, is_new: bool) -> None:
-        """Compare what a file says about its server with the other rows. Raises as `check`."""
+        """Compare a file's model and layers with those of the other rows. Raises like `check`."""
         server = _server_of(found)
         with self._mutex:
             if self._ledger.server is None and found.problem is None:
@@ -107,32 +107,31 @@ class RowFiles:
             return
         changes = differences(before, server)
         if is_new:
-            reason = f"{self._output} holds rows of another server: {changes}"
-            raise ForeignRowError(reason, fault=Fault.DEGRADED)
-        raise InputError(
-            f"{found.path} is a row of another server than the ledger says: {changes}; nothing was "
-            "changed: name the right --output, or remove what is wrong"
-        )
+            raise ForeignRowError(f"{self._output} holds rows of another server: {changes}")
+        remedy = "nothing was changed: name the right --output, or remove what is wrong"
+        raise InputError(f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}")
 
     def _server_of_rows(self, new: Path) -> dict[str, Any] | None:
-        """Return what the other rows have in common, by the first that can be read."""
+        """Return model and layers of the other rows, from the first readable one."""
         for path in files_of_rows(self._output):
             if path != new:
                 with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
                     return _server_of(check(path, data=False))
         return None
 
-    def remove(self, row: int, timeout: float) -> None:
-        """Remove a row's file, unless a server is writing it for longer than `timeout` seconds."""
-        with suppress(TimeoutError):
-            wait_until_released(self._lock(row), timeout)
+    def _remove(self, row: int, wrong: RequestError) -> None:
+        """Remove a wrong file, once no server writes it; `wrong` says if that fails."""
+        try:
+            with suppress(NotAFileError):  # of the lock
+                wait_until_released(self._lock(row), SETTLE_S)
             remove(self.path(row))
+        except OSError as error:
+            wrong.reason += describe("; it cannot be removed", error)
 
-    def remove_companions(self, timeout: float) -> list[Path]:
+    def remove_companions(self) -> list[Path]:
         """Remove locks and errors beside this run's rows, once servers have released them.
 
-        Args:
-            timeout: seconds to wait at most, over all rows.
+        Waits for SETTLE_S at most, over all rows.
 
         Returns:
             Files that servers are still writing.
@@ -140,7 +139,7 @@ class RowFiles:
         Raises:
             OSError: the directory cannot be read, or a file not be removed.
         """
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + SETTLE_S
         names = [name for name in os.listdir(self._output) if name.endswith((LOCK_SUFFIX, ERROR_SUFFIX))]
         rows = {row_of_file(name.removesuffix(LOCK_SUFFIX).removesuffix(ERROR_SUFFIX)) for name in names}
         busy = []
@@ -154,6 +153,11 @@ class RowFiles:
 
     def _lock(self, row: int) -> Path:
         return self._output / f"{row_file(row)}{LOCK_SUFFIX}"
+
+
+def identity_of(found: Examination) -> str:
+    """Return what tells a file from all others: its checksum, or without one its request."""
+    return found.metadata.get("checksum") or found.metadata.get("request_id", "")
 
 
 def _server_of(found: Examination) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The run: many rows at a time are checked, requested and logged, until all are done."""
+"""The run: check, request and log many rows at a time, until all are done."""
 
 from __future__ import annotations
 
@@ -15,23 +15,13 @@ from typing import Any, TypeVar
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Client
 from vllm_ascend_hsx.generate.dataset import Dataset
 from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint
-from vllm_ascend_hsx.generate.errors import (
-    Fault,
-    ForeignRowError,
-    InputError,
-    RequestError,
-    RunError,
-    StoppedError,
-)
-from vllm_ascend_hsx.generate.files import RowFiles
+from vllm_ascend_hsx.generate.errors import Fault, ForeignRowError, InputError, RequestError, RunError, StoppedError
+from vllm_ascend_hsx.generate.files import RowFiles, identity_of
 from vllm_ascend_hsx.generate.ledger import REMEDY, Ledger, Status
 from vllm_ascend_hsx.generate.options import Options
-from vllm_ascend_hsx.generate.outcome import SHOWN_FAILURES, Outcome
-from vllm_ascend_hsx.generate.progress import Progress
+from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
 from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.reader.check import Examination, Expected
-
-SETTLE_S = 10.0  # for servers to finish or abort what they write, at the end of a run
 
 T = TypeVar("T")
 
@@ -44,8 +34,8 @@ class Work:
         row: of the dataset.
         expected: tokens of its file, as far as they are known.
         attempts: requests sent.
-        endpoint: that was asked last.
-        problem: what is wrong with the row's file, if there is one that cannot be used.
+        endpoint: of the last request.
+        problem: why the row's existing file cannot be used, or None.
     """
 
     row: Row
@@ -64,17 +54,10 @@ class Generation:
         dataset: checked.
         ledger: locked.
         outcome: filled in here.
-        progress: told what happens.
+        progress: shows messages.
     """
 
-    def __init__(
-        self,
-        options: Options,
-        dataset: Dataset,
-        ledger: Ledger,
-        outcome: Outcome,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, options: Options, dataset: Dataset, ledger: Ledger, outcome: Outcome, progress: Progress) -> None:
         self.outcome = outcome
         self._options = options
         self._ledger = ledger
@@ -101,7 +84,7 @@ class Generation:
             raise stopped
 
     def stop(self, reason: Exception) -> None:
-        """End the run: give up requests under way, still take files. The first reason counts."""
+        """End the run: cancel requests, keep finished files. The first reason counts."""
         if self.outcome.stopped_by is None:
             self.outcome.stopped_by = reason
             for waiting in self._cancelled_by_stop:
@@ -117,7 +100,7 @@ class Generation:
             self.stop(error)
 
     def _next(self) -> Work | None:
-        """Return the next row without its file; log and count those that have it."""
+        """Return the next row that has no valid file; log and count those that have one."""
         output = None if self._options.include_output_tokens else ()
         while self.outcome.stopped_by is None:
             with self._mutex:
@@ -125,17 +108,17 @@ class Generation:
             if row is None:
                 return None
             work = Work(row, Expected(row.token_ids, output))
-            if self._find(work) is None:
+            if (found := self._find(work)) is None:
                 if work.problem is not None:
                     name = self._files.path(row.index).name
                     self._progress.say(f"{name}: {work.problem}; it is asked for again")
                 return work
             with self._mutex:
-                self._pass(work)
+                self._pass(work, found)
         return None
 
     async def _do(self, work: Work) -> None:
-        """Request a row, in as many attempts as are allowed."""
+        """Request a row until it succeeds or the retries are used up."""
         while True:
             try:
                 return self._succeed(work, await self._attempt(work))
@@ -144,16 +127,16 @@ class Generation:
                     continue
                 last = not error.again or work.attempts > self._options.max_retries
                 if not last:
-                    self._progress.retried()
+                    self.outcome.retries += 1
                     await self._unless_stopped(asyncio.sleep(self._delay(work, error)))
                 found = await self._in_pool(self._find, work) if last or error.lost else None
                 if found is not None:
                     return self._succeed(work, found)
                 if last:
-                    return await self._fail(work, error.reason)
+                    return self._fail(work, error)
 
     def _find(self, work: Work) -> Examination | None:
-        """Return the row's file if it is right; wait for a server that is writing it."""
+        """Return the row's file if it is valid; wait for a server that is writing it."""
         work.problem = None
         try:
             return self._check(work)
@@ -178,16 +161,15 @@ class Generation:
             except RequestError as error:
                 work.attempts -= error.is_unreached
                 if not endpoint.proven:
-                    await self._refuse(work, endpoint, error)
+                    self._refuse(endpoint, error)
                 elif error.missing:  # a server without locks may publish after its answer
                     error.fault = Fault.NONE
                 raise
             return found
 
-    async def _refuse(self, work: Work, endpoint: Endpoint, error: RequestError) -> None:
-        """Raise InputError for a new server that is set up wrongly."""
+    def _refuse(self, endpoint: Endpoint, error: RequestError) -> None:
+        """Raise InputError if a new server is misconfigured."""
         if isinstance(error, ForeignRowError):
-            await self._in_pool(self._files.remove, work.row.index, SETTLE_S)
             remedy = f"serve the same model and layers, or {REMEDY}"
             raise InputError(f"{endpoint.url}: {error.reason}; {remedy}") from error
         if error.missing and endpoint.failed >= self._options.max_retries:
@@ -219,38 +201,34 @@ class Generation:
             self.stop(RunError(problem))
 
     def _delay(self, work: Work, error: RequestError) -> float:
-        """Return the seconds before the next attempt: doubled each time, and scattered."""
+        """Return the seconds before the next attempt: exponential back-off with jitter."""
         doubled = self._options.retry_delay * 2 ** min(work.attempts - 1, 32)
         return max(min(LONGEST_DELAY_S, doubled) * random.uniform(0.5, 1.5), error.retry_after or 0)
 
     # What became of a row
 
-    def _pass(self, work: Work) -> None:
-        """Count a row whose file was there. A run that is killed may have left it out of the ledger."""
+    def _pass(self, work: Work, found: Examination) -> None:
+        """Count a row whose file existed. A killed run may not have logged it."""
         if not self._ledger.logged[work.row.index]:
-            self._ledger.append(work.row.index, "found")
+            self._ledger.append(work.row.index, "found", file=identity_of(found))
         self.outcome.before += 1
-        self._progress.passed()
 
     def _succeed(self, work: Work, found: Examination) -> None:
-        self._log(work, "done", tokens=found.tokens, bytes=found.file_bytes)
+        self._log(work, "done", file=identity_of(found), tokens=found.tokens, bytes=found.file_bytes)
         self._errors_in_a_row = 0
         if work.endpoint is not None:
             work.endpoint.proven = True
         self.outcome.done += 1
         self.outcome.tokens += found.tokens
         self.outcome.bytes += found.file_bytes
-        self._progress.done(found.tokens, found.file_bytes)
 
-    async def _fail(self, work: Work, reason: str) -> None:
-        if work.problem is not None:  # a file that is wrong is not left under the row's name
-            await self._in_pool(self._files.remove, work.row.index, SETTLE_S)
-        self._log(work, "failed", error=reason)
+    def _fail(self, work: Work, error: RequestError) -> None:
+        self._log(work, "failed", error=error.reason)
         self.outcome.failed += 1
         if len(self.outcome.failures) < SHOWN_FAILURES:
-            self.outcome.failures.append((work.row.index, reason))
-        self._progress.failed()
-        self._count_error(reason)
+            self.outcome.failures.append((work.row.index, error.reason))
+        if error.again:  # a refusal of this row says nothing about the next one
+            self._count_error(error.reason)
 
     def _log(self, work: Work, status: Status, **facts: Any) -> None:
         self.outcome.requests += work.attempts
@@ -272,7 +250,7 @@ class Generation:
     async def _tidy(self) -> None:
         """Remove locks and errors that servers left beside the rows of this run."""
         try:
-            self.outcome.left = await self._in_pool(self._files.remove_companions, SETTLE_S)
+            self.outcome.left = await self._in_pool(self._files.remove_companions)
         except OSError as error:
             self._progress.say(f"locks and errors of this run could not be removed: {error}")
 

@@ -2,11 +2,11 @@
 
     {"ledger": 2, "dataset": {...}, "request": {...}, "world_size": ..., "rank": ...}
     {"server": {"model": ..., "layer_ids": ..., ...}}
-    {"row": 0, "status": "done", "tokens": ..., "seconds": ..., "endpoint": ..., ...}
+    {"row": 0, "status": "done", "file": ..., "tokens": ..., "seconds": ..., "endpoint": ..., ...}
 
-The first line says what the rows were made from, so that another dataset or other options are
-refused. A file alone decides whether its row is finished. A killed run may leave half a line; what
-is no whole line of JSON is ignored. An flock on the ledger excludes a second run.
+The first line identifies dataset and options; other ones are refused. Only the existence of a valid
+file makes its row finished; `file` tells it from a file that took its place. A killed run may leave
+half a line; lines that are not JSON are ignored. An flock on the ledger excludes a second run.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from vllm_ascend_hsx.generate.errors import InputError, RunError
-from vllm_ascend_hsx.protocol.files import describe, open_regular
+from vllm_ascend_hsx.protocol.files import OnError, describe, open_regular
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.reader.check import Kind
-from vllm_ascend_hsx.reader.shards import members_in
+from vllm_ascend_hsx.reader.members import members_in
 
 VERSION = 2
+_BEGIN = f'{{"ledger":{VERSION},'.encode()
 REMEDY = "name another --output, such as a new folder below this one"
 Status = Literal["done", "found", "failed"]
 
 _SERVER_KEYS = {"model", *Kind._fields}
 _NAME = re.compile(r"ledger(?:-[0-9]+-of-[0-9]+)?\.jsonl")
+_LONGEST_LINE = 1 << 20  # bytes; what is longer is no line of a ledger
 _ROW_FILE = re.compile(r"hs_(0|[1-9][0-9]*)" + re.escape(DATA_SUFFIX))
 
 
@@ -52,15 +54,20 @@ class Ledger:
 
     Attributes:
         path: of the file.
-        server: what the rows have in common; None if no ledger of the directory says.
+        server: model and layers of the rows; None if no ledger of the directory has them.
         logged: for each row, 1 if the ledger has a line for its file.
     """
 
-    def __init__(self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray) -> None:
+    def __init__(self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray, files: _Files) -> None:
         self.path = path
         self.server = server
         self.logged = logged
         self._fd = fd
+        self._files = files
+
+    def knows(self, row: int, file: str) -> bool:
+        """Return False if ledgers of the directory name other files of a row only."""
+        return not self._files.rows[row] or hash((row, file)) in self._files.hashes
 
     def append(self, row: int, status: Status, **facts: Any) -> None:
         """Log what happened to a row, without facts that are None. Raises RunError."""
@@ -68,7 +75,7 @@ class Ledger:
         self._log({"row": row, "status": status, **known})
 
     def note_server(self, server: dict[str, Any]) -> None:
-        """Log durably what the rows have in common. Raises RunError."""
+        """Log model and layers of the rows durably. Raises RunError."""
         self.server = server
         self._log({"server": server}, durable=True)
 
@@ -109,11 +116,11 @@ def files_of_rows(output: Path) -> Iterator[Path]:
 
 
 def open_ledger(output: Path, identity: Identity, world_size: int, rank: int) -> Ledger:
-    """Make the output directory and lock the ledger of this rank, or go on with them.
+    """Open and lock the ledger of this rank; create it, and the output directory, if needed.
 
     Raises:
-        InputError: the directory cannot be used or holds rows of something else, or another run
-            of this rank is under way.
+        InputError: the directory cannot be used or holds other rows, or another run of this rank
+            is under way.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -125,39 +132,34 @@ def open_ledger(output: Path, identity: Identity, world_size: int, rank: int) ->
 
 def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledger:
     rows, server, is_new = identity.dataset["rows"], None, True
+    files = _Files(bytearray(rows), set())
     for name in sorted(os.listdir(output)):
         if _NAME.fullmatch(name):
-            content = _read_at(output / name, rows)
+            content = _read_at(output / name, rows, files)
             if content is not None:
                 _compare(output / name, content.header, identity)
                 server, is_new = server or content.server, False
     if is_new and next(files_of_rows(output), None) is not None:
-        raise InputError(
-            f"--output {output} holds files of rows, and no ledger that says what they were made "
-            f"from; {REMEDY}"
-        )
+        raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
     path = output / ledger_name(world_size, rank)
     fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644)
-    try:
+    with OnError(os.close, fd):
         _lock(path, fd)
-        content = _read(fd, rows)
+        content = _read(fd, rows, files)
         if content is None:  # new, or the run that made it was killed at once
             os.ftruncate(fd, 0)
             _write(fd, {"ledger": VERSION, **identity._asdict(), "world_size": world_size, "rank": rank})
             os.fdatasync(fd)
             _sync_directory(output)
-            return Ledger(path, fd, server, bytearray(rows))
+            return Ledger(path, fd, server, bytearray(rows), files)
         _compare(path, content.header, identity)
         if not content.ends_whole:
             os.write(fd, b"\n")
-        return Ledger(path, fd, content.server or server, content.logged)
-    except BaseException:
-        os.close(fd)
-        raise
+        return Ledger(path, fd, content.server or server, content.logged, files)
 
 
 def _compare(path: Path, header: dict[str, Any], identity: Identity) -> None:
-    """Raise InputError if a ledger is of other rows."""
+    """Raise InputError if a ledger belongs to other rows."""
     if header.get("ledger") != VERSION:
         raise InputError(f"{path} does not begin as a ledger of this version does; {REMEDY}")
     for name, now in identity._asdict().items():
@@ -178,10 +180,15 @@ def _lock(path: Path, fd: int) -> None:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise InputError(
-            f"{path} belongs to a run that is under way; wait for its end, or divide the rows "
-            "between the two with --world-size and --rank"
-        ) from None
+        remedy = "wait for its end, or divide the rows between the two with --world-size and --rank"
+        raise InputError(f"{path} belongs to a run that is under way; {remedy}") from None
+
+
+class _Files(NamedTuple):
+    """The files that ledgers name: 1 for each row with one, and the hashes of (row, file)."""
+
+    rows: bytearray
+    hashes: set[int]
 
 
 class _Content(NamedTuple):
@@ -191,30 +198,40 @@ class _Content(NamedTuple):
     ends_whole: bool
 
 
-def _read_at(path: Path, rows: int) -> _Content | None:
+def _read_at(path: Path, rows: int, files: _Files) -> _Content | None:
     fd = open_regular(path)
     try:
-        return _read(fd, rows)
+        return _read(fd, rows, files)
     finally:
         os.close(fd)
 
 
-def _read(fd: int, rows: int) -> _Content | None:
-    """Read a ledger; None if its first line is not whole. Raises OSError."""
-    server, logged, text = None, bytearray(rows), b""
+def _read(fd: int, rows: int, files: _Files) -> _Content | None:
+    """Read a ledger, and add the files that it names to `files`. Raises OSError.
+
+    Return None if its run was killed in the first line.
+    """
+    server, logged = None, bytearray(rows)
     with open(os.dup(fd), "rb") as file:
         file.seek(0)
-        first = file.readline()
-        if not first.endswith(b"\n"):
+        first = file.readline(_LONGEST_LINE)
+        if not first.endswith(b"\n") and (first.startswith(_BEGIN) or _BEGIN.startswith(first)):
             return None
-        for text in file:
-            line = _parse(text)
+        header = _parse(first)
+        if header.get("ledger") != VERSION:
+            return _Content(header, None, logged, True)  # to be refused
+        last = first
+        while text := file.readline(_LONGEST_LINE):
+            last, line = text, _parse(text)
             row = line.get("row")
             if isinstance(found := line.get("server"), dict) and found.keys() == _SERVER_KEYS:
                 server = found
             elif type(row) is int and 0 <= row < rows:
                 logged[row] = line.get("status") != "failed"
-    return _Content(_parse(first), server, logged, not text or text.endswith(b"\n"))
+                if isinstance(name := line.get("file"), str):
+                    files.rows[row] = 1
+                    files.hashes.add(hash((row, name)))
+    return _Content(header, server, logged, last.endswith(b"\n"))
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 class JsonLines(Dataset):
-    """One JSON object a line; blank lines are no rows."""
+    """One JSON object per line. Blank lines are skipped."""
 
     def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | DatasetError | None]:
         (path,) = self.files
@@ -48,10 +48,10 @@ class JsonLines(Dataset):
 
 
 def open_dataset(path: Path, column: str | None = None) -> Dataset:
-    """The dataset at a path: JSON lines, Arrow or parquet files, a folder of parquet files, or one that `datasets` saved.
+    """Open JSON lines, an Arrow or parquet file, a folder of these, or one saved by `datasets`.
 
     Raises:
-        DatasetError: there is none that can be read, or pyarrow is needed and not installed.
+        DatasetError: there is no readable dataset, or it needs pyarrow, which is not installed.
     """
     try:
         there = path.exists()
@@ -100,7 +100,7 @@ def _names_in(path: Path, key: str, inner: str | None = None) -> list[str]:
 
 
 def _is_path(value: object) -> bool:
-    """Return True for a text that the system takes for a path."""
+    """Return True for text that the system accepts as a path."""
     try:
         return isinstance(value, str) and value != "" and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""What a run is told: every option, with its default and what it has to fit with."""
+"""The options of a run: defaults, bounds, and which ones exclude each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 
-# The smallest and the largest value of each option that is a whole number.
+# Bounds of whole numbers.
 BOUNDS = {
     "concurrency": (1, 4096),
     "max_retries": (0, 1000),
@@ -25,12 +25,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class PathMap:
-    """A directory that has another name on the servers' machines.
-
-    Attributes:
-        server: its name there.
-        local: its name here.
-    """
+    """A directory's path on the servers' machines, and here."""
 
     server: str
     local: Path
@@ -38,28 +33,30 @@ class PathMap:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run; the command line has one of the same name for each.
+    """The options of a run, named as on the command line.
 
     Attributes:
         data: the dataset.
         output: the servers' storage directory, or a folder below it, for the files and the ledger.
         endpoints: base URLs of servers, without /v1.
-        column: of the dataset; None for the first that is known.
-        limit: how many rows of the dataset, from the first; None for all.
-        model: as the servers call it; None to ask them.
-        concurrency: requests under way at a time, over all endpoints.
-        validate: read each file once and check numbers and checksum, also of files that are there.
+        column: of the dataset; None for the first known one.
+        limit: number of rows, from the first; None for all.
+        model: its name on the servers; None to ask them.
+        concurrency: concurrent requests, over all endpoints.
+        validate: read each file once, existing ones too, to check numbers and checksum.
         request_timeout: seconds for an answer, and again for its file.
-        max_retries: how often a row is asked for again.
+        max_retries: most repeated requests for a row.
         retry_delay: seconds before the first retry; doubled for each further one.
-        max_consecutive_errors: errors with no finished row in between that end the run.
+        max_consecutive_errors: errors without a finished row in between that end the run; refusals
+            of rows do not count.
         world_size, rank: this run does the rows whose index modulo world_size is rank.
-        include_output_tokens, max_tokens: whether rows of generated tokens are wanted, and how many are generated.
-        path_maps: the longest that contains `output` is used.
+        include_output_tokens: store rows of generated tokens too.
+        max_tokens: tokens to generate; only with include_output_tokens.
+        path_maps: the longest one that contains `output` is used.
         api_key: sent to the servers.
 
     Raises:
-        InputError: a value that cannot be; the message names option, value and remedy.
+        InputError: a value is invalid; the message names option, value and remedy.
     """
 
     data: Path
@@ -102,17 +99,16 @@ class Options:
             raise InputError("--include-output-tokens: say with --max-tokens how many tokens are to be generated for a row")
         if not self.include_output_tokens and self.max_tokens is not None:
             raise InputError("--max-tokens: the prompt's rows do not depend on it; add --include-output-tokens or leave it out")
-
-        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):  # which is not to be printed
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):  # a secret: not printed
             raise InputError("--api-key (or OPENAI_API_KEY): it has characters that no header can have; give ASCII without blanks")
 
     @property
     def tokens_to_generate(self) -> int:
-        return self.max_tokens if self.max_tokens is not None else 1
+        return self.max_tokens or 1
 
     @property
     def errors_to_stop(self) -> int:
-        return self.concurrency if self.max_consecutive_errors is None else self.max_consecutive_errors
+        return self.max_consecutive_errors or self.concurrency
 
     def is_ours(self, row: int) -> bool:
         """Return True if the row is one of this rank's."""
@@ -133,12 +129,12 @@ class Options:
 
 
 def base_url(text: str) -> str:
-    """An endpoint as users write it, without the /v1 that the OpenAI client wants."""
+    """Return an endpoint's URL without the /v1 of OpenAI clients."""
     return text.strip().rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def path_map(text: str) -> PathMap:
-    """SERVER=LOCAL. Raises InputError."""
+    """Parse SERVER=LOCAL. Raises InputError."""
     server, equals, local = text.partition("=")
     if not equals or not server.startswith("/") or not local:
         raise InputError(f"--map-path {text}: give SERVER=LOCAL, two directories, such as /data/hidden_states=/mnt/hidden_states")

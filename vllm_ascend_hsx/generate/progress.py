@@ -1,47 +1,86 @@
-"""Show a run while it goes on: a bar on a terminal, elsewhere a line now and then."""
+"""What a run has done: counted once, shown while it goes on, and summed up at the end."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Table
 
+from vllm_ascend_hsx.generate.endpoints import Endpoint
+from vllm_ascend_hsx.generate.errors import InputError, Interrupted
 from vllm_ascend_hsx.protocol.names import printable
 
 LINE_S = 10.0
 WINDOW_S = 30.0
+SHOWN_FAILURES = 10
+
+
+@dataclass
+class Outcome:
+    """How a run went so far.
+
+    Attributes:
+        total: rows of this rank.
+        before, done, failed: rows whose file existed, rows generated, rows given up.
+        failures: the first failed rows, with the reason.
+        requests, retries: requests sent for rows; those that asked for a row again.
+        tokens, bytes: of the files generated.
+        seconds: duration of the run.
+        left: files that servers were still writing at the end.
+        stopped_by: what ended the run early, or None.
+        endpoints: the servers.
+    """
+
+    total: int
+    before: int = 0
+    done: int = 0
+    failed: int = 0
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    requests: int = 0
+    retries: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    left: list[Path] = field(default_factory=list)
+    stopped_by: Exception | None = None
+    endpoints: Sequence[Endpoint] = ()
+
+    @property
+    def missing(self) -> int:
+        """Rows without a file."""
+        return self.total - self.before - self.done
 
 
 class Progress:
-    """Is told what happens, and shows it. Use as a context manager.
+    """Show an outcome while it changes: a bar on a terminal, elsewhere a line every 10 seconds.
+
+    Use as a context manager.
 
     Args:
         console: to write to.
-        total: rows of the run.
+        outcome: updated by the run.
         now: the clock, in seconds.
     """
 
-    def __init__(
-        self, console: Console, total: int, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console, outcome: Outcome, now: Callable[[], float] = time.monotonic) -> None:
         self._console = console
-        self._total = total
-        self._made = self._passed = self._failures = self._retries = 0
+        self._outcome = outcome
         self._now = now
-        self._began = now()
-        self._done: deque[tuple[float, int, int]] = deque()  # when; tokens, bytes
+        self._samples = deque([(now(), 0, 0, 0)])  # time, rows, tokens, bytes
         self._over = threading.Event()
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         self._bar = RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=total)
+        self._task = self._bar.add_task("", total=outcome.total)
         self._thread = threading.Thread(target=self._refresh, name="hsx-progress", daemon=True)
 
     def __enter__(self) -> Progress:
@@ -49,77 +88,86 @@ class Progress:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._over.set()
         self._thread.join()
         self._bar.stop()
 
-    def done(self, tokens: int, num_bytes: int) -> None:
-        """Count a row that was made."""
-        self._made += 1
-        self._done.append((self._now(), tokens, num_bytes))
-
-    def passed(self) -> None:
-        """Count a row whose file was there. Called by other threads than the rest."""
-        self._passed += 1
-
-    def failed(self) -> None:
-        """Count a row that failed for good."""
-        self._failures += 1
-
-    def retried(self) -> None:
-        """Count a row that is asked for again."""
-        self._retries += 1
-
     def say(self, text: str) -> None:
         """Print a line at once."""
-        with suppress(OSError):  # nobody reads it, or the disk is full; rows are made all the same
-            self._console.print(printable(text), style="yellow", markup=False, highlight=False, soft_wrap=True)
+        with suppress(OSError):  # the reader has gone or the disk is full; the rows matter more
+            tell(self._console, text, "yellow")
 
     def line(self) -> str:
-        """Return what is shown now."""
-        rows, tokens, num_bytes = self._rates()
-        finished = self._made + self._passed
-        left = self._total - finished - self._failures
+        """Return the state in one line. Rates are those of the last `WINDOW_S` seconds."""
+        outcome = self._outcome
+        self._samples.append((self._now(), outcome.done, outcome.tokens, outcome.bytes))
+        while len(self._samples) > 2 and self._samples[1][0] <= self._samples[-1][0] - WINDOW_S:
+            self._samples.popleft()
+        seconds, *amounts = (now - before for before, now in zip(self._samples[0], self._samples[-1], strict=True))
+        rows, tokens, num_bytes = (amount / (seconds or 1.0) for amount in amounts)
         facts = [
-            f"{finished:,} of {self._total:,} rows",
+            f"{outcome.before + outcome.done:,} of {outcome.total:,} rows",
             f"{rows:.1f} rows/s",
             f"{tokens:,.0f} tokens/s",
             f"{decimal(round(num_bytes))}/s",
-            f"{self._failures} failed",
-            *([f"{self._retries} retries"] if self._retries else []),
-            f"ETA {duration(left / rows) if rows else '?'}",
+            f"{outcome.failed} failed",
+            *([f"{outcome.retries} retries"] if outcome.retries else []),
+            f"ETA {_duration((outcome.missing - outcome.failed) / rows) if rows else '?'}",
         ]
         return ", ".join(facts)
-
-    def _rates(self) -> tuple[float, float, float]:
-        """Return rows, tokens and bytes per second over the last `WINDOW_S`."""
-        now = self._now()
-        recent = [each for each in list(self._done) if each[0] >= now - WINDOW_S]
-        while self._done and self._done[0][0] < now - WINDOW_S:
-            self._done.popleft()
-        seconds = min(WINDOW_S, now - self._began) or 1.0
-        amounts = len(recent), sum(each[1] for each in recent), sum(each[2] for each in recent)
-        return amounts[0] / seconds, amounts[1] / seconds, amounts[2] / seconds
 
     def _refresh(self) -> None:
         is_terminal = self._console.is_terminal
         with suppress(OSError):
             while not self._over.wait(1.0 if is_terminal else LINE_S):
                 if is_terminal:
-                    completed = self._made + self._passed + self._failures
+                    completed = self._outcome.total - self._outcome.missing + self._outcome.failed
                     self._bar.update(self._task, completed=completed, description=self.line())
                 else:
-                    self._console.print(self.line(), markup=False, highlight=False, soft_wrap=True)
+                    tell(self._console, self.line())
 
 
-def duration(seconds: float) -> str:
-    """Return hours, minutes and seconds."""
+def show(console: Console, outcome: Outcome, ledger: Path) -> None:
+    """Print what became of the rows, what they took, and what went wrong."""
+    seconds = outcome.seconds or 1.0
+    lines = {
+        "rows": f"{outcome.total:,}",
+        "finished before": f"{outcome.before:,}",
+        "generated": f"{outcome.done:,}",
+        "failed": f"[red]{outcome.failed:,}[/red]" if outcome.failed else "0",
+        "not done": f"{outcome.missing - outcome.failed:,}",
+        "requests": f"{outcome.requests:,}",
+        "tokens": f"{outcome.tokens:,}, {outcome.tokens / seconds:,.0f}/s",
+        "size": f"{decimal(outcome.bytes)}, {decimal(round(outcome.bytes / seconds))}/s",
+        "time": f"{_duration(outcome.seconds)}, {outcome.done / seconds:,.1f} rows/s",
+    }
+    if len(outcome.endpoints) > 1:
+        lines |= {each.url: f"{each.answered:,} answered, {each.failed:,} failed" for each in outcome.endpoints}
+    table = Table(show_header=False)
+    for line in lines.items():
+        table.add_row(*line)
+    tell(console, str(ledger.parent))
+    console.print(table, highlight=False)
+    for row, reason in outcome.failures:
+        tell(console, f"row {row}: {reason}", "red")
+    if outcome.failed > len(outcome.failures):
+        tell(console, f"... and {outcome.failed - len(outcome.failures):,} more: {ledger}", "red")
+    for path in outcome.left:
+        tell(console, f"{path} is still being written by the server; the next run checks it", "red")
+    if isinstance(outcome.stopped_by, Interrupted):
+        tell(console, "interrupted; what is done is kept: call again to go on", "red")
+    elif outcome.stopped_by is not None and not isinstance(outcome.stopped_by, InputError):
+        tell(console, f"stopped: {outcome.stopped_by}", "red")
+
+
+def tell(console: Console, text: str, style: str = "") -> None:
+    """Print one line literally, with control characters escaped."""
+    console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    """Format hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}"

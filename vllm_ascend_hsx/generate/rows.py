@@ -1,4 +1,4 @@
-"""One row of a dataset: read from a record, checked, and turned into the request that is sent for it."""
+"""One row of a dataset: read from a record, validated, and turned into a request."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 from vllm_ascend_hsx.protocol.api import EXTRACT_KEY, OUTPUT_KEY, PATH_KEY
 
 COMPLETIONS, CHAT = "completions", "chat/completions"
-# In this order: a preprocessed dataset has token ids beside the conversation that they were made from.
+# Token ids first: a preprocessed dataset has them beside the conversation they were made from.
 TOKEN_COLUMNS, MESSAGE_COLUMNS, PROMPT_COLUMN = ("token_ids", "input_ids"), ("messages", "conversations"), "prompt"
 COLUMNS = (*TOKEN_COLUMNS, *MESSAGE_COLUMNS, PROMPT_COLUMN)
-# ShareGPT's names of the roles (and the API's own), by which `from` is translated.
+# ShareGPT's and the API's names of roles, as values of `from`, and the API's role.
 ROLES = {
     "human": "user",
     "user": "user",
@@ -27,7 +27,7 @@ ROLES = {
     "developer": "developer",
 }
 _MAX_TOKEN_ID = 2**31 - 1
-_DEPTH_TO_SPARE = 200  # for what calls json when the row is sent, which counts against the same limit
+_DEPTH_TO_SPARE = 200  # stack frames of json's callers, which count against the same recursion limit
 
 
 class RowError(ValueError):
@@ -39,8 +39,8 @@ class Row:
     """One row.
 
     Attributes:
-        index: counted from 0 over the whole dataset; its file is hs_{index}.safetensors.
-        content: token ids, the messages of a chat, or a prompt's text.
+        index: position in the whole dataset; the row's file is hs_{index}.safetensors.
+        content: token ids, the messages of a chat, or the text of a prompt.
     """
 
     index: int
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def token_ids(self) -> array[int] | None:
-        """The ids, if the row is given as such; otherwise only the server can tell them."""
+        """The token ids, or None for text, whose ids only the server knows."""
         return self.content if isinstance(self.content, array) else None
 
     @property
@@ -56,7 +56,7 @@ class Row:
         return CHAT if isinstance(self.content, list) else COMPLETIONS
 
     def identity(self) -> bytes:
-        """Bytes that differ for rows whose requests differ."""
+        """Return bytes that differ for rows whose requests differ."""
         if isinstance(self.content, array):
             return b"t%d:" % len(self.content) + self.content.tobytes()
         text = json.dumps(self.content, ensure_ascii=False, sort_keys=True).encode()
@@ -79,17 +79,13 @@ class Row:
             "kv_transfer_params": {EXTRACT_KEY: True, OUTPUT_KEY: include_output, PATH_KEY: path},
         }
         if isinstance(self.content, list):
-            # A conversation that ends with the assistant's words is complete; any other asks for them.
+            # A conversation that ends with the assistant's message is complete.
             return body | {"messages": self.content, "add_generation_prompt": self.content[-1]["role"] != "assistant"}
         return body | {"prompt": self.content.tolist() if isinstance(self.content, array) else self.content}
 
 
 def choose_column(available: Sequence[str] | Mapping[str, Any], wanted: str | None) -> str:
-    """The column that is sent: the one that is wanted, or the first of COLUMNS that is there.
-
-    Raises:
-        RowError: there is none.
-    """
+    """Return the wanted column, or the first of COLUMNS that exists. Raises RowError."""
     if wanted is not None:
         if wanted not in available:
             raise RowError(f"there is no {wanted!r} here, only {_listed(available)}; give --column the name of one that there is")
@@ -101,15 +97,15 @@ def choose_column(available: Sequence[str] | Mapping[str, Any], wanted: str | No
 
 
 def read_row(index: int, column: str, value: Any) -> Row:
-    """Check a value and make a row of it.
+    """Validate a value of JSON or Arrow and return it as a row.
 
     Args:
         index: of the row.
-        column: where it comes from; what it has to be follows from the name, or, for a name of the user's own, from the value.
-        value: as JSON or Arrow gives it.
+        column: whose name decides the type; for other names than COLUMNS the value decides.
+        value: to validate.
 
     Raises:
-        RowError: it cannot be sent.
+        RowError: the value cannot be sent.
     """
     if isinstance(value, str):
         if column in (*TOKEN_COLUMNS, *MESSAGE_COLUMNS):
@@ -161,7 +157,7 @@ def _messages(column: str, value: list[Any] | array[int]) -> list[dict[str, Any]
 def _message(where: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RowError(f'{where} is {_named(message)}; give {{"role": ..., "content": ...}} or {{"from": ..., "value": ...}}')
-    # Columns of Arrow have every key in every message, with None for what is not there.
+    # In Arrow every message has every key, with None for missing values.
     message = {key: each for key, each in message.items() if each is not None}
     if "role" not in message and "from" in message:
         said = message["from"]
@@ -186,7 +182,7 @@ def _wanted(column: str) -> str:
 
 
 def _named(value: Any) -> str:
-    """What a value is, in JSON's words."""
+    """Describe a value in JSON's terms."""
     if value is None:
         return "missing or null"
     if isinstance(value, bool):

@@ -16,8 +16,7 @@ from vllm_ascend_hsx.generate.generation import Generation
 from vllm_ascend_hsx.generate.ledger import Identity, open_ledger
 from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import Options
-from vllm_ascend_hsx.generate.outcome import Outcome, show
-from vllm_ascend_hsx.generate.progress import Progress
+from vllm_ascend_hsx.generate.progress import Outcome, Progress, show, tell
 from vllm_ascend_hsx.protocol.names import printable
 
 ALL_THERE, SOME_MISSING, BAD_INPUT = 0, 1, 2
@@ -41,7 +40,7 @@ def generate(options: Options, console: Console) -> int:
     rows = min(identity.dataset["rows"], options.limit or identity.dataset["rows"])
     outcome = Outcome(len(range(options.rank, rows, options.world_size)))
     try:
-        with Progress(console, outcome.total) as progress:
+        with Progress(console, outcome) as progress:
             generation = Generation(options, dataset, ledger, outcome, progress)
             asyncio.run(_run_until_signal(generation))
     finally:
@@ -77,11 +76,8 @@ def _check(dataset: Dataset, options: Options, console: Console) -> Identity:
     data = printable(str(options.data))
     with console.status(Text(f"checking {data}")) as status:
         checked = dataset.check(lambda rows: status.update(Text(f"checking {data}: {rows:,} rows")))
-    console.print(f"{data}: {checked.rows:,} rows", markup=False, highlight=False, soft_wrap=True)
+    tell(console, f"{data}: {checked.rows:,} rows")
     return Identity(
         {"rows": checked.rows, "digest": checked.digest},
-        {
-            "include_output_tokens": options.include_output_tokens,
-            "max_tokens": options.tokens_to_generate,
-        },
+        {"include_output_tokens": options.include_output_tokens, "max_tokens": options.tokens_to_generate},
     )

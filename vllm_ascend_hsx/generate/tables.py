@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 from vllm_ascend_hsx.generate.dataset import Dataset, DatasetError
 from vllm_ascend_hsx.generate.rows import Row, RowError, choose_column, read_row
 
-_BATCH = 256  # rows that are in memory at a time, where the file leaves it to us
+_BATCH = 256  # rows of a parquet file in memory at a time
 
 
 class Tables(Dataset):
-    """Rows of Arrow (stream or file format) and parquet files, one column of them."""
+    """One column of Arrow (stream or file format) and parquet files."""
 
     def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | DatasetError | None]:
         index = 0
@@ -29,19 +29,19 @@ class Tables(Dataset):
                         where = f"{path}, row {number}"
                         yield _row(where, index, column, value) if wanted(index) else None
                         index, number = index + 1, number + 1
-            except (pa.ArrowException, OSError, ValueError) as error:  # the last of names of columns that are no UTF-8
+            except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: a column name is not UTF-8
                 reason = next(iter(str(error).splitlines()), repr(error))
                 raise DatasetError(str(path), f"it cannot be read: {reason}") from error
 
     def _batches(self, path: Path) -> Iterator[tuple[str, Any]]:
-        """(column's name, its values) batch by batch."""
+        """Yield (column name, values) for each batch."""
         if path.suffix == ".parquet":
             with pq.ParquetFile(path) as file:
                 column = self._column(path, file.schema_arrow.names)
                 for batch in file.iter_batches(batch_size=_BATCH, columns=[column]):
                     yield column, batch.column(column)
             return
-        with pa.memory_map(str(path)) as source:
+        with pa.OSFile(str(path)) as source:  # a mapped file that becomes shorter kills the process
             # `datasets` writes the stream format, `pyarrow.feather` and others the file format.
             if source.read(6) == b"ARROW1":
                 file = pa.ipc.open_file(source)
@@ -73,8 +73,8 @@ def _row(where: str, index: int, column: str, value: Any) -> Row | DatasetError:
 
 
 def _python(column: str, value: Any) -> Any:
-    """A value as JSON would give it; token ids without making an object of each."""
-    items = getattr(value, "values", None)
+    """Convert a value to JSON's types; token ids become an array, without an object for each."""
+    items = value.values if isinstance(value, pa.ListScalar) else None
     if items is not None and pa.types.is_integer(items.type) and not items.null_count:
         try:
             return array("q", items.cast(pa.int64()).to_numpy().tobytes())
@@ -82,5 +82,5 @@ def _python(column: str, value: Any) -> Any:
             raise RowError(f"{column} holds a number above 2^63; token ids are numbers from 0 to the vocabulary's size") from None
     try:
         return value.as_py()
-    except (ValueError, OverflowError) as error:  # a text that is no UTF-8, a time that Python has no object for
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a time outside Python's range
         raise RowError(f"{column} cannot be read: {error}") from error

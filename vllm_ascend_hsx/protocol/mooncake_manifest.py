@@ -1,4 +1,4 @@
-"""The form of a request in a Mooncake store: three keys, the packed tensors, and a manifest."""
+"""A request in a Mooncake store: three keys, the packed tensors, and a manifest."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, file_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.strict_json import is_count, parse
 
-# Of hs_connectors' manifests (0.9.0, mooncake_store.py:26 and 28), which its MooncakeTransfer compares.
+# As in hs_connectors' manifests (0.9.0, mooncake_store.py:26 and 28); its MooncakeTransfer compares
+# them.
 TRANSFER_VERSION = 1
 ALIGNMENT = 64
 
 HANDLE_KEY = "handle"
-# Behind a handle, in which there is no ':': a request's keys can never meet those of another one.
+# Appended to a handle. No handle contains ':', so keys of two requests never collide.
 ERROR_KEY_SUFFIX = ":error"
 MANIFEST_KEY_SUFFIX = ":manifest"
 
@@ -40,21 +41,22 @@ _DTYPES = {name: dtype for dtype, name in _TORCH_NAMES.items()}
 
 
 def handle_of(request_id: str) -> str:
-    """The key of a request's data: the name that its file would have, so two ids never share one."""
+    """Return the key of a request's data: the name of its file without the suffix."""
     return file_name(request_id).removesuffix(DATA_SUFFIX)
 
 
 def keys_of(handle: str) -> list[str]:
-    """Every key that there can be of a request."""
+    """Return every key that a request can have."""
     return [handle, handle + ERROR_KEY_SUFFIX, handle + MANIFEST_KEY_SUFFIX]
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where the tensors of a request stand in its object.
+    """Offsets of a request's tensors in its object.
 
     Attributes:
-        tensors: {name: {"shape", "dtype" (torch's name), "nbytes", "offset"}}; each begins at a multiple of 64 bytes.
+        tensors: {name: {"shape", "dtype" (torch's name), "nbytes", "offset"}}. Each tensor begins
+            at a multiple of 64 bytes.
         size: bytes of the object, a multiple of 64.
     """
 
@@ -71,7 +73,7 @@ class PackedLayout:
 
 
 def packed_layout(row_format: RowFormat, tokens: int) -> PackedLayout:
-    """Return the layout of a number of tokens: rows from byte 0 on, ids, scales of quantised rows."""
+    """Return the layout of `tokens` tokens: rows at byte 0, then ids, then scales if quantised."""
     tensors: dict[str, dict[str, Any]] = {}
     end = 0
     parts = [(HIDDEN_STATES, row_format.stored_dtype, [tokens, *row_format.row_shape]), (TOKEN_IDS, "I64", [tokens])]
@@ -85,7 +87,7 @@ def packed_layout(row_format: RowFormat, tokens: int) -> PackedLayout:
 
 
 def transfer_params(handle: str, row_format: RowFormat, tokens: int, include_output: bool) -> dict[str, Any]:
-    """What a response says of the request's object: hs_connectors' manifest."""
+    """Return a response's `kv_transfer_params`, in the form of hs_connectors' manifest."""
     layout = packed_layout(row_format, tokens)
     return {
         HANDLE_KEY: handle,
@@ -100,18 +102,18 @@ def transfer_params(handle: str, row_format: RowFormat, tokens: int, include_out
 
 
 def manifest(layout: PackedLayout, metadata: dict[str, str]) -> bytes:
-    """The object under `<handle>:manifest`.
+    """Return the object for `<handle>:manifest`.
 
     Args:
-        layout: of the object under the handle.
-        metadata: as in a file; with the blank digits of a checksum, `Digest.stamp` fills them.
+        layout: layout of the object under the handle.
+        metadata: as in a file. `Digest.stamp` fills in a blank checksum.
     """
     value = {"format_version": FORMAT_VERSION, "producer": PRODUCER, "tensors": layout.tensors, "metadata": metadata}
     return json.dumps(value, separators=(",", ":")).encode("ascii")
 
 
 def read_manifest(text: bytes) -> Header:
-    """What a manifest says, the tensors at their bytes in the object. Raises FormatError: it makes no sense."""
+    """Parse a manifest; tensors have their offsets in the object. Raises FormatError if invalid."""
     try:
         said = parse(text)
         if not isinstance(said, dict) or not isinstance(said.get("tensors"), dict):
@@ -131,5 +133,5 @@ def _tensor_info(said: object) -> TensorInfo:
 
 
 def error_marker(reason: str) -> bytes:
-    """The object under `<handle>:error`, of which hs_connectors' reader knows the key `error`."""
+    """Return the object for `<handle>:error`. hs_connectors' reader reads its key `error`."""
     return json.dumps({"error": reason, "producer": PRODUCER}).encode("ascii")

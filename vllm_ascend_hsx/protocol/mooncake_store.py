@@ -1,4 +1,4 @@
-"""A connection to a Mooncake store: what can be wrong with it, and what its status codes mean. Nothing here knows of hidden states."""
+"""A client of a Mooncake store, with its options and errors. It knows nothing of hidden states."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from vllm_ascend_hsx.protocol.arguments import LARGEST, parse_size
 from vllm_ascend_hsx.protocol.errors import UserError
 
-# The client's own memory, through which values pass that are not in registered memory: manifests and errors.
+# Bytes of the client's own memory, for values outside registered memory: manifests and errors.
 _OWN_BUFFER = 16 << 20
 _CONNECT_TIMEOUT = 5.0  # seconds
 
@@ -36,15 +36,15 @@ _MEANINGS = {
     _ANSWER_TOO_LATE: (errno.ETIMEDOUT, "mooncake_master did not answer in time: see that it runs and is not overloaded"),
 }
 
-
 Size = Annotated[int, BeforeValidator(parse_size)]
-
-
 OPTION = "kv_connector_extra_config.mooncake"
 
 
 class MooncakeOptions(BaseModel):
-    """The options of `kv_connector_extra_config.mooncake`; the keys are those of hs_connectors' MooncakeStoreConfig (0.9.0)."""
+    """The options of `kv_connector_extra_config.mooncake`.
+
+    The keys are those of hs_connectors' MooncakeStoreConfig (0.9.0).
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -71,7 +71,7 @@ class MooncakeOptions(BaseModel):
 
 
 class MooncakeError(OSError):
-    """The store did not do what it was asked for; errno says what sort of failure it is."""
+    """A failed operation of the store. `errno` is the nearest system error."""
 
     def __init__(self, status: int) -> None:
         code, meaning = _MEANINGS.get(status, (errno.EIO, f"Mooncake reports status {status}; its log says more"))
@@ -84,7 +84,11 @@ class MooncakeError(OSError):
 
 
 def load_package() -> ModuleType:
-    """Mooncake's module `mooncake.store`. Raises UserError: it is not there, or a library that it needs is not."""
+    """Return the module `mooncake.store`.
+
+    Raises:
+        UserError: if it, or a library that it needs, is missing or too old.
+    """
     try:
         import mooncake.store
     except ImportError as error:
@@ -102,15 +106,13 @@ def load_package() -> ModuleType:
 
 
 def own_address(master: str) -> str:
-    """Connect to the master, and return the address of this machine that it sees.
+    """Connect to the master at host:port, and return the local address of the connection.
 
-    Mooncake's own set-up tries for 90 seconds, and lets no other thread of the process run meanwhile (0.3.13). So this comes first.
-
-    Args:
-        master: host:port.
+    Call it before Mooncake's own set-up, which retries for 90 seconds and blocks all other threads
+    of the process (0.3.13).
 
     Raises:
-        UserError: it cannot be reached.
+        UserError: if the master cannot be reached.
     """
     host, _, port = master.rpartition(":")
     remedy = "Start `mooncake_master`, and give its host:port as this machine sees it."
@@ -125,15 +127,18 @@ def own_address(master: str) -> str:
 
 
 class MooncakeClient:
-    """One client of a store. Its methods belong to any thread, and block for as long as Mooncake does: 30 seconds for a master that
-    hangs, 5 for one that is gone. Those that follow fail at once: Mooncake looks after its master every second.
+    """A client of a store. Thread-safe.
+
+    The first call blocks for up to 30 seconds if the master hangs, or 5 if it is gone. Later calls
+    fail at once: Mooncake checks its master every second. Methods raise MooncakeError if the
+    operation fails.
 
     Args:
-        options: of the store.
-        segment: bytes of memory that this process gives to the store.
+        options: options of the store.
+        segment: bytes of memory that this process contributes to the store.
 
     Raises:
-        UserError: it cannot be used.
+        UserError: if the store cannot be used.
     """
 
     def __init__(self, options: MooncakeOptions, segment: int) -> None:
@@ -159,20 +164,18 @@ class MooncakeClient:
             raise UserError(f"{OPTION}.master_server_address", options.master_server_address, problem, remedy)
 
     def register(self, address: int, size: int) -> None:
-        """Have data go to and from this memory without another copy. Raises MooncakeError."""
+        """Let data move to and from this memory without another copy."""
         _check(self._store.register_buffer(address, size))
 
     def unregister(self, address: int) -> None:
-        """Raises MooncakeError."""
+        """Undo `register`."""
         _check(self._store.unregister_buffer(address))
 
     def put_parts(self, key: str, parts: Sequence[tuple[int, int]]) -> None:
-        """Make one object of (address, bytes) in registered memory. It is visible as a whole or not at all, and is not evicted.
+        """Store one object, made of parts (address, bytes) of registered memory.
 
-        There must be no object of this key: Mooncake would keep the old one, and say that all is well.
-
-        Raises:
-            MooncakeError: it could not be stored.
+        It becomes visible as a whole and is not evicted. There must be no object of this key:
+        Mooncake would keep the old one and report success.
         """
         self._require_master()
         addresses, sizes = [list(each) for each in zip(*parts, strict=True)]
@@ -180,48 +183,42 @@ class MooncakeClient:
         _check(status)
 
     def put(self, key: str, value: bytes, *, may_go: bool = False) -> None:
-        """Store a small object. Raises MooncakeError.
-
-        Args:
-            key: as for put_parts.
-            value: its bytes.
-            may_go: it may be evicted when the store is full.
-        """
+        """Store a small object, as put_parts does. With `may_go`, a full store may evict it."""
         self._require_master()
         _check(self._store.put(key, value, self._may_go if may_go else self._pinned))
 
     def remove(self, keys: list[str]) -> None:
-        """Remove objects, be they read at the moment or not; what is not there is no error. Raises MooncakeError."""
+        """Remove objects, even while they are read. Missing objects are no error."""
         self._require_master()
         for status in self._store.batch_remove(keys, True):
             if status != _NOT_FOUND:
                 _check(status)
 
     def exist(self, keys: list[str]) -> list[bool]:
-        """Which of the keys have an object. Raises MooncakeError."""
+        """Return for each key whether it has an object."""
         return [bool(_check(status)) for status in self._store.batch_is_exist(keys)]
 
     def get(self, key: str) -> bytes | None:
-        """A small object; None if it is not there, or cannot be read."""
+        """Return a small object, or None if it is missing or cannot be read."""
         value: bytes = self._store.get(key)
         return value or None
 
     def size(self, key: str) -> int | None:
-        """Bytes of an object, or None if it is not there. Raises MooncakeError."""
+        """Return the bytes of an object, or None if it is missing."""
         status: int = self._store.get_size(key)
         return None if status == _NOT_FOUND else _check(status)
 
     def read_into(self, key: str, address: int, size: int) -> int | None:
-        """Bring an object into registered memory; returns its bytes, or None if it is not there. Raises MooncakeError."""
+        """Read an object into registered memory. Return its bytes, or None if it is missing."""
         status: int = self._store.get_into(key, address, size)
         return None if status == _NOT_FOUND else _check(status)
 
     def close(self) -> None:
-        """Leave the store. What is in this process's segment is lost."""
+        """Leave the store. Objects in this process's segment are lost."""
         self._store.close()
 
     def _require_master(self) -> None:
-        """Do not begin what would take seconds to fail. Raises MooncakeError: the master is known not to answer."""
+        """Fail at once if the master is known not to answer, instead of after seconds."""
         if self._store.health_check() == _MASTER_UNREACHABLE:
             raise MooncakeError(_NO_ANSWER)
 

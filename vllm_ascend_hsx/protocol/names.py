@@ -6,14 +6,17 @@ import hashlib
 import os
 import re
 
-from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, SHARDS_MARK, TAR
-
 DATA_SUFFIX = ".safetensors"
 LOCK_SUFFIX = ".lock"
 ERROR_SUFFIX = ".error"
 PARTIAL_SUFFIX = ".partial"
-# Suffixes of all files that servers, consumers and `hsx generate` (its ledger is called *.jsonl)
-# make in a storage directory, except for the mark of shards.
+TAR, INDEX, MANIFEST = ".tar", ".jsonl", ".json"  # a shard and the files beside it
+# A directory with shards has a file of this name: a reader that misses a file need not list the
+# directory to know that there are none.
+SHARDS_MARK = "hsx-shards"
+REMOVED = f"hsx-removed{INDEX}"  # an index without a shard: consumers add the members to hide
+# Suffixes of all files that servers, consumers and `hsx generate` (its ledger is *.jsonl) make in
+# a storage directory, except for SHARDS_MARK.
 _FILE_SUFFIXES = (DATA_SUFFIX, LOCK_SUFFIX, ERROR_SUFFIX, PARTIAL_SUFFIX, TAR, INDEX, MANIFEST)
 
 NAME_MAX = 255  # most bytes of a path component on Linux (NAME_MAX in linux/limits.h)
@@ -27,6 +30,7 @@ MAX_DEPTH = 8  # most directories between the storage directory and a file
 _UNCHANGED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _WORKSPACE = re.compile(r"\.hsx-([0-9a-f]{8})")
+_SHARD = re.compile(r"(hsx-([0-9a-f]{8})-[0-9]{6,9})(\.tar|\.jsonl|\.json)")
 _HASH_DIGITS = 32
 _ID_MAX = NAME_MAX - COMPANION_ROOM - len(DATA_SUFFIX)
 
@@ -75,6 +79,17 @@ def token_of_workspace(name: str) -> str | None:
     return match and match[1]
 
 
+def shard_stem(token: str, number: int) -> str:
+    """Return the common part of the names of a shard's three files."""
+    return f"hsx-{token}-{number:06d}"
+
+
+def parse_shard_name(name: str) -> tuple[str, str, str] | None:
+    """Return stem, token and suffix of one of a shard's files, or None if `name` is not one."""
+    match = _SHARD.fullmatch(name)
+    return match and (match[1], match[2], match[3])
+
+
 def refusal(name: str) -> str | None:
     """Return why `name` cannot be a data file's name, or None if it can.
 
@@ -102,11 +117,7 @@ def path_refusal(path: str) -> str | None:
 
 def printable(text: str) -> str:
     """Return the text with control and other unprintable characters escaped."""
-    return (
-        text
-        if text.isprintable()
-        else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
-    )
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def below(path: str, directory: str) -> str | None:

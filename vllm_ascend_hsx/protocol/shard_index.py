@@ -1,4 +1,4 @@
-"""The lines of a shard's index: what the sink writes and readers understand."""
+"""The index of a shard, line by line, and the manifest that is derived from both."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_ascend_hsx.protocol.names import path_refusal
-from vllm_ascend_hsx.protocol.shard_names import INDEX, parse_name
+from vllm_ascend_hsx._version import __version__
+from vllm_ascend_hsx.protocol.checksum import Digest
+from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, PRODUCER, FormatError, layer_ids_of, read_header
+from vllm_ascend_hsx.protocol.names import INDEX, parse_shard_name, path_refusal
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
 from vllm_ascend_hsx.protocol.tar import BLOCK, is_headed, round_up
 
 # Most names; the others are examined in path_refusal.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")
+SHARD_FORMAT_VERSION = "1"
+# Metadata of a member that differ between the members of a shard.
+_OF_ONE = (
+    "format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "checksum",
+)  # fmt: skip
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _TICK_NS = 50_000_000  # largest lag of a filesystem's clock against the system's
-# A file that was changed later, some three years before the last time that a line can have, was
-# touched by somebody with another aim.
+# Later file times, within three years of the latest possible line, are no server's. Ignore them.
 _LATEST_NS = LARGEST - 10**17
 
 
@@ -29,7 +35,7 @@ class Member:
     """A request in a shard, as its line in the index describes it.
 
     Attributes:
-        name: path that a file of it would have below the storage directory.
+        name: path below the storage directory, as if it were a file of its own.
         offset, size: of its safetensors file, in bytes of the shard.
         tokens: its rows.
         request_id: as in the file's metadata.
@@ -52,22 +58,22 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Gone:
-    """Hides the earlier members of a name."""
+class Tombstone:
+    """A line that hides the earlier members of a name."""
 
     name: str
     time_ns: int
 
 
-def encode(line: Member | Gone) -> bytes:
+def encode(line: Member | Tombstone) -> bytes:
     """Return a line of an index."""
     values: dict[str, Any] = vars(line)
-    if isinstance(line, Gone):
+    if isinstance(line, Tombstone):
         values = {**values, "gone": True}
     return _ENCODER.encode(values).encode("ascii") + b"\n"
 
 
-def decode(line: bytes) -> Member | Gone | None:
+def decode(line: bytes) -> Member | Tombstone | None:
     """Read a line of an index; None if it is invalid, or its name cannot be that of a data file."""
     try:
         values = parse(line)
@@ -81,7 +87,7 @@ def decode(line: bytes) -> Member | Gone | None:
     if not _PLAIN_NAME.fullmatch(name) and path_refusal(name) is not None:
         return None
     if "gone" in values:
-        return Gone(name, time_ns)
+        return Tombstone(name, time_ns)
     offset, size, tokens = (values.get(key) for key in ("offset", "size", "tokens"))
     request_id, checksum = (values.get(key, "") for key in ("request_id", "checksum"))
     if not is_count(offset) or not is_count(size) or not is_count(tokens):
@@ -97,15 +103,12 @@ def split_lines(content: bytes) -> list[bytes]:
 
 
 def end_of_members(fd: int, index: bytes) -> int:
-    """Return where the last member ends in a tar file that must hold the members of its index.
-
-    Args:
-        fd: the tar file.
-        index: the content of the index.
+    """Return where the last member of the tar file `fd` ends, after checking it with its index.
 
     Raises:
-        ValueError: a line is invalid, or the members do not follow one another as the index says.
-        OSError: the tar file cannot be read.
+        ValueError: if a line is invalid, or the members do not follow one another as the index
+            says.
+        OSError: if the tar file cannot be read.
     """
     lines = [decode(line) for line in split_lines(index)]
     if bad := [number for number, line in enumerate(lines, 1) if line is None]:
@@ -124,15 +127,57 @@ def end_of_members(fd: int, index: bytes) -> int:
 def latest_ns(dir_fd: int) -> int:
     """Return a time that no line of the indexes in a directory exceeds, if the clock was set back.
 
-    Otherwise 0: a lead over the clock would put this server's lines before later ones of others.
-    Raises OSError if the directory cannot be read.
+    Otherwise 0, because a lead over the clock would date this server's lines after later ones of
+    other servers. Raises OSError if the directory cannot be read.
     """
     latest = 0
     with os.scandir(dir_fd) as entries:
         for entry in entries:
-            parts = parse_name(entry.name)
+            parts = parse_shard_name(entry.name)
             if parts is not None and parts[2] == INDEX:
                 with suppress(FileNotFoundError):
                     changed = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns
                     latest = max(latest, changed if changed < _LATEST_NS else 0)
     return latest + _TICK_NS if latest > time.time_ns() else 0
+
+
+def shard_manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:
+    """Return the manifest of a shard.
+
+    Args:
+        fd: its tar file.
+        index: the content of its index.
+        sealed_by: "server" or "recovery".
+
+    Raises:
+        OSError: if the tar file cannot be read, or its first member is damaged.
+    """
+    lines = split_lines(index)
+    members = [line for line in map(decode, lines) if isinstance(line, Member)]
+    digest = Digest()
+    digest.update(index)
+    return {
+        "format_version": SHARD_FORMAT_VERSION,
+        "producer": PRODUCER,
+        "producer_version": __version__,
+        **(_common_metadata(fd, members[0]) if members else {}),
+        "members": len(members),
+        "tokens": sum(member.tokens for member in members),
+        "bytes": sum(member.size for member in members),
+        "index_lines": len(lines),
+        "index_checksum": digest.hexdigest(),
+        "sealed_by": sealed_by,
+    }
+
+
+def _common_metadata(fd: int, member: Member) -> dict[str, Any]:
+    """Return the part of a member's header that all members of its server share."""
+    try:
+        header = read_header(fd, member.offset, member.size)
+        states = header.tensors[HIDDEN_STATES]
+    except (FormatError, KeyError) as error:
+        raise OSError(f"the member {member.name!r} is not what its line says: {error!r}") from error
+    common: dict[str, Any] = {key: value for key, value in header.metadata.items() if key not in _OF_ONE}
+    if "layer_ids" in common:
+        common["layer_ids"] = layer_ids_of(header.metadata)
+    return {**common, "stored_dtype": states.dtype, "row_shape": list(states.shape[1:])}

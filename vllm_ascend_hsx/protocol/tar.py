@@ -1,4 +1,4 @@
-"""Headers of tar members whose data begin at a page: written for any tar reader, and compared."""
+"""Headers of tar members whose data begin at a page: make them, and compare them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def is_headed(fd: int, offset: int, name: str, size: int, start: int | None = No
 
     Args:
         fd: the tar file.
-        offset: of the data.
-        name, size: as of `headers`.
-        start: where its headers must begin; None compares the ustar header alone.
+        offset: offset of the member's data.
+        name, size: as for `headers`.
+        start: required offset of its headers; None compares the ustar header alone.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: if the file cannot be read.
     """
     block = os.pread(fd, BLOCK, max(0, offset - BLOCK))
     try:

@@ -22,26 +22,21 @@ from vllm_ascend_hsx.protocol.format import (
     layer_ids_of,
     num_prompt_tokens_of,
 )
-from vllm_ascend_hsx.reader.load import (
-    HiddenStatesError,
-    checked,
-    model_dtype,
-)
-from vllm_ascend_hsx.reader.quantized import LEAST_SCALE, dequantized
+from vllm_ascend_hsx.reader.load import HiddenStatesError, checked, checksum_difference, model_dtype
 from vllm_ascend_hsx.reader.shards import Place
-from vllm_ascend_hsx.reader.tensors import dtype_name, read_at, torch_dtype
+from vllm_ascend_hsx.reader.tensors import LEAST_SCALE, dequantized, dtype_name, read_at, torch_dtype
 
 Numbers = npt.NDArray[Any]
 
 _BLOCK = 256 << 10  # bytes; a block stays in the processor's cache while it is checked
-# Bits that make a floating-point number infinite or NaN: unsigned type, mask, least masked value.
+# A floating-point number is infinite or NaN if all these bits are set: unsigned type, bits.
 _EXPONENTS = {
-    "F64": ("<u8", 0x7FF0_0000_0000_0000, 0x7FF0_0000_0000_0000),
-    "F32": ("<u4", 0x7F80_0000, 0x7F80_0000),
-    "F16": ("<u2", 0x7C00, 0x7C00),
-    "BF16": ("<u2", 0x7F80, 0x7F80),
-    "F8_E5M2": ("|u1", 0x7C, 0x7C),
-    "F8_E4M3": ("|u1", 0x7F, 0x7F),  # no infinity, one NaN
+    "F64": ("<u8", 0x7FF0_0000_0000_0000),
+    "F32": ("<u4", 0x7F80_0000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+    "F8_E5M2": ("|u1", 0x7C),
+    "F8_E4M3": ("|u1", 0x7F),  # no infinity, one NaN
 }
 
 
@@ -83,10 +78,16 @@ class Expected:
         if self.prompt is None:
             return None
         prompt = len(self.prompt)
-        problem = _difference("the prompt", self.prompt, token_ids[:prompt])
-        if problem is None and self.output is not None:
-            return _difference("the generated tokens", self.output, token_ids[prompt:])
-        return problem
+        parts = (("the prompt", self.prompt, token_ids[:prompt]), ("the generated tokens", self.output, token_ids[prompt:]))
+        for what, expected, found in parts:
+            if expected is None:
+                break
+            if len(expected) != len(found):
+                return f"it has {len(found)} rows for {what} of {len(expected)} tokens"
+            wrong = np.flatnonzero(np.asarray(expected, dtype=np.int64) != found)
+            if wrong.size:
+                return f"token {wrong[0]} of {what} is {found[wrong[0]]} in it, and was {expected[wrong[0]]}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ class Examination:
         kind: what all files of one dataset have in common.
         num_bytes: of the hidden states, with the scales of quantised rows.
         file_bytes: of the file.
-        token_norms: float32 [tokens, layers], Euclidean norms of the (dequantised) rows, on request.
-        tiny_tokens: quantised rows at the smallest scale, which lost some or all of their accuracy.
+        token_norms: float32 [tokens, layers], Euclidean norms of the dequantised rows, on request.
+        tiny_tokens: quantised rows at the smallest scale, which lost accuracy.
         metadata: of the file.
     """
 
@@ -132,9 +133,7 @@ class Examination:
         return [total / max(1, self.tokens) for total in mean]
 
 
-def examine(
-    path: str | Path, *, checksum: bool = True, norms: bool = False, timeout: float = 0.0
-) -> Examination:
+def examine(path: str | Path, *, checksum: bool = True, norms: bool = False, timeout: float = 0.0) -> Examination:
     """Check a file as `check` does. Every failure becomes the problem; nothing is raised."""
     path = Path(path)
     try:
@@ -148,13 +147,7 @@ def examine(
 
 
 def check(
-    path: Path,
-    expected: Expected | None = None,
-    *,
-    data: bool = True,
-    checksum: bool = True,
-    norms: bool = False,
-    timeout: float = 0.0,
+    path: Path, expected: Expected | None = None, *, data: bool = True, checksum: bool = True, norms: bool = False, timeout: float = 0.0
 ) -> Examination:
     """Check a file that a server has completed. Each byte of the rows is read once.
 
@@ -224,7 +217,7 @@ def _read_rows(
     if checksum and stated is None and names_checksum(header.metadata):
         return unverifiable(header.metadata), None
     damage = None
-    found: list[Numbers] = []
+    found: list[Numbers] = [np.zeros((0, header.tensors[HIDDEN_STATES].shape[1]), np.float32)]
     for name, tensor in sorted(header.tensors.items(), key=lambda each: each[1].begin):
         is_rows = name == HIDDEN_STATES
         unit = prod(tensor.shape[1:]) * DTYPE_BYTES[tensor.dtype] if is_rows else 8
@@ -239,21 +232,19 @@ def _read_rows(
             if is_rows and norms:
                 first = (begin - tensor.begin) // unit
                 found.append(_norms(block, tensor, scales, first, header.metadata))
-    if stated is not None and stated[1].hexdigest() != stated[0]:
-        damage = f"it is not as it was written: its checksum is {stated[1].hexdigest()}, not {stated[0]}"
-    layers = header.tensors[HIDDEN_STATES].shape[1]
-    empty = np.zeros((0, layers), np.float32)
-    return damage, np.concatenate([empty, *found]) if norms else None
+    if stated is not None:
+        damage = checksum_difference(*stated) or damage
+    return damage, np.concatenate(found) if norms else None
 
 
 def _not_finite(name: str, tensor: TensorInfo, begin: int, block: memoryview) -> str | None:
     """Name the first number of a block that is infinite or NaN."""
-    kind, mask, least = _EXPONENTS[tensor.dtype]
+    kind, mask = _EXPONENTS[tensor.dtype]
     bits = np.frombuffer(block, kind)
     bits = bits & bits.dtype.type(mask)
-    if int(bits.max()) < least:
+    if int(bits.max()) < mask:
         return None
-    at = (begin - tensor.begin) // bits.itemsize + int(np.argmax(bits >= least))
+    at = (begin - tensor.begin) // bits.itemsize + int(np.argmax(bits))
     if name == SCALES:
         return f"the scale of token {at} is not finite"
     layers, hidden = tensor.shape[1:]
@@ -261,9 +252,7 @@ def _not_finite(name: str, tensor: TensorInfo, begin: int, block: memoryview) ->
     return f"the row of token {token} in layer {layer} is not finite"
 
 
-def _norms(
-    block: memoryview, tensor: TensorInfo, scales: Numbers | None, first: int, metadata: dict[str, str]
-) -> Numbers:
+def _norms(block: memoryview, tensor: TensorInfo, scales: Numbers | None, first: int, metadata: dict[str, str]) -> Numbers:
     """Return the norms float32 [tokens, layers] of a block that begins with token `first`."""
     import torch
 
@@ -285,13 +274,3 @@ def _contradiction(found: Examination, token_ids: Numbers) -> str | None:
     if found.tokens and int(token_ids.min()) < 0:
         return "it has a negative token id"
     return None
-
-
-def _difference(what: str, expected: Sequence[int], found: Numbers) -> str | None:
-    if len(expected) != len(found):
-        return f"it has {len(found)} rows for {what} of {len(expected)} tokens"
-    wrong = np.flatnonzero(np.asarray(expected, dtype=np.int64) != found)
-    if not wrong.size:
-        return None
-    at = wrong[0]
-    return f"token {at} of {what} is {found[at]} in it, and was {expected[at]}"

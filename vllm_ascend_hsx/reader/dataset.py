@@ -13,16 +13,16 @@ from torch.utils.data import Dataset
 from vllm_ascend_hsx.protocol.arguments import require_whole
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load
-from vllm_ascend_hsx.reader.quantized import dequantized
-from vllm_ascend_hsx.reader.shards import shards_of
+from vllm_ascend_hsx.reader.members import paths_below
+from vllm_ascend_hsx.reader.tensors import dequantized
 
 
 class HiddenStatesDataset(Dataset[dict[str, Any]]):
     """One item per file, memory-mapped on access. Safe in worker processes of a DataLoader.
 
     Args:
-        source: a directory, whose complete files and members of shards are sorted by name, or a
-            list of files.
+        source: a list of files, or a directory: the complete files and members of shards below it,
+            sorted by path.
         layer_ids: residual streams of an item, in this order; None for all layers of the file.
         dtype: dtype to which rows are converted; None for the model's.
         max_tokens: length to which longer sequences are truncated, at least 1; None for no limit.
@@ -37,6 +37,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     Raises:
         ValueError: if there are no files or max_tokens is not a whole number. On access, if a file
             lacks a layer.
+        OSError: if a folder below the directory cannot be read.
         HiddenStatesError: on access, if a file does not hold valid hidden states.
     """
 
@@ -53,13 +54,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
             require_whole("max_tokens", max_tokens, 1, "give a whole number of at least 1, or None")
         if isinstance(source, str | os.PathLike):
             directory = Path(source)
-            files = {
-                path.name
-                for path in directory.glob(f"*{DATA_SUFFIX}")
-                if not path.name.startswith(".")
-            }
-            members = shards_of(directory).members() if directory.is_dir() else {}
-            self.paths = [directory / name for name in sorted(files | members.keys())]
+            self.paths = paths_below(directory, (DATA_SUFFIX,)) if directory.is_dir() else []
             if not self.paths:
                 problem = f"{directory} has no *{DATA_SUFFIX} files, and no shards with members"
                 raise ValueError(f"{problem}. Name the directory that the server writes to.")
@@ -78,47 +73,28 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
     def __getitem__(self, index: int) -> dict[str, Any]:
         path = self.paths[index]
         states = load(path, mmap=True, verify=self._verify, dequantize=False)
-        rows, token_ids = (
-            states.hidden_states[: self._max_tokens],
-            states.token_ids[: self._max_tokens],
-        )
+        rows, token_ids = states.hidden_states[: self._max_tokens], states.token_ids[: self._max_tokens]
         if self._layer_ids is not None:
-            rows = rows[:, self._columns(path, states, self._layer_ids)]
+            rows = rows[:, _columns(path, states, self._layer_ids)]
         if states.scales is not None:
             rows = dequantized(rows, states.scales[: self._max_tokens], states.dtype)
         if self._dtype is not None:
             rows = rows.to(self._dtype)
-        prompt = (
-            states.num_prompt_tokens
-            if "num_prompt_tokens" in states.metadata
-            else len(states.token_ids)
-        )
-        return {
-            "hidden_states": rows,
-            "token_ids": token_ids,
-            "is_output": torch.arange(len(token_ids)) >= prompt,
-            "path": str(path),
-        }
+        has_output = "num_prompt_tokens" in states.metadata
+        prompt = states.num_prompt_tokens if has_output else len(states.token_ids)
+        return {"hidden_states": rows, "token_ids": token_ids, "is_output": torch.arange(len(token_ids)) >= prompt, "path": str(path)}
 
-    @staticmethod
-    def _columns(path: Path, states: HiddenStates, wanted: Sequence[int]) -> list[int]:
-        if "layer_ids" not in states.metadata:
-            raise HiddenStatesError(
-                path, f"it does not say which layers it has, so {list(wanted)} cannot be chosen"
-            )
-        stored = states.layer_ids
-        if len(stored) != states.hidden_states.shape[1]:
-            raise HiddenStatesError(
-                path,
-                f"it names {len(stored)} layer ids and has {states.hidden_states.shape[1]} layers",
-            )
-        missing = [layer_id for layer_id in wanted if layer_id not in stored]
-        if missing:
-            raise ValueError(
-                f"{path} has layers {list(stored)} and not {missing}. Choose from those, or "
-                "extract again."
-            )
-        return [stored.index(layer_id) for layer_id in wanted]
+
+def _columns(path: Path, states: HiddenStates, wanted: Sequence[int]) -> list[int]:
+    layers = states.hidden_states.shape[1]
+    if "layer_ids" not in states.metadata:
+        raise HiddenStatesError(path, f"it does not say which layers it has, so {list(wanted)} cannot be chosen")
+    stored = states.layer_ids
+    if len(stored) != layers:
+        raise HiddenStatesError(path, f"it names {len(stored)} layer ids and has {layers} layers")
+    if missing := [layer_id for layer_id in wanted if layer_id not in stored]:
+        raise ValueError(f"{path} has layers {stored} and not {missing}. Choose from those, or extract again.")
+    return [stored.index(layer_id) for layer_id in wanted]
 
 
 def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:

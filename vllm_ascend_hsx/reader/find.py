@@ -25,24 +25,16 @@ from pathlib import Path
 
 from vllm_ascend_hsx.protocol.arguments import require_whole
 from vllm_ascend_hsx.protocol.lock import is_left_over
-from vllm_ascend_hsx.protocol.names import (
-    DATA_SUFFIX,
-    ERROR_SUFFIX,
-    LOCK_SUFFIX,
-    file_name,
-    sanitize,
-)
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
 from vllm_ascend_hsx.reader.load import is_decided
-from vllm_ascend_hsx.reader.shards import shards_of
+from vllm_ascend_hsx.reader.members import paths_below, shards_of
 
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
 # Longest first: the name of a lock file ends with DATA_SUFFIX + LOCK_SUFFIX.
 _SUFFIXES = (DATA_SUFFIX + LOCK_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX, DATA_SUFFIX)
 
 
-def find(
-    directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0, sample: int = 0
-) -> Path:
+def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0, sample: int = 0) -> Path:
     """Return the path, for `load`, of one prompt and sample of a response, complete or not.
 
     The path exists once the server has started the prompt, so always when text has been returned.
@@ -83,29 +75,21 @@ def find(
             continue
         stem = name.removesuffix(suffix)
         random = _RANDOM.search(stem)
-        for bases, paths in zip(forms, found, strict=True):
+        for bases, matches in zip(forms, found, strict=True):
             ids = [*bases, *(f"{base}-{random[1]}" for base in bases if random)]
             if stem + DATA_SUFFIX in map(file_name, ids):
-                paths.add(stem + DATA_SUFFIX)
+                matches.add(stem + DATA_SUFFIX)
     best = next(filter(None, found), set())
     if len(best) > 1:
-        raise LookupError(
-            f"{response_id!r} is the id of several requests: {', '.join(sorted(best))}. Give each "
-            "request its own id."
-        )
+        several = ", ".join(sorted(best))
+        raise LookupError(f"{response_id!r} is the id of several requests: {several}. Give each request its own id.")
     if not best:
-        raise FileNotFoundError(
-            f"{directory} has no hidden states of prompt {prompt}, sample {sample} of "
-            f"{response_id!r}"
-        )
+        raise FileNotFoundError(f"{directory} has no hidden states of prompt {prompt}, sample {sample} of {response_id!r}")
     return Path(directory, best.pop())
 
 
 def _with_sample(bases: list[str], sample: int) -> list[str]:
-    """Return the ids with the sample's number.
-
-    Without it too if the request may have one sample only.
-    """
+    """Return the ids with the sample's number; for sample 0 also without, as with n = 1."""
     numbered = [f"{sample}_{base}" for base in bases]
     return [*bases, *numbered] if sample == 0 else numbered
 
@@ -116,54 +100,38 @@ def _names(directory: str | os.PathLike[str]) -> Iterator[str]:
     yield from shards_of(directory).members()
 
 
-def orphaned_locks(
-    directory: str | Path, on_error: Callable[[OSError], None] | None = None
-) -> list[Path]:
+def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
     """Return the free locks below a directory that have neither data nor an error, sorted.
 
-    Args:
-        directory: where to look.
-        on_error: called for each folder that cannot be read, which is passed over.
+    A folder that cannot be read is passed to `on_error` and skipped.
     """
     found: list[Path] = []
-    for folder, inside, names in os.walk(directory, onerror=on_error):
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        there = set(names)
+    for folder, _, names in _walk(directory, on_error):
         for name in names:
             data = name.removesuffix(LOCK_SUFFIX)
-            is_lock = name.endswith(DATA_SUFFIX + LOCK_SUFFIX) and not name.startswith(".")
-            if is_lock and data not in there and data + ERROR_SUFFIX not in there:
-                # What cannot be opened is not known to be a lock that nobody holds.
+            if name.endswith(DATA_SUFFIX + LOCK_SUFFIX) and data not in names and data + ERROR_SUFFIX not in names:
+                # A lock that cannot be opened may be held.
                 with suppress(OSError):
                     if is_left_over(Path(folder, name), partial(is_decided, Path(folder, data))):
                         found.append(Path(folder, name))
     return sorted(found)
 
 
-def files_in(
-    directory: str | Path, on_error: Callable[[OSError], None] | None = None
-) -> list[Path]:
-    """Return the data and error files below a directory and the members of its shards, sorted.
+def files_in(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
+    """Return the data and error files below a directory and the members of shards there, sorted.
 
-    Hidden names are left out.
-
-    Args:
-        directory: where to look.
-        on_error: called for each folder that cannot be read, which is passed over.
-
-    Raises:
-        OSError: if it is not a directory, or cannot be read.
+    Hidden names are left out. A folder that cannot be read is passed to `on_error` and skipped.
+    Raises OSError if `directory` is no directory, or a folder cannot be read without `on_error`.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise NotADirectoryError(f"{directory} is not a directory")
     os.scandir(directory).close()
-    found = {directory / name for name in shards_of(directory).members()}
+    return paths_below(directory, (DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX), on_error)
+
+
+def _walk(directory: str | Path, on_error: Callable[[OSError], None] | None) -> Iterator[tuple[str, list[str], set[str]]]:
+    """Yield each folder with the names of its folders and of its files, without hidden ones."""
     for folder, inside, names in os.walk(directory, onerror=on_error):
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        found.update(
-            Path(folder, name)
-            for name in (*inside, *names)
-            if name.endswith((DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX)) and name[0] != "."
-        )
-    return sorted(found)
+        inside[:] = [name for name in inside if name[0] != "."]
+        yield folder, inside, {name for name in names if name[0] != "."}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_hsx.protocol.arguments import deadline_after
-from vllm_ascend_hsx.protocol.checksum import stated_checksum, unverifiable
+from vllm_ascend_hsx.protocol.checksum import Digest, stated_checksum, unverifiable
 from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_regular
 from vllm_ascend_hsx.protocol.format import (
     HIDDEN_STATES,
@@ -24,6 +24,7 @@ from vllm_ascend_hsx.protocol.format import (
     TOKEN_IDS,
     FormatError,
     Header,
+    TensorInfo,
     layer_ids_of,
     num_prompt_tokens_of,
     read_header,
@@ -31,15 +32,9 @@ from vllm_ascend_hsx.protocol.format import (
 from vllm_ascend_hsx.protocol.lock import is_left_over, wait_until_released
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.protocol.strict_json import parse
-from vllm_ascend_hsx.reader.quantized import dequantized, quantization_problem
-from vllm_ascend_hsx.reader.shards import (
-    Place,
-    member_problem,
-    open_member,
-    remove_member,
-    shards_of,
-)
-from vllm_ascend_hsx.reader.tensors import check_tensors, read_tensor, torch_dtype
+from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
+from vllm_ascend_hsx.reader.shards import Place, member_problem
+from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, read_tensor, torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -102,9 +97,7 @@ class HiddenStates(NamedTuple):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the model's rows, before quantisation. Default: bfloat16."""
-        if self.scales is None:
-            return self.hidden_states.dtype
-        return model_dtype(self.metadata)
+        return self.hidden_states.dtype if self.scales is None else model_dtype(self.metadata)
 
 
 def model_dtype(metadata: Mapping[str, str]) -> torch.dtype:
@@ -113,12 +106,7 @@ def model_dtype(metadata: Mapping[str, str]) -> torch.dtype:
 
 
 def load(
-    path: str | os.PathLike[str],
-    timeout: float | None = 60.0,
-    *,
-    mmap: bool = False,
-    verify: bool = False,
-    dequantize: bool = True,
+    path: str | os.PathLike[str], timeout: float | None = 60.0, *, mmap: bool = False, verify: bool = False, dequantize: bool = True
 ) -> HiddenStates:
     """Wait until the file of a request is complete, and load it.
 
@@ -133,7 +121,7 @@ def load(
         verify: whether to compare the file with the checksum in its metadata, which reads all of
             it. In format version 1 the checksum covers the tensors only.
         dequantize: whether to return quantised rows in the model's dtype. If not, use
-            `reader.quantized.dequantized`.
+            `reader.tensors.dequantized`.
 
     Raises:
         HiddenStatesError: if the request failed, the server died before the file was complete, the
@@ -146,12 +134,7 @@ def load(
     with checked(Path(path), timeout) as (place, header):
         if verify and (problem := difference(place, header)):
             raise HiddenStatesError(Path(path), problem)
-        hidden_states = read_tensor(place.fd, header.tensors[HIDDEN_STATES], mmap)
-        token_ids, scales = read_others(place.fd, header, mmap)
-    states = HiddenStates(hidden_states, token_ids, header.metadata, scales)
-    if scales is not None and dequantize:
-        states = states._replace(hidden_states=dequantized(hidden_states, scales, states.dtype))
-    return states
+        return assembled(header, partial(read_tensor, place.fd, mapped=mmap), dequantize)
 
 
 @contextmanager
@@ -164,54 +147,44 @@ def checked(path: Path, timeout: float | None) -> Iterator[tuple[Place, Header]]
     try:
         header = read_header(place.fd, place.offset, place.size)
         check_tensors(header)
-        if problem := quantization_problem(header):
-            raise FormatError(problem)
-        if problem := member_problem(place, header):
+        if place.line is not None and (problem := member_problem(place, header, place.line)):
             raise HiddenStatesError(path, problem)
         yield place, header
     except FormatError as error:
         raise HiddenStatesError(path, f"this is not a file of hidden states: {error}") from error
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, f"not enough memory for a file of {place.size} bytes", str(path)) from error
     finally:
         os.close(place.fd)
 
 
-def read_others(fd: int, header: Header, mmap: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return token ids, and scales or None. Raises like read_tensor."""
-    # no copy, unless another producer wrote int32
-    token_ids = read_tensor(fd, header.tensors[TOKEN_IDS], mmap).long()
-    return token_ids, read_tensor(
-        fd, header.tensors[SCALES], mmap
-    ) if SCALES in header.tensors else None
+def assembled(header: Header, read: Callable[[TensorInfo], torch.Tensor], dequantize: bool) -> HiddenStates:
+    """Return the hidden states of a file or object whose tensors `read` returns."""
+    tensors, metadata = header.tensors, header.metadata
+    rows, token_ids = read(tensors[HIDDEN_STATES]), read(tensors[TOKEN_IDS])
+    scales = read(tensors[SCALES]) if SCALES in tensors else None
+    if scales is not None and dequantize:
+        rows = dequantized(rows, scales, model_dtype(metadata))
+    # long() copies nothing, unless another producer wrote int32.
+    return HiddenStates(rows, token_ids.long(), metadata, scales)
 
 
 def open_stored(path: Path, timeout: float | None) -> Place:
-    """Wait until a request is complete, and open its file or shard.
-
-    Waits and raises like `load`.
-    """
+    """Wait until a request is complete, and open its file or shard. Raises like `load`."""
     lock_path = _companion(path, LOCK_SUFFIX)
     deadline = deadline_after(timeout)
     try:
         while True:
-            wait_until_released(
-                lock_path, None if deadline is None else max(0.0, deadline - time.monotonic())
-            )
+            wait_until_released(lock_path, None if deadline is None else max(0.0, deadline - time.monotonic()))
             place = _stored(path)
             if place is not None:
                 return place
             if not os.path.exists(lock_path):
-                raise FileNotFoundError(
-                    errno.ENOENT,
-                    "there are no hidden states, lock or error; was the request aborted, "
-                    "or did its server die?",
-                    str(path),
-                )
+                problem = "there are no hidden states, lock or error; was the request aborted, or did its server die?"
+                raise FileNotFoundError(errno.ENOENT, problem, str(path))
             if is_left_over(lock_path, partial(is_decided, path)):
-                raise HiddenStatesError(
-                    path,
-                    "the server died before the file was complete: it left an unheld lock file "
-                    "and no data",
-                )
+                problem = "the server died before the file was complete: it left an unheld lock file and no data"
+                raise HiddenStatesError(path, problem)
             # Between two checks a server has started or finished the file.
     except NotAFileError as error:
         raise HiddenStatesError(path, error.reason) from error
@@ -225,15 +198,13 @@ def _stored(path: Path) -> Place | None:
     with suppress(FileNotFoundError):
         raise HiddenStatesError(path, failure_reason(_companion(path, ERROR_SUFFIX)))
     with suppress(FileNotFoundError):
-        return whole_file(open_regular(path))
+        fd = open_regular(path)
+        return Place(fd, 0, os.fstat(fd).st_size)
     return open_member(path)
 
 
 def is_decided(path: Path) -> bool:
-    """Return whether a request has a file, is a member of a shard, or has failed.
-
-    Raises OSError.
-    """
+    """Return whether a request has failed or has a file or a member of a shard. Raises OSError."""
     try:
         place = _stored(path)
     except HiddenStatesError:
@@ -244,12 +215,9 @@ def is_decided(path: Path) -> bool:
 
 
 def open_dir(
-    directory: str | os.PathLike[str],
-    *,
-    mmap: bool = False,
-    on_bad: Callable[[HiddenStatesError], None] | None = None,
+    directory: str | os.PathLike[str], *, mmap: bool = False, on_bad: Callable[[HiddenStatesError], None] | None = None
 ) -> Iterator[tuple[Path, HiddenStates]]:
-    """Yield the complete files of a directory and the members of its shards, sorted by name.
+    """Yield the complete files below a directory and the members of shards there, sorted by path.
 
     Each is loaded when it is yielded. Files that are still being written, or are removed meanwhile,
     are skipped.
@@ -257,20 +225,15 @@ def open_dir(
     Args:
         directory: the server's storage directory.
         mmap: as for `load`.
-        on_bad: called for each invalid file and each request that failed despite having a file.
-            These are then skipped. Without it the first one ends the iteration, so that no one
-            unknowingly trains on part of a dataset.
+        on_bad: called for each invalid file, each file for which memory is short, and each request
+            that failed despite having a file. These are then skipped. Without it the first one ends
+            the iteration, so that no one unknowingly trains on part of a dataset.
 
     Raises:
         HiddenStatesError: if there is such a file and no `on_bad`.
-        OSError: if the directory or a file cannot be read.
+        OSError: if the directory, a folder below it, or a file cannot be read.
     """
-    with os.scandir(directory) as entries:
-        names = {
-            e.name for e in entries if e.name.endswith(DATA_SUFFIX) and not e.name.startswith(".")
-        }
-    for name in sorted(names | shards_of(directory).members().keys()):
-        path = Path(directory, name)
+    for path in paths_below(directory, (DATA_SUFFIX,)):
         try:
             states = load(path, 0, mmap=mmap)
         except (FileNotFoundError, TimeoutError):  # removed, or still being written
@@ -279,6 +242,11 @@ def open_dir(
             if on_bad is None:
                 raise
             on_bad(error)
+            continue
+        except OSError as error:
+            if on_bad is None or error.errno != errno.ENOMEM:
+                raise
+            on_bad(HiddenStatesError(path, f"it cannot be read: {error.strerror}"))
             continue
         yield path, states
 
@@ -316,20 +284,20 @@ def _companion(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def whole_file(fd: int) -> Place:
-    """Return the place of a file that holds one request."""
-    return Place(fd, 0, os.fstat(fd).st_size)
-
-
 def failure_reason(path: Path) -> str:
     """Return the server's reason from an error file. Raises OSError if it cannot be read."""
     content = read_regular(path)
     if not content:
         return "the request failed, and the storage had no room for the reason: see the server's log"
+    return reason_in(content, "reason")
+
+
+def reason_in(content: bytes, key: str) -> str:
+    """Return the reason of a failure, the text of `key` in a JSON object."""
     with suppress(ValueError):
         said = parse(content)
-        if isinstance(said, dict) and isinstance(said.get("reason"), str):
-            return str(said["reason"])
+        if isinstance(said, dict) and isinstance(said.get(key), str):
+            return str(said[key])
     return f"the server reports a failure that cannot be understood: {content[:200]!r}"
 
 
@@ -338,9 +306,11 @@ def difference(place: Place, header: Header) -> str | None:
     stated = stated_checksum(header.content, header.metadata)
     if stated is None:
         return unverifiable(header.metadata)
-    expected, digest = stated
-    digest.read(place.fd, place.offset + len(header.content), place.offset + place.size)
+    stated[1].read(place.fd, place.offset + len(header.content), place.offset + place.size)
+    return checksum_difference(*stated)
+
+
+def checksum_difference(expected: str, digest: Digest) -> str | None:
+    """Return how the digest of all bytes differs from the stated checksum, or None."""
     found = digest.hexdigest()
-    if found == expected:
-        return None
-    return f"it is not as it was written: its checksum is {found}, not {expected}"
+    return None if found == expected else f"it is not as it was written: its checksum is {found}, not {expected}"

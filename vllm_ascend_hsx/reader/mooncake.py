@@ -1,31 +1,31 @@
-"""Consumers of a Mooncake store: wait for a request's hidden states and load them, or get the reason of its failure.
+"""Wait for a request's hidden states in a Mooncake store and load them, or report why it failed.
 
-Needs torch and Mooncake's package, and neither vLLM nor torch_npu. `vllm_ascend_hsx.load` is the same for files.
+Needs torch and Mooncake's package, but neither vLLM nor torch_npu. For files use
+`vllm_ascend_hsx.load`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ascend_hsx.protocol.arguments import deadline_after
 from vllm_ascend_hsx.protocol.checksum import names_checksum, stated_checksum
-from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, SCALES, TOKEN_IDS, FormatError, TensorInfo
+from vllm_ascend_hsx.protocol.format import FormatError, TensorInfo
 from vllm_ascend_hsx.protocol.mooncake_manifest import ERROR_KEY_SUFFIX, HANDLE_KEY, MANIFEST_KEY_SUFFIX, keys_of, read_manifest
 from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeError, MooncakeOptions
-from vllm_ascend_hsx.protocol.strict_json import parse
-from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError
-from vllm_ascend_hsx.reader.quantized import dequantized, quantization_problem
+from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, assembled, checksum_difference, reason_in
 from vllm_ascend_hsx.reader.tensors import check_tensors, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
-# Mooncake tells nobody that an object has appeared, so it is asked, at first every millisecond: an object mostly follows the response
-# by some.
+# Seconds between polls, doubled each time: Mooncake signals no event for a new object, which mostly
+# follows the response by some milliseconds.
 _FIRST_POLL = 0.001
 _LONGEST_POLL = 0.05
 
@@ -33,15 +33,17 @@ Handle = Mapping[str, Any] | str
 
 
 class MooncakeReader:
-    """Reads from one store. Its methods may be called from several threads.
+    """A client of one store. Its methods are thread-safe.
 
     Args:
         master_server_address: host:port of `mooncake_master`.
-        metadata_server, protocol, device_name: as the server has them in `kv_connector_extra_config.mooncake`.
-        local_hostname: name or address under which others reach this machine; by default the one that the master sees.
+        metadata_server, protocol, device_name: as in `kv_connector_extra_config.mooncake` of the
+            server.
+        local_hostname: name or address by which others reach this machine; None for the address
+            that the master sees.
 
     Raises:
-        UserError: the store cannot be reached, or Mooncake's package is not there.
+        UserError: if the store cannot be reached, or Mooncake's package is missing.
     """
 
     def __init__(
@@ -67,60 +69,46 @@ class MooncakeReader:
 
         Args:
             params: the response's `kv_transfer_params`, or the handle in them.
-            timeout: seconds to wait for the server at most, 0 or more; None or infinity waits for ever.
-            verify: compare the data with its checksum, if the server made one.
-            dequantize: give quantised rows in the model's dtype; otherwise as they are stored, with their scales.
+            timeout: most seconds to wait for the server, 0 or more. None or infinity waits forever.
+            verify: whether to compare the data with its checksum, if the server made one.
+            dequantize: whether to return quantised rows in the model's dtype. If not, they are
+                returned as stored, with their scales.
 
         Raises:
-            HiddenStatesError: the server says that the request failed; or its data is not what was written, or has gone.
-            TimeoutError: nothing is there yet: the server is still at it, or has died, or the handle is wrong.
-            MooncakeError: the store does not answer.
-            ValueError: there is no handle in `params`, or the timeout is not a number of seconds.
+            HiddenStatesError: if the request failed, or its data were removed or differ from their
+                checksum.
+            TimeoutError: if nothing is in the store yet: the server is still writing or has died,
+                or the handle is wrong.
+            MooncakeError: if the store does not answer.
+            ValueError: if `params` have no handle, or the timeout is not a number of seconds.
         """
-        import torch
-
         handle = _handle(params)
         text = self._wait(handle, timeout)
         try:
             header = read_manifest(text)
             check_tensors(header)
-            if problem := quantization_problem(header):
-                raise FormatError(problem)
         except FormatError as error:
             raise HiddenStatesError(Path(handle), str(error)) from error
-        tensors, metadata = header.tensors, header.metadata
-        size = max(tensor.end for tensor in tensors.values())
-        stored = self._client.size(handle)
-        if stored is None or stored < size:
-            found = "is not there any more" if stored is None else f"has {stored} bytes, not {size}"
-            raise HiddenStatesError(Path(handle), f"its data {found}: {_WHERE_IT_WENT}")
-        data = torch.empty(stored, dtype=torch.uint8)
-        self._read(handle, data)
-        if verify and names_checksum(metadata):
-            stated = stated_checksum(text, metadata)
+        data = self._read(handle, max(tensor.end for tensor in header.tensors.values()))
+        if verify and names_checksum(header.metadata):
+            stated = stated_checksum(text, header.metadata)
             if stated is None:
                 raise HiddenStatesError(Path(handle), "it cannot be verified: its manifest names a checksum of no known kind")
-            expected, digest = stated
-            digest.update(data.numpy().data)
-            if digest.hexdigest() != expected:
-                problem = f"it is not as it was written: its checksum is {digest.hexdigest()}, not {expected}"
+            stated[1].update(data.numpy().data)
+            if problem := checksum_difference(*stated):
                 raise HiddenStatesError(Path(handle), problem)
-        scales = _tensor(data, tensors[SCALES]) if SCALES in tensors else None
-        states = HiddenStates(_tensor(data, tensors[HIDDEN_STATES]), _tensor(data, tensors[TOKEN_IDS]), metadata, scales)
-        if scales is not None and dequantize:
-            states = states._replace(hidden_states=dequantized(states.hidden_states, scales, states.dtype))
-        return states
+        return assembled(header, partial(_tensor, data), dequantize)
 
     def remove(self, params: Handle) -> None:
-        """Remove all objects of a request, even while they are read; missing ones are no error.
+        """Remove all objects of a request, even while they are read. Missing ones are not an error.
 
-        The store keeps data until then, whatever it is short of: call this after `load`.
+        The store keeps data until then, even if it runs short of memory: call this after `load`.
 
         Args:
             params: as for `load`.
 
         Raises:
-            MooncakeError: the store does not answer.
+            MooncakeError: if the store does not answer.
         """
         self._client.remove(keys_of(_handle(params)))
 
@@ -135,14 +123,14 @@ class MooncakeReader:
         self.close()
 
     def _wait(self, handle: str, timeout: float | None) -> bytes:
-        """The manifest, as soon as it is there."""
+        """Return the manifest as soon as it is in the store."""
         deadline = deadline_after(timeout)
         delay = _FIRST_POLL
         failure, complete = handle + ERROR_KEY_SUFFIX, handle + MANIFEST_KEY_SUFFIX
         while True:
             has_data, has_failed, has_manifest = self._client.exist([handle, failure, complete])
             if has_failed and (text := self._client.get(failure)) is not None:
-                raise HiddenStatesError(Path(handle), _reason(text))
+                raise HiddenStatesError(Path(handle), reason_in(text, "error"))
             if has_manifest and (text := self._client.get(complete)) is not None:
                 return text
             left = None if deadline is None else deadline - time.monotonic()
@@ -157,17 +145,26 @@ class MooncakeReader:
             time.sleep(delay if left is None else min(delay, left))
             delay = min(2 * delay, _LONGEST_POLL)
 
-    def _read(self, handle: str, data: torch.Tensor) -> None:
-        self._client.register(data.data_ptr(), data.numel())
+    def _read(self, handle: str, size: int) -> torch.Tensor:
+        """Return the bytes of an object, of which at least `size` are needed."""
+        import torch
+
+        stored = self._client.size(handle)
+        if stored is None or stored < size:
+            found = "is not there any more" if stored is None else f"has {stored} bytes, not {size}"
+            raise HiddenStatesError(Path(handle), f"its data {found}: {_WHERE_IT_WENT}")
+        data = torch.empty(stored, dtype=torch.uint8)
+        self._client.register(data.data_ptr(), stored)
         try:
-            read = self._client.read_into(handle, data.data_ptr(), data.numel())
+            read = self._client.read_into(handle, data.data_ptr(), stored)
         except MooncakeError as error:
             problem = f"its data could not be read ({error}): it took too long, or {_OUT_OF_REACH}"
             raise HiddenStatesError(Path(handle), problem) from error
         finally:
             self._client.unregister(data.data_ptr())
-        if read != data.numel():
+        if read != stored:
             raise HiddenStatesError(Path(handle), f"its data is not there any more: {_WHERE_IT_WENT}")
+        return data
 
 
 _OUT_OF_REACH = "the process that holds it has ended, or is not at the address that it gave (mooncake.local_hostname)"
@@ -181,18 +178,10 @@ def _handle(params: Handle) -> str:
     return handle
 
 
-def _reason(text: bytes) -> str:
-    """The server's reason in an error marker."""
-    try:
-        return str(parse(text)["error"])
-    except (ValueError, TypeError, KeyError):
-        return f"the server reports a failure that cannot be understood: {text[:200]!r}"
-
-
 def _tensor(data: torch.Tensor, info: TensorInfo) -> torch.Tensor:
-    """A view of the part of the data that one tensor has."""
+    """Return one tensor, a view of the data if it is aligned, as the server's tensors are."""
     part = data[info.begin : info.end]
     dtype = torch_dtype(info.dtype)
-    if info.begin % dtype.itemsize:  # torch has no views at such places; ours begin at multiples of 64
+    if info.begin % dtype.itemsize:
         part = part.clone()
     return part.view(dtype).view(info.shape)

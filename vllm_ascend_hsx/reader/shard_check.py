@@ -1,4 +1,7 @@
-"""Compares the shards of a directory with their indexes and manifests, without the members' own bytes."""
+"""Compare the shards of a directory with their indexes and manifests.
+
+Only what is around the members is read; `check` reads the members themselves.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_all, read_regular
-from vllm_ascend_hsx.protocol.shard_index import Gone, decode, end_of_members, split_lines
-from vllm_ascend_hsx.protocol.shard_manifest import manifest
-from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, REMOVED, TAR, parse_name
+from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name
+from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, decode, end_of_members, shard_manifest, split_lines
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.protocol.tar import END
 
@@ -17,20 +19,23 @@ _COUNTED = ("members", "tokens", "bytes", "index_lines", "index_checksum")
 
 
 def shard_problems(directory: str | Path) -> Iterator[tuple[Path, str]]:
-    """Yield each shard that is not what its index and manifest say, with the first problem; then the removals.
+    """Yield each tar file below a directory that contradicts its index or manifest, with why.
 
-    Raises:
-        OSError: the directory cannot be read.
+    The index of removals comes last in its folder. Folders that cannot be read are skipped, since
+    `files_in` reports them.
     """
-    directory = Path(directory)
-    names = set(os.listdir(directory))
-    stems = {parts[0] for name in names if (parts := parse_name(name)) is not None}
-    for path in [*(directory / f"{stem}{TAR}" for stem in sorted(stems)), directory / REMOVED]:
+    for folder, inside, files in os.walk(directory):
+        inside.sort()
+        yield from _problems_in(Path(folder), {*inside, *files})
+        inside[:] = [name for name in inside if not name.startswith(".")]
+
+
+def _problems_in(directory: Path, names: set[str]) -> Iterator[tuple[Path, str]]:
+    stems = {parts[0] for name in names if (parts := parse_shard_name(name)) is not None}
+    paths = [directory / f"{stem}{TAR}" for stem in sorted(stems)]
+    for path in [*paths, directory / REMOVED] if REMOVED in names else paths:
         try:
-            if path.name == REMOVED:
-                problem = _removals_problem(path)
-            else:
-                problem = _problem(path, f"{path.stem}{MANIFEST}" in names)
+            problem = _removals_problem(path) if path.name == REMOVED else _problem(path, f"{path.stem}{MANIFEST}" in names)
         except OSError as error:
             problem = _unreadable(path, error)
         if problem is not None:
@@ -38,7 +43,10 @@ def shard_problems(directory: str | Path) -> Iterator[tuple[Path, str]]:
 
 
 def _unreadable(path: Path, error: OSError) -> str | None:
-    """Return why a shard cannot be compared; None if it is being made or removed, or nothing was removed."""
+    """Return why a shard cannot be compared.
+
+    None if a server is making or removing it, or if nothing was ever removed from the directory.
+    """
     index, missing = path.with_suffix(INDEX), Path(error.filename or path)
     if isinstance(error, NotAFileError):
         return error.reason
@@ -53,7 +61,7 @@ def _unreadable(path: Path, error: OSError) -> str | None:
 
 def _removals_problem(path: Path) -> str | None:
     lines = [decode(line) for line in split_lines(_content(path))]
-    bad = [number for number, line in enumerate(lines, 1) if not isinstance(line, Gone)]
+    bad = [number for number, line in enumerate(lines, 1) if not isinstance(line, Tombstone)]
     return f"{len(bad)} of the {len(lines)} lines of its index cannot be used, first line {bad[0]}" if bad else None
 
 
@@ -74,7 +82,10 @@ def _problem(path: Path, sealed: bool) -> str | None:
             return None
         if os.fstat(fd).st_size != end + len(END) or any(os.pread(fd, len(END), end)):
             return f"the tar file does not end after the last member of its index, at byte {end}"
-        expected = manifest(fd, index, "")
+        for member in map(decode, split_lines(index)):
+            if isinstance(member, Member) and any(os.pread(fd, member.end - (at := member.offset + member.size), at)):
+                return f"bytes follow {member.name!r} in the tar file that belong to no member, at byte {at}"
+        expected = shard_manifest(fd, index, "")
     except ValueError as error:
         return str(error)
     finally:

@@ -1,4 +1,4 @@
-"""Read or map the tensors of a file."""
+"""Check, read, map and dequantise the tensors of a file."""
 
 from __future__ import annotations
 
@@ -8,29 +8,20 @@ import os
 from math import prod
 from typing import TYPE_CHECKING
 
-from vllm_ascend_hsx.protocol.format import (
-    HIDDEN_STATES,
-    TOKEN_IDS,
-    FormatError,
-    Header,
-    TensorInfo,
-)
+from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, QUANTIZATIONS, SCALES, TOKEN_IDS, FormatError, Header, TensorInfo
+from vllm_ascend_hsx.protocol.rows import FP8_DTYPE, ROW_DTYPES
 
 if TYPE_CHECKING:
     import torch
 
 # torch's names of the dtypes of rows and token ids, by safetensors name.
 _ROW_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-}
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+}  # fmt: skip
 _ID_DTYPES = {"I64": "int64", "I32": "int32"}
 _LARGEST_ROW = 1 << 26  # elements; the largest models have two million
-_TORCH_DTYPES = {**_ROW_DTYPES, **_ID_DTYPES}
+# The smallest scale, as float32. Rows whose largest magnitude is below 4.5e-10 become mostly 0.
+LEAST_SCALE = 9.999999960041972e-13
 
 
 def check_tensors(header: Header) -> None:
@@ -40,23 +31,46 @@ def check_tensors(header: Header) -> None:
         raise FormatError(f"it has no {' and no '.join(sorted(missing))}")
     states, ids = header.tensors[HIDDEN_STATES], header.tensors[TOKEN_IDS]
     if len(states.shape) != 3:
-        raise FormatError(
-            f"{HIDDEN_STATES} has shape {list(states.shape)}, not [tokens, layers, hidden]"
-        )
+        raise FormatError(f"{HIDDEN_STATES} has shape {list(states.shape)}, not [tokens, layers, hidden]")
     if not 0 < prod(states.shape[1:]) <= _LARGEST_ROW:
-        raise FormatError(
-            f"{HIDDEN_STATES} {list(states.shape)} has rows of {prod(states.shape[1:])} numbers"
-        )
+        raise FormatError(f"{HIDDEN_STATES} {list(states.shape)} has rows of {prod(states.shape[1:])} numbers")
     if len(ids.shape) != 1 or states.shape[:1] != ids.shape:
-        raise FormatError(
-            f"{TOKEN_IDS} {list(ids.shape)} does not fit {HIDDEN_STATES} {list(states.shape)}"
-        )
-    for name, tensor, dtypes in (
-        (HIDDEN_STATES, states, _ROW_DTYPES),
-        (TOKEN_IDS, ids, _ID_DTYPES),
-    ):
+        raise FormatError(f"{TOKEN_IDS} {list(ids.shape)} does not fit {HIDDEN_STATES} {list(states.shape)}")
+    for name, tensor, dtypes in ((HIDDEN_STATES, states, _ROW_DTYPES), (TOKEN_IDS, ids, _ID_DTYPES)):
         if tensor.dtype not in dtypes:
             raise FormatError(f"{name} is {tensor.dtype}, not one of {', '.join(dtypes)}")
+    _check_quantization(header.metadata, states, header.tensors.get(SCALES))
+
+
+def _check_quantization(metadata: dict[str, str], states: TensorInfo, scales: TensorInfo | None) -> None:
+    said, before = metadata.get("quantization"), metadata.get("dtype", "BF16")
+    if said not in (None, *QUANTIZATIONS.values()):
+        raise FormatError(f"its rows are quantised as {said!r}, which is unknown")
+    if scales is None and said is not None:
+        raise FormatError(f"its rows are {said}, but it has no {SCALES}")
+    if scales is None:
+        return
+    if (states.dtype, scales.dtype, scales.shape) != (FP8_DTYPE, "F32", (states.shape[0], 1, 1)):
+        fits_not = f"{scales.dtype} {list(scales.shape)} does not fit {HIDDEN_STATES} {states.dtype} {list(states.shape)}"
+        raise FormatError(f"{SCALES} {fits_not}")
+    if before not in ROW_DTYPES:
+        raise FormatError(f"its rows were quantised from {before}, which is not supported")
+
+
+def dequantized(rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return rows in the model's dtype.
+
+    In bfloat16 and float32 both factors are converted to that dtype and multiplied, as in
+    hs_connectors 0.9.0 (fp8_utils.py:54), so both readers give the same bits. In float16 the
+    product is computed in float32 first, because scales of small rows are below float16's range.
+
+    Args:
+        rows: float8_e4m3fn [tokens, layers, hidden].
+        scales: float32 [tokens, 1, 1].
+        dtype: bfloat16, float16 or float32.
+    """
+    factors = scales.dtype if str(dtype) == "torch.float16" else dtype
+    return rows.to(factors).mul_(scales.to(factors)).to(dtype)
 
 
 def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
@@ -87,32 +101,27 @@ def read_tensor(fd: int, info: TensorInfo, mapped: bool) -> torch.Tensor:
         start = info.begin // memory_map.ALLOCATIONGRANULARITY * memory_map.ALLOCATIONGRANULARITY
         protection = memory_map.PROT_READ | memory_map.PROT_WRITE
         try:
-            view = memory_map.mmap(
-                fd, info.end - start, flags=memory_map.MAP_PRIVATE, prot=protection, offset=start
-            )
+            view = memory_map.mmap(fd, info.end - start, flags=memory_map.MAP_PRIVATE, prot=protection, offset=start)
         except ValueError as error:  # mmap compares the file's length
             raise FormatError("it was cut off while it was read") from error
-        return torch.frombuffer(
-            view, dtype=dtype, count=size // dtype.itemsize, offset=info.begin - start
-        ).reshape(info.shape)
+        tensor = torch.frombuffer(view, dtype=dtype, count=size // dtype.itemsize, offset=info.begin - start)
+        return tensor.reshape(info.shape)
     try:
         buffer = torch.empty(size, dtype=torch.uint8)
     except RuntimeError as error:
-        raise OSError(
-            errno.ENOMEM,
-            f"not enough memory for a tensor of {size} bytes; mmap=True reads only used pages",
-        ) from error
+        problem = f"not enough memory for a tensor of {size} bytes; mmap=True reads only used pages"
+        raise OSError(errno.ENOMEM, problem) from error
     _read_into(fd, buffer.numpy().data, info.begin)
     return buffer.view(dtype).reshape(info.shape)
 
 
 def dtype_name(name: str) -> str:
     """Return torch's name of a safetensors dtype, without torch."""
-    return _TORCH_DTYPES[name]
+    return {**_ROW_DTYPES, **_ID_DTYPES}[name]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of a safetensors name."""
+    """Return torch's dtype of a safetensors dtype."""
     import torch
 
     dtype: torch.dtype = getattr(torch, dtype_name(name))
@@ -123,8 +132,8 @@ def read_at(fd: int, begin: int, end: int) -> memoryview:
     """Read bytes [begin, end) of a file.
 
     Raises:
-        FormatError: the file was truncated meanwhile.
-        OSError: the file cannot be read.
+        FormatError: if the file was truncated meanwhile.
+        OSError: if the file cannot be read.
     """
     block = memoryview(bytearray(end - begin))
     _read_into(fd, block, begin)
@@ -132,7 +141,7 @@ def read_at(fd: int, begin: int, end: int) -> memoryview:
 
 
 def _read_into(fd: int, into: memoryview, offset: int) -> None:
-    """Fill `into` from the file. One call of the system reads at most 2 GiB."""
+    """Fill `into` from the file. One preadv reads at most 2 GiB."""
     while into:
         read = os.preadv(fd, [into], offset)
         if read == 0:

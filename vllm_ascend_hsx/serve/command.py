@@ -20,20 +20,8 @@ from vllm_ascend_hsx.target import ONE_ONLY, validate_layer_ids
 
 PLUGINS = "VLLM_PLUGINS"
 # Options of vllm serve that hsx serve sets.
-_SET_BY_US = (
-    "--speculative-config",
-    "-sc",
-    "--spec-method",
-    "--spec-model",
-    "--spec-tokens",
-    "--kv-transfer-config",
-    "--model",
-)
-_SHORT = {
-    "-pp": "--pipeline-parallel-size",
-    "-pcp": "--prefill-context-parallel-size",
-    "-dcp": "--decode-context-parallel-size",
-}
+_SET_BY_US = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens", "--kv-transfer-config", "--model")
+_SHORT = {"-pp": "--pipeline-parallel-size", "-pcp": "--prefill-context-parallel-size", "-dcp": "--decode-context-parallel-size"}
 
 
 @dataclass(frozen=True)
@@ -52,12 +40,7 @@ class Command:
 
     def __str__(self) -> str:
         """Return the command line, quoted for a shell."""
-        return " ".join(
-            [
-                *(f"{name}={shlex.quote(value)}" for name, value in self.environ.items()),
-                shlex.join(self.arguments),
-            ]
-        )
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in self.environ.items()), shlex.join(self.arguments)])
 
 
 def build(
@@ -87,29 +70,15 @@ def build(
         options = {PATH_OPTION: True, **options}
     config = HsxConfig.parse({"shared_storage_path": str(storage), **options})
     given = _values(vllm_arguments)
-    target = read_model(
-        model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision")
-    )
+    target = read_model(model, trust_remote_code="--trust-remote-code" in given, revision=given.get("--revision"))
     if reason := UNSERVABLE.get(target.architecture):
-        raise UserError(
-            "MODEL",
-            model,
-            f"cannot be served ({target.architecture}): {reason}",
-            "Choose another target.",
-        )
+        raise UserError("MODEL", model, f"cannot be served ({target.architecture}): {reason}", "Choose another target.")
     ids = layer_ids(layers, target.num_layers)
     settings = (
         *("--speculative-config", json.dumps(speculative_config(ids))),
-        *(
-            "--kv-transfer-config",
-            json.dumps(
-                kv_transfer_config(None if config.sink == "mooncake" else storage, **options)
-            ),
-        ),
+        *("--kv-transfer-config", json.dumps(kv_transfer_config(None if config.sink == "mooncake" else storage, **options))),
     )
-    return Command(
-        ("vllm", "serve", model, *vllm_arguments, *settings), _environ(environ), _notes(target)
-    )
+    return Command(("vllm", "serve", model, *vllm_arguments, *settings), _environ(environ), _notes(target))
 
 
 def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
@@ -125,21 +94,12 @@ def layer_ids(text: str, num_layers: int) -> tuple[int, ...]:
         UserError: if these are not ids, or not of this target.
     """
     last = num_layers
-    rules = {
-        "eagle3": (2, last // 2, last - 3, last),
-        "dflash": (2, last // 2, last - 3, last),
-        "mtp": (last,),
-    }
+    rules = {"eagle3": (2, last // 2, last - 3, last), "dflash": (2, last // 2, last - 3, last), "mtp": (last,)}
     remedy = f"Give ids from 0 to {last}, such as {last // 2},{last}, or one of {', '.join(rules)}."
     if text in rules:
         ids: Sequence[int] = rules[text]
         if list(ids) != sorted(set(ids)) or ids[0] < 0:
-            raise UserError(
-                "--layers",
-                text,
-                f"selects {_listed(ids)}, which a target of {last} layers does not have",
-                remedy,
-            )
+            raise UserError("--layers", text, f"selects {_listed(ids)}, which a target of {last} layers does not have", remedy)
     else:
         try:
             ids = [int(part) for part in text.split(",")]
@@ -175,19 +135,11 @@ def _refuse_what_cannot_be(vllm_arguments: Sequence[str]) -> None:
         name = option.partition(".")[0]
         if name in _SET_BY_US:
             raise UserError(
-                option,
-                value,
-                "is set by hsx serve",
-                "Leave it out, or start vllm serve with the options that --dry-run prints.",
+                option, value, "is set by hsx serve", "Leave it out, or start vllm serve with the options that --dry-run prints."
             )
         field = name.removeprefix("--").replace("-", "_")
         if field in ONE_ONLY and value != "1":
-            raise UserError(
-                option,
-                value,
-                ONE_ONLY[field],
-                "Use 1; scale with tensor, data and expert parallelism.",
-            )
+            raise UserError(option, value, ONE_ONLY[field], "Use 1; scale with tensor, data and expert parallelism.")
 
 
 def _environ(environ: Mapping[str, str]) -> dict[str, str]:
@@ -202,6 +154,5 @@ def _notes(target: Model) -> tuple[str, ...]:
         return ()
     return (
         f"{target.architecture or 'a model without a class'} is not among vLLM's targets that "
-        "collect hidden states; if another plugin adds it, the server checks it before it loads "
-        "weights",
+        "collect hidden states; if another plugin adds it, the server checks it before it loads weights",
     )

@@ -1,33 +1,30 @@
-"""The contract of a sink: a place that takes the rows of a request, in any order, and publishes all of them or none."""
+"""The contract of a sink: it takes a request's rows in any order, and publishes all or none."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 
-# The reason in place of every file that is not complete when its server stops.
+# Published in place of every file that is incomplete when its server stops.
 SERVER_STOPPED = "the server stopped before all rows were written"
 
 
+@dataclass(eq=False)
 class SinkError(Exception):
-    """The rows of one request could not be stored; other requests are not affected.
+    """The rows of one request could not be stored. Other requests are not affected.
 
     Attributes:
-        request_id: the request.
-        path: the file it was to become.
-        reason: one sentence for the request's owner.
+        reason: one sentence for the user who sent the request.
         kind: kind of the failure for statistics, one word; None if an OSError caused it.
     """
 
-    def __init__(self, request_id: str, path: Path, reason: str, kind: str | None = None) -> None:
-        super().__init__(request_id, path, reason, kind)
-        self.request_id = request_id
-        self.path = path
-        self.reason = reason
-        self.kind = kind
+    request_id: str
+    path: Path
+    reason: str
+    kind: str | None = None
 
     def __str__(self) -> str:
         return f"request {self.request_id!r}, {self.path}: {self.reason}"
@@ -36,9 +33,8 @@ class SinkError(Exception):
 class SinkFile(ABC):
     """The rows of one request on their way to `path`.
 
-    A file does as it is told and keeps no account of its life. The caller guarantees
-    (`connector/extraction.py`):
-    * Writes that are in flight at the same time are of different positions. Several threads may write.
+    A file keeps no record of its life. Its caller (`connector/extraction.py`) guarantees:
+    * Writes in flight at the same time are of different positions. Several threads may write.
     * One call ends the file: `commit`, `fail` or `discard`.
     * No write is in flight when the file ends, unless `fail` is told so: storage may hang in one.
     * Each position of the tokens has been written when `commit` is called.
@@ -49,87 +45,91 @@ class SinkFile(ABC):
 
     @abstractmethod
     def write(self, first: int, rows: Rows) -> None:
-        """Store rows at their final place. Blocks until the operating system has them; copies nothing that is not quantised.
+        """Store rows at their final place; return when the operating system has them.
+
+        Rows are copied only if they are quantised.
 
         Args:
             first: token position of the first row.
-            rows: the bytes of `count` rows in the model's dtype, C-contiguous, [count, layers, hidden]; stored for positions
-                [first, first + count).
+            rows: bytes of `count` rows [count, layers, hidden] in the model's dtype, C-contiguous,
+                for positions [first, first + count).
 
         Raises:
-            SinkError: they could not be stored, or `fail` has come first.
-            ValueError: not contiguous, not a whole number of rows, or a negative position.
+            SinkError: if they could not be stored, or `fail` was called before.
+            ValueError: if they are not contiguous or not whole rows, or the position is negative.
         """
 
     @abstractmethod
     def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
-        """Publish the file, and free descriptors and memory.
+        """Publish the file, and free its descriptors and memory.
 
-        Rows at positions beyond the tokens are dropped.
+        Rows at positions after the last token are dropped.
 
         Args:
             token_ids: int64 [tokens], prompt first, then output.
-            num_prompt_tokens: how many of them are the prompt's.
+            num_prompt_tokens: number of prompt tokens among them.
 
         Raises:
-            SinkError: it could not be published. The reason is in its place, and the file has ended.
+            SinkError: if it could not be published. The file has ended, with the reason in its
+                place.
         """
 
     @abstractmethod
     def fail(self, reason: str, close: bool = True) -> None:
-        """Publish the reason in place of the data. Raises nothing; logs what goes wrong.
+        """Publish the reason in place of the data. Logs errors and raises none.
 
         Args:
-            reason: one sentence for the request's owner.
-            close: free descriptors and memory. False: writes are in flight, and the caller calls `close`
-                once they have returned.
+            reason: one sentence for the user who sent the request.
+            close: free descriptors and memory. If False, writes are in flight, and the caller calls
+                `close` when they have returned.
         """
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove every trace, and free descriptors and memory: the request was aborted.
+        """Remove all traces of an aborted request, and free its descriptors and memory.
 
-        Raises nothing; logs what goes wrong.
+        Logs errors and raises none.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free descriptors and memory that `fail` left open. Raises nothing; logs what goes wrong."""
+        """Free descriptors and memory after `fail` with close=False. Logs errors, raises none."""
 
 
 class Sink(ABC):
-    """Takes the rows of requests. `open` and `close` belong to one thread; the files' methods to any.
+    """Takes the rows of requests.
+
+    One thread calls `open` and `close`; any thread may call the methods of the files.
 
     Attributes:
-        writes_side_by_side: whether it is of use to write several parts of one file at the same time.
+        writes_side_by_side: whether concurrent writes to one file are faster than one at a time.
     """
 
     writes_side_by_side: bool
 
     @abstractmethod
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, may_grow: bool = True) -> SinkFile:
-        """Announce a request. Cheap: no data is moved. Readers of `path` wait from now on.
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> SinkFile:
+        """Announce a request, so that readers of `path` wait. Cheap: moves no data.
 
         Args:
             request_id: the request.
-            path: the file that is to appear.
-            expected_tokens: rows that it will have at least; room is made for them with the first ones.
-            may_grow: there may be more; otherwise room for the expected ones is all that is needed.
+            path: path of the file to come.
+            expected_tokens: least number of rows; the first write reserves their space.
 
         Raises:
-            SinkError: the path cannot be used, or somebody is writing it now.
+            SinkError: if the path cannot be used, or is being written.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Open no more files, fail those that have not ended with `SERVER_STOPPED`, free everything.
+        """Fail the files that have not ended with `SERVER_STOPPED`, and free everything.
 
-        No call of a file may be in flight, except writes of one that has failed: what these need is
-        freed by its `close`. A second call does nothing.
+        No call of a file may be in flight, except writes of one that has failed; its `close` then
+        frees what they need. A second call does nothing.
         """
 
     def __enter__(self) -> Sink:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -1,4 +1,4 @@
-"""The hidden file of one request while it grows: rows at their final offsets, then tail and header."""
+"""The hidden file of one request: rows at their final offsets, then tail and header."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ import threading
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from vllm_ascend_hsx.protocol.checksum import Checksums
-from vllm_ascend_hsx.protocol.files import write_at
+from vllm_ascend_hsx.protocol.files import OnError, write_at
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
-from vllm_ascend_hsx.sinks.directory import Filesystem
 from vllm_ascend_hsx.sinks.encoder import Scales
-from vllm_ascend_hsx.sinks.storage import Storage
-from vllm_ascend_hsx.sinks.system import reserve, start_writeback
+from vllm_ascend_hsx.sinks.storage import Storage, reserve, start_writeback
 
-WRITEBACK = 1 << 20  # bytes of a write from which it is worth to begin with the disk's part of it at once
+WRITEBACK = 1 << 20  # bytes of a write from which starting the writeback at once pays
 
 
 @dataclass(frozen=True)
@@ -28,11 +24,11 @@ class FileOptions:
     """How files are written.
 
     Attributes:
-        mode: permissions of data and error files, regardless of the umask. Who may read a file may
-            also lock it.
-        use_lock: hold `<path>.lock` until a file has ended. Without it readers must wait for the file to appear.
-        durability: with "fdatasync" a file that can be seen survives a loss of power, its name included.
-        io: with "direct" rows go to the disk without a stay in the page cache.
+        mode: permissions of data and error files, regardless of the umask. Whoever can read a file
+            can also lock it.
+        use_lock: hold `<path>.lock` until the file has ended. Otherwise readers wait for the file.
+        durability: with "fdatasync" a visible file survives a power failure, and so does its name.
+        io: with "direct" rows bypass the page cache.
         checksum: CRC-32C of the file, or none.
     """
 
@@ -42,9 +38,27 @@ class FileOptions:
     io: Literal["buffered", "direct"] = "buffered"
     checksum: Literal["crc32c", "none"] = "crc32c"
 
+    @property
+    def durable(self) -> bool:
+        return self.durability == "fdatasync"
+
+
+@dataclass(frozen=True)
+class Filesystem:
+    """What is known of the filesystem of the files.
+
+    Attributes:
+        alignment: bytes that offsets, lengths and addresses of direct I/O must be multiples of; 1
+            without direct I/O.
+        reserves: whether the space of a file is reserved before its first rows are written.
+    """
+
+    alignment: int = 1
+    reserves: bool = True
+
 
 class Spare(NamedTuple):
-    """A hidden file of `size` bytes, open for buffered I/O, that can take the rows of another request."""
+    """A hidden file of `size` bytes, open for buffered I/O, to be overwritten by a request."""
 
     name: str
     size: int
@@ -52,45 +66,36 @@ class Spare(NamedTuple):
 
 
 class DataFile:
-    """A file under its hidden name, until readers know it by its own or it is gone.
+    """A file under a hidden name, until it is published or withdrawn.
 
-    Several threads may call `write`, not for the same rows at the same time; the other methods belong to one thread.
+    Several threads may call `write` for different rows; the other methods belong to one thread.
 
     Args:
-        workspace: the server's hidden directory, which it is in until it is published.
-        hidden: its name there, or a spare file to write over.
-        storage: the directory that it is published in.
-        name: its name then.
+        workspace, hidden: hidden directory and name of the file, or a spare file to overwrite.
         gid: its group, or -1; see Storage.create.
         layout: offsets of rows, tail and header.
         options: how to write.
-        expected_tokens: rows to reserve space for; there may be more or less in the end.
-        filesystem: what it is on.
+        expected_tokens: rows to reserve space for. The file may get more or fewer.
+        filesystem: the filesystem of the directories.
 
     Attributes:
-        fd: open for reading and writing; -1 when closed.
-        size, checksum: of the complete file; the checksum is empty if there is none.
+        fd: descriptor for reading and writing, or -1 if closed.
+        size, checksum: of the complete file; the checksum is "" if it has none.
 
     Raises:
-        OSError: the file cannot be created, or not for direct I/O.
+        OSError: if the file cannot be created, or not for direct I/O.
     """
 
     def __init__(
         self,
         workspace: Storage,
         hidden: str | Spare,
-        storage: Storage,
-        name: str,
         gid: int,
         layout: FileLayout,
         options: FileOptions,
         expected_tokens: int,
         filesystem: Filesystem,
     ) -> None:
-        self._storage = storage
-        self._name = name
-        self._place: tuple[Storage, str]  # its directory and its name there
-        self._is_detached = False
         self.size = 0
         self.checksum = ""
         self._layout = layout
@@ -102,52 +107,45 @@ class DataFile:
         self._end = 0  # of what was written
         self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
         self._direct_fd = -1
+        self._place: tuple[Storage, str] | None  # its directory and its name there; None if it has left
         if isinstance(hidden, Spare):
             self._place = workspace, hidden.name
-            self._end, self.fd = hidden.size, hidden.fd  # what is after the rows will be cut off
+            self._end, self.fd = hidden.size, hidden.fd  # `complete` cuts the rest off
             return
         self._place = workspace, hidden
         self.fd = workspace.create(hidden, gid)
-        try:
-            if options.io == "direct":
+        if options.io == "direct":
+            with OnError(workspace.unlink, hidden), OnError(self.close):
                 self._direct_fd = workspace.open_direct(hidden, self.fd)
-        except BaseException:
-            self.close()
-            workspace.unlink(hidden)
-            raise
 
     def write(self, first: int, data: memoryview) -> None:
-        """Put rows at their place; the first ones reserve space for all that are expected.
+        """Write rows from token position `first` on, as bytes to store.
 
-        Args:
-            first: token position of the first row.
-            data: their bytes, as they are to be stored.
-
-        Raises:
-            OSError: they could not be written, or not all of them; or there is no space for all.
+        The first write reserves space for all expected rows. Raises OSError.
         """
         offset = self._layout.row_offset(first)
         self._make_room(offset + data.nbytes)
         # Before the write, which then finds the rows in the processor's cache.
         checksum = 0 if self._checksum is None else self._checksum.begin_write(offset, data)
-        write_at(self._fd_for(data, offset), data, offset)
+        is_direct = self._direct_fd >= 0 and is_aligned(data, offset, self._filesystem)
+        write_at(self._direct_fd if is_direct else self.fd, data, offset)
         if self._checksum is not None:
             self._checksum.end_write(offset, data.nbytes, checksum)
-        if self._options.durability == "fdatasync" and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
+        if self._options.durable and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
             start_writeback(self.fd, offset, data.nbytes)
 
     def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
-        """Write header and token ids, cut off what follows them, and make the file durable if that is asked for.
+        """Write tail and header, truncate the file after them, and sync it if it must be durable.
 
-        No write is in flight.
+        No write may be in flight.
 
         Args:
             token_ids: int64 [tokens]; all their rows have been written.
-            num_prompt_tokens: how many of them are the prompt's.
+            num_prompt_tokens: number of prompt tokens among them.
             scales: float32 [tokens] of quantised rows, else None.
 
         Raises:
-            OSError: the system could not do it, or reports now that an earlier write failed.
+            OSError: if this fails, or the system reports now that an earlier write failed.
         """
         tokens = len(token_ids)
         tail = memoryview(self._layout.tail(token_ids, scales))
@@ -160,38 +158,41 @@ class DataFile:
         self.size = self._layout.file_size(tokens)
         if max(self._end, self._expected_size) > self.size:
             os.ftruncate(self.fd, self.size)
-        if self._options.durability == "fdatasync":
+        if self._options.durable:
             os.fdatasync(self.fd)
 
-    def publish(self) -> None:
-        """Give the complete file its name, durably if that is asked for. Raises OSError: it does not have it."""
+    def publish(self, storage: Storage, name: str) -> None:
+        """Move the complete file to its place, durably if required.
+
+        Raises OSError: it has no name there.
+        """
         self.close()  # a network filesystem may report a failed write only now
+        assert self._place is not None
         workspace, hidden = self._place
-        workspace.move(hidden, self._storage, self._name)
-        self._place = self._storage, self._name  # what is withdrawn, if it turns out to be where no reader looks
-        if self._options.durability == "fdatasync":
-            try:
-                self._storage.sync()
-            except BaseException:
-                self._storage.unlink(self._name)  # what may not survive must not be seen
-                raise
+        workspace.move(hidden, storage, name)
+        self._place = None
+        if self._options.durable:
+            with OnError(storage.unlink, name):  # a file that may not survive must not be visible
+                storage.sync()
 
     def detach(self) -> Spare:
-        """Hand over the hidden file with its descriptor; `withdraw` and `close` do nothing then."""
-        _, hidden = self._place
-        spare = Spare(hidden, self.size, self.fd)
-        self.fd = -1
-        self._is_detached = True
+        """Return the hidden file with its descriptor. `withdraw` and `close` then do nothing."""
+        assert self._place is not None
+        spare = Spare(self._place[1], self.size, self.fd)
+        self._place, self.fd = None, -1
         return spare
 
     def withdraw(self) -> None:
         """Remove the file. Writes may be in flight. Raises OSError."""
-        if not self._is_detached:
+        if self._place is not None:
             storage, name = self._place
             storage.unlink(name)
 
     def close(self) -> None:
-        """Close it, if it is open. Raises OSError: the system reports now that an earlier write failed."""
+        """Close the file if it is open.
+
+        Raises OSError if the system reports now that an earlier write failed.
+        """
         fds, self.fd, self._direct_fd = (self._direct_fd, self.fd), -1, -1
         try:
             if fds[0] >= 0:
@@ -211,30 +212,19 @@ class DataFile:
                     write_at(self._direct_fd, memoryview(mmap.mmap(-1, self._layout.data_start)), 0)
             self._reserved = True
 
-    def _fd_for(self, data: memoryview, offset: int) -> int:
-        """Direct I/O takes only what is aligned; the ring is. Other memory, and rows of another size, go through the page cache."""
-        return self._direct_fd if self._direct_fd >= 0 and is_aligned(data, offset, self._filesystem) else self.fd
-
 
 def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:
-    """Whether bytes can be written to an offset past the page cache."""
-    return data.nbytes > 0 and not (offset | data.nbytes | _address(data)) % filesystem.alignment
-
-
-def _address(data: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(data)) if not data.readonly else 1
+    """Return whether direct I/O can write the bytes, which the ring's are, at this offset."""
+    if data.readonly or not data:  # ctypes gives no address of either
+        return False
+    address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+    return not (offset | data.nbytes | address) % filesystem.alignment
 
 
 def rows_as_bytes(first: int, rows: Rows, row_bytes: int) -> tuple[memoryview, int]:
-    """Return the bytes of rows to write, and the number of the rows.
+    """Return the bytes of rows to write, and the number of rows.
 
-    Args:
-        first: token position of the first row.
-        rows: as for SinkFile.write.
-        row_bytes: of one row.
-
-    Raises:
-        ValueError: not contiguous, not a whole number of rows, or a negative position.
+    Raises ValueError as SinkFile.write does.
     """
     data = as_bytes(rows)
     count, rest = divmod(data.nbytes, row_bytes)
@@ -245,16 +235,8 @@ def rows_as_bytes(first: int, rows: Rows, row_bytes: int) -> tuple[memoryview, i
 
 
 def as_bytes(rows: Rows) -> memoryview:
-    """The bytes of an array or a buffer, not copied.
-
-    Raises:
-        ValueError: they do not stand one after the other.
-    """
-    contiguous = rows.flags.c_contiguous if isinstance(rows, np.ndarray) else rows.c_contiguous
-    if not contiguous:
+    """Return the bytes of an array or a buffer, not copied. Raises ValueError: not contiguous."""
+    data = rows if isinstance(rows, memoryview) else rows.data
+    if not data.c_contiguous:
         raise ValueError("the rows are not C-contiguous")
-    if rows.nbytes == 0:
-        return memoryview(b"")
-    if isinstance(rows, np.ndarray):
-        return rows.reshape(-1).view(np.uint8).data
-    return rows.cast("B")
+    return data.cast("B") if data.nbytes else memoryview(b"")

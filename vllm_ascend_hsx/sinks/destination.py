@@ -1,12 +1,13 @@
-"""Where rows go: what the response says, what is checked at start, and the sink of each worker."""
+"""The destination of rows: what responses say, what is checked at start, each worker's sink."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
+from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig
 from vllm_ascend_hsx.protocol.api import PATH_KEY
 from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of, transfer_params
 from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions, load_package, own_address
@@ -19,34 +20,42 @@ from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
+logger = logging.getLogger(__name__)
+
 _DEFAULTS = FileOptions()
 
 
-class Destination(ABC):
-    """One destination of rows. Equal ones are interchangeable.
+@dataclass(frozen=True)
+class InDirectory:
+    """Files in a directory, or members of shards. Equal destinations are interchangeable.
 
     Attributes:
-        directory: directory of the files, in which a request may choose its file if that is
-            allowed. None if the sink writes no files.
+        directory: as the administrator wrote it. A request may choose its file in it if that is
+            allowed.
+        options: how files are written.
+        shard_bytes: size at which a shard is sealed; None for a file per request.
+        random_ids: whether vLLM makes the ids of requests unique.
     """
 
-    directory: Path | None = None
+    directory: Path
+    options: FileOptions = _DEFAULTS
+    shard_bytes: int | None = None
+    random_ids: bool = True
 
     @property
-    @abstractmethod
     def where(self) -> str:
         """The destination, for log lines."""
+        return str(self.directory)
 
     @property
-    @abstractmethod
     def waits(self) -> bool:
         """True if writers wait for storage rather than for the processor."""
+        return self._is_direct or self.options.durable
 
-    @abstractmethod
     def of(self, request_id: str) -> Path:
         """Return the default path of a request's rows, for the sink. Each id has its own."""
+        return self.directory / file_name(request_id)
 
-    @abstractmethod
     def answer(self, path: str, tokens: int, include_output: bool) -> dict[str, Any]:
         """Return the response's `kv_transfer_params`, without an error.
 
@@ -55,85 +64,45 @@ class Destination(ABC):
             tokens: number of rows.
             include_output: whether rows of generated tokens are extracted.
         """
-
-    @abstractmethod
-    def probe(self) -> int:
-        """Use the destination as far as possible without a worker's memory.
-
-        Returns:
-            Bytes that the size of a row must be a multiple of.
-
-        Raises:
-            UserError: if it cannot be used.
-        """
-
-    @abstractmethod
-    def make_sink(self, row_format: RowFormat, memory: memoryview) -> Sink:
-        """Make the sink of one worker.
-
-        Args:
-            row_format: format of its rows.
-            memory: the pinned ring, from which rows are written.
-
-        Raises:
-            UserError: if the destination cannot be used, or not from this memory.
-        """
-
-
-@dataclass(frozen=True)
-class InDirectory(Destination):
-    """Files in a directory, or members of shards.
-
-    Attributes:
-        directory: as the administrator wrote it.
-        options: how files are written.
-        shard_bytes: size from which on a shard takes no more requests; None for a file per request.
-    """
-
-    directory: Path
-    options: FileOptions = _DEFAULTS
-    shard_bytes: int | None = None
-
-    @property
-    def where(self) -> str:
-        return str(self.directory)
-
-    @property
-    def waits(self) -> bool:
-        return self.options.io == "direct" or self.options.durability == "fdatasync"
-
-    def of(self, request_id: str) -> Path:
-        return self.directory / file_name(request_id)
-
-    def answer(self, path: str, tokens: int, include_output: bool) -> dict[str, Any]:
         return {PATH_KEY: path}
 
     def probe(self) -> int:
-        options = self.options
-        direct = options.io == "direct"
-        return check_directory(self.directory, use_lock=options.use_lock, direct=direct).alignment
+        """Use the destination as far as possible without a worker's memory.
+
+        Returns the bytes that the size of a row must be a multiple of. Raises UserError.
+        """
+        if self.options.io == "direct" and not self._is_direct:
+            logger.warning(
+                "%s.io='direct' has no effect with sink='shard': shards are written through the page cache. "
+                "Leave it out, or use sink='file'.",
+                EXTRA_CONFIG,
+            )
+        return check_directory(self.directory, use_lock=self.options.use_lock, direct=self._is_direct).alignment
 
     def make_sink(self, row_format: RowFormat, memory: memoryview) -> Sink:
+        """Make the sink of one worker, which writes rows from `memory`, the pinned ring.
+
+        Raises UserError if the destination cannot be used, or not from this memory.
+        """
+        where = self.directory, row_format, self.options, memory
         if self.shard_bytes is None:
-            return FileSink(self.directory, row_format, self.options, memory)
-        return ShardSink(
-            self.directory, row_format, self.options, memory, shard_bytes=self.shard_bytes
-        )
+            return FileSink(*where, random_ids=self.random_ids)
+        return ShardSink(*where, shard_bytes=self.shard_bytes, random_ids=self.random_ids)
+
+    @property
+    def _is_direct(self) -> bool:
+        return self.options.io == "direct" and self.shard_bytes is None
 
 
 @dataclass(frozen=True)
-class InStore(Destination):
-    """Objects in a Mooncake store.
-
-    Attributes:
-        row_format: format of the rows.
-        options: options of the store.
-        checksum: checksum of each object, or none.
-    """
+class InStore:
+    """Objects in a Mooncake store. Its methods are those of InDirectory."""
 
     row_format: RowFormat
     options: MooncakeOptions
     checksum: Literal["crc32c", "none"] = "crc32c"
+
+    directory = None  # a request cannot choose a file
 
     @property
     def where(self) -> str:
@@ -156,3 +125,27 @@ class InStore(Destination):
 
     def make_sink(self, row_format: RowFormat, memory: memoryview) -> Sink:
         return MooncakeSink(self.options, row_format, self.checksum)
+
+
+Destination: TypeAlias = InDirectory | InStore
+
+
+def make_destination(config: HsxConfig, row_format: RowFormat, random_ids: bool) -> Destination:
+    """Return the destination that the option `sink` names.
+
+    Args:
+        random_ids: whether vLLM makes the ids of requests unique.
+    """
+    if config.sink == "mooncake":
+        assert config.mooncake is not None  # HsxConfig.parse
+        return InStore(row_format, config.mooncake, config.checksum)
+    assert config.shared_storage_path is not None
+    options = FileOptions(
+        mode=int(config.file_mode, 8),
+        use_lock=config.use_synchronization_lock,
+        durability=config.durability,
+        io=config.io,
+        checksum=config.checksum,
+    )
+    shard_bytes = config.shard_bytes if config.sink == "shard" else None
+    return InDirectory(Path(config.shared_storage_path), options, shard_bytes, random_ids)

@@ -1,154 +1,256 @@
-"""The directory that files are published in: checked with one clear error at start-up, then open as a descriptor."""
+"""The storage directory: checked with one clear error at start, then open for a sink's session."""
 
 from __future__ import annotations
 
 import errno
+import itertools
+import logging
 import mmap
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Literal
 
 from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, OnError, describe
 from vllm_ascend_hsx.protocol.format import PAGE
-from vllm_ascend_hsx.sinks.system import is_in_memory, reserve
+from vllm_ascend_hsx.sinks.data_file import FileOptions, Filesystem
+from vllm_ascend_hsx.sinks.storage import Storage, is_in_memory, open_folder, reserve
 from vllm_ascend_hsx.sinks.workspace import Workspace
 
 OPTION = "shared_storage_path"
 LOCK_OPTION = "use_synchronization_lock"
 IO_OPTION = "io"
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-_SECTORS = (512, 1024, 2048, PAGE)  # what a filesystem may want direct I/O to be aligned to
+_SECTORS = (512, 1024, 2048, PAGE)  # alignments that a filesystem may require of direct I/O
+_PROBE = "probe"
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Filesystem:
-    """What the sink has to know of the filesystem that the directory is on.
-
-    Attributes:
-        alignment: what offsets, lengths and addresses of direct I/O must be multiples of, in bytes; 1 if none is wanted.
-        reserves: whether space for a whole file is taken before its first rows are written.
-    """
-
-    alignment: int = 1
-    reserves: bool = True
-
-
-def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False, memory: memoryview | None = None) -> Filesystem:
-    """Create the directory if need be, and try in it everything a request will need: create, lock, write, rename, remove.
+class Session:
+    """One sink's use of a storage directory, with a hidden directory of its own in it.
 
     Args:
-        path: the directory; a symbolic link to one is followed, for the administrator chose it.
-        use_lock: whether files will be locked, so that a filesystem without flock is refused.
-        direct: whether rows will bypass the page cache, so that a filesystem without O_DIRECT is refused.
-        memory: what direct writes will come from; it begins at a page, and is not changed. A device's driver may map its pinned memory in a
-            way that the disk cannot fetch it from. Ordinary memory without it, or if it has less than two pages.
+        directory: path of the directory, created if it does not exist. A symbolic link is
+            followed, because the administrator chose it.
+        options: how files are written.
+        memory: memory that direct writes come from, to try one: a device driver may map pinned
+            memory so that the disk cannot read it. It begins at a page and is not changed. Ordinary
+            memory is used if it has less than two pages.
+
+    Attributes:
+        filesystem: what the sink must know about it.
+        storage, workspace: the directory, and the hidden one in which files are made.
+        token: part of the names of the hidden directory and of shards.
+        lock_mode: permissions of lock files.
+        users: the sink, and each request whose file is not closed; counted by the sink.
+        tidy: False if a lock or a shard is left for the next server.
 
     Raises:
-        UserError: a file could not be published there.
+        UserError: if files cannot be made in the directory, or not with these options.
     """
-    dir_fd = open_directory(path)
-    try:
-        workspace = make_workspace(path, dir_fd, use_lock, 0o600)
+
+    def __init__(self, directory: Path, options: FileOptions, memory: memoryview | None = None) -> None:
+        self._directory = directory
+        # speculators opens the lock for writing, so whoever can read the data must be able to.
+        self.lock_mode = options.mode | (options.mode & 0o444) >> 1
+        self.tidy = True
+        self.users = 1
+        self._numbers = itertools.count()
+        self.storage = Storage(_open_directory(directory), options.mode)
+        with ExitStack() as undo:
+            undo.callback(self.storage.close)
+            self._workspace = self._make_workspace(options.use_lock)
+            undo.callback(self._workspace.remove)
+            self.token = self._workspace.token
+            self.workspace = Storage(self._workspace.fd, options.mode)
+            self.filesystem = self._probe(options.io == "direct", memory)
+            undo.pop_all()
+
+    def try_file(self) -> None:
+        """Write, rename and remove a file. Raises UserError."""
         try:
-            return check_workspace(path, workspace, direct, memory)
+            fd = self.workspace.create(_PROBE)
+            try:
+                os.pwrite(fd, b"x", 0)
+                os.rename(_PROBE, "renamed", src_dir_fd=self.workspace.fd, dst_dir_fd=self.workspace.fd)
+            finally:
+                os.close(fd)
+            self.workspace.unlink("renamed")
+        except OSError as error:
+            raise self._no_file(error) from error
+
+    def new_name(self, name: str) -> str:
+        """Return an unused name in the workspace for what will be published as `name`."""
+        return f"{name}.{next(self._numbers)}"
+
+    def is_at_its_path(self, folder: str = "", storage: Storage | None = None) -> bool:
+        """Return whether the directory's path, and `folder` below it, still lead where they did.
+
+        Another process may have renamed or replaced them. `storage` is the folder, open.
+        """
+        try:
+            if not os.path.samestat(os.stat(self._directory), os.fstat(self.storage.fd)):
+                return False
+            if storage is None or not folder:
+                return True
+            fd = open_folder(self.storage.fd, folder)
+            if fd < 0:
+                return False
+            try:
+                return os.path.sameopenfile(fd, storage.fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if error.errno in LEADS_NOWHERE:
+                return False
+            problem = f"could not determine whether {self._directory} is still where it was"
+            logger.error("%s", describe(problem, error))
+            return True
+
+    @property
+    def has_workspace(self) -> bool:
+        """False if the hidden directory was removed: no more files can be made in it."""
+        try:
+            return os.fstat(self.workspace.fd).st_nlink > 0
+        except OSError as error:
+            problem = f"could not determine whether {self._directory} still has the hidden directory"
+            logger.error("%s", describe(problem, error))
+            return True
+
+    @property
+    def has_lock(self) -> bool:
+        """False if the lock was removed: after a crash nobody would clean up."""
+        try:
+            return self._workspace.is_locked()
+        except OSError as error:
+            problem = f"could not determine whether {self._directory} still has the lock of this server"
+            logger.error("%s", describe(problem, error))
+            return True
+
+    def enter(self, folders: Sequence[str], durable: bool) -> Storage:
+        """Open the folder that the names lead to; see Storage.enter. `leave` closes it.
+
+        Raises:
+            OSError: if it cannot be opened, or is on another filesystem (EXDEV).
+        """
+        storage = self.storage.enter(folders, durable=durable)
+        with OnError(self.leave, storage):
+            if folders and os.fstat(storage.fd).st_dev != os.fstat(self.workspace.fd).st_dev:
+                # No file can be renamed to there.
+                raise OSError(errno.EXDEV, "it is on another filesystem than the storage directory")
+            self._workspace.note(folders)
+        return storage
+
+    def leave(self, storage: Storage) -> None:
+        """Close a folder unless it is the directory itself. Raises OSError."""
+        if storage is not self.storage:
+            storage.close()
+
+    def close(self) -> None:
+        """End the session. No file may be open."""
+        try:
+            (self._workspace.remove if self.tidy else self._workspace.leave)()
+        except OSError as error:
+            problem = "the hidden directory of this server could not be removed"
+            logger.error("%s: %s", self._directory, describe(problem, error))
         finally:
-            workspace.remove()
-    finally:
-        os.close(dir_fd)
+            self.storage.close()
+
+    def _make_workspace(self, use_lock: bool) -> Workspace:
+        try:
+            return Workspace.make(self.storage.fd, use_lock, self.lock_mode)
+        except OSError as error:
+            if error.errno in _NO_FLOCK:
+                problem = f"is on a filesystem without flock: {error.strerror}"
+                remedy = (
+                    f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false and let readers "
+                    "wait for the file to appear."
+                )
+            else:
+                problem = f"cannot be written: {error.strerror}"
+                user = f"the user that runs the server (uid {os.geteuid()})"
+                remedy = f"Make it writable for {user}, or name another one."
+            raise _unusable(self._directory, problem, remedy) from error
+
+    def _probe(self, direct: bool, memory: memoryview | None) -> Filesystem:
+        try:
+            alignment = self._direct_alignment(memory) if direct else 1
+            return Filesystem(alignment, not is_in_memory(self.workspace.fd))
+        except OSError as error:
+            raise self._no_file(error) from error
+
+    def _direct_alignment(self, memory: memoryview | None) -> int:
+        """Find the alignment of direct writes by trying.
+
+        statx does not report it on older kernels, and reports it wrongly on some network
+        filesystems.
+        """
+        remedy = f'Set {IO_OPTION} to "buffered", or name a directory on a local disk.'
+        with ExitStack() as undo:
+            fd = self.workspace.create(_PROBE)
+            undo.callback(os.close, fd)
+            undo.callback(self.workspace.unlink, _PROBE)
+            try:
+                direct_fd = self.workspace.open_direct(_PROBE, fd)
+            except OSError as error:
+                problem = f"is on a filesystem without O_DIRECT: {error.strerror}"
+                raise _unusable(self._directory, problem, remedy) from error
+            undo.callback(os.close, direct_fd)
+            reserve(fd, 2 * PAGE)
+            if memory is None or len(memory) < 2 * PAGE:
+                memory = memoryview(mmap.mmap(-1, 2 * PAGE))
+            for alignment in _SECTORS:
+                try:
+                    os.pwrite(direct_fd, memory[alignment : 2 * alignment], alignment)
+                    return alignment
+                except OSError as error:
+                    refused = error
+            problem = f"takes no direct writes: {refused.strerror}"
+            raise _unusable(self._directory, problem, remedy) from refused
+
+    def _no_file(self, error: OSError) -> UserError:
+        problem = f"cannot hold a file: {error.strerror}"
+        remedy = "Free space or raise the quota there, or name another one."
+        return _unusable(self._directory, problem, remedy)
 
 
-def open_directory(path: Path) -> int:
-    """A descriptor of the directory, which is created if it does not exist.
+def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) -> Filesystem:
+    """Create the directory if necessary, and try in it what a request will need.
+
+    Args:
+        path: the directory, as for Session.
+        use_lock: refuse a filesystem without flock.
+        direct: refuse a filesystem without O_DIRECT.
 
     Raises:
-        UserError: it is not a directory, or cannot be created or opened.
+        UserError: if a file cannot be published there.
     """
+    io: Literal["direct", "buffered"] = "direct" if direct else "buffered"
+    session = Session(path, FileOptions(use_lock=use_lock, io=io))
+    try:
+        session.try_file()
+        return session.filesystem
+    finally:
+        session.close()
+
+
+def _open_directory(path: Path) -> int:
     try:
         os.makedirs(path, exist_ok=True)
         return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileExistsError, NotADirectoryError) as error:
-        raise UserError(
-            OPTION, os.fspath(path), f"cannot be a directory: {error.filename} is not one", "Name a directory, or remove what is there."
-        ) from error
+        problem = f"cannot be a directory: {error.filename} is not one"
+        raise _unusable(path, problem, "Name a directory, or remove what is there.") from error
     except OSError as error:
-        raise UserError(
-            OPTION,
-            os.fspath(path),
-            f"cannot be created or opened: {error.strerror}",
-            "Create it, writable for the user that runs the server, or name another one.",
-        ) from error
+        problem = f"cannot be created or opened: {error.strerror}"
+        remedy = "Create it, writable for the user that runs the server, or name another one."
+        raise _unusable(path, problem, remedy) from error
     except ValueError as error:
-        raise UserError(OPTION, os.fspath(path), f"is not a path: {error}", "Name a directory.") from error
+        raise _unusable(path, f"is not a path: {error}", "Name a directory.") from error
 
 
-def make_workspace(path: Path, dir_fd: int, use_lock: bool, lock_mode: int) -> Workspace:
-    """Make the hidden directory of a server in the directory at `path`; see Workspace.make.
-
-    Raises:
-        UserError: it cannot be made, or not be locked.
-    """
-    try:
-        return Workspace.make(dir_fd, use_lock, lock_mode)
-    except OSError as error:
-        if error.errno in _NO_FLOCK:
-            raise UserError(
-                OPTION,
-                os.fspath(path),
-                f"is on a filesystem without flock: {error.strerror}",
-                f"Mount it with flock, name another directory, or set {LOCK_OPTION} to false and let readers wait for the file to appear.",
-            ) from error
-        raise UserError(
-            OPTION,
-            os.fspath(path),
-            f"cannot be written: {error.strerror}",
-            f"Make it writable for the user that runs the server (uid {os.geteuid()}), or name another one.",
-        ) from error
-
-
-def check_workspace(
-    path: Path, workspace: Workspace, direct: bool, memory: memoryview | None
-) -> Filesystem:
-    """Try in a new workspace what a request will need: create, write, rename, remove.
-
-    Arguments, result and errors are check_directory's.
-    """
-    fd = -1
-    name = "probe"
-    try:
-        fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=workspace.fd)
-        alignment = _alignment_of_direct_writes(path, workspace.fd, name, fd, memory) if direct else 1
-        filesystem = Filesystem(alignment, not is_in_memory(fd))
-        os.pwrite(fd, b"x", 0)
-        os.rename(name, "renamed", src_dir_fd=workspace.fd, dst_dir_fd=workspace.fd)
-        os.unlink("renamed", dir_fd=workspace.fd)
-        return filesystem
-    except OSError as error:
-        raise UserError(
-            OPTION,
-            os.fspath(path),
-            f"cannot hold a file: {error.strerror}", "Free space or raise the quota there, or name another one."
-        ) from error
-    finally:
-        if fd >= 0:
-            os.close(fd)
-
-
-def _alignment_of_direct_writes(path: Path, dir_fd: int, name: str, fd: int, memory: memoryview | None) -> int:
-    """Found by trying, for what statx says of it is not known on older kernels, and wrong on some network filesystems."""
-    remedy = f'Set {IO_OPTION} to "buffered", or name a directory on a local disk.'
-    try:
-        direct_fd = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
-    except OSError as error:
-        raise UserError(OPTION, os.fspath(path), f"is on a filesystem without O_DIRECT: {error.strerror}", remedy) from error
-    try:
-        reserve(fd, 2 * PAGE)
-        page = memory if memory is not None and len(memory) >= 2 * PAGE else memoryview(mmap.mmap(-1, 2 * PAGE))
-        for alignment in _SECTORS:
-            try:
-                os.pwrite(direct_fd, page[alignment : 2 * alignment], alignment)
-                return alignment
-            except OSError as error:
-                refused = error
-        raise UserError(OPTION, os.fspath(path), f"takes no direct writes: {refused.strerror}", remedy) from refused
-    finally:
-        os.close(direct_fd)
+def _unusable(path: Path, problem: str, remedy: str) -> UserError:
+    return UserError(OPTION, os.fspath(path), problem, remedy)

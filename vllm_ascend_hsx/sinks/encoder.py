@@ -1,58 +1,29 @@
-"""How rows become what is stored: as they are, or as float8_e4m3fn with a scale per token."""
+"""Quantise rows to float8_e4m3fn with a scale per token."""
 
 from __future__ import annotations
 
+import functools
 import mmap
 import threading
-from abc import ABC, abstractmethod
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_hsx.protocol.rows import RowFormat
 
-_FP8_MAX = 448.0  # the largest value of float8_e4m3fn
-_LEAST_SCALE = 1e-12  # of a row of zeros; both are hs_connectors' (0.9.0, fp8_utils.py)
-_AT_A_TIME = 256 << 10  # elements that are quantised at a time: 1 MiB of float32, which stays in the processor's cache
+_FP8_MAX = 448.0  # largest value of float8_e4m3fn
+_LEAST_SCALE = 1e-12  # of a row of zeros; both as in hs_connectors 0.9.0 (fp8_utils.py)
+# Elements quantised at a time: 1 MiB of float32 stays in the processor's cache.
+_AT_A_TIME = 256 << 10
 
 Scales = npt.NDArray[np.float32]
 
 
-class RowEncoder(ABC):
-    """The rows of one request on their way to where they are stored. Several threads may use it, not for the same position at once."""
+class Fp8PerToken:
+    """Encoder of the rows of one request, bit for bit that of hs_connectors 0.9.0.
 
-    @abstractmethod
-    def encode(self, first: int, data: memoryview) -> memoryview:
-        """What is stored of rows.
-
-        Args:
-            first: token position of the first row.
-            data: the bytes of whole rows in the model's dtype.
-
-        Returns:
-            The bytes of as many stored rows. They are the calling thread's until it encodes the next rows of any request.
-        """
-
-    @abstractmethod
-    def scales(self, tokens: int) -> Scales | None:
-        """float32 [tokens], of the rows that were encoded last for each position; None if rows are stored as they are."""
-
-
-class Passthrough(RowEncoder):
-    """Rows are stored as the model computed them; nothing is copied."""
-
-    def encode(self, first: int, data: memoryview) -> memoryview:
-        return data
-
-    def scales(self, tokens: int) -> None:
-        return None
-
-
-class Fp8PerToken(RowEncoder):
-    """float8_e4m3fn, with scale = max(largest magnitude of the token's layers / 448, 1e-12): bit for bit hs_connectors' (0.9.0).
-
-    Args:
-        row_format: quantised.
+    A token's scale is max(largest magnitude in all its layers / 448, 1e-12). Several threads may
+    use an encoder for different positions.
     """
 
     def __init__(self, row_format: RowFormat) -> None:
@@ -61,8 +32,12 @@ class Fp8PerToken(RowEncoder):
         self._scales = np.zeros(0, np.float32)
 
     def encode(self, first: int, data: memoryview) -> memoryview:
-        workspace = _of_thread()
-        stored, scales = workspace.quantize(data, self._row_format)
+        """Quantise rows from token position `first` on, and keep their scales.
+
+        `data` are whole rows in the model's dtype. The bytes that are returned are valid until the
+        calling thread encodes again.
+        """
+        stored, scales = _workspace().quantize(data, self._row_format)
         with self._mutex:
             end = first + len(scales)
             if end > len(self._scales):
@@ -73,24 +48,28 @@ class Fp8PerToken(RowEncoder):
         return stored
 
     def scales(self, tokens: int) -> Scales:
+        """Return float32 [tokens], the scale last computed for each position."""
         with self._mutex:
-            assert tokens <= len(self._scales), f"scales of {tokens} tokens were asked for, and rows of {len(self._scales)} encoded"
+            assert tokens <= len(self._scales), f"{tokens} scales of {len(self._scales)} rows"
             return self._scales[:tokens].copy()
 
 
-def encoder_for(row_format: RowFormat) -> RowEncoder:
-    """A new encoder for one request."""
-    return Fp8PerToken(row_format) if row_format.is_quantized else Passthrough()
+def encoder_for(row_format: RowFormat) -> Fp8PerToken | None:
+    """Return a new encoder for one request, or None if rows are stored as the model's dtype."""
+    return Fp8PerToken(row_format) if row_format.is_quantized else None
 
 
-class _Workspace:
-    """The memory in which one thread quantises. It grows to the largest write and is used again."""
+class _Workspace(threading.local):
+    """The memory in which a thread quantises; made anew in each one.
+
+    It grows to the largest write and is reused.
+    """
 
     def __init__(self) -> None:
-        import torch  # not before it is needed: files are also written, and read, where there is no torch
+        import torch  # only here: files are also written and read where there is no torch
 
         _use_one_thread()
-        # Of each dtype: its own, the integer of its size, and the bits of that which are its magnitude.
+        # For each dtype: torch's, the integer of its size, and the bits of the magnitude.
         self._dtypes = {
             "BF16": (torch.bfloat16, torch.int16, 0x7FFF),
             "F16": (torch.float16, torch.int16, 0x7FFF),
@@ -100,7 +79,7 @@ class _Workspace:
         self._wide = torch.empty(0)
 
     def quantize(self, data: memoryview, row_format: RowFormat) -> tuple[memoryview, Scales]:
-        """The stored bytes of rows, which begin at a page so that O_DIRECT takes them, and float32 [rows]."""
+        """Return the bytes to store, which begin at a page for O_DIRECT, and float32 [rows]."""
         import torch
 
         elements = row_format.stored_row_bytes
@@ -108,7 +87,7 @@ class _Workspace:
         scales = torch.empty(count)
         if not count:
             return memoryview(b""), scales.numpy()
-        if data.readonly:  # torch has no tensors that cannot be written
+        if data.readonly:  # torch has no read-only tensors
             data = memoryview(bytearray(data))
         if len(self._stored) < count * elements:
             self._stored = memoryview(mmap.mmap(-1, count * elements))
@@ -122,7 +101,8 @@ class _Workspace:
         for begin in range(0, count, step):
             part = rows[begin : begin + step]
             wide = self._wide[: part.numel()].view(part.shape)
-            # The magnitude of a float grows with its bits, also to infinity and NaN; integers are compared several times as fast.
+            # A float's magnitude grows with its bits, up to infinity and NaN, and integers are
+            # compared several times as fast.
             masked = wide.view(-1).view(bits)[: part.numel()].view(part.shape)
             torch.bitwise_and(part.view(bits), magnitude, out=masked)
             scale = scales[begin : begin + step]
@@ -133,28 +113,20 @@ class _Workspace:
         return stored, scales.numpy()
 
 
-class _PerThread(threading.local):
-    workspace: _Workspace | None = None
-
-
-_per_thread = _PerThread()
-
-
-def _of_thread() -> _Workspace:
-    if _per_thread.workspace is None:
-        _per_thread.workspace = _Workspace()
-    return _per_thread.workspace
+@functools.cache
+def _workspace() -> _Workspace:
+    return _Workspace()
 
 
 def _use_one_thread() -> None:
-    """Have torch's operations of this thread run in it alone: writers are as many as are to have a core."""
+    """Make torch's operations in this thread use no other core: each writer is to use one."""
     import torch
 
     before = torch.get_num_threads()
     if before == 1:
         return
     torch.set_num_threads(1)
-    # That was also for threads that use torch for the first time later; these are somebody else's.
+    # This also set the default for threads that use torch for the first time later; restore that.
     restore = threading.Thread(target=torch.set_num_threads, args=(before,))
     restore.start()
     restore.join()

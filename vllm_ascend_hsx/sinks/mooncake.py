@@ -1,4 +1,4 @@
-"""A sink that publishes each request as one object of a Mooncake store: rows gather in registered memory until all are there."""
+"""A sink that puts each complete request into a Mooncake store as one object."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
-
-import numpy as np
 
 from vllm_ascend_hsx.protocol.checksum import Digest
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -26,15 +24,15 @@ from vllm_ascend_hsx.protocol.mooncake_manifest import (
 )
 from vllm_ascend_hsx.protocol.mooncake_store import OPTION, MooncakeClient, MooncakeError, MooncakeOptions
 from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
-from vllm_ascend_hsx.sinks.arena import Arena, ArenaFullError, Gathering
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
+from vllm_ascend_hsx.sinks.buffer_pool import BufferPool, BufferPoolFullError, PooledBuffer
 from vllm_ascend_hsx.sinks.data_file import as_bytes, rows_as_bytes
 from vllm_ascend_hsx.sinks.encoder import Scales, encoder_for
 
 logger = logging.getLogger(__name__)
 
-_TIDIED = 16  # handles that are looked at with each that is published
-NO_ROOM = "ENOSPC"  # kind of a failure for want of memory, as of one for want of disk
+_TIDIED = 16  # handles that are checked with each one that is published
+NO_ROOM = "ENOSPC"  # kind of a failure for lack of memory, as of one for lack of disk space
 
 
 class MooncakeFile(SinkFile):
@@ -48,32 +46,28 @@ class MooncakeFile(SinkFile):
         self.path = path
         self.handle = os.fspath(path)
         self._sink = sink
-        self._row_bytes = sink.row_format.row_bytes
-        self._stored_row_bytes = sink.row_format.stored_row_bytes
+        self._format = sink.row_format
         self._encoder = encoder_for(sink.row_format)
-        self._gathering = Gathering(sink.arena)
+        self._buffer = PooledBuffer(sink.buffer_pool)
 
     def begin(self, expected_tokens: int) -> None:
-        """Remove what an earlier request left under the handle, and take memory for the tokens that will come.
-
-        Raises:
-            SinkError: one of the two cannot be done; the file has failed.
-        """
+        """Remove what an earlier request left, and reserve memory. Raises SinkError: it failed."""
         try:
             self._sink.client.remove(keys_of(self.handle))
-            self._reserve(packed_layout(self._sink.row_format, expected_tokens).size)
+            self._reserve(packed_layout(self._format, expected_tokens).size)
         except MooncakeError as error:
-            reason = f"what an earlier request left under its handle could not be removed: {error}"
-            self.fail(reason)
-            raise self._error(reason) from error
+            problem = "what an earlier request left under its handle could not be removed"
+            self.fail(f"{problem}: {error}")
+            raise self._error(f"{problem}: {error}") from error
         except SinkError as error:
             self.fail(error.reason)
             raise
 
     def write(self, first: int, rows: Rows) -> None:
-        data, count = rows_as_bytes(first, rows, self._row_bytes)
-        self._reserve((first + count) * self._stored_row_bytes)
-        self._gathering.write(first * self._stored_row_bytes, self._encoder.encode(first, data))
+        data, count = rows_as_bytes(first, rows, self._format.row_bytes)
+        self._reserve((first + count) * self._format.stored_row_bytes)
+        stored = self._encoder.encode(first, data) if self._encoder else data
+        self._buffer.write(first * self._format.stored_row_bytes, stored)
 
     def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
         try:
@@ -89,8 +83,8 @@ class MooncakeFile(SinkFile):
         self.close()
 
     def fail(self, reason: str, close: bool = True) -> None:
-        marker = self.handle + ERROR_KEY_SUFFIX
-        self._attempt("publish the reason of the failure", lambda: self._sink.client.put(marker, error_marker(reason), may_go=True))
+        key, marker = self.handle + ERROR_KEY_SUFFIX, error_marker(reason)
+        self._attempt("publish the reason of the failure", lambda: self._sink.client.put(key, marker, may_go=True))
         self._sink.forget(self)
         if close:
             self.close()
@@ -100,57 +94,60 @@ class MooncakeFile(SinkFile):
         self.close()
 
     def close(self) -> None:
-        self._gathering.free()
+        self._buffer.free()
 
     def _reserve(self, size: int) -> None:
         try:
-            self._gathering.reserve(size)
-        except ArenaFullError as error:
+            self._buffer.reserve(size)
+        except BufferPoolFullError as error:
             reason = (
-                f"{error.wanted} bytes more are wanted to put its rows together, and of mooncake.local_buffer_size={error.size} "
-                f"{error.free} are free; give more, or send fewer requests at a time"
+                f"{error.wanted} bytes more are wanted to put its rows together, and of "
+                f"mooncake.local_buffer_size={error.size} {error.free} are free; give more, or "
+                "send fewer requests at a time"
             )
             raise SinkError(self.request_id, self.path, reason, NO_ROOM) from error
 
     def _publish(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
-        """Put the data, then the manifest: who sees the manifest finds the data, all of it. Raises MooncakeError, SinkError."""
+        """Put the data, then the manifest, so that a reader of the manifest finds all data.
+
+        Raises MooncakeError, SinkError.
+        """
         tokens = len(token_ids)
         if not tokens:
             raise self._error("there are no tokens, and Mooncake stores no object without bytes")
-        layout = packed_layout(self._sink.row_format, tokens)
-        self._complete(layout, token_ids, self._encoder.scales(tokens))
+        layout = packed_layout(self._format, tokens)
+        self._complete(layout, token_ids, self._encoder.scales(tokens) if self._encoder else None)
         has_checksum = self._sink.checksum != "none"
-        said = manifest(layout, metadata_of(self._sink.row_format, self.request_id, tokens, num_prompt_tokens, has_checksum))
+        metadata = metadata_of(self._format, self.request_id, tokens, num_prompt_tokens, has_checksum)
+        content = manifest(layout, metadata)
         if has_checksum:
-            said, _ = self._digest(layout.size).stamp(said)
+            digest = Digest()
+            for part in self._buffer.views(layout.size):
+                digest.update(part)
+            content, _ = digest.stamp(content)
         client = self._sink.client
-        client.put_parts(self.handle, self._gathering.parts(layout.size))
+        client.put_parts(self.handle, self._buffer.parts(layout.size))
         try:
-            client.put(self.handle + MANIFEST_KEY_SUFFIX, said)
+            client.put(self.handle + MANIFEST_KEY_SUFFIX, content)
         except MooncakeError:
             self._attempt("remove data that has no manifest", lambda: client.remove([self.handle]))
             raise
         self._attempt("tidy up the store", lambda: self._sink.published.tidy(self.handle))
 
     def _complete(self, layout: PackedLayout, token_ids: TokenIds, scales: Scales | None) -> None:
-        """Write the tail after the rows, over rows beyond the tokens."""
+        """Write the tail, also over rows at positions after the last token."""
         self._reserve(layout.size)
-        self._gathering.clear(layout.end(HIDDEN_STATES), layout.size)
-        self._gathering.write(layout.offset(TOKEN_IDS), as_bytes(np.ascontiguousarray(token_ids, dtype="<i8")))
+        self._buffer.clear(layout.end(HIDDEN_STATES), layout.size)
+        self._buffer.write(layout.offset(TOKEN_IDS), as_bytes(token_ids.astype("<i8")))
         if scales is not None:
-            self._gathering.write(layout.offset(SCALES), as_bytes(np.ascontiguousarray(scales, dtype="<f4")))
-
-    def _digest(self, size: int) -> Digest:
-        digest = Digest()
-        for part in self._gathering.views(size):
-            digest.update(part)
-        return digest
+            self._buffer.write(layout.offset(SCALES), as_bytes(scales.astype("<f4")))
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
         except MooncakeError as error:
-            logger.error("request %r, %s: could not %s: %s", self.request_id, self.path, what, error)
+            problem = f"could not {what}: {error}"
+            logger.error("request %r, %s: %s", self.request_id, self.path, problem)
 
     def _error(self, reason: str) -> SinkError:
         return SinkError(self.request_id, self.path, reason)
@@ -160,36 +157,40 @@ class MooncakeSink(Sink):
     """Publishes objects in one store.
 
     Args:
-        options: of the store.
-        row_format: what a row looks like; the same for all requests of a sink.
-        checksum: of each object, or none.
+        options: options of the store.
+        row_format: format of the rows of all requests.
+        checksum: checksum of each object, or none.
 
     Raises:
-        UserError: the store cannot be used.
+        UserError: if the store cannot be used.
     """
 
     writes_side_by_side = True  # they are copies in memory
 
-    def __init__(self, options: MooncakeOptions, row_format: RowFormat, checksum: Literal["crc32c", "none"] = "crc32c") -> None:
+    def __init__(
+        self, options: MooncakeOptions, row_format: RowFormat, checksum: Literal["crc32c", "none"] = "crc32c"
+    ) -> None:
         self.row_format = row_format
         self.checksum = checksum
         self.client = MooncakeClient(options, options.global_segment_size)
-        self.arena = Arena(options.local_buffer_size)
+        self.buffer_pool = BufferPool(options.local_buffer_size)
         try:
-            self.client.register(self.arena.address, self.arena.size)
+            self.client.register(self.buffer_pool.address, self.buffer_pool.size)
         except MooncakeError as error:
             self.client.close()
+            option, problem = f"{OPTION}.local_buffer_size", f"cannot be registered: {error}"
             remedy = "Give less, or let the server lock more memory (ulimit -l)."
-            raise UserError(f"{OPTION}.local_buffer_size", self.arena.size, f"cannot be registered: {error}", remedy) from error
+            raise UserError(option, self.buffer_pool.size, problem, remedy) from error
         self.published = Published(self.client)
         self._mutex = threading.Lock()
         self._files: dict[str, MooncakeFile] = {}
         self._closed = False
 
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, may_grow: bool = True) -> MooncakeFile:
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> MooncakeFile:
         handle = os.fspath(path)
         if not handle or not handle.isascii() or not handle.isprintable() or set(handle) & {"/", ":"}:
-            raise SinkError(request_id, path, "the handle cannot be used: it is not a plain, printable name")
+            reason = "the handle cannot be used: it is not a plain, printable name"
+            raise SinkError(request_id, path, reason)
         file = MooncakeFile(self, request_id, path)
         with self._mutex:
             if self._closed:
@@ -211,17 +212,16 @@ class MooncakeSink(Sink):
         self.client.close()
 
     def forget(self, file: MooncakeFile) -> None:
-        """Called by a file that ends: its handle can be used again."""
+        """Free the handle of a file that ends."""
         with self._mutex:
             if self._files.get(file.handle) is file:
                 del self._files[file.handle]
 
 
 class Published:
-    """Handles whose data is in the store. Consumers that do not know of manifests leave them there; nobody else would ever remove them.
+    """Handles whose data was put into the store.
 
-    Args:
-        client: of the store.
+    Consumers that do not know of manifests leave them in the store, and nothing else removes them.
     """
 
     def __init__(self, client: MooncakeClient) -> None:
@@ -230,22 +230,20 @@ class Published:
         self._handles: deque[str] = deque()
 
     def tidy(self, handle: str) -> None:
-        """Take note of one more, and remove the manifests of some that were published before, if their data has been removed.
+        """Record a handle, and remove the manifests of some earlier ones whose data was removed.
 
-        Raises:
-            MooncakeError: the store did not do it; a later call will.
+        Raises MooncakeError; a later call tries again.
         """
         with self._mutex:
             some = [self._handles.popleft() for _ in range(min(_TIDIED, len(self._handles)))]
             self._handles.append(handle)
-        there = [True] * len(some)
+        kept = some
         try:
-            if some:
-                there = self._client.exist(some)
-                self._client.remove([each + MANIFEST_KEY_SUFFIX for each, is_there in zip(some, there, strict=True) if not is_there])
-        except MooncakeError:
-            there = [True] * len(some)
-            raise
+            there = self._client.exist(some) if some else []
+            gone = [each for each, is_there in zip(some, there, strict=True) if not is_there]
+            if gone:
+                self._client.remove([each + MANIFEST_KEY_SUFFIX for each in gone])
+            kept = [each for each in some if each not in gone]
         finally:
             with self._mutex:
-                self._handles += [each for each, is_there in zip(some, there, strict=True) if is_there]
+                self._handles += kept

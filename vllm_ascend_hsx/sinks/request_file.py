@@ -15,19 +15,19 @@ from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.files import describe, write_at
 from vllm_ascend_hsx.protocol.format import PRODUCER
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, partial_name
 from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
 from vllm_ascend_hsx.sinks.base import SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import DataFile, rows_as_bytes
+from vllm_ascend_hsx.sinks.directory import Session
 from vllm_ascend_hsx.sinks.encoder import encoder_for
-from vllm_ascend_hsx.sinks.session import Session
 from vllm_ascend_hsx.sinks.storage import Storage
 
 logger = logging.getLogger(__name__)
 
 
 class Owner(Protocol):
-    """What a file needs of the sink that it belongs to; see DirectorySink."""
+    """What a file needs of its sink; see DirectorySink."""
 
     row_format: RowFormat
     keeps_locks: bool
@@ -35,37 +35,33 @@ class Owner(Protocol):
     def make_data(self, file: RequestFile) -> DataFile: ...
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None: ...
     def follow(self, file: RequestFile) -> RequestFile | None: ...
-    def move(self, file: RequestFile, successor: RequestFile) -> None: ...
     def forget(self, file: RequestFile) -> None: ...
-    def leave(self, file: RequestFile) -> None: ...
+    def release(self, session: Session) -> None: ...
 
 
 class RequestFile(SinkFile):
     """One request of a DirectorySink. Its hidden file is made when the first rows arrive.
 
     Args:
-        sink: that it belongs to.
-        session: the sink's stay in the directory.
-        request_id, path: of the request.
-        storage: the folder that the file is in.
-        relative: `path` relative to the directory.
-        expected_tokens, may_grow: how many rows there will be at least, and whether there may be more.
+        session, storage: the sink's session, and the folder of the file.
+        path, relative: path of the file, and the same relative to the directory.
+        expected_tokens: least number of rows.
+
+    Attributes:
         gid: group of its files; see Storage.group_in.
         lock: held until the end, or None.
+        remove_previous: called at the end; see DirectorySink.hide_previous.
     """
 
     def __init__(
         self,
         sink: Owner,
         session: Session,
+        storage: Storage,
         request_id: str,
         path: Path,
-        storage: Storage,
         relative: str,
-        expected_tokens: int,
-        may_grow: bool,
-        gid: int,
-        lock: HeldLock | None,
+        expected_tokens: int = 0,
     ) -> None:
         self.request_id = request_id
         self.path = path
@@ -73,43 +69,53 @@ class RequestFile(SinkFile):
         self.name = relative.rpartition("/")[2]
         self.session = session
         self.storage = storage
-        self.gid = gid
         self.expected_tokens = expected_tokens
-        self.may_grow = may_grow
+        self.gid = -1
+        self.lock: HeldLock | None = None
         self.remove_previous: Callable[[], None] | None = None
-        self.predecessor: RequestFile | None = None  # this request in the folder that its path led to before
         self._sink = sink
-        self._lock = lock
         self._row_bytes = sink.row_format.row_bytes
         self._encoder = encoder_for(sink.row_format)
         self._mutex = threading.Lock()  # guards the next two
         self._data: DataFile | None = None
         self._withdrawn = False
-        self._successor: RequestFile | None = None  # this request in the folder that its path leads to now
+        self._successor: RequestFile | None = None  # in the folder that its path leads to now
+
+    @property
+    def destination(self) -> RequestFile:
+        """The file that readers of the path see: this one, unless its directory was replaced."""
+        return self._successor or self
 
     def write(self, first: int, rows: Rows) -> None:
         data, count = rows_as_bytes(first, rows, self._row_bytes)
         file = self._made_data()
         try:
-            file.write(first, self._encoder.encode(first, data))
+            file.write(first, self._encoder.encode(first, data) if self._encoder else data)
         except OSError as error:
-            raise self._error(describe(f"rows [{first}, {first + count}) could not be written", error)) from error
+            problem = f"rows [{first}, {first + count}) could not be written"
+            raise self._error(describe(problem, error)) from error
 
     def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
         try:
             data = self._made_data()
-            data.complete(token_ids, num_prompt_tokens, self._encoder.scales(len(token_ids)))
+            scales = self._encoder.scales(len(token_ids)) if self._encoder else None
+            data.complete(token_ids, num_prompt_tokens, scales)
+            # First: a request that fails here must have no rows in the former directory.
+            self._successor = self._sink.follow(self)
             self._sink.publish(self, data, len(token_ids))
-            self._follow_directory()
         except SinkError as error:
             self.fail(error.reason)
             raise
         except OSError as error:
-            reason = describe("the file could not be published", error)
+            problem = "the file could not be published"
+            if self._successor is not None:
+                problem = "the storage directory was replaced, and its rows cannot follow"
+            reason = self._describe(problem, error)
             self.fail(reason)
             raise self._error(reason) from error
-        self._end(lock_stays=self._sink.keeps_locks)
-        self.close()
+        for file in filter(None, (self._successor, self)):
+            file._end(keeps_lock=self._sink.keeps_locks)
+            file.close()
 
     def fail(self, reason: str, close: bool = True) -> None:
         self._withdraw()
@@ -123,19 +129,19 @@ class RequestFile(SinkFile):
         else:
             if successor is not None:
                 successor.fail(reason)
-        self._end(lock_stays=True)
+        self._end(keeps_lock=True)
         if close:
             self.close()
 
     def discard(self) -> None:
         self._withdraw()
-        self._end(lock_stays=False)
+        self._end(keeps_lock=False)
         self.close()
 
     def close(self) -> None:
         self._attempt("close its data", self._close_data)
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
-        self._sink.leave(self)
+        self._sink.release(self.session)
 
     def refuse(self, reason: str) -> None:
         """Publish the reason instead of opening the file.
@@ -143,12 +149,15 @@ class RequestFile(SinkFile):
         The response may leave before the scheduler knows of the failure.
         """
         self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
-        if self._lock is not None:
-            self._attempt("remove the lock", self._lock.remove)
+        if self.lock is not None:
+            self._attempt("remove the lock", self.lock.remove)
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
 
     def _made_data(self) -> DataFile:
-        """Return its hidden file, made for the first rows. Raises SinkError: it cannot be, or `fail` came first."""
+        """Return its hidden file, made by the first call.
+
+        Raises SinkError if it cannot be made, or `fail` was called before.
+        """
         with self._mutex:
             if self._withdrawn:
                 raise self._error("the file has failed")
@@ -156,7 +165,8 @@ class RequestFile(SinkFile):
                 try:
                     self._data = self._sink.make_data(self)
                 except OSError as error:
-                    raise self._error(describe("the file of its rows could not be created", error)) from error
+                    reason = self._describe("the file of its rows could not be created", error)
+                    raise self._error(reason) from error
             return self._data
 
     def _withdraw(self) -> None:
@@ -169,17 +179,6 @@ class RequestFile(SinkFile):
         if self._data is not None:
             self._data.close()
 
-    def _follow_directory(self) -> None:
-        """Have what was published be where the path leads now. Raises SinkError."""
-        self._successor = self._sink.follow(self)
-        if self._successor is not None:
-            try:
-                self._sink.move(self, self._successor)
-            except OSError as error:
-                raise self._error(describe("the storage directory was replaced, and its rows cannot follow", error)) from error
-            self._successor._end(lock_stays=self._sink.keeps_locks)
-            self._successor.close()
-
     def _write_reason(self, reason: str) -> None:
         text = json.dumps(
             {
@@ -191,27 +190,22 @@ class RequestFile(SinkFile):
             }
         )
         name = self.name + ERROR_SUFFIX
-        workspace, hidden = self.session.workspace, self.session.new_name(name)
-        fd = workspace.create(hidden, self.gid)
-        try:
+        place = self.session.workspace, self.session.new_name(name), self.gid
+        if not self.session.has_workspace:
+            place = self.storage, partial_name(name, self.session.token), -1
+        with place[0].new_file(*place[1:], self.storage, name) as fd:
             try:
                 write_at(fd, memoryview(text.encode("ascii")), 0)
             except OSError as error:
-                # A full disk has room for a name: an empty file says that the request failed.
+                # A full disk has room for a name, and an empty file says that the request failed.
                 logger.error("%s", describe(f"{self.path}{ERROR_SUFFIX} stays empty", error))
                 os.ftruncate(fd, 0)
-            finally:
-                os.close(fd)
-            workspace.move(hidden, self.storage, name)
-        except BaseException:
-            workspace.unlink(hidden)
-            raise
 
-    def _end(self, lock_stays: bool) -> None:
-        """What every end has in common; nothing here can change the outcome any more, so problems are only logged."""
+    def _end(self, keeps_lock: bool) -> None:
+        """Free name and lock. The outcome is final, so errors are only logged."""
         self._sink.forget(self)  # first: a free lock lets the next request open the name
-        if self._lock is not None:
-            self._attempt("release the lock", self._lock.release if lock_stays else self._lock.remove)
+        if self.lock is not None:
+            self._attempt("release the lock", self.lock.release if keeps_lock else self.lock.remove)
         if self.remove_previous is not None:
             self._attempt("remove the earlier file of this name", self.remove_previous)
 
@@ -220,7 +214,13 @@ class RequestFile(SinkFile):
             action()
         except OSError as error:
             self.session.tidy = False
-            logger.error("request %r, %s: %s", self.request_id, self.path, describe(f"could not {what}", error))
+            problem = describe(f"could not {what}", error)
+            logger.error("request %r, %s: %s", self.request_id, self.path, problem)
+
+    def _describe(self, problem: str, error: OSError) -> str:
+        if not self.session.has_workspace:
+            problem += ", because somebody has removed the hidden directory of this server"
+        return describe(problem, error)
 
     def _error(self, reason: str) -> SinkError:
         return SinkError(self.request_id, self.path, reason)

@@ -1,55 +1,63 @@
-"""One shard: members are appended to its tar file, and a line of its index publishes each; then it is sealed.
+"""Shards: members are appended to a tar file, and a line of its index publishes each.
 
-The tar file holds the members of the index, in the order of their lines, and nothing else before its
-end. What is after the last of them belongs to an append that did not finish: the next append writes over
-it, and sealing cuts it off.
+The tar file holds the members of the index, in the order of their lines, and nothing else before
+its end. What follows the last of them is an unfinished append: the next append overwrites it, and
+sealing truncates it.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
+import threading
 import time
-from contextlib import suppress
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Literal
 
-from vllm_ascend_hsx.protocol.files import read_all, write_at
-from vllm_ascend_hsx.protocol.shard_index import Gone, Member, encode
-from vllm_ascend_hsx.protocol.shard_manifest import manifest
-from vllm_ascend_hsx.protocol.shard_names import INDEX, MANIFEST, TAR
+from vllm_ascend_hsx.protocol.files import describe, open_regular, read_all, write_at
+from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, SHARDS_MARK, TAR, parse_shard_name, shard_stem
+from vllm_ascend_hsx.protocol.shard_index import (
+    Member,
+    Tombstone,
+    decode,
+    encode,
+    end_of_members,
+    latest_ns,
+    shard_manifest,
+    split_lines,
+)
 from vllm_ascend_hsx.protocol.tar import END, headers
-from vllm_ascend_hsx.sinks.data_file import DataFile
-from vllm_ascend_hsx.sinks.storage import Storage
-from vllm_ascend_hsx.sinks.system import copy_into
+from vllm_ascend_hsx.sinks.data_file import DataFile, Spare
+from vllm_ascend_hsx.sinks.directory import Session
+from vllm_ascend_hsx.sinks.storage import Storage, copy_into
 
 logger = logging.getLogger(__name__)
 
+_ATTEMPTS = 8  # to make a shard; one is lost if another process takes its name
+
 
 class Shard:
-    """A shard that is open for appending, by one thread at a time. `seal` ends it.
+    """A shard that one thread at a time appends to. `seal` ends it.
 
     Args:
         storage: the directory.
-        stem: of the shard's names.
+        stem: stem of the shard's names.
         fds: its index and its tar file, open for reading and writing; closed with this object.
         durable: sync what is appended, data first, then the index.
-        index_end: bytes of the index, all of them whole lines.
-        end: bytes of the tar file that the members of the index take.
+        index_end: bytes of the whole lines of the index.
+        end: end of the last member in the tar file.
 
     Attributes:
-        is_sound: False once the index could not be written: no line may be added any more.
+        is_sound: False if the index could not be written: no line may be added any more.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        stem: str,
-        fds: tuple[int, int],
-        durable: bool,
-        index_end: int = 0,
-        end: int = 0,
+        self, storage: Storage, stem: str, fds: tuple[int, int], durable: bool, index_end: int = 0, end: int = 0
     ) -> None:
         self.end = end
         self.is_sound = True
@@ -61,13 +69,8 @@ class Shard:
 
     @classmethod
     def create(cls, storage: Storage, stem: str, durable: bool) -> Shard:
-        """Make a new shard.
-
-        Raises:
-            FileExistsError: one of its names is taken.
-            OSError: it cannot be created.
-        """
-        # In this order: `recover_shard` takes a tar file without an index for one that lost it.
+        """Make a new shard. Raises OSError, among them FileExistsError for one of its names."""
+        # In this order: `recover_shard` concludes from a tar file alone that its index was lost.
         index_fd = storage.create(stem + INDEX)
         try:
             return cls(storage, stem, (index_fd, storage.create(stem + TAR)), durable)
@@ -77,19 +80,13 @@ class Shard:
             raise
 
     def is_there(self) -> bool:
-        """Return whether its files have names. What is written to a removed file is lost without an error."""
+        """Return whether its files have names: writes to a removed file are lost silently."""
         return bool(os.fstat(self._fd).st_nlink and os.fstat(self._index_fd).st_nlink)
 
     def append(self, data: DataFile, name: str, tokens: int, request_id: str, time_ns: int) -> None:
-        """Append a file as a member and publish it.
+        """Append a complete, open file as a member and publish it.
 
-        Args:
-            data: the file, complete and open.
-            name: of the member.
-            tokens, request_id, time_ns: for its line.
-
-        Raises:
-            OSError: no reader sees it, and what was before it is as it was.
+        Raises OSError: no reader sees it, and earlier members are unchanged.
         """
         head = headers(self.end, name, data.size, self._storage.file_mode, int(time.time()))
         offset = self.end + len(head)
@@ -101,17 +98,16 @@ class Shard:
             if self._durable:
                 os.fdatasync(self._fd)
         except OSError:
-            with suppress(OSError):  # the next append and sealing do without
+            with suppress(OSError):  # the next append and sealing do not need it
                 os.ftruncate(self._fd, self.end)
             raise
         self.add_line(member)
         self.end = member.end
 
-    def add_line(self, line: Member | Gone) -> None:
+    def add_line(self, line: Member | Tombstone) -> None:
         """Add a line to the index.
 
-        Raises:
-            OSError: it could not be written, or is not durable. Readers may see it until the shard is sealed.
+        Raises OSError if it is not written or synced; readers may see it until the shard is sealed.
         """
         data = encode(line)
         self.is_sound = False
@@ -125,17 +121,10 @@ class Shard:
         self.is_sound = True
         self._index_end += len(data)
 
-    def seal(
-        self, workspace: Storage, sealed_by: Literal["server", "recovery"] = "server"
-    ) -> None:
-        """End the tar file, write the manifest, and close the shard; remove a shard whose index is empty.
+    def seal(self, workspace: Storage, sealed_by: Literal["server", "recovery"] = "server") -> None:
+        """End the tar file, write the manifest and close; remove a shard with an empty index.
 
-        Args:
-            workspace: the hidden directory that the manifest is made in.
-            sealed_by: for the manifest.
-
-        Raises:
-            OSError: it could not be done, which the next server must do.
+        The manifest is made in `workspace`. Raises OSError: the next server must do it.
         """
         try:
             if not self.is_there():
@@ -144,7 +133,7 @@ class Shard:
                 self._storage.unlink(self._stem + TAR)
                 self._storage.unlink(self._stem + INDEX)
             else:
-                os.ftruncate(self._index_fd, self._index_end)  # first: a line must lead to a member
+                os.ftruncate(self._index_fd, self._index_end)  # first: each line needs its member
                 os.ftruncate(self._fd, self.end)
                 os.ftruncate(self._fd, self.end + len(END))
                 if self._durable:
@@ -157,19 +146,149 @@ class Shard:
 
     def _write_manifest(self, workspace: Storage, sealed_by: str) -> None:
         name = self._stem + MANIFEST
-        text = json.dumps(manifest(self._fd, read_all(self._index_fd), sealed_by), indent=1) + "\n"
+        text = json.dumps(shard_manifest(self._fd, read_all(self._index_fd), sealed_by), indent=1) + "\n"
         workspace.unlink(name)  # of a server that died while it sealed this shard
-        fd = workspace.create(name, workspace.group_in(self._storage))
-        try:
-            try:
-                write_at(fd, memoryview(text.encode("ascii")), 0)
-                if self._durable:
-                    os.fdatasync(fd)
-            finally:
-                os.close(fd)
-            workspace.move(name, self._storage, name)
-        except OSError:
-            workspace.unlink(name)
-            raise
+        with workspace.new_file(name, workspace.group_in(self._storage), self._storage, name) as fd:
+            write_at(fd, memoryview(text.encode("ascii")), 0)
+            if self._durable:
+                os.fdatasync(fd)
         if self._durable:
             self._storage.sync()
+
+
+class SessionShards:
+    """The shards of one session. One at a time is open for requests.
+
+    Args:
+        limit: bytes at which a shard is sealed.
+        durable: as for Shard.
+
+    Attributes:
+        spares: hidden files of requests that are in a shard. Creating and removing one per request,
+            and allocating its pages and blocks, takes ext4 longer than the copy into the shard.
+    """
+
+    def __init__(self, session: Session, limit: int, durable: bool) -> None:
+        self.spares: deque[Spare] = deque()
+        self._session = session
+        self._limit = limit
+        self._durable = durable
+        self._numbers = itertools.count()
+        self._appending = threading.Lock()  # one append at a time; guards the next two
+        self._shard: Shard | None = None
+        self._time_ns = latest_ns(session.storage.fd)
+
+    def hidden_file(self) -> str | Spare:
+        """Return a hidden file to overwrite, or the name of a new one."""
+        try:
+            return self.spares.pop()
+        except IndexError:
+            return self._session.new_name("rows")
+
+    def now_ns(self) -> int:
+        """Return a time after that of all earlier lines, even if the clock was set back."""
+        self._time_ns = max(self._time_ns + 1, time.time_ns())
+        return self._time_ns
+
+    @contextmanager
+    def current(self) -> Iterator[Shard]:
+        """Lend the open shard; seal it afterwards if it is full or unsound. Raises OSError."""
+        with self._appending:
+            if self._shard is not None and not self._shard.is_there():
+                self._seal(self._session.workspace)
+            shard = self._shard = self._shard or self._make()
+            try:
+                yield shard
+            finally:
+                if not shard.is_sound or shard.end >= self._limit:
+                    self._seal(self._session.workspace)
+
+    def close(self, workspace: Storage) -> None:
+        """Seal the open shard, and close the spares, which are removed with their directory.
+
+        `workspace` is a hidden directory of this server that exists.
+        """
+        with self._appending:
+            self._seal(workspace)
+        for spare in self.spares:
+            with suppress(OSError):  # its rows are in a shard
+                os.close(spare.fd)
+
+    def _make(self) -> Shard:
+        session = self._session
+        with suppress(FileExistsError):
+            os.close(session.storage.create(SHARDS_MARK))
+        for _ in range(_ATTEMPTS):
+            with suppress(FileExistsError):
+                name = shard_stem(session.token, next(self._numbers))
+                return Shard.create(session.storage, name, self._durable)
+        raise FileExistsError("the names of all new shards were taken by another process")
+
+    def _seal(self, workspace: Storage) -> None:
+        """Seal the open shard, if any. Errors concern no request and are only logged."""
+        shard, self._shard = self._shard, None
+        try:
+            if shard is not None:
+                shard.seal(workspace)
+        except OSError as error:
+            self._session.tidy = False
+            problem = "a shard could not be sealed, which the next server will do"
+            logger.error("%s", describe(problem, error))
+
+
+# Recovery: the next server seals the shards of one that died. It can be interrupted and repeated.
+
+
+def unsealed_shards(dir_fd: int, token: str) -> list[str]:
+    """Return the stems of a server's shards without a manifest, sorted. Raises OSError."""
+    with os.scandir(dir_fd) as entries:
+        found = [parts for entry in entries if (parts := parse_shard_name(entry.name)) and parts[1] == token]
+    sealed = {stem for stem, _, suffix in found if suffix == MANIFEST}
+    return sorted({stem for stem, _, _ in found} - sealed)
+
+
+def recover_shard(dir_fd: int, workspace_fd: int, stem: str) -> int:
+    """Truncate a shard after the last member that its index names, and seal it durably.
+
+    The caller holds the lock of the hidden directory of the shard's server.
+
+    Args:
+        dir_fd, workspace_fd: the directory, and the hidden one of the shard's server.
+        stem: stem of the shard's names.
+
+    Returns:
+        The number of its requests.
+
+    Raises:
+        OSError: if this fails. Nothing is changed if the index is missing or contradicts the tar
+            file.
+    """
+    storage = Storage(dir_fd, 0o600)  # the caller closes both
+    fds = []
+    try:
+        fds.append(_open(dir_fd, stem + INDEX))
+        content = read_all(fds[0])
+        lines = content[: content.rfind(b"\n") + 1]
+        try:
+            fds.append(_open(dir_fd, stem + TAR))
+        except FileNotFoundError:  # its server died while it made or removed the shard
+            if lines:
+                raise
+            storage.unlink(stem + INDEX)
+            return 0
+        try:
+            end = end_of_members(fds[1], lines)
+        except ValueError as error:
+            raise OSError(errno.EUCLEAN, str(error)) from error
+        workspace = Storage(workspace_fd, os.fstat(fds[1]).st_mode & 0o777)
+        shard = Shard(storage, stem, (fds[0], fds[1]), True, len(lines), end)
+        fds.clear()
+        shard.seal(workspace, "recovery")
+        return sum(isinstance(decode(line), Member) for line in split_lines(lines))
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def _open(dir_fd: int, name: str) -> int:
+    return open_regular(name, os.O_RDWR | os.O_NOFOLLOW, dir_fd=dir_fd)

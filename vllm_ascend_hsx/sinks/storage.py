@@ -1,148 +1,156 @@
-"""An open directory in which files are made, renamed and removed by their names; no symbolic link is ever followed."""
+"""Directories and files by descriptor; no symbolic link is ever followed."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
-from vllm_ascend_hsx.protocol.files import open_regular
-from vllm_ascend_hsx.sinks.directory import open_directory
+from vllm_ascend_hsx.protocol.files import OnError
 
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_ATTEMPTS = 8  # to enter a directory; each is lost only to somebody who removed it between two of our calls
+_DIRECT = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_ATTEMPTS = 8  # to enter a directory; one is lost if another process removes it in between
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_libc.fstatfs.argtypes = (ctypes.c_int, ctypes.c_void_p)
+_IN_MEMORY = (0x01021994, 0x858458F6)  # TMPFS_MAGIC and RAMFS_MAGIC of linux/magic.h
+# Errors of copy_file_range where read and write may work.
+_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
+_BLOCK = 4 << 20
+_WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing dirty pages, wait for none
 
 
 class Storage:
-    """A directory, by its descriptor: whatever happens to its path, nothing outside of it is touched.
+    """An open directory. Whatever happens to its path, nothing outside of it is touched.
 
     Args:
         fd: the directory; closed with this object.
-        file_mode: permissions of the files that are created in it, whatever the umask.
+        file_mode: permissions of the files created in it, regardless of the umask.
     """
 
     def __init__(self, fd: int, file_mode: int) -> None:
         self.fd = fd
         self.file_mode = file_mode
 
-    @classmethod
-    def at(cls, path: Path, file_mode: int) -> Storage:
-        """The directory of that path; created if it does not exist.
-
-        Raises:
-            UserError: it is not a directory, or cannot be created or opened.
-        """
-        return cls(open_directory(path), file_mode)
-
     def enter(self, names: Sequence[str], *, durable: bool = False) -> Storage:
-        """The directory that `names` lead to from here; this one if there are none, otherwise one that the caller closes.
+        """Open the folder that `names` lead to, creating what does not exist.
 
-        Each is made if it does not exist, with the permissions of the directory that it is in: who may take files from that one may
-        take them from this. A symbolic link is no directory.
+        A new folder gets the permissions of its parent, so the same users may remove its files.
 
         Args:
             names: one path component each.
-            durable: sync the folders, so that their names survive a power failure, also where another
+            durable: sync the folders, so that their names survive a power failure even if another
                 process made them.
 
-        Raises:
-            OSError: one of them is not a directory, or cannot be made or opened.
+        Returns:
+            This object if `names` is empty, otherwise one that the caller closes.
+
+        Raises OSError.
         """
-        inside = self
+        if not names:
+            return self
+        inside = self._enter(names[0], durable)
+        if not names[1:]:
+            return inside
         try:
-            for name in names:
-                above, inside = inside, inside._enter(name, durable)
-                if above is not self:
-                    above.close()
-        except BaseException:
-            if inside is not self:
-                inside.close()
-            raise
-        return inside
+            return inside.enter(names[1:], durable=durable)
+        finally:
+            inside.close()
 
     def _enter(self, name: str, durable: bool) -> Storage:
         made = False
         for _ in range(_ATTEMPTS):
             try:
-                fd = os.open(name, _DIRECTORY, dir_fd=self.fd)
+                fd = os.open(name, DIRECTORY, dir_fd=self.fd)
             except FileNotFoundError:
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o700, dir_fd=self.fd)
                     made = True
                 continue
-            try:
+            with OnError(os.close, fd):
                 if made:
                     os.fchmod(fd, stat.S_IMODE(os.fstat(self.fd).st_mode) | 0o700)
                 if durable:
                     os.fsync(self.fd)
-            except BaseException:
-                os.close(fd)
-                raise
             return Storage(fd, self.file_mode)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
     def create(self, name: str, gid: int = -1) -> int:
-        """A descriptor of a new file, for reading and writing.
+        """Create a file and return its descriptor, for reading and writing.
 
-        Args:
-            name: the file's.
-            gid: its group; -1: the one that files made here have.
-
-        Raises:
-            OSError: it cannot be created, or something of that name exists.
+        Its group is `gid`, or if that is -1, that of files made in this directory. Raises OSError.
         """
         fd = os.open(name, _CREATE, self.file_mode, dir_fd=self.fd)
-        try:
+        with OnError(self.unlink, name), OnError(os.close, fd):
             if gid >= 0:
                 os.fchown(fd, -1, gid)
             os.fchmod(fd, self.file_mode)
-        except BaseException:
-            os.close(fd)
-            self.unlink(name)
-            raise
         return fd
 
-    def open(self, name: str, flags: int = os.O_RDONLY) -> int:
-        """A descriptor of a file that is there. Raises OSError: it cannot be opened, or is no regular file (EINVAL)."""
-        return open_regular(name, flags | os.O_NOFOLLOW, dir_fd=self.fd)
+    @contextmanager
+    def new_file(self, hidden: str, gid: int, target: Storage, name: str) -> Iterator[int]:
+        """Create a file here, lend its descriptor to write it, and then move it to its place.
+
+        Removes it if that fails. Raises OSError.
+        """
+        fd = self.create(hidden, gid)
+        with OnError(self.unlink, hidden):
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+            self.move(hidden, target, name)
 
     def open_direct(self, name: str, fd: int) -> int:
-        """A second descriptor of the file `name`, which is open at `fd`; it bypasses the page cache.
+        """Open the file `name`, which is open at `fd`, a second time with O_DIRECT.
 
-        Raises:
-            OSError: the filesystem has no O_DIRECT, or somebody has put another file in its place (ESTALE).
+        Raises OSError if the filesystem has no O_DIRECT, or the name is now another file (ESTALE).
         """
-        direct_fd = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
-        try:
-            if not os.path.samestat(os.fstat(fd), os.fstat(direct_fd)):
+        direct_fd = os.open(name, _DIRECT, dir_fd=self.fd)
+        with OnError(os.close, direct_fd):
+            if not os.path.sameopenfile(fd, direct_fd):
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
-        except BaseException:
-            os.close(direct_fd)
-            raise
         return direct_fd
 
     def move(self, name: str, target: Storage, new_name: str) -> None:
-        """Rename a file into another directory, over what has the name there. Raises OSError."""
+        """Rename a file into another directory, replacing what has the name there.
+
+        Raises OSError.
+        """
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
 
     def group_in(self, folder: Storage) -> int:
-        """The group to give a file made here so that it looks as if made in `folder`; -1: it does."""
+        """Return the group that a file would get if it were made in `folder` instead of here.
+
+        -1 if that is the group that it gets here.
+        """
         here, there = os.fstat(self.fd), os.fstat(folder.fd)
         wanted = there.st_gid if there.st_mode & stat.S_ISGID else os.getegid()
         inherited = here.st_gid if here.st_mode & stat.S_ISGID else os.getegid()
         return -1 if wanted == inherited else wanted
 
     def unlink(self, name: str) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file if it exists. Raises OSError."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self.fd)
 
+    def has_name(self, name: str) -> bool:
+        """Return whether the name exists. Raises OSError."""
+        try:
+            os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return True
+
     def has_file(self, name: str) -> bool:
-        """Whether something is called so. Raises IsADirectoryError: a directory is."""
+        """Return whether the name exists. Raises IsADirectoryError if it is a directory."""
         try:
             found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -151,18 +159,8 @@ class Storage:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
         return True
 
-    def leads_to(self, folder: str, other: Storage) -> bool:
-        """True if the folder of that name below this directory is `other`. Raises OSError: something else is, or it cannot be opened."""
-        fd = open_folder(self.fd, folder)
-        if fd < 0:
-            return False
-        try:
-            return os.path.samestat(os.fstat(fd), os.fstat(other.fd))
-        finally:
-            os.close(fd)
-
     def sync(self) -> None:
-        """Have the names, as they are now, survive a loss of power."""
+        """Make the names in this directory survive a power failure. Raises OSError."""
         os.fsync(self.fd)
 
     def close(self) -> None:
@@ -170,15 +168,76 @@ class Storage:
 
 
 def open_folder(dir_fd: int, folder: str) -> int:
-    """A descriptor of a folder below the directory; -1 if it is not there. Raises OSError: something else is, or it cannot be opened."""
-    fd = os.dup(dir_fd)
+    """Open a folder below a directory and return its descriptor, or -1 if it does not exist.
+
+    Raises OSError if it is not a folder, or cannot be opened.
+    """
+    name, _, below = folder.partition("/")
     try:
-        for name in folder.split("/"):
-            above, fd = fd, os.open(name, _DIRECTORY, dir_fd=fd)
-            os.close(above)
-    except BaseException as error:
+        fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return -1
+    if not below:
+        return fd
+    try:
+        return open_folder(fd, below)
+    finally:
         os.close(fd)
-        if isinstance(error, FileNotFoundError):
-            return -1
-        raise
-    return fd
+
+
+# System calls that Python's os module lacks
+
+
+def reserve(fd: int, num_bytes: int) -> None:
+    """Set the size of a file, and reserve space for it where the filesystem can. Raises OSError.
+
+    `os.posix_fallocate` would write zeros where it cannot, and so write every row twice.
+    """
+    while _libc.fallocate(fd, 0, 0, num_bytes):
+        number = ctypes.get_errno()
+        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
+            os.ftruncate(fd, num_bytes)
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+
+
+def copy_into(source: int, size: int, target: int, offset: int) -> None:
+    """Copy the first `size` bytes of a file to `offset` in another.
+
+    The kernel copies, or makes a reflink, where it can. Raises OSError.
+    """
+    position = 0
+    while position < size:
+        try:
+            copied = os.copy_file_range(source, target, size - position, position, offset + position)
+        except OSError as error:
+            if error.errno not in _NO_COPY:
+                raise
+            copied = 0
+        if copied == 0:
+            block = os.pread(source, _BLOCK, position)
+            copied = os.pwrite(target, block, offset + position)
+            if copied == 0:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+        position += copied
+
+
+def is_in_memory(fd: int) -> bool:
+    """Return whether a file or directory is on tmpfs or ramfs.
+
+    Reserving space there gains nothing: it allocates the same pages that a write would.
+    """
+    status = (ctypes.c_long * 32)()  # struct statfs: f_type comes first, and it has 120 bytes
+    if _libc.fstatfs(fd, status):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return status[0] in _IN_MEMORY
+
+
+def start_writeback(fd: int, offset: int, num_bytes: int) -> None:
+    """Start writing a part of a file to disk, so that a later fdatasync waits for less.
+
+    Reports no failure: the fdatasync does.
+    """
+    _libc.sync_file_range(fd, offset, num_bytes, _WRITE)

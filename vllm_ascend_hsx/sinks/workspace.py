@@ -11,18 +11,18 @@ from contextlib import suppress
 
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, path_refusal, workspace_name
+from vllm_ascend_hsx.sinks.storage import DIRECTORY
 
 LOCK = "lock"
-_ATTEMPTS = 8  # each is lost only to somebody who cleans up and comes before the lock is held
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_ATTEMPTS = 8  # to make one; one is lost if a cleaning process takes it before it is locked
 
 
 class Workspace:
-    """Files are made here and renamed to their place.
+    """A hidden directory in which files are made, to be renamed to their place.
 
-    The kernel releases the lock when the server dies, however that happens: a directory whose lock
-    nobody holds is an orphan. The lock file names the folders that the server has made the locks of
-    requests in, a line each.
+    The kernel releases the lock however the server dies: a directory whose lock is free is an
+    orphan. The lock file names the folders in which the server has made locks of requests, one per
+    line.
 
     Attributes:
         token: part of its name.
@@ -39,46 +39,39 @@ class Workspace:
 
     @classmethod
     def make(cls, parent_fd: int, use_lock: bool, lock_mode: int) -> Workspace:
-        """Make a new one, with the permissions of its parent, so that the same users may remove files.
+        """Make a new one with the permissions of its parent, so the same users may remove files.
+
+        Without a lock it is never taken for an orphan. Raises OSError if it cannot be made, or the
+        filesystem has no flock.
 
         Args:
-            parent_fd: the storage directory, open for as long as this object is used.
-            use_lock: hold a lock. Nobody ever takes a directory without one for an orphan.
-            lock_mode: permissions of the lock file.
-
-        Raises:
-            OSError: it cannot be made, or the filesystem has no flock.
+            parent_fd: the storage directory, which must stay open.
+            use_lock, lock_mode: hold a lock, and permissions of its file.
         """
-        mode = stat.S_IMODE(os.fstat(parent_fd).st_mode) | stat.S_IRWXU
         for _ in range(_ATTEMPTS):
             token = secrets.token_hex(4)
-            name = workspace_name(token, use_lock)
-            try:
-                os.mkdir(name, mode, dir_fd=parent_fd)
-                made = cls._lock_new(parent_fd, name, token, mode, lock_mode if use_lock else None)
-            except (FileExistsError, FileNotFoundError):  # of another server, or removed by one
-                continue
-            if made is not None:
-                return made
-        problem = "every hidden directory was locked or removed by somebody else at once"
+            # The name may exist; or a cleaning process may have removed the new directory.
+            with suppress(FileExistsError, FileNotFoundError):
+                made = cls._make(parent_fd, token, use_lock, lock_mode)
+                if made is not None:
+                    return made
+        problem = "every hidden directory was locked or removed by another process at once"
         raise OSError(errno.EAGAIN, problem)
 
     @classmethod
-    def _lock_new(
-        cls, parent_fd: int, name: str, token: str, mode: int, lock_mode: int | None
-    ) -> Workspace | None:
-        """Hold a directory that was just made. None: somebody who cleans up has it."""
-        fd = os.open(name, _DIRECTORY, dir_fd=parent_fd)
+    def _make(cls, parent_fd: int, token: str, use_lock: bool, lock_mode: int) -> Workspace | None:
+        name = workspace_name(token, use_lock)
+        mode = stat.S_IMODE(os.fstat(parent_fd).st_mode) | stat.S_IRWXU
+        os.mkdir(name, mode, dir_fd=parent_fd)
+        fd = os.open(name, DIRECTORY, dir_fd=parent_fd)
         made = None
         try:
             if (os.fstat(fd).st_mode ^ mode) & 0o777:  # the umask
                 os.fchmod(fd, mode)
-            lock = None if lock_mode is None else HeldLock.create(fd, LOCK, lock_mode)
-            if lock is not None or lock_mode is None:
+            lock = HeldLock.create(fd, LOCK, lock_mode) if use_lock else None
+            if lock is not None or not use_lock:
                 made = cls(parent_fd, name, token, fd, lock)
             return made
-        except FileExistsError:
-            raise
         except OSError:
             with suppress(OSError):
                 os.rmdir(name, dir_fd=parent_fd)
@@ -88,47 +81,50 @@ class Workspace:
                 os.close(fd)
 
     @classmethod
-    def adopt(cls, parent_fd: int, token: str, make_lock: bool) -> Workspace | None:
-        """Hold the lock of an orphan.
+    def adopt(cls, parent_fd: int, token: str, remove_empty: bool) -> Workspace | None:
+        """Take the lock of an orphan, or return None if its server lives or it does not exist.
 
-        Args:
-            parent_fd: the storage directory.
-            token: of the hidden directory.
-            make_lock: make the lock file first if there is none; its server may have died before.
+        `remove_empty` removes an empty directory without a lock: its server died before it made
+        one, or is about to make another directory.
 
-        Returns:
-            None: its server lives, or it is not there any more.
-
-        Raises:
-            OSError: it cannot be opened.
+        Raises OSError if the directory cannot be opened, or has files and no lock. Somebody has
+        removed the lock, so nothing shows whether the server lives.
         """
         name = workspace_name(token)
         try:
-            fd = os.open(name, _DIRECTORY, dir_fd=parent_fd)
+            fd = os.open(name, DIRECTORY, dir_fd=parent_fd)
         except FileNotFoundError:
             return None
         lock = None
         try:
             lock = HeldLock.adopt(fd, LOCK)
-            if lock is None and make_lock and LOCK not in os.listdir(fd):
-                with suppress(FileExistsError, FileNotFoundError):
-                    lock = HeldLock.create(fd, LOCK, 0o600)
+            if lock is None and LOCK not in (files := os.listdir(fd)):
+                if files:
+                    problem = "its lock was removed, so its server may be alive; if not, remove the directory"
+                    raise OSError(errno.ENOLCK, problem)
+                if remove_empty:
+                    _remove_empty(name, parent_fd)
             return None if lock is None else cls(parent_fd, name, token, fd, lock)
         finally:
             if lock is None:
                 os.close(fd)
 
+    def is_locked(self) -> bool:
+        """Return False if somebody has removed or replaced its lock. Raises OSError."""
+        return self._lock is None or self._lock.is_named()
+
     def note(self, folders: Sequence[str]) -> None:
-        """Note that there may be locks in the folder that these names lead to. Raises OSError."""
+        """Record that the folder `folders` lead to may contain locks. Raises OSError."""
         folder = "/".join(folders)
         if self._lock is not None and folder and folder not in self._folders:
             self._lock.append(os.fsencode(folder) + b"\n")
             self._folders.add(folder)
 
     def folders(self) -> Iterator[str]:
-        """The folders that its server has noted.
+        """Yield the folders that its server has recorded.
 
-        Others may have written into the lock file too: none leads out of the storage directory.
+        Other users may have written into the lock file: paths that lead out of the storage
+        directory are left out.
         """
         if self._lock is not None:
             for folder in {os.fsdecode(line) for line in self._lock.content().split(b"\n")}:
@@ -136,11 +132,11 @@ class Workspace:
                     yield folder
 
     def files(self) -> list[str]:
-        """What is in it beside the lock. Raises OSError."""
+        """Return the names of its files except the lock. Raises OSError."""
         return sorted(set(os.listdir(self.fd)) - {LOCK})
 
     def remove(self) -> None:
-        """Remove the directory with all files in it, and close it. Raises OSError: it stays."""
+        """Remove the directory with all its files, and close it. Raises OSError: it stays."""
         try:
             for name in self.files():
                 with suppress(FileNotFoundError):
@@ -151,15 +147,23 @@ class Workspace:
             with suppress(FileNotFoundError):
                 os.rmdir(self._name, dir_fd=self._parent_fd)
         except OSError as error:
-            somebody_cleans_up = error.errno in (errno.ENOTEMPTY, errno.EEXIST) and self._lock is None
-            if not somebody_cleans_up:
+            # Without a lock, another process may already be cleaning the directory up.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or self._lock is not None:
                 raise
         finally:
             self.leave()
 
     def leave(self) -> None:
-        """Close the directory, and leave it to the next server."""
+        """Close the directory and leave its files to the next server."""
         if self._lock is not None:
             self._lock.release()
         os.close(self.fd)
 
+
+def _remove_empty(name: str, parent_fd: int) -> None:
+    try:
+        os.rmdir(name, dir_fd=parent_fd)
+    except OSError as error:
+        # Its server has made the lock, or removed the directory, in between.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise

@@ -1,4 +1,4 @@
-"""Gives errors, as a disk does, to the system calls of our sink; told by the driver, in the engine's process, while it runs."""
+"""Lets system calls of our sink fail, in the engine's process; the driver gives the rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SINK_MODULES = (
     *("protocol.files", "protocol.lock", "protocol.checksum"),
 )
 
-# {"call": a function of os or fcntl or "reserve", "errno": its name, "name": a pattern found in the names of the files that it is about}
+# {"call": function of os or fcntl, or "reserve"; "errno": its name; "name": regex of file names}
 rules: list[dict[str, str]] = []
 hits: list[str] = []  # "call name" of every error that was given
 
@@ -46,7 +46,7 @@ class _Faulty:
 
 
 def _about(args: tuple[Any, ...]) -> str:
-    """The names of the files that a call is about."""
+    """Return the names of a call's files."""
     names = []
     for arg in args[:2]:
         if isinstance(arg, str):
@@ -60,13 +60,13 @@ def _about(args: tuple[Any, ...]) -> str:
 
 
 def install() -> None:
-    """Stand in for os and fcntl in the sink's modules; once."""
-    from vllm_ascend_hsx.sinks import system
+    """Replace os and fcntl in the sink's modules, once."""
+    from vllm_ascend_hsx.sinks import storage
 
     for name in SINK_MODULES:
         module = importlib.import_module(f"vllm_ascend_hsx.{name}")
         for attribute, real in (("os", os), ("fcntl", fcntl)):
             if getattr(module, attribute, None) is real:
                 setattr(module, attribute, _Faulty(real))
-        if getattr(module, "reserve", None) is system.reserve:
-            module.reserve = _Faulty(system).reserve  # type: ignore[attr-defined]
+        if getattr(module, "reserve", None) is storage.reserve:
+            module.reserve = _Faulty(storage).reserve  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""What the e2e tests do inside the engine's processes: a vLLM plugin, found because its folder is on PYTHONPATH.
+"""What tests change inside the engine's processes: a vLLM plugin, found on PYTHONPATH.
 
-HSX_TEST_INSTRUMENTS is a JSON object; its keys name functions of this module, its values are their arguments.
+HSX_TEST_INSTRUMENTS is a JSON object: names of functions of this module, and their arguments.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ from types import ModuleType
 from typing import Any
 
 VARIABLE = "HSX_TEST_INSTRUMENTS"
-_applied = False
+_applied: set[str] = set()
 
 
 def register() -> None:
     """Apply every instrument named in the environment, once per process."""
-    global _applied
-    if not _applied:
-        _applied = True
-        for name, argument in json.loads(os.environ.get(VARIABLE, "{}")).items():
+    for name, argument in json.loads(os.environ.get(VARIABLE, "{}")).items():
+        if name not in _applied:
+            _applied.add(name)
             INSTRUMENTS[name](argument)
 
 
@@ -51,8 +50,8 @@ class _Trace:
 def trace_collectives(directory: str) -> None:
     """Record every all_reduce in a DP group, and which batch it belongs to.
 
-    Events: {"batch": "busy" | "idle", "dp_rank", "tp_rank"} when a step begins, {"collective": ..., "shape", "dtype"} before it is issued,
-    {"completed": true} once it is done: every rank of the group has issued it then.
+    Events: {"batch": "busy" | "idle", "dp_rank", "tp_rank"} when a step begins, {"collective",
+    "shape", "dtype"} before one is issued, {"completed": true} when all ranks have issued it.
     """
     trace = _Trace(directory)
 
@@ -119,11 +118,11 @@ def trace_files(directory: str) -> None:
 
 
 def unfixed_proposer(how: str) -> None:
-    """Put in the place of ours what vllm-ascend #9689 replaced: a busy rank coordinates, an idle one does not.
+    """Restore what vllm-ascend #9689 replaced: a busy rank coordinates, an idle one does not.
 
-    "coordinate": vLLM's own `_determine_batch_execution_and_padding`: no padding, and a [4, dp] collective in the group of the
-    runner's [2, dp] ones.
-    "unpadded": the runner's collective, but without padding for sequence parallelism.
+    "coordinate": vLLM's own `_determine_batch_execution_and_padding`: no padding, and a [4, dp]
+    collective in the group of the runner's [2, dp] ones.
+    "unpadded": the runner's collective without padding for sequence parallelism.
     """
 
     def unpadded(self: Any, num_tokens: int, use_cudagraphs: bool = True) -> Any:
@@ -144,10 +143,10 @@ def unfixed_proposer(how: str) -> None:
 
 
 def trace_graph_mode(directory: str) -> None:
-    """Record which graph mode the runner resolves, which sizes it captures, and what each forward pass of the target is run by.
+    """Record the graph mode that the runner resolves, its captures, and how each pass is run.
 
-    Events: {"resolved", "capture_sizes", "captures": {mode: sizes}} when the runner has decided, {"forward": mode, "tokens"} for each
-    forward pass, {"captured"} and {"replayed"} for each graph of the device.
+    Events: {"resolved", "capture_sizes", "captures": {mode: sizes}} for the runner's decision,
+    {"forward": mode, "tokens"} for a forward pass, {"captured"} and {"replayed"} for a graph.
     """
     trace = _Trace(directory)
 
@@ -189,7 +188,7 @@ release_writers = threading.Event()
 
 
 def held_writers(_: Any) -> None:
-    """vLLM's connector: its writer threads wait, as if the disk were slow, until the driver sets `release_writers` at its end."""
+    """Let the writer threads of vLLM's connector wait until the driver sets `release_writers`."""
 
     def hold(connector_module: Any) -> None:
         connector = connector_module.ExampleHiddenStatesConnector
@@ -205,7 +204,7 @@ def held_writers(_: Any) -> None:
 
 
 def gated_writes(gate: str) -> None:
-    """Our connector: rows are written only while nobody holds an flock on the file `gate`, as if the disk were slow."""
+    """Let our connector write rows only while nobody holds an flock on the file `gate`."""
 
     def wrap(module: Any) -> None:
         original = module.DataFile.write
@@ -221,7 +220,10 @@ def gated_writes(gate: str) -> None:
 
 
 def storage_that_answers_late(how: dict[str, float]) -> None:
-    """Our connector: writes of at least "bytes" wait until a worker has been closing for "seconds". New requests do not wait for them."""
+    """Let writes of "bytes" or more wait until a worker has been closing for "seconds".
+
+    New requests do not wait for them.
+    """
     answers = threading.Event()
 
     def let_through(storage_watch_module: Any) -> None:
@@ -257,7 +259,7 @@ def storage_that_answers_late(how: dict[str, float]) -> None:
 
 
 def importable_mooncake(_: Any) -> None:
-    """vllm-ascend's MultiConnector imports a connector that imports mooncake's engine, which none of these tests uses."""
+    """Let vllm-ascend's MultiConnector import mooncake's engine, which it does not use here."""
 
     class TransferEngine:
         def __init__(self, *args: Any) -> None:

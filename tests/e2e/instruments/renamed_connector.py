@@ -1,4 +1,4 @@
-"""vLLM's connector under another name. vLLM refuses chunked prefill for it by its name alone (config/vllm.py:766 in 0.23.0)."""
+"""vLLM's connector under a name for which vLLM allows chunked prefill (config/vllm.py:766)."""
 
 from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import ExampleHiddenStatesConnector
 

@@ -1,4 +1,4 @@
-"""Connectors that stand beside ours in MultiConnector: they promise tokens that they have seen, and load nothing of any worth."""
+"""Connectors beside ours in MultiConnector: they promise prompts they have seen, and load none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UnawareConnector(KVConnectorBase_V1):
     # Scheduler side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Promise all whole blocks of the longest beginning that it has seen, but for the last token."""
+        """Promise the whole blocks of the longest known prefix, without the last token."""
         prompt = list(request.prompt_token_ids)
         common = max((sum(1 for _ in _while_equal(seen, prompt)) for seen in self._seen), default=0)
         return max(0, min(common, len(prompt) - 1) // BLOCK * BLOCK - num_computed_tokens), False

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of the emulated NPU: late mode on or off, a smaller memory, a fresh stream of events."""
+"""Fixtures for the tests of the emulated NPU: late mode on or off, and a smaller memory."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch_npu  # noqa: F401 - brings torch.npu; found through tests/ut/conftest.py
+from hccl_ranks import Ranks
 
 from vllm_ascend_hsx.emulator.native import core
 
 
 @pytest.fixture
 def late() -> Iterator[None]:
-    """Late mode, whatever the environment says; queued work is finished before and after."""
+    """Late mode; queued work is finished before and after the test."""
     yield from _mode(True)
-
-
-@pytest.fixture
-def prompt() -> Iterator[None]:
-    """The normal mode: work runs when it is called."""
-    yield from _mode(False)
 
 
 @pytest.fixture(params=["prompt", "late"])
 def any_mode(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both modes, one after the other."""
+    """Run the test in both modes: work runs when it is called, or late."""
     yield from _mode(request.param == "late")
 
 
@@ -45,7 +40,21 @@ def _settle() -> None:
 
 @pytest.fixture
 def set_hbm() -> Iterator[Callable[[int], None]]:
-    """Sets the memory of every NPU, in bytes, for the test."""
+    """Set the memory of every NPU, in bytes, for the test."""
     _, total = torch.npu.mem_get_info()
     yield core.set_hbm
     core.set_hbm(total)
+
+
+@pytest.fixture(scope="session", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Processes that are the ranks of one hccl group."""
+    group = Ranks(request.param, tmp_path_factory.mktemp("hccl"))
+    yield group
+    group.close()
+
+
+@pytest.fixture(params=[False, True], ids=["prompt", "late"])
+def late_ranks(request: pytest.FixtureRequest) -> bool:
+    """True if the ranks run in late mode."""
+    return request.param

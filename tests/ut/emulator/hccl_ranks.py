@@ -55,14 +55,14 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, scenario: Scenario, late: bool = False) -> list[Any]:
-        """What each rank's call returned. Raises AssertionError with the rank's traceback if one failed."""
+        """Return each rank's result. Raises AssertionError with the traceback of a failure."""
         answers = self.outcomes(scenario, late)
         failures = [f"rank {rank}: {text}" for rank, (state, text) in enumerate(answers) if state == "error"]
         assert not failures, "\n".join(failures)
         return [value for _, value in answers]
 
     def outcomes(self, scenario: Scenario, late: bool = False) -> list[tuple[str, Any]]:
-        """("ok", result) or ("error", text) of each rank."""
+        """Return ("ok", result) or ("error", text) of each rank."""
         for pipe in self._pipes:
             pipe.send((scenario, late))
         answers = []

@@ -1,4 +1,4 @@
-"""torch.autocast("npu") runs each operation in the type that torch's lists name, forwards and backwards."""
+"""torch.autocast("npu") runs each operation in the type that torch's lists name."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from emulated import scenarios
 
 pytestmark = pytest.mark.usefixtures("any_mode")
 LOWER = [torch.bfloat16, torch.float16]
@@ -17,57 +18,41 @@ def matrix(seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.rand(6, 6, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# Each with what it is applied to on the CPU, without autocast, to give the same.
-IN_LOWER_PRECISION: dict[str, Callable[..., torch.Tensor]] = {
-    "matmul": lambda a, b: a @ b,
-    "linear": F.linear,
-    "einsum": lambda a, b: torch.einsum("ij,jk->ik", a, b),
-    "attention": lambda a, b: F.scaled_dot_product_attention(a[None, None], b[None, None], b[None, None]),
-}
-IN_FLOAT32: dict[str, Callable[..., torch.Tensor]] = {
-    "exp": lambda a, b: a.exp(),
-    "rsqrt": lambda a, b: a.rsqrt(),
-    "power": lambda a, b: a.pow(3),
-    "softmax": lambda a, b: a.softmax(-1),
-    "sum": lambda a, b: a.sum(),
-    "norm": lambda a, b: torch.norm(a, 2, -1, False),
-    "layer_norm": lambda a, b: F.layer_norm(a, (6,)),
-    "mse_loss": F.mse_loss,
-}
-IN_THE_WIDEST: dict[str, Callable[..., torch.Tensor]] = {
-    "dot": lambda a, b: torch.dot(a[0], b[0]),
-    "scatter_add": lambda a, b: a.scatter_add(0, torch.zeros(6, 6, dtype=torch.int64, device=a.device), b),
+BFLOAT, FLOAT = torch.bfloat16, torch.float32
+# The operation, the dtypes of its arguments, and the dtype in which it runs.
+OPERATIONS: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.dtype, torch.dtype], torch.dtype | None]] = {
+    # In the lower precision, None: what multiplies.
+    "matmul": (lambda a, b: a @ b, (FLOAT, FLOAT), None),
+    "linear": (F.linear, (FLOAT, FLOAT), None),
+    "einsum": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (FLOAT, FLOAT), None),
+    "attention": (lambda a, b: F.scaled_dot_product_attention(a[None, None], b[None, None], b[None, None]), (FLOAT, FLOAT), None),
+    # In float32: what needs the range.
+    "exp": (lambda a, b: a.exp(), (BFLOAT, BFLOAT), FLOAT),
+    "rsqrt": (lambda a, b: a.rsqrt(), (BFLOAT, BFLOAT), FLOAT),
+    "power": (lambda a, b: a.pow(3), (BFLOAT, BFLOAT), FLOAT),
+    "softmax": (lambda a, b: a.softmax(-1), (BFLOAT, BFLOAT), FLOAT),
+    "sum": (lambda a, b: a.sum(), (BFLOAT, BFLOAT), FLOAT),
+    "norm": (lambda a, b: torch.norm(a, 2, -1, False), (BFLOAT, BFLOAT), FLOAT),
+    "layer_norm": (lambda a, b: F.layer_norm(a, (6,)), (BFLOAT, BFLOAT), FLOAT),
+    "mse_loss": (F.mse_loss, (BFLOAT, BFLOAT), FLOAT),
+    # In the widest type of the arguments: what takes one type only.
+    "dot": (lambda a, b: torch.dot(a[0], b[0]), (FLOAT, BFLOAT), FLOAT),
+    "scatter_add": (
+        lambda a, b: a.scatter_add(0, torch.zeros(6, 6, dtype=torch.int64, device=a.device), b), (FLOAT, BFLOAT), FLOAT),
 }
 
 
-@pytest.mark.parametrize("dtype", LOWER, ids=str)
-@pytest.mark.parametrize("name", IN_LOWER_PRECISION)
-def test_what_multiplies_runs_in_the_lower_precision(name: str, dtype: torch.dtype) -> None:
-    operation = IN_LOWER_PRECISION[name]
-    with torch.autocast("npu", dtype=dtype):
-        found = operation(matrix(1).npu(), matrix(2).npu())
-    expected = operation(matrix(1, dtype), matrix(2, dtype))
-    assert found.dtype == dtype
+@pytest.mark.parametrize("lower", LOWER, ids=str)
+@scenarios("operation, given, runs_in", OPERATIONS)
+def test_an_operation_runs_in_the_type_of_its_list(
+    operation: Callable[..., torch.Tensor], given: tuple[torch.dtype, torch.dtype], runs_in: torch.dtype | None, lower: torch.dtype
+) -> None:
+    arguments = [matrix(seed, dtype) for seed, dtype in enumerate(given, 1)]
+    with torch.autocast("npu", dtype=lower):
+        found = operation(*(argument.npu() for argument in arguments))
+    expected = operation(*(argument.to(runs_in or lower) for argument in arguments))
+    assert found.dtype == (runs_in or lower)
     torch.testing.assert_close(found.cpu(), expected)
-
-
-@pytest.mark.parametrize("name", IN_FLOAT32)
-def test_what_needs_the_range_runs_in_float32(name: str) -> None:
-    operation = IN_FLOAT32[name]
-    rows = matrix(1, torch.bfloat16), matrix(2, torch.bfloat16)
-    with torch.autocast("npu", dtype=torch.bfloat16):
-        found = operation(*(each.npu() for each in rows))
-    expected = operation(*(each.float() for each in rows))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.cpu(), expected)
-
-
-@pytest.mark.parametrize("name", IN_THE_WIDEST)
-def test_what_takes_one_type_only_takes_the_widest(name: str) -> None:
-    operation = IN_THE_WIDEST[name]
-    with torch.autocast("npu", dtype=torch.bfloat16):
-        found = operation(matrix(1).npu(), matrix(2, torch.bfloat16).npu())
-    torch.testing.assert_close(found.cpu(), operation(matrix(1), matrix(2, torch.bfloat16).float()))
 
 
 def test_what_is_unsafe_is_refused() -> None:

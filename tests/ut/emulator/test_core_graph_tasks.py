@@ -1,41 +1,31 @@
-"""External events and task groups: a replay stops until the host has given it its parameters, in the order of the streams."""
+"""External events and task groups: a replay blocks until the host has given its parameters."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 import torch
-
-NPU = torch.device("npu:0")
-
-
-def full(value: float, *shape: int) -> torch.Tensor:
-    return torch.full(shape or (4,), value, device=NPU)
+from emulated import capture, full, replay_aside, scenarios, side_stream
 
 
-@dataclass
 class Scaled:
-    """A graph of y = (x + 1) * factor whose factor is a number on the host, as the lengths of vllm-ascend's attention are."""
+    """A graph of y = (x + 1) * factor; the host gives the factor, as vllm-ascend does lengths."""
 
-    x: torch.Tensor = field(default_factory=lambda: full(1.0))
-    y: torch.Tensor = field(default_factory=lambda: full(0.0))
-    event: torch.npu.ExternalEvent = field(default_factory=torch.npu.ExternalEvent)
-    graph: torch.npu.NPUGraph = field(default_factory=torch.npu.NPUGraph)
-    update_stream: torch.npu.Stream = field(default_factory=torch.npu.Stream)
+    def __init__(self) -> None:
+        self.x, self.y, self.event, self.update_stream = full(1.0), full(0.0), torch.npu.ExternalEvent(), torch.npu.Stream()
+        self.graph = capture(self._body)
 
-    def __post_init__(self) -> None:
-        with torch.npu.graph(self.graph):
-            stream = torch.npu.current_stream()
-            self.sum = self.x + 1
-            self.event.wait(stream)
-            self.event.reset(stream)
-            torch.npu.graph_task_group_begin(stream)
-            torch.mul(self.sum, 10.0, out=self.y)
-            self.handle = torch.npu.graph_task_group_end(stream)
-            self.after = self.y + 0.5
+    def _body(self) -> None:
+        stream = torch.npu.current_stream()
+        self.sum = self.x + 1
+        self.event.wait(stream)
+        self.event.reset(stream)
+        torch.npu.graph_task_group_begin(stream)
+        torch.mul(self.sum, 10.0, out=self.y)
+        self.handle = torch.npu.graph_task_group_end(stream)
+        self.after = self.y + 0.5
 
     def update(self, factor: float, record: bool = True) -> None:
         with torch.npu.stream(self.update_stream):
@@ -46,9 +36,12 @@ class Scaled:
                 self.event.record(self.update_stream)
 
 
-@pytest.mark.usefixtures("any_mode")
-def test_a_replay_takes_the_parameters_that_the_host_gives_it_while_it_runs() -> None:
-    scaled = Scaled()
+@pytest.fixture
+def scaled(any_mode: None) -> Scaled:
+    return Scaled()
+
+
+def test_a_replay_takes_the_parameters_that_the_host_gives_it_while_it_runs(scaled: Scaled) -> None:
     for x, factor in ((1, 3), (2, 5), (0, 5)):
         scaled.x.fill_(x)
         torch.npu.current_stream().synchronize()
@@ -58,39 +51,39 @@ def test_a_replay_takes_the_parameters_that_the_host_gives_it_while_it_runs() ->
         assert scaled.after.tolist() == [(x + 1) * factor + 0.5] * 4
 
 
-@pytest.mark.usefixtures("any_mode")
-def test_parameters_given_before_the_replay_count_too() -> None:
-    scaled = Scaled()
+def _update_a_replay_aside(scaled: Scaled) -> None:
+    stream = replay_aside(scaled.graph)
     scaled.update(3)
-    scaled.graph.replay()
+    torch.npu.current_stream().wait_stream(stream)
+
+
+UPDATES: dict[str, Callable[[Scaled], object]] = {
+    "before the replay": lambda s: (s.update(3), s.graph.replay()),
+    "several times, of which the last counts": lambda s: (s.graph.replay(), s.update(7, record=False), s.update(3)),
+    "while a side stream replays": _update_a_replay_aside,
+}
+
+
+@scenarios("update", UPDATES)
+def test_a_replay_can_be_updated(scaled: Scaled, update: Callable[[Scaled], object]) -> None:
+    update(scaled)
     assert scaled.y.tolist() == [6] * 4
 
 
-@pytest.mark.usefixtures("any_mode")
-def test_the_last_of_several_updates_counts() -> None:
-    scaled = Scaled()
-    scaled.graph.replay()
-    scaled.update(3, record=False)
-    scaled.update(4)
-    assert scaled.y.tolist() == [8] * 4
-
-
-@pytest.mark.usefixtures("any_mode")
-def test_work_behind_a_replay_that_stands_still_waits_with_it() -> None:
-    scaled, done = Scaled(), torch.npu.Event()
+def test_work_after_a_blocked_replay_waits_with_it(scaled: Scaled) -> None:
+    done = torch.npu.Event()
     scaled.graph.replay()
     done.record()
     assert [done.query() for _ in range(6)] == [False] * 6
     scaled.update(3)
-    behind = scaled.after * 2  # runs what the replay still has to do first
-    assert behind.tolist() == [13] * 4
+    after = scaled.after * 2  # runs what the replay still has to do first
+    assert after.tolist() == [13] * 4
     done.synchronize()
     assert done.query()
 
 
-@pytest.mark.usefixtures("any_mode")
-def test_another_stream_can_wait_for_a_replay_that_stands_still() -> None:
-    scaled, stream = Scaled(), torch.npu.Stream()
+def test_another_stream_can_wait_for_a_blocked_replay(scaled: Scaled) -> None:
+    stream = torch.npu.Stream()
     scaled.graph.replay()
     done = torch.npu.current_stream().record_event()
     scaled.update(3)
@@ -101,15 +94,9 @@ def test_another_stream_can_wait_for_a_replay_that_stands_still() -> None:
     assert twice.tolist() == [13] * 4
 
 
-@pytest.mark.usefixtures("any_mode")
-def test_a_replay_on_a_side_stream_stands_still_too() -> None:
-    scaled, stream = Scaled(), torch.npu.Stream()
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
-        scaled.graph.replay()
-    scaled.update(3)
-    torch.npu.current_stream().wait_stream(stream)
-    assert scaled.y.tolist() == [6] * 4
+def _wait_on_another_device() -> None:
+    with torch.npu.device(1):
+        torch.npu.current_stream().wait_event(torch.npu.current_stream(0).record_event())
 
 
 NEEDS: dict[str, Callable[[Scaled], object]] = {
@@ -121,27 +108,19 @@ NEEDS: dict[str, Callable[[Scaled], object]] = {
     "a number": lambda s: s.y[0].item(),
     "zeros": lambda s: s.y.zero_(),
     "the next replay": lambda s: s.graph.replay(),
-    "a stream that waits and runs at once": lambda s: _on_another_device(s),
+    "a stream that waits and runs at once": lambda s: _wait_on_another_device(),
 }
 
 
-def _on_another_device(scaled: Scaled) -> None:
-    with torch.npu.device(1):
-        torch.npu.current_stream().wait_event(torch.npu.current_stream(0).record_event())
-
-
-@pytest.mark.usefixtures("any_mode")
-@pytest.mark.parametrize("what", NEEDS)
-def test_a_device_that_would_hang_is_an_error_where_the_host_needs_it(what: str) -> None:
-    scaled = Scaled()
+@scenarios("need", NEEDS)
+def test_a_device_that_would_hang_is_an_error_where_the_host_needs_it(scaled: Scaled, need: Callable[[Scaled], object]) -> None:
     scaled.graph.replay()
     with pytest.raises(RuntimeError, match="waits for an external event .* that nothing records"):
-        NEEDS[what](scaled)
+        need(scaled)
 
 
-@pytest.mark.usefixtures("any_mode")
-def test_a_thread_that_waits_for_a_replay_gets_it_when_another_records_the_event() -> None:
-    scaled, seen, started = Scaled(), [], threading.Event()
+def test_a_thread_that_waits_for_a_replay_gets_it_when_another_records_the_event(scaled: Scaled) -> None:
+    seen, started = [], threading.Event()
     scaled.graph.replay()
     done = torch.npu.current_stream().record_event()
 
@@ -167,14 +146,14 @@ def test_an_event_stays_set_until_a_stream_resets_it() -> None:
         x.add_(1)
     event.reset()
     event.wait()
-    torch.npu.synchronize(1)  # another device does not care
+    torch.npu.synchronize(1)  # another device does not wait
     event.record(stream)
     x.add_(1)
     assert x.tolist() == [4] * 4
 
 
 @pytest.mark.usefixtures("late")
-def test_an_update_is_late_as_its_stream_is() -> None:
+def test_an_update_is_as_late_as_its_stream() -> None:
     scaled = Scaled()
     scaled.update(3, record=False)  # queued on the update stream
     scaled.event.record()  # and nothing orders the replay after it
@@ -187,7 +166,7 @@ def test_an_update_is_late_as_its_stream_is() -> None:
 
 
 @pytest.mark.usefixtures("late")
-def test_a_record_orders_what_comes_behind_the_wait_after_what_came_before_the_record() -> None:
+def test_a_record_orders_the_work_after_the_wait_after_the_work_before_the_record() -> None:
     scaled, x = Scaled(), full(1.0)
     scaled.update_stream.wait_stream(torch.npu.current_stream())
     scaled.graph.replay()
@@ -206,35 +185,37 @@ def test_an_update_must_have_the_operators_of_its_group() -> None:
             torch.npu.graph_task_update_end(torch.npu.current_stream())
 
 
-def test_task_groups_belong_to_captures_and_updates_do_not() -> None:
-    stream, scaled = torch.npu.Stream(), Scaled()
-    with pytest.raises(RuntimeError, match="graph_task_group_begin: the stream captures no graph"):
-        torch.npu.graph_task_group_begin(stream)
-    with pytest.raises(RuntimeError, match="graph_task_group_end: the stream captures no graph"):
-        torch.npu.graph_task_group_end(stream)
-    with pytest.raises(RuntimeError, match="graph_task_update_end: the stream has no open update"):
-        torch.npu.graph_task_update_end(stream)
-    with torch.npu.graph(torch.npu.NPUGraph()):
-        stream = torch.npu.current_stream()
-        with pytest.raises(RuntimeError, match="graph_task_group_end: the stream has no open task group"):
-            torch.npu.graph_task_group_end(stream)
-        with pytest.raises(RuntimeError, match="the stream is capturing or updating already"):
-            torch.npu.graph_task_update_begin(stream, scaled.handle)
-        torch.npu.graph_task_group_begin(stream)
-        with pytest.raises(RuntimeError, match="has an open task group already"):
-            torch.npu.graph_task_group_begin(stream)
-        with pytest.raises(NotImplementedError, match="ExternalEvent.record in a graph"):
-            scaled.event.record(stream)
-        torch.npu.graph_task_group_end(stream)
-    with pytest.raises(RuntimeError, match="the capture ends inside of a task group"), torch.npu.graph(torch.npu.NPUGraph()):
-        torch.npu.graph_task_group_begin(torch.npu.current_stream())
-    assert not torch.npu.is_current_stream_capturing()
-
-
-def test_what_an_update_is_given_does_not_run_and_is_not_capturing() -> None:
+def test_an_update_does_not_run_and_is_not_a_capture() -> None:
     scaled = Scaled()
     torch.npu.graph_task_update_begin(torch.npu.current_stream(), scaled.handle)
     assert not torch.npu.is_current_stream_capturing()
     torch.mul(scaled.sum, 7.0, out=scaled.y)
     torch.npu.graph_task_update_end(torch.npu.current_stream())
     assert scaled.y.tolist() == [0] * 4
+
+
+def test_task_groups_belong_to_captures_and_updates_do_not() -> None:
+    scaled, begin, end = Scaled(), torch.npu.graph_task_group_begin, torch.npu.graph_task_group_end
+    with side_stream() as stream:
+        for call, message in (
+            (begin, "graph_task_group_begin: the stream captures no graph"),
+            (end, "graph_task_group_end: the stream captures no graph"),
+            (torch.npu.graph_task_update_end, "graph_task_update_end: the stream has no open update"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                call(stream)
+    with torch.npu.graph(torch.npu.NPUGraph()):
+        stream = torch.npu.current_stream()
+        with pytest.raises(RuntimeError, match="graph_task_group_end: the stream has no open task group"):
+            end(stream)
+        with pytest.raises(RuntimeError, match="the stream is capturing or updating already"):
+            torch.npu.graph_task_update_begin(stream, scaled.handle)
+        begin(stream)
+        with pytest.raises(RuntimeError, match="has an open task group already"):
+            begin(stream)
+        with pytest.raises(NotImplementedError, match="ExternalEvent.record in a graph"):
+            scaled.event.record(stream)
+        end(stream)
+    with pytest.raises(RuntimeError, match="the capture ends inside of a task group"):
+        capture(lambda: begin(torch.npu.current_stream()))
+    assert not torch.npu.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Device memory is counted truthfully, and pinned memory says that it is pinned."""
+"""Device memory is counted, and pinned memory is known to be pinned."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from emulated import MIB, scenarios
 
 from vllm_ascend_hsx.emulator.native import core
 
 pytestmark = pytest.mark.usefixtures("any_mode")
-MIB = 1 << 20
 DEVICE = 5  # no other test leaves tensors there
 
 
@@ -38,26 +38,22 @@ def test_allocated_memory_follows_the_tensors() -> None:
     assert torch.npu.memory_allocated(DEVICE) == 0
 
 
-def test_sizes_are_rounded_as_the_allocator_rounds_them() -> None:
-    x = torch.empty(3, dtype=torch.uint8, device=f"npu:{DEVICE}")
-    assert torch.npu.memory_allocated(DEVICE) == 512
-    stats = torch.npu.memory_stats(DEVICE)
-    assert stats["requested_bytes.all.current"] == 3
-    del x
-
-
-def test_results_of_operators_are_counted_on_their_device() -> None:
+def test_results_of_operators_are_counted_on_their_device_and_rounded_as_the_allocator_rounds() -> None:
     x = megabytes(1).fill_(1)
     y = x + x
     indices = x[:4].nonzero()
     assert torch.npu.memory_allocated(DEVICE) == 2 * MIB + 512
+    assert torch.npu.memory_stats(DEVICE)["requested_bytes.all.current"] == 2 * MIB + 32
     del y, indices
 
 
-def test_reserved_memory_stays_until_the_cache_is_emptied() -> None:
+def test_reserved_memory_is_not_free_until_the_cache_is_emptied() -> None:
+    free, total = torch.npu.mem_get_info(DEVICE)
+    assert free == total
     x = megabytes(8)
     del x
     assert (torch.npu.memory_allocated(DEVICE), torch.npu.memory_reserved(DEVICE)) == (0, 8 * MIB)
+    assert torch.npu.mem_get_info(DEVICE) == torch.accelerator.get_memory_info(DEVICE) == (total - 8 * MIB, total)
     y = megabytes(6)  # out of the cache
     assert torch.npu.memory_reserved(DEVICE) == 8 * MIB
     torch.npu.empty_cache()
@@ -65,6 +61,7 @@ def test_reserved_memory_stays_until_the_cache_is_emptied() -> None:
     del y
     torch.accelerator.empty_cache()
     assert torch.npu.memory_reserved(DEVICE) == 0
+    assert torch.npu.mem_get_info(DEVICE)[0] == total
 
 
 def test_peaks_last_until_they_are_reset() -> None:
@@ -74,17 +71,6 @@ def test_peaks_last_until_they_are_reset() -> None:
     torch.npu.reset_peak_memory_stats(DEVICE)
     assert torch.npu.max_memory_allocated(DEVICE) == 0
     assert torch.npu.memory_stats(torch.device("npu", DEVICE))["allocated_bytes.all.peak"] == 0
-
-
-def test_free_memory_falls_by_what_is_reserved() -> None:
-    free, total = torch.npu.mem_get_info(DEVICE)
-    assert free == total
-    x = megabytes(4)
-    assert torch.npu.mem_get_info(DEVICE) == (total - 4 * MIB, total)
-    assert torch.accelerator.get_memory_info(DEVICE) == (total - 4 * MIB, total)
-    del x
-    torch.npu.empty_cache()
-    assert torch.npu.mem_get_info(DEVICE)[0] == total
 
 
 def test_the_counters_that_vllm_reads_are_there() -> None:
@@ -151,21 +137,16 @@ PINNED: dict[str, Callable[[], torch.Tensor]] = {
     "a non-blocking copy": lambda: torch.ones(5, device="npu").to("cpu", non_blocking=True),
 }
 PAGEABLE: dict[str, Callable[[], torch.Tensor]] = {
-    "empty": lambda: torch.empty(5),
+    "empty, pageable": lambda: torch.empty(5),
     "a copy of pinned memory": lambda: torch.ones(5).pin_memory().clone(),
     "a blocking copy": lambda: torch.ones(5, device="npu").cpu(),
     "device memory": lambda: torch.ones(5, device="npu"),
 }
 
 
-@pytest.mark.parametrize("name", PINNED)
-def test_is_pinned(name: str) -> None:
-    assert PINNED[name]().is_pinned()
-
-
-@pytest.mark.parametrize("name", PAGEABLE)
-def test_is_not_pinned(name: str) -> None:
-    assert not PAGEABLE[name]().is_pinned()
+@scenarios("make, pinned", {name: (make, table is PINNED) for table in (PAGEABLE, PINNED) for name, make in table.items()})
+def test_memory_is_pinned_or_not(make: Callable[[], torch.Tensor], pinned: bool) -> None:
+    assert make().is_pinned() == pinned
 
 
 def test_memory_is_no_longer_pinned_when_it_is_freed() -> None:

@@ -1,25 +1,21 @@
-"""Late mode finds missing waits: a program that orders its work gives the sequential result, and one that does not is an error.
-
-The properties run random programs over three streams. A model of happens-before, written independently of the emulator's, decides
-where a program needs a wait, puts one of several kinds there, and then leaves one out.
-"""
+"""Late mode finds missing waits between two accesses, and memory that is freed too early."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import nullcontext
 
 import pytest
 import torch
-from depth import depth
-from hypothesis import given, settings
+from emulated import NPU, RACE, full, scenarios, side_stream
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.emulator.native import core
 
 pytestmark = pytest.mark.usefixtures("late")
-NPU = torch.device("npu:0")
-RACE = "NPU stream race"
+Step = Callable[[torch.Tensor], object]
+Wait = Callable[[torch.npu.Stream, torch.npu.Stream], object]
 
 
 def streams(count: int) -> list[torch.npu.Stream]:
@@ -29,9 +25,16 @@ def streams(count: int) -> list[torch.npu.Stream]:
     return made
 
 
+def filled_aside(*shape: int) -> tuple[torch.Tensor, torch.npu.Stream]:
+    """Return a tensor of zeros that a side stream, the second value, is filling with ones."""
+    x = full(0.0, *shape)
+    with side_stream() as stream:
+        x.fill_(1)
+    return x, stream
+
+
 # ---- each kind of conflict, with and without its wait ----
 
-Step = Callable[[torch.Tensor], object]
 write: Step = lambda x: x.fill_(1)  # noqa: E731
 read: Step = lambda x: x + 1  # noqa: E731
 
@@ -52,27 +55,19 @@ CONFLICTS: dict[str, tuple[Step, Step]] = {
 
 
 @pytest.mark.parametrize("into", ["side", "default"])
-@pytest.mark.parametrize("name", CONFLICTS)
-def test_a_missing_wait_is_an_error_and_the_wait_cures_it(name: str, into: str) -> None:
-    first, second = CONFLICTS[name]
-    for wait in (True, False):
-        x = torch.zeros(4, 4, device=NPU)
-        (one,) = streams(1)
-        other = torch.npu.Stream() if into == "side" else torch.npu.default_stream()
-        if into == "side":
-            other.wait_stream(torch.npu.default_stream())
-        with torch.npu.stream(one):
-            kept = first(x)
-        if wait:
-            other.wait_stream(one)
-        with torch.npu.stream(other):
-            if wait:
-                kept = second(x)
-            else:
-                with pytest.raises(RuntimeError, match=RACE):
-                    second(x)
-        torch.npu.synchronize()
-        del kept
+@pytest.mark.parametrize("wait", [True, False])
+@scenarios("first, second", CONFLICTS)
+def test_a_missing_wait_is_an_error_and_the_wait_cures_it(first: Step, second: Step, wait: bool, into: str) -> None:
+    x = full(0.0, 4, 4)
+    one, other = streams(2) if into == "side" else [*streams(1), torch.npu.default_stream()]
+    with torch.npu.stream(one):
+        kept = first(x)
+    if wait:
+        other.wait_stream(one)
+    with torch.npu.stream(other), nullcontext() if wait else pytest.raises(RuntimeError, match=RACE):
+        second(x)
+    torch.npu.synchronize()
+    del kept
 
 
 HARMLESS: dict[str, tuple[Step, Step]] = {
@@ -87,18 +82,15 @@ HARMLESS: dict[str, tuple[Step, Step]] = {
 }
 
 
-@pytest.mark.parametrize("name", HARMLESS)
-def test_accesses_that_do_not_conflict_need_no_wait(name: str) -> None:
-    first, second = HARMLESS[name]
-    x = torch.zeros(4, 4, device=NPU)
-    one, other = streams(2)
-    with torch.npu.stream(one):
-        first(x)
-    with torch.npu.stream(other):
-        second(x)
+@scenarios("first, second", HARMLESS)
+def test_accesses_that_do_not_conflict_need_no_wait(first: Step, second: Step) -> None:
+    x = full(0.0, 4, 4)
+    for step, stream in zip((first, second), streams(2), strict=True):
+        with torch.npu.stream(stream):
+            step(x)
 
 
-ORDERS: dict[str, Callable[[torch.npu.Stream, torch.npu.Stream], object]] = {
+ORDERS: dict[str, Wait] = {
     "wait_stream": lambda one, other: other.wait_stream(one),
     "wait_event": lambda one, other: other.wait_event(one.record_event()),
     "Event.wait": lambda one, other: one.record_event().wait(other),
@@ -121,20 +113,17 @@ def _chain(one: torch.npu.Stream, other: torch.npu.Stream) -> None:
     other.wait_event(third.record_event())
 
 
-@pytest.mark.parametrize("name", ORDERS)
-def test_two_writes_are_ordered_by(name: str) -> None:
-    x = torch.zeros(4, device=NPU)
-    one, other = streams(2)
-    with torch.npu.stream(one):
-        x.fill_(1)
-    ORDERS[name](one, other)
+@scenarios("order", ORDERS)
+def test_two_writes_are_ordered_by(order: Wait) -> None:
+    (other,), (x, one) = streams(1), filled_aside()
+    order(one, other)
     with torch.npu.stream(other):
         x.mul_(3)
     other.synchronize()
     assert x.tolist() == [3] * 4
 
 
-NO_ORDERS: dict[str, Callable[[torch.npu.Stream, torch.npu.Stream], object]] = {
+NO_ORDERS: dict[str, Wait] = {
     "a wait in the wrong direction": lambda one, other: one.wait_stream(other),
     "a query that said no": lambda one, other: one.record_event().query(),
     "an event of the waiting stream": lambda one, other: other.wait_event(other.record_event()),
@@ -142,23 +131,19 @@ NO_ORDERS: dict[str, Callable[[torch.npu.Stream, torch.npu.Stream], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", NO_ORDERS)
-def test_two_writes_are_not_ordered_by(name: str) -> None:
-    x = torch.zeros(4, device=NPU)
-    one, other = streams(2)
-    with torch.npu.stream(one):
-        x.fill_(1)
-    NO_ORDERS[name](one, other)
+@scenarios("order", NO_ORDERS)
+def test_two_writes_are_not_ordered_by(order: Wait) -> None:
+    (other,), (x, one) = streams(1), filled_aside()
+    order(one, other)
     with torch.npu.stream(other), pytest.raises(RuntimeError, match=RACE):
         x.mul_(3)
 
 
-def test_an_event_orders_only_what_was_launched_before_it() -> None:
-    x, y = torch.zeros(4, device=NPU), torch.zeros(4, device=NPU)
-    one, other = streams(2)
+def test_an_event_orders_only_earlier_launches() -> None:
+    y, (x, one) = full(0.0), filled_aside()
+    (other,) = streams(1)
+    event = one.record_event()
     with torch.npu.stream(one):
-        x.fill_(1)
-        event = one.record_event()
         y.fill_(1)
     other.wait_event(event)
     with torch.npu.stream(other):
@@ -168,15 +153,11 @@ def test_an_event_orders_only_what_was_launched_before_it() -> None:
 
 
 def test_the_error_names_streams_operators_and_shape() -> None:
-    x = torch.zeros(2, 5, device=NPU)
-    (one,) = streams(1)
-    with torch.npu.stream(one):
-        x.fill_(1)
+    x, one = filled_aside(2, 5)
     with pytest.raises(RuntimeError) as caught:
         x + 1
-    message = str(caught.value)
     for part in ("aten::add", "aten::fill_", "[2, 5]", f"stream {one.stream_id} of npu:0", "the default stream of npu:0", "wait_stream"):
-        assert part in message
+        assert part in str(caught.value)
 
 
 def test_pinned_memory_is_checked_too() -> None:
@@ -217,51 +198,37 @@ def test_no_overlap_of_permuted_parts_is_missed(p: list[int], one: tuple[slice, 
 # ---- memory that is freed too early ----
 
 
-def _read_and_free(stream: torch.npu.Stream, record: bool) -> torch.Tensor:
-    x, host = torch.zeros(1 << 12, device=NPU), torch.empty(1 << 12).pin_memory()
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
+def _read_and_free(record: bool) -> tuple[torch.Tensor, torch.npu.Stream]:
+    x, host = full(0.0, 1 << 12), torch.empty(1 << 12).pin_memory()
+    with side_stream() as stream:
         host.copy_(x, non_blocking=True)
     if record:
         x.record_stream(stream)
-    return host
+    return host, stream
 
 
 @pytest.mark.filterwarnings("ignore:NPU stream race")
 def test_memory_freed_while_a_side_stream_reads_it_may_be_overwritten() -> None:
-    (stream,) = streams(1)
-    host = _read_and_free(stream, record=False)
+    host, stream = _read_and_free(record=False)
     torch.empty(1 << 12, device=NPU)
     stream.synchronize()
     assert host.isnan().all()
 
 
-def test_memory_freed_while_a_side_stream_writes_it_may_not_be_allocated_again() -> None:
-    (stream,) = streams(1)
-    x = torch.zeros(1 << 12, device=NPU)
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
-        x.fill_(1)
+@pytest.mark.parametrize("recorded", [False, True])
+def test_memory_that_a_side_stream_writes_may_be_allocated_again_if_it_was_recorded_there(recorded: bool) -> None:
+    x, stream = filled_aside(1 << 12)
+    if recorded:
+        x.record_stream(stream)
     del x
-    with pytest.raises(RuntimeError, match=r"NPU stream race: a block.*aten::fill_.*may still write it.*record_stream"):
+    message = rf"{RACE}: a block.*aten::fill_.*may still write it.*record_stream"
+    with nullcontext() if recorded else pytest.raises(RuntimeError, match=message):
         torch.empty(1 << 12, device=NPU)
-
-
-def test_memory_recorded_on_the_stream_that_writes_it_may_be_allocated_again() -> None:
-    (stream,) = streams(1)
-    x = torch.zeros(1 << 12, device=NPU)
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
-        x.fill_(1)
-    x.record_stream(stream)
-    del x
-    torch.empty(1 << 12, device=NPU)
 
 
 @pytest.mark.parametrize("cure", ["record_stream", "wait", "another stream's memory", "larger"])
 def test_memory_freed_while_a_side_stream_reads_it_is_safe_with(cure: str) -> None:
-    (stream,) = streams(1)
-    host = _read_and_free(stream, record=cure == "record_stream")
+    host, stream = _read_and_free(record=cure == "record_stream")
     if cure == "wait":
         torch.npu.current_stream().wait_stream(stream)
     if cure == "another stream's memory":
@@ -273,192 +240,3 @@ def test_memory_freed_while_a_side_stream_reads_it_is_safe_with(cure: str) -> No
         torch.empty(1 << 12, device=NPU)
     torch.npu.synchronize()
     assert not host.any()
-
-
-# ---- random programs ----
-
-BUFFERS, HOSTS, STREAMS = 3, 2, 3
-KINDS = ("add", "mix", "to host", "to device", "read host", "write host")
-
-
-@dataclass(frozen=True)
-class Operation:
-    """add: d += 1. mix: d = d * 2 + e. to host: h <- d. to device: d <- h. read host, write host: by the host itself."""
-
-    kind: str
-    stream: int
-    d: int
-    e: int
-    h: int
-
-    @property
-    def by_host(self) -> bool:
-        return self.kind in ("read host", "write host")
-
-    @property
-    def places(self) -> list[tuple[tuple[str, int], bool]]:
-        """(place, is it written): ("d", k) are device buffers, ("h", k) pinned ones."""
-        d, e, h = ("d", self.d), ("d", self.e), ("h", self.h)
-        return {
-            "add": [(d, True)],
-            "mix": [(e, False), (d, True)],
-            "to host": [(d, False), (h, True)],
-            "to device": [(h, False), (d, True)],
-            "read host": [(h, False)],
-            "write host": [(h, True)],
-        }[self.kind]
-
-
-@dataclass
-class Order:
-    """Happens-before among operations: who knows of which earlier operations. Actors 0.. are streams, the last is the host."""
-
-    known: list[set[int]] = field(default_factory=lambda: [set() for _ in range(STREAMS + 1)])
-    done: list[tuple[int, Operation]] = field(default_factory=list)
-
-    def missing(self, op: Operation) -> list[int]:
-        """The streams with an earlier conflicting operation that the actor of `op` does not know of."""
-        actor = STREAMS if op.by_host else op.stream
-        seen = self.known[actor] | self.known[STREAMS]
-        wanted = []
-        for number, (who, earlier) in enumerate(self.done):
-            clash = any(p == q and (w or v) for p, w in earlier.places for q, v in op.places)
-            if clash and who != actor and number not in seen and who not in wanted:
-                wanted.append(who)
-        return wanted
-
-    def add(self, op: Operation) -> None:
-        actor = STREAMS if op.by_host else op.stream
-        self.known[actor] |= self.known[STREAMS] | {len(self.done)}
-        self.done.append((actor, op))
-
-    def wait(self, actor: int, other: int) -> None:
-        self.known[actor] |= self.known[other] | self.known[STREAMS]
-
-
-operations = st.lists(
-    st.builds(
-        Operation,
-        st.sampled_from(KINDS),
-        st.integers(0, STREAMS - 1),
-        st.integers(0, BUFFERS - 1),
-        st.integers(0, BUFFERS - 1),
-        st.integers(0, HOSTS - 1),
-    ),
-    min_size=1,
-    max_size=14,
-)
-WAIT_KINDS = ("wait_stream", "wait_event", "host stream", "host event", "device")
-
-
-def sequential(program: list[Operation]) -> tuple[list[float], list[float], list[float]]:
-    """Device buffers, host buffers and what the host read, if everything ran in program order."""
-    device, host, reads = [float(k + 1) for k in range(BUFFERS)], [-float(k + 1) for k in range(HOSTS)], []
-    for number, op in enumerate(program):
-        if op.kind == "add":
-            device[op.d] += 1
-        elif op.kind == "mix":
-            device[op.d] = device[op.d] * 2 + device[op.e]
-        elif op.kind == "to host":
-            host[op.h] = device[op.d]
-        elif op.kind == "to device":
-            device[op.d] = host[op.h]
-        elif op.kind == "read host":
-            reads.append(host[op.h])
-        else:
-            host[op.h] = 100.0 + number
-    return device, host, reads
-
-
-class Machine:
-    """Runs a program on the emulated NPU."""
-
-    def __init__(self) -> None:
-        torch.npu.synchronize()
-        self.device = [torch.full((8,), float(k + 1), device=NPU) for k in range(BUFFERS)]
-        self.host = [torch.full((8,), -float(k + 1)).pin_memory() for k in range(HOSTS)]
-        self.streams = [torch.npu.default_stream(), *(torch.npu.Stream() for _ in range(STREAMS - 1))]
-        torch.npu.synchronize()
-        self.reads: list[float] = []
-
-    def run(self, number: int, op: Operation) -> None:
-        d, e, h = self.device[op.d], self.device[op.e], self.host[op.h]
-        if op.kind == "read host":
-            assert len(set(h.tolist())) == 1
-            self.reads.append(h[0].item())
-        elif op.kind == "write host":
-            h.fill_(100.0 + number)
-        else:
-            with torch.npu.stream(self.streams[op.stream]):
-                if op.kind == "add":
-                    d.add_(1)
-                elif op.kind == "mix":
-                    d.copy_(d * 2 + e)
-                elif op.kind == "to host":
-                    h.copy_(d, non_blocking=True)
-                else:
-                    d.copy_(h, non_blocking=True)
-
-    def wait(self, actor: int, other: int, kind: str) -> None:
-        """Makes the actor wait for the other stream."""
-        if kind == "device":
-            torch.npu.synchronize()
-        elif actor == STREAMS or kind.startswith("host"):
-            (self.streams[other] if kind.endswith("stream") else self.streams[other].record_event()).synchronize()
-        elif kind == "wait_stream":
-            self.streams[actor].wait_stream(self.streams[other])
-        else:
-            self.streams[actor].wait_event(self.streams[other].record_event())
-
-    def results(self) -> tuple[list[float], list[float], list[float]]:
-        torch.npu.synchronize()
-        return [x[0].item() for x in self.device], [x[0].item() for x in self.host], self.reads
-
-
-def play(program: list[Operation], draw: Callable[[], str], leave_out: int | None) -> tuple[Machine, Operation | None]:
-    """Runs the program with every wait it needs but the `leave_out`-th, up to the operation that needed that one."""
-    machine, order, waits = Machine(), Order(), 0
-    for number, op in enumerate(program):
-        while missing := order.missing(op):
-            other, kind = missing[0], draw()
-            actor = STREAMS if op.by_host else op.stream
-            if waits == leave_out:
-                machine.run(number, op)
-                return machine, op
-            waits += 1
-            if kind == "device":
-                for k in range(STREAMS):
-                    order.wait(STREAMS, k)
-            else:
-                order.wait(STREAMS if machine_waits(kind, actor) else actor, other)
-            machine.wait(actor, other, kind)
-        machine.run(number, op)
-        order.add(op)
-    return machine, None
-
-
-def machine_waits(kind: str, actor: int) -> bool:
-    """Whether it is the host that waits."""
-    return actor == STREAMS or kind not in ("wait_stream", "wait_event")
-
-
-@settings(max_examples=depth(150), deadline=None)
-@given(operations, st.data())
-def test_a_program_that_waits_where_it_must_gives_the_sequential_result(program: list[Operation], data: st.DataObject) -> None:
-    machine, _ = play(program, lambda: data.draw(st.sampled_from(WAIT_KINDS)), None)
-    assert machine.results() == sequential(program)
-
-
-@settings(max_examples=depth(250), deadline=None)
-@given(operations, st.integers(0, 5), st.data())
-def test_a_device_operation_without_the_wait_it_needs_is_an_error(program: list[Operation], leave_out: int, data: st.DataObject) -> None:
-    try:
-        machine, unordered = play(program, lambda: data.draw(st.sampled_from(WAIT_KINDS)), leave_out)
-    except RuntimeError as error:
-        assert RACE in str(error)
-    else:
-        # What the host does by itself is not checked; its stale bytes are test_core_streams.py's.
-        assert unordered is None or unordered.by_host, f"{unordered} ran without the wait it needs"
-        if unordered is None:
-            assert machine.results() == sequential(program)
-    torch.npu.synchronize()

@@ -1,4 +1,4 @@
-"""Late mode: what an API promises has happened has happened, and what it does not promise has not."""
+"""Late mode: what an API promises has happened, and what it does not promise has not."""
 
 from __future__ import annotations
 
@@ -6,26 +6,21 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
+from emulated import NPU, full, pinned, scenarios, side_stream
 
 from vllm_ascend_hsx.emulator.native import core
 
 pytestmark = pytest.mark.usefixtures("late")
-NPU = torch.device("npu:0")
-
-
-def pinned(*values: float) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32).pin_memory()
 
 
 def side_copy(value: float = 7.0) -> tuple[torch.npu.Stream, torch.Tensor]:
-    """A stream on which a device-to-host copy of `value` is under way, and its destination, which holds 0."""
-    source = torch.full((2,), value, device=NPU)
-    stream, destination = torch.npu.Stream(), pinned(0, 0)
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
+    """Return a stream that is copying `value` to the host, and the destination, which holds 0."""
+    source, destination = full(value, 2), pinned(0, 0)
+    with side_stream() as stream:
         destination.copy_(source, non_blocking=True)
     source.record_stream(stream)
     return stream, destination
@@ -61,17 +56,16 @@ def _blocking_copy_on(s: torch.npu.Stream) -> None:
         torch.zeros(1, device=NPU).cpu()
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_a_copy_reaches_the_host_when_the_host_waits_for(wait: str) -> None:
+@scenarios("wait", WAITS)
+def test_a_copy_reaches_the_host_when_the_host_waits_for(wait: Callable[[torch.npu.Stream], object]) -> None:
     stream, destination = side_copy()
     assert destination.tolist() == [0, 0]
-    WAITS[wait](stream)
+    wait(stream)
     assert destination.tolist() == [7, 7]
 
 
 NO_WAITS: dict[str, Callable[[torch.npu.Stream], object]] = {
     "nothing": lambda s: None,
-    "an event before it": lambda s: None,  # the event is recorded by the test
     "an event that nobody recorded": lambda s: torch.npu.Event().synchronize(),
     "another stream": lambda s: torch.npu.Stream().synchronize(),
     "the default stream": lambda s: torch.npu.default_stream().synchronize(),
@@ -82,17 +76,10 @@ NO_WAITS: dict[str, Callable[[torch.npu.Stream], object]] = {
 }
 
 
-@pytest.mark.parametrize("wait", NO_WAITS)
-def test_a_copy_does_not_reach_the_host_by(wait: str) -> None:
-    source = torch.full((2,), 7.0, device=NPU)
-    stream, destination = torch.npu.Stream(), pinned(0, 0)
-    stream.wait_stream(torch.npu.current_stream())
-    before = stream.record_event()
-    with torch.npu.stream(stream):
-        destination.copy_(source, non_blocking=True)
-    if wait == "an event before it":
-        before.synchronize()
-    NO_WAITS[wait](stream)
+@scenarios("wait", NO_WAITS)
+def test_a_copy_does_not_reach_the_host_by(wait: Callable[[torch.npu.Stream], object]) -> None:
+    stream, destination = side_copy()
+    wait(stream)
     assert destination.tolist() == [0, 0]
     stream.synchronize()
     assert destination.tolist() == [7, 7]
@@ -102,7 +89,7 @@ def test_a_copy_does_not_reach_the_host_by(wait: str) -> None:
 
 
 def test_the_default_stream_takes_the_device_s_bytes_at_once_and_delivers_them_late() -> None:
-    source, destination = torch.full((2,), 1.0, device=NPU), pinned(0, 0)
+    source, destination = full(1.0, 2), pinned(0, 0)
     destination.copy_(source, non_blocking=True)
     source.fill_(2)  # ordered after the copy, so the copy has the old value
     assert destination.tolist() == [0, 0]
@@ -110,19 +97,21 @@ def test_the_default_stream_takes_the_device_s_bytes_at_once_and_delivers_them_l
     assert destination.tolist() == [1, 1]
 
 
-def test_an_event_between_two_copies_delivers_the_first_alone() -> None:
-    source, one, two = torch.full((1,), 3.0, device=NPU), pinned(0), pinned(0)
-    one.copy_(source, non_blocking=True)
-    between = torch.npu.current_stream().record_event()
-    two.copy_(source, non_blocking=True)
-    between.synchronize()
-    assert (one.item(), two.item()) == (3, 0)
+@pytest.mark.parametrize("aside", [False, True])
+def test_an_event_between_two_copies_delivers_the_first_alone(aside: bool) -> None:
+    source, one, two = full(3.0, 1), pinned(0), pinned(0)
+    with side_stream() if aside else nullcontext():
+        one.copy_(source, non_blocking=True)
+        between = torch.npu.current_stream().record_event()
+        two.copy_(source, non_blocking=True)
+        between.synchronize()
+        assert (one.item(), two.item()) == (3, 0)
     torch.npu.synchronize()
     assert two.item() == 3
 
 
 def test_a_device_read_of_pinned_memory_sees_the_stream_s_own_earlier_copy() -> None:
-    source, host, back = torch.full((2,), 4.0, device=NPU), pinned(0, 0), torch.zeros(2, device=NPU)
+    source, host, back = full(4.0, 2), pinned(0, 0), full(0.0, 2)
     host.copy_(source, non_blocking=True)
     back.copy_(host, non_blocking=True)
     assert back.tolist() == [4, 4]
@@ -134,9 +123,7 @@ def test_copies_to_the_host_that_hardware_makes_synchronous_are(destination: str
     host = torch.zeros(2, 2) if destination == "pageable" else torch.zeros(2, 2).pin_memory()
     if destination == "another layout":
         host = host.t()
-    stream = torch.npu.Stream()
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
+    with side_stream():
         host.copy_(source, non_blocking=destination != "blocking")
     assert host.tolist() == [[0, 1], [2, 3]]
 
@@ -144,26 +131,14 @@ def test_copies_to_the_host_that_hardware_makes_synchronous_are(destination: str
 # ---- copies to the device ----
 
 
-def test_a_copy_to_the_device_on_a_side_stream_reads_the_host_late() -> None:
-    source, there = pinned(1, 1), torch.zeros(2, device=NPU)
-    stream = torch.npu.Stream()
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
+@pytest.mark.parametrize(("pin", "seen"), [(True, 9), (False, 1)], ids=["pinned: late", "pageable: at once"])
+def test_a_copy_to_the_device_on_a_side_stream_reads_the_host(pin: bool, seen: int) -> None:
+    source, there = torch.ones(2, pin_memory=pin), full(0.0, 2)
+    with side_stream() as stream:
         there.copy_(source, non_blocking=True)
-    source.fill_(9)  # too early: the copy has not been waited for
+    source.fill_(9)  # before anything has waited for the copy
     torch.npu.current_stream().wait_stream(stream)
-    assert there.tolist() == [9, 9]
-
-
-def test_a_copy_of_pageable_memory_reads_the_host_at_once() -> None:
-    source, there = torch.ones(2), torch.zeros(2, device=NPU)
-    stream = torch.npu.Stream()
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
-        there.copy_(source, non_blocking=True)
-    source.fill_(9)
-    torch.npu.current_stream().wait_stream(stream)
-    assert there.tolist() == [1, 1]
+    assert there.tolist() == [seen] * 2
 
 
 # ---- operators on a side stream ----
@@ -171,9 +146,7 @@ def test_a_copy_of_pageable_memory_reads_the_host_at_once() -> None:
 
 def test_results_on_a_side_stream_are_garbage_until_somebody_waits() -> None:
     x = torch.ones(3, device=NPU)
-    stream = torch.npu.Stream()
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
+    with side_stream() as stream:
         y = x + 1
         z = y.view(3, 1)[1:]
     assert core.pending(0, stream.stream_id) > 0
@@ -184,8 +157,7 @@ def test_results_on_a_side_stream_are_garbage_until_somebody_waits() -> None:
 
 
 def test_work_of_one_stream_keeps_its_order() -> None:
-    stream = torch.npu.Stream()
-    with torch.npu.stream(stream):
+    with side_stream() as stream:
         x = torch.zeros(2, device=NPU)
         for k in range(1, 5):
             x.mul_(10).add_(k)
@@ -196,8 +168,7 @@ def test_work_of_one_stream_keeps_its_order() -> None:
 
 
 def test_what_needs_values_on_the_host_waits_for_its_stream() -> None:
-    stream = torch.npu.Stream()
-    with torch.npu.stream(stream):
+    with side_stream():
         x = torch.arange(4, device=NPU)
         assert x.sum().item() == 6
         assert (x > 1).nonzero().flatten().tolist() == [2, 3]
@@ -216,9 +187,6 @@ def test_queued_work_keeps_the_bytes_it_uses() -> None:
     assert torch.npu.memory_allocated() == before - 4096
     stream.synchronize()
     assert destination.unique().tolist() == [5]
-
-
-def test_a_destination_may_be_dropped_while_a_copy_into_it_is_queued() -> None:
     stream, destination = side_copy()
     del destination
     stream.synchronize()
@@ -227,9 +195,7 @@ def test_a_destination_may_be_dropped_while_a_copy_into_it_is_queued() -> None:
 def test_an_error_of_queued_work_surfaces_where_the_host_waits() -> None:
     table = torch.ones(3, 2, device=NPU)
     index = torch.tensor([9], device=NPU)
-    stream = torch.npu.Stream()
-    stream.wait_stream(torch.npu.current_stream())
-    with torch.npu.stream(stream):
+    with side_stream() as stream:
         table.index_select(0, index)
     with pytest.raises(RuntimeError, match=r"aten::index_select, launched earlier on stream \d+ of npu:0.*out of range"):
         stream.synchronize()
@@ -237,8 +203,7 @@ def test_an_error_of_queued_work_surfaces_where_the_host_waits() -> None:
 
 
 def test_a_full_queue_runs_its_oldest_work() -> None:
-    stream = torch.npu.Stream()
-    with torch.npu.stream(stream):
+    with side_stream() as stream:
         x = torch.zeros(1, device=NPU)
         for _ in range(5000):
             x.add_(1)
@@ -287,11 +252,7 @@ def test_polling_says_no_and_then_makes_progress(what: str) -> None:
     polled = stream if what == "stream" else stream.record_event()
     assert not polled.query()
     assert destination.tolist() == [0, 0]
-    for _ in range(10):
-        if polled.query():
-            break
-    else:
-        pytest.fail("the query never became true")
+    assert any(polled.query() for _ in range(10))
     assert destination.tolist() == [7, 7]
 
 
@@ -306,63 +267,36 @@ def test_elapsed_time_is_the_time_between_two_events() -> None:
         torch.npu.current_stream().record_event().elapsed_time(second)
 
 
-def test_a_writer_thread_waits_for_its_own_event_while_work_goes_on() -> None:
+def test_many_threads_may_wait_for_one_event_while_work_goes_on() -> None:
     read: list[list[float]] = []
     stream, destination = side_copy(3.0)
     event = stream.record_event()
-
-    def write() -> None:
-        event.synchronize()
-        read.append(destination.tolist())
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    for _ in range(50):
-        torch.ones(8, device=NPU).sum().item()
-    writer.join(30)
-    assert not writer.is_alive()
-    assert read == [[3, 3]]
-
-
-def test_many_threads_may_wait_for_one_stream() -> None:
-    stream = torch.npu.Stream()
-    with torch.npu.stream(stream):
-        x = torch.zeros(4, device=NPU)
-        for _ in range(200):
-            x.add_(1)
-    event = stream.record_event()
-    threads = [threading.Thread(target=event.synchronize) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: (event.synchronize(), read.append(destination.tolist()))) for _ in range(8)]
     for thread in threads:
         thread.start()
+    for _ in range(50):
+        torch.ones(8, device=NPU).sum().item()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert x.tolist() == [200] * 4
+    assert read == [[3, 3]] * 8
 
 
 # ---- streams as objects ----
 
 
-def test_streams_are_current_in_their_context_and_thread_only() -> None:
-    stream = torch.npu.Stream()
-    seen: list[bool] = []
+def test_streams_are_current_in_their_context_and_thread_and_on_their_device_only() -> None:
+    stream, seen = torch.npu.Stream(device="npu:2"), []
     with torch.npu.stream(stream):
-        assert torch.npu.current_stream() == stream
-        assert torch.accelerator.current_stream() == stream
+        assert torch.npu.current_stream() == torch.accelerator.current_stream() == stream
         thread = threading.Thread(target=lambda: seen.append(torch.npu.current_stream() == torch.npu.default_stream()))
         thread.start()
         thread.join()
-    assert torch.npu.current_stream() == torch.npu.default_stream()
+        assert stream.device == torch.device("npu:2")
+        assert torch.npu.current_device() == torch.ones(1, device="npu").device.index == 2
     assert seen == [True]
-
-
-def test_a_stream_of_another_device_makes_that_device_current() -> None:
-    stream = torch.npu.Stream(device="npu:2")
-    assert stream.device == torch.device("npu:2")
-    with torch.npu.stream(stream):
-        assert torch.npu.current_device() == 2
-        assert torch.ones(1, device="npu").device.index == 2
     assert torch.npu.current_device() == 0
+    assert torch.npu.current_stream() == torch.npu.default_stream()
 
 
 def test_streams_compare_and_hash_by_identity_of_the_queue() -> None:

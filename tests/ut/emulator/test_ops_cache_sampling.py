@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from depth import depth
+from emulated import int32, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=40, deadline=None)
 def test_row_i_lands_in_slot_i_and_nothing_else_changes(slots: list[int], writer: Writer) -> None:
     (keys, values), (key, value) = caches(), rows(len(slots))
-    writer(key, value, keys, values, torch.tensor(slots, dtype=torch.int32))
+    writer(key, value, keys, values, int32(*slots))
     for slot in range(12):
         block, place = slot // 4, slot % 4
         if slot in slots:
@@ -43,7 +44,7 @@ def test_row_i_lands_in_slot_i_and_nothing_else_changes(slots: list[int], writer
 
 def test_slot_minus_one_is_skipped_and_does_not_reach_the_last_block() -> None:
     (keys, values), (key, value) = caches(), rows(3)
-    cache._npu_reshape_and_cache(key, value, keys, values, torch.tensor([-1, 5, -1], dtype=torch.int32))
+    cache._npu_reshape_and_cache(key, value, keys, values, int32(-1, 5, -1))
     assert torch.equal(keys[1, 1], key[1])
     assert (keys == -7).sum() == keys.numel() - 6
     assert (values[2] == -8).all()
@@ -64,57 +65,51 @@ def test_prefetch_changes_nothing() -> None:
     assert weight.tolist() == [0, 1, 2, 3]
 
 
-def slots_as(dtype: torch.dtype, *values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype)
+def store(count: int, slots: torch.Tensor) -> Callable[[], object]:
+    return lambda: cache._npu_reshape_and_cache(*rows(count), *caches(), slots)
 
 
-WRONG_CALLS = {
-    "int64 slots": (lambda: cache._npu_reshape_and_cache(*rows(1), *caches(), slots_as(torch.int64, 0)), "slot_indices: dtype torch.int64"),
-    "a slot past the end": (
-        lambda: cache._npu_reshape_and_cache(*rows(2), *caches(), slots_as(torch.int32, 0, 12)), r"slot_indices: \[12\] lie past"),
-    "rows without a slot": (
-        lambda: cache._npu_reshape_and_cache(*rows(2), *caches(), slots_as(torch.int32, 0)), "key: 2 rows for 1 slots"),
+def sample(**limits: torch.Tensor) -> Callable[[], object]:
+    return lambda: sampling.npu_top_k_top_p(torch.ones(1, 4), **limits)
+
+
+BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
+    "int64 slots": (store(1, torch.tensor([0])), "slot_indices: dtype torch.int64"),
+    "a slot past the end": (store(2, int32(0, 12)), r"slot_indices: \[12\] lie past"),
+    "rows without a slot": (store(2, int32(0)), "key: 2 rows for 1 slots"),
     "another dtype than the cache's": (
-        lambda: cache._npu_reshape_and_cache(
-            *(row.bfloat16() for row in rows(1)), *caches(), slots_as(torch.int32, 0)), "key: dtype"),
+        lambda: cache._npu_reshape_and_cache(*(row.bfloat16() for row in rows(1)), *caches(), int32(0)), "key: dtype"),
     "another head size than the cache's": (
-        lambda: cache._npu_reshape_and_cache(rows(1)[1], rows(1)[1], *caches(), slots_as(torch.int32, 0)), "key: shape"),
-    "slot -1 where the kernel does not skip": (
-        lambda: scatter(*rows(1), *caches(), slots_as(torch.int32, -1)), r"slot_mapping: \[-1\] lie outside"),
-    "rows that are not contiguous": (
-        lambda: scatter(rows(2)[0][:, ::2], rows(2)[1], *caches(), slots_as(torch.int32, 1, 2)), "key: strides"),
+        lambda: cache._npu_reshape_and_cache(rows(1)[1], rows(1)[1], *caches(), int32(0)), "key: shape"),
+    "slot -1 where the kernel does not skip": (lambda: scatter(*rows(1), *caches(), int32(-1)), r"slot_mapping: \[-1\] lie outside"),
+    "rows that are not contiguous": (lambda: scatter(rows(2)[0][:, ::2], rows(2)[1], *caches(), int32(1, 2)), "key: strides"),
     "prefetch of nothing": (lambda: cache.npu_prefetch(torch.ones(2), None, 0), "max_size"),
     "prefetch past the end": (lambda: cache.npu_prefetch(torch.ones(2), None, 8, 9), "offset"),
-    "neither k nor p": (lambda: sampling.npu_top_k_top_p(torch.ones(1, 4)), "p: p and k must not both be None"),
-    "int64 k": (lambda: sampling.npu_top_k_top_p(torch.ones(1, 4), k=torch.tensor([1])), "k: dtype"),
-    "k past the vocabulary": (
-        lambda: sampling.npu_top_k_top_p(torch.ones(1, 4), k=slots_as(torch.int32, 5)), r"k: \[5\] must lie in 1..4"),
-    "p in another dtype": (
-        lambda: sampling.npu_top_k_top_p(torch.ones(1, 4), p=torch.tensor([0.5], dtype=torch.float16)), "p: dtype"),
+    "neither k nor p": (sample(), "p: p and k must not both be None"),
+    "int64 k": (sample(k=torch.tensor([1])), "k: dtype"),
+    "k past the vocabulary": (sample(k=int32(5)), r"k: \[5\] must lie in 1..4"),
+    "p in another dtype": (sample(p=torch.tensor([0.5]).half()), "p: dtype"),
+}
+NO_REFERENCE: dict[str, tuple[Callable[[], object], str]] = {
+    "a cache in NZ": (lambda: cache.npu_scatter_pa_kv_cache(*rows(1), *caches(), int32(0)), "cache_mode='PA_NZ'"),
+    "another memory format": (lambda: cache.npu_format_cast(torch.ones(2), 4), "acl_format=4"),
 }
 
 
-@pytest.mark.parametrize("name", WRONG_CALLS)
-def test_a_wrong_argument_is_refused_by_name(name: str) -> None:
-    call, message = WRONG_CALLS[name]
+@scenarios("call, message", BAD_VALUES)
+def test_a_wrong_argument_is_refused_by_name(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: cache.npu_scatter_pa_kv_cache(*rows(1), *caches(), slots_as(torch.int32, 0)), "cache_mode='PA_NZ'"),
-        (lambda: cache.npu_format_cast(torch.ones(2), 4), "acl_format=4"),
-    ],
-)
+@scenarios("call, message", NO_REFERENCE)
 def test_an_option_without_a_reference_is_named(call: Callable[[], object], message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):
         call()
 
 
 def survivors(row: list[float], k: int | None, p: float | None) -> set[int]:
-    """The indices that the documentation's nine steps leave, for one row."""
+    """Return the indices that the documentation's nine steps leave, for one row."""
     order = sorted(range(len(row)), key=lambda i: row[i])
     alive = set(order)
     if k is not None:
@@ -138,22 +133,14 @@ def survivors(row: list[float], k: int | None, p: float | None) -> set[int]:
 )
 @settings(max_examples=depth(100), deadline=None)
 def test_top_k_and_top_p_leave_what_the_definition_leaves(logits: list[int], k: int | None, p: float | None) -> None:
-    if k is None and p is None:
-        k = 1
-    k = None if k is None else min(k, len(logits))
+    k = min(k or 1, len(logits)) if k or p is None else None
     row = [value / 4 for value in logits]
-    out = sampling.npu_top_k_top_p(
-        torch.tensor([row]),
-        None if p is None else torch.tensor([p]),
-        None if k is None else torch.tensor([k], dtype=torch.int32),
-    )
+    out = sampling.npu_top_k_top_p(torch.tensor([row]), None if p is None else torch.tensor([p]), None if k is None else int32(k))
     kept = survivors(row, k, p)
     assert [i for i, value in enumerate(out[0].tolist()) if value != -math.inf] == sorted(kept)
     assert all(out[0, i] == row[i] for i in kept)
 
 
 def test_each_row_has_its_own_limits() -> None:
-    out = sampling.npu_top_k_top_p(
-        torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3), torch.tensor([1.0, 0.5, 0.9]), torch.tensor([4, 4, 1], dtype=torch.int32)
-    )
+    out = sampling.npu_top_k_top_p(torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 3), torch.tensor([1.0, 0.5, 0.9]), int32(4, 4, 1))
     assert (out > -math.inf).sum(1).tolist() == [4, 1, 1]

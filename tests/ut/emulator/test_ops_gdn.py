@@ -1,138 +1,29 @@
-"""The kernels of GatedDeltaNet against the plain recurrence and the plain convolution, token by token in float64."""
+"""The kernels of GatedDeltaNet against the plain recurrence, token by token in float64."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from emulated import int32, random, scenarios, side_stream
 
 import vllm_ascend_hsx.emulator.ops.hooks  # noqa: F401 - registers the references for Triton kernels
 from vllm_ascend_hsx.emulator.ops import gated_delta_rule as rule
-from vllm_ascend_hsx.emulator.ops.causal_conv1d import npu_causal_conv1d_custom
 from vllm_ascend_hsx.emulator.ops.triton_kernels import REFERENCES
 
 KEY_HEADS, HEADS, SIZE = 2, 4, 128
 SCALE = SIZE**-0.5
 FLA = "vllm_ascend.ops.triton.fla"
-PAD = -1
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def near(actual: torch.Tensor, exact: torch.Tensor, tolerance: float) -> None:
-    """The largest error is that fraction of the largest element."""
+    """Assert that the largest error is at most `tolerance` times the largest element."""
     error = ((actual.double() - exact).abs().max() / exact.abs().max()).item()
     assert error < tolerance, f"{error:.2e}"
-
-
-# ---- the convolution ----
-
-
-def convolved(x: torch.Tensor, weight: torch.Tensor, before: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
-    """One sequence x [tokens, channels] behind the inputs `before` [width - 1, channels], in float64."""
-    inputs, out = torch.cat((before, x)).double(), torch.zeros(x.shape, dtype=torch.float64)
-    for token in range(x.shape[0]):
-        total = torch.zeros(x.shape[1], dtype=torch.float64) if bias is None else bias.double()
-        for tap in range(weight.shape[0]):
-            total = total + inputs[token + tap] * weight[tap].double()
-        out[token] = total / (1 + (-total).exp()) if silu else total
-    return out
-
-
-def conv(x: torch.Tensor, weight: torch.Tensor, state: torch.Tensor, **options: Any) -> torch.Tensor:
-    given = {
-        "bias_opt": None, "query_start_loc_opt": None, "cache_indices_opt": None, "initial_state_mode_opt": None,
-        "num_accepted_tokens_opt": None, "activation_mode": 1, "pad_slot_id": PAD, "run_mode": 0, **options,
-    }
-    output = torch.full_like(x, 77.0)
-    assert npu_causal_conv1d_custom(output, x, weight, state, **given) is output
-    return output
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("silu", [True, False])
-def test_a_prefill_convolves_each_sequence_behind_its_state(width: int, silu: bool, dtype: torch.dtype) -> None:
-    # A new sequence, one with a state, one shorter than the taps, one without tokens, one of padding; a bias; a longer state.
-    bounds, rows = [0, 7, 12, 13, 13, 16], [4, 2, 0, 3, PAD]
-    x, weight, bias = random(16, 32, dtype=dtype), random(width, 32, seed=1, dtype=dtype), random(32, seed=2, dtype=dtype)
-    state = random(5, width + 1, 32, seed=3, dtype=dtype)
-    before, has_state = state.clone(), [False, True, True, True, True]
-    out = conv(
-        x, weight, state, bias_opt=bias, query_start_loc_opt=torch.tensor(bounds, dtype=torch.int32),
-        cache_indices_opt=torch.tensor(rows, dtype=torch.int32), initial_state_mode_opt=torch.tensor(has_state), activation_mode=int(silu),
-    )
-    for sequence, (first, last) in enumerate(pairwise(bounds[:-1])):
-        begin = before[rows[sequence], : width - 1] * has_state[sequence]
-        exact = convolved(x[first:last], weight, begin, bias, silu)
-        torch.testing.assert_close(out[first:last].double(), exact, atol=2e-6, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5)
-        if last > first:
-            before[rows[sequence], : width - 1] = torch.cat((begin, x[first:last]))[-(width - 1) :]
-    assert (out[13:] == 77).all()
-    assert torch.equal(state, before)
-
-
-def test_token_by_token_is_the_same_as_at_once() -> None:
-    x, weight, state = random(6, 16), random(4, 16, seed=1), torch.zeros(3, 3, 16)
-    whole = conv(x, weight, state.clone(), query_start_loc_opt=torch.tensor([0, 6]), cache_indices_opt=torch.tensor([2]))
-    for token in range(6):
-        # Beside it a sequence of padding; the table of rows has further columns, of which the first counts.
-        pair = torch.stack((x[token], x[0]))
-        table = torch.tensor([[2, 1], [PAD, PAD]], dtype=torch.int32)
-        out = conv(pair, weight, state, query_start_loc_opt=torch.tensor([0, 1, 1]), cache_indices_opt=table, run_mode=1)
-        torch.testing.assert_close(out[0], whole[token])
-        assert (out[1] == 77).all()
-    assert torch.equal(state[2], x[-3:])
-    assert (state[:2] == 0).all()
-
-
-def test_an_update_takes_several_tokens_of_a_sequence() -> None:
-    x, weight, state = random(5, 16), random(4, 16, seed=1), random(2, 3, 16, seed=2)
-    exact = torch.cat((convolved(x[:3], weight, state[1], None, False), convolved(x[3:], weight, state[0], None, False)))
-    bounds, rows = torch.tensor([0, 3, 5]), torch.tensor([1, 0])
-    out = conv(x, weight, state, query_start_loc_opt=bounds, cache_indices_opt=rows, activation_mode=0, run_mode=1)
-    torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=1e-5)
-    assert torch.equal(state[1], x[:3])
-
-
-def test_drafts_that_were_rejected_leave_no_trace_in_the_convolution() -> None:
-    """Three tokens at a time, of which one, three and two are accepted: what comes next is behind the accepted ones alone."""
-    x, weight, state = random(20, 16), random(4, 16, seed=1), torch.zeros(2, 5, 16)
-    state[1, :3] = x[:3]
-    bounds, rows, real, accepted = torch.tensor([0, 3]), torch.tensor([1]), 3, 1
-    for next_accepted in (1, 3, 2, 1):
-        step = torch.cat((x[real : real + next_accepted], random(3 - next_accepted, 16, seed=9)))
-        out = conv(
-            step, weight, state, query_start_loc_opt=bounds, cache_indices_opt=rows, activation_mode=0, run_mode=1,
-            num_accepted_tokens_opt=torch.tensor([accepted]),
-        )
-        exact = convolved(step, weight, x[real - 3 : real], None, False)
-        torch.testing.assert_close(out.double(), exact, atol=2e-6, rtol=1e-5)
-        real, accepted = real + next_accepted, next_accepted
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "names"),
-    [
-        ({"num_accepted_tokens_opt": torch.ones(1)}, ValueError, "num_accepted_tokens_opt"),
-        ({"weight": torch.ones(5, 16)}, ValueError, "width 5"),
-        ({"weight": torch.ones(4, 24), "x": torch.ones(2, 24)}, ValueError, "24 channels"),
-        ({"state": torch.ones(2, 16, 3).transpose(1, 2)}, ValueError, "contiguous"),
-        ({"state": torch.ones(2, 2, 16)}, ValueError, "places"),
-        ({"query_start_loc_opt": None}, ValueError, "query_start_loc_opt"),
-        ({"run_mode": 1, "initial_state_mode_opt": torch.ones(1)}, ValueError, "initial_state_mode_opt"),
-    ],
-)
-def test_the_convolution_refuses_what_the_kernel_does(changed: dict[str, Any], error: type[Exception], names: str) -> None:
-    given = {"x": torch.ones(2, 16), "weight": torch.ones(4, 16), "state": torch.ones(2, 3, 16)}
-    given["query_start_loc_opt"] = torch.tensor([0, 2])
-    with pytest.raises(error, match=f"npu_causal_conv1d_custom.*{names}"):
-        conv(**{**given, **changed})
 
 
 # ---- the gates ----
@@ -155,7 +46,7 @@ def test_the_gates_follow_their_definition() -> None:
 
 
 class Inputs:
-    """What the rule is given for some tokens: q and k of length 1, a state that forgets slowly, one value head in two sharing its key."""
+    """Arguments: q and k of length 1, slow decay, two value heads to a key head."""
 
     def __init__(self, tokens: int, sequences: int, seed: int = 0) -> None:
         q, k = (random(tokens, KEY_HEADS, SIZE, seed=seed + index) for index in (1, 2))
@@ -164,9 +55,10 @@ class Inputs:
         self.beta = random(tokens, HEADS, seed=seed + 4).sigmoid().bfloat16()
         self.g = -0.1 * random(tokens, HEADS, seed=seed + 5).abs()
         self.state = random(sequences, HEADS, SIZE, SIZE, seed=seed + 6)  # [K, V]
+        self.memory = self.state.transpose(-1, -2).contiguous()  # [V, K], as it lies in memory
 
     def recurred(self, first: int, last: int, state: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Outputs [tokens, heads, V] and the state after each token, float64: the rule as it is written in gated_delta_rule.py."""
+        """Return outputs [tokens, heads, V] and the state after each token, in float64."""
         out, states, state = torch.zeros(last - first, HEADS, SIZE, dtype=torch.float64), [], state.double()
         for token in range(first, last):
             for head in range(HEADS):
@@ -180,86 +72,53 @@ class Inputs:
         return out, states
 
 
-def recurrent(given: Inputs, state: torch.Tensor, lengths: list[int], rows: list[int], **options: Any) -> torch.Tensor:
-    return rule.npu_recurrent_gated_delta_rule(
-        given.q, given.k, given.v, state, **{
-            "beta": given.beta, "g": given.g, "scale": SCALE, "actual_seq_lengths": torch.tensor([0, *lengths], dtype=torch.int32),
-            "ssm_state_indices": torch.tensor(rows, dtype=torch.int32), **options,
-        },
-    )
+def recurrent(given: Inputs, lengths: list[int], rows: list[int], **options: Any) -> torch.Tensor:
+    """Advance `given.memory` in place."""
+    places = {"actual_seq_lengths": int32(0, *lengths), "ssm_state_indices": int32(*rows)}
+    options = {"beta": given.beta, "g": given.g, "scale": SCALE, "state": given.memory, **places, **options}
+    return rule.npu_recurrent_gated_delta_rule(given.q, given.k, given.v, options.pop("state"), **options)
+
+
+def assert_state(given: Inputs, row: int, exact: torch.Tensor) -> None:
+    near(given.memory[row].transpose(-1, -2), exact, 1e-5)
 
 
 def test_a_token_of_each_sequence_advances_its_state() -> None:
     given = Inputs(3, 5)
-    state = given.state.transpose(-1, -2).contiguous()  # in memory [V, K]
-    before = state.clone()
-    out = recurrent(given, state, [1, 1, 0], [4, 1, 0])  # the third row is padding
+    before = given.memory.clone()
+    out = recurrent(given, [1, 1, 0], [4, 1, 0])  # the third row is padding
     for token, row in enumerate([4, 1]):
         exact, states = given.recurred(token, token + 1, given.state[row])
         near(out[token], exact[0], 2**-8)
-        near(state[row].transpose(-1, -2), states[0], 1e-5)
-        before[row] = state[row]
-    assert torch.equal(state, before)
+        assert_state(given, row, states[0])
+    assert torch.equal(given.memory[[0, 2, 3]], before[[0, 2, 3]])
 
 
 def test_padding_does_not_touch_a_state_that_has_its_number() -> None:
     given = Inputs(4, 3)
-    state = given.state.transpose(-1, -2).contiguous()
-    untouched = state[1:].clone()
-    out = recurrent(given, state, [1, 0, 0, 0], [0, 0, 0, 0])
+    before = given.memory.clone()
+    out = recurrent(given, [1, 0, 0, 0], [0, 0, 0, 0])
     exact, states = given.recurred(0, 1, given.state[0])
     near(out[0], exact[0], 2**-8)
-    near(state[0].transpose(-1, -2), states[0], 1e-5)
-    assert torch.equal(state[1:], untouched)
-    x, weight, conv_state = random(4, 16), random(4, 16, seed=1), random(3, 3, 16, seed=2)
-    expected = conv_state.clone()
-    expected[0] = torch.cat((conv_state[0, 1:], x[2:3]))
-    rows = torch.tensor([PAD, PAD, 0, PAD], dtype=torch.int32)
-    conv(x, weight, conv_state, cache_indices_opt=rows, run_mode=1)
-    assert torch.equal(conv_state, expected)
+    assert_state(given, 0, states[0])
+    assert torch.equal(given.memory[1:], before[1:])
 
 
 def test_several_tokens_of_a_sequence_leave_a_state_each() -> None:
     given = Inputs(5, 6)
-    state = given.state.transpose(-1, -2).contiguous()
-    out = recurrent(given, state, [3, 2], [5, 0, 2, 3, 4])
-    exact, states = given.recurred(0, 3, given.state[5])
-    near(out[:3], exact, 2**-8)
-    for row, after in zip((5, 0, 2), states, strict=True):
-        near(state[row].transpose(-1, -2), after, 1e-5)
-    exact, states = given.recurred(3, 5, given.state[3])
-    near(out[3:], exact, 2**-8)
-    near(state[4].transpose(-1, -2), states[-1], 1e-5)
+    out = recurrent(given, [3, 2], [5, 0, 2, 3, 4])
+    for first, last, rows in ((0, 3, (5, 0, 2)), (3, 5, (3, 4))):
+        exact, states = given.recurred(first, last, given.state[rows[0]])
+        near(out[first:last], exact, 2**-8)
+        for row, after in zip(rows, states, strict=True):
+            assert_state(given, row, after)
 
 
-def test_a_sequence_begins_behind_its_last_accepted_token() -> None:
+def test_a_sequence_begins_after_its_last_accepted_token() -> None:
     given = Inputs(5, 6)
-    state = given.state.transpose(-1, -2).contiguous()
-    recurrent(given, state, [3, 2], [5, 0, 2, 3, 4], num_accepted_tokens=torch.tensor([2, 1], dtype=torch.int32))
+    recurrent(given, [3, 2], [5, 0, 2, 3, 4], num_accepted_tokens=int32(2, 1))
     for row, first, last, begin in ((2, 0, 3, 0), (4, 3, 5, 3)):
-        near(state[row].transpose(-1, -2), given.recurred(first, last, given.state[begin])[1][-1], 1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "names"),
-    [
-        ({"num_accepted_tokens": torch.tensor([1, 1, 2], dtype=torch.int32)}, ValueError, "num_accepted_tokens"),
-        ({"gk": torch.ones(1)}, NotImplementedError, "gk"),
-        ({"g": None}, ValueError, "g: is needed"),
-        ({"beta": torch.ones(3, HEADS)}, ValueError, "beta: dtype"),
-        ({"actual_seq_lengths": torch.tensor([0, 1, 1, 1])}, ValueError, "actual_seq_lengths: dtype"),
-    ],
-)
-def test_the_recurrent_kernel_refuses_what_it_does_not_take(changed: dict[str, Any], error: type[Exception], names: str) -> None:
-    given = Inputs(3, 3)
-    with pytest.raises(error, match=f"npu_recurrent_gated_delta_rule.*{names}"):
-        recurrent(given, given.state, [1, 1, 1], [0, 1, 2], **changed)
-
-
-def test_a_state_that_is_no_contiguous_memory_is_refused() -> None:
-    given = Inputs(1, 1)
-    with pytest.raises(ValueError, match=r"state: strides .* written in place"):
-        recurrent(given, given.state.transpose(-1, -2), [1], [0])
+        assert_state(given, row, given.recurred(first, last, given.state[begin])[1][-1])
 
 
 # ---- the rule chunk by chunk ----
@@ -361,7 +220,7 @@ def test_the_chunk_kernels_one_after_the_other_are_the_recurrence() -> None:
     w, u = applied(given, inverted(dotted(given, g), bfloat16), g, bfloat16)
     q, k, w, u = (part.transpose(1, 2).contiguous() for part in (given.q.unsqueeze(0), given.k.unsqueeze(0), w, u))
     g = g.transpose(1, 2).contiguous()
-    # As vllm-ascend calls them: the first without sequences that have no tokens, the second with the numbers of those that have.
+    # vllm-ascend leaves out sequences without tokens.
     bounds, begin = [0, 1, 71, 199], given.state[[0, 1, 3]]
     h, v_new, final = rule.chunk_gated_delta_rule_fwd_h(
         k, w, u, g, initial_state=begin, output_final_state=True, chunk_size=64, save_new_value=True, cu_seqlens=bounds
@@ -375,19 +234,6 @@ def test_the_chunk_kernels_one_after_the_other_are_the_recurrence() -> None:
     after = given.recurred(1, 65, begin[1])[1][-1]
     near(h[0, :, 2], after, 0.02)
     assert torch.equal(h[0, :, 1], begin[1].bfloat16())
-
-
-@pytest.mark.parametrize("changed", ["gk", "use_exp2", "transpose_state_layout"])
-def test_options_of_the_state_kernel_without_a_reference_are_named(changed: str) -> None:
-    part = torch.zeros(1, HEADS, 64, SIZE, dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match=f"chunk_gated_delta_rule_fwd_h: {changed}"):
-        rule.chunk_gated_delta_rule_fwd_h(part, part, part, torch.zeros(1, HEADS, 64), chunk_size=64, **{changed: True})
-
-
-def test_heads_smaller_than_the_kernels_tiles_are_refused() -> None:
-    part, g = torch.zeros(1, HEADS, 64, 64, dtype=torch.bfloat16), torch.zeros(1, HEADS, 64)
-    with pytest.raises(ValueError, match="chunk_fwd_o: q: head size 64 is not 128"):
-        rule.chunk_fwd_o(part, part, part, part, SCALE, g=g, cu_seqlens=[0, 64], chunk_indices=[0, 0], chunk_size=64)
 
 
 def test_states_of_new_sequences_are_cleared() -> None:
@@ -404,13 +250,58 @@ def test_states_are_copied_between_addresses_in_the_order_of_the_stream(any_mode
     addresses = torch.tensor([states.data_ptr(), states.data_ptr() + row]).npu()
     targets = torch.tensor([states.data_ptr() + 2 * row, states.data_ptr() + 3 * row + 8]).npu()
     sizes = torch.tensor([row, 8]).npu()
-    with torch.npu.stream(torch.npu.Stream()):
-        torch.npu.current_stream().wait_stream(torch.npu.default_stream())
+    with side_stream() as stream:
         states[0] = 5.0
         copy = REFERENCES["vllm_ascend.ops.triton.batch_memcpy.batch_memcpy_kernel"]
         copy((2,), {"src_ptrs": addresses, "dst_ptrs": targets, "sizes": sizes})
         states[0] = 7.0
-        torch.npu.current_stream().synchronize()
+        stream.synchronize()
     expected = random(4, 6)
     expected[0], expected[2], expected[3, 2:4] = 7.0, 5.0, expected[1, :2]
     assert torch.equal(states.cpu(), expected)
+
+
+# ---- what is refused ----
+
+
+def bad_step(**changes: Any) -> Callable[[], object]:
+    return lambda: recurrent(Inputs(3, 3), [1, 1, 1], [0, 1, 2], **changes)
+
+
+def bad_states(**changes: Any) -> Callable[[], object]:
+    part, begin = torch.zeros(1, HEADS, 64, SIZE, dtype=torch.bfloat16), torch.zeros(1, HEADS, SIZE, SIZE)
+    right = {"g": torch.zeros(1, HEADS, 64), "initial_state": begin, "output_final_state": True, "chunk_size": 64}
+    return lambda: rule.chunk_gated_delta_rule_fwd_h(part, part, part, **right | changes)
+
+
+def small_heads() -> object:
+    part, g = torch.zeros(1, HEADS, 64, 64, dtype=torch.bfloat16), torch.zeros(1, HEADS, 64)
+    return rule.chunk_fwd_o(part, part, part, part, SCALE, g=g, cu_seqlens=[0, 64], chunk_indices=[0, 0], chunk_size=64)
+
+
+STEP, STATES = "npu_recurrent_gated_delta_rule.*", "chunk_gated_delta_rule_fwd_h: "
+ONES = torch.ones(1)
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "more tokens accepted than given": (bad_step(num_accepted_tokens=int32(1, 1, 2)), ValueError, STEP + "num_accepted_tokens"),
+    "decays per key": (bad_step(gk=ONES), NotImplementedError, STEP + "gk"),
+    "no decays": (bad_step(g=None), ValueError, STEP + "g: is needed"),
+    "beta in float32": (bad_step(beta=torch.ones(3, HEADS)), ValueError, STEP + "beta: dtype"),
+    "int64 lengths": (bad_step(actual_seq_lengths=torch.tensor([0, 1, 1, 1])), ValueError, STEP + "actual_seq_lengths: dtype"),
+    "a state that is not contiguous": (
+        bad_step(state=Inputs(3, 3).state.transpose(-1, -2)), ValueError, r"state: strides .* written in place"),
+    "chunks with decays per key": (bad_states(gk=True), NotImplementedError, STATES + "gk"),
+    "exponents of two": (bad_states(use_exp2=True), NotImplementedError, STATES + "use_exp2"),
+    "transposed states of chunks": (bad_states(transpose_state_layout=True), NotImplementedError, STATES + "transpose_state_layout"),
+    "heads smaller than the kernel's tiles": (small_heads, ValueError, "chunk_fwd_o: q: head size 64 is not 128"),
+}
+
+
+@scenarios("call, error, message", REFUSED)
+def test_a_wrong_argument_is_refused_by_operator_and_name(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_the_calls_that_the_wrong_ones_start_from_are_right() -> None:
+    bad_step()()
+    bad_states()()

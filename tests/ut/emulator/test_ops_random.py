@@ -1,36 +1,32 @@
-"""The device's generators count as Philox does: what vllm-ascend relies on when it throws a sample away."""
+"""Random numbers: seeds, streams, and offsets that count as Philox does and can be set back."""
 
 import pytest
 import torch
-import torch_npu  # noqa: F401  (brings torch.npu)
+from emulated import NPU
+
+BOTH = pytest.mark.usefixtures("any_mode")
 
 
 def draw(generator: torch.Generator) -> list[float]:
-    return torch.empty(4, device="npu").exponential_(generator=generator).tolist()
+    return torch.empty(4, device=NPU).exponential_(generator=generator).tolist()
 
 
 @pytest.fixture
 def generator() -> torch.Generator:
-    return torch.Generator(device="npu").manual_seed(7)
+    return torch.Generator(device=NPU).manual_seed(7)
 
 
-def test_each_draw_is_new_and_moves_the_offset_by_twelve(generator: torch.Generator) -> None:
+def test_a_draw_moves_the_offset_by_twelve_and_an_offset_set_back_repeats_it(generator: torch.Generator) -> None:
     assert generator.get_offset() == 0
-    first, second = draw(generator), draw(generator)
+    first, second, third = draw(generator), draw(generator), draw(generator)
     assert first != second
-    assert generator.get_offset() == 24
-
-
-def test_an_offset_that_is_set_back_repeats_the_draw(generator: torch.Generator) -> None:
-    draw(generator)
-    second = draw(generator)
-    third = draw(generator)
+    assert generator.get_offset() == 36
     generator.set_offset(12)
     assert [draw(generator), draw(generator)] == [second, third]
 
 
 def test_an_offset_set_back_by_four_is_legal_and_another_draw(generator: torch.Generator) -> None:
-    """vllm-ascend 0.23.0 goes back by 4 (model_runner_v1.py:2666), which is less than a draw's step on an NPU."""
+    """vllm-ascend 0.23.0 goes back by 4 (model_runner_v1.py:2666), less than an NPU's step."""
     first = draw(generator)
     generator.set_offset(generator.get_offset() - 4)
     assert draw(generator) != first
@@ -43,13 +39,10 @@ def test_an_offset_between_the_steps_of_four_is_refused(generator: torch.Generat
 
 def test_state_and_clone_carry_seed_and_offset(generator: torch.Generator) -> None:
     draw(generator)
-    state, copy = generator.get_state(), generator.clone_state()
+    state, copy, other = generator.get_state(), generator.clone_state(), torch.Generator(device=NPU)
     assert state.numel() == 16
-    expected = draw(generator)
-    assert draw(copy) == expected
-    other = torch.Generator(device="npu")
     other.set_state(state)
-    assert draw(other) == expected
+    assert draw(generator) == draw(copy) == draw(other)
     with pytest.raises(RuntimeError, match="RNG state"):
         other.set_state(torch.Generator().get_state())
 
@@ -58,3 +51,43 @@ def test_a_seed_starts_over_and_seeds_differ(generator: torch.Generator) -> None
     first = draw(generator)
     assert draw(generator.manual_seed(7)) == first
     assert draw(generator.manual_seed(8)) != first
+
+
+@BOTH
+def test_seeds_make_draws_repeatable_and_leave_the_cpu_s_alone() -> None:
+    torch.manual_seed(3)
+    cpu = torch.rand(4)
+    torch.manual_seed(3)
+    first = torch.rand(4, device=NPU)
+    assert torch.equal(torch.rand(4), cpu)
+    torch.npu.manual_seed(3)
+    assert torch.equal(torch.rand(4, device=NPU).cpu(), first.cpu())
+    state = torch.npu.get_rng_state()
+    draws = (torch.randn, (2,)), (torch.randint, (9, (3,))), (torch.randperm, (5,))
+    drawn = [make(*args, device=NPU).tolist() for make, args in draws]
+    torch.npu.set_rng_state(state)
+    assert [make(*args, device=NPU).tolist() for make, args in draws] == drawn
+
+
+@BOTH
+def test_generators_belong_to_their_device() -> None:
+    g = torch.Generator(device=NPU).manual_seed(5)
+    assert g.device == NPU
+    x = torch.empty(4, device=NPU).exponential_(generator=g)
+    g.manual_seed(5)
+    assert torch.equal(torch.empty(4, device=NPU).exponential_(generator=g).cpu(), x.cpu())
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.empty(4, device=NPU).exponential_(generator=torch.Generator())
+
+
+@BOTH
+def test_draws_on_a_side_stream_are_those_of_the_launch_order() -> None:
+    torch.npu.manual_seed(1)
+    expected = [torch.empty(3, device=NPU).exponential_().tolist() for _ in range(3)]
+    torch.npu.manual_seed(1)
+    side, drawn = torch.npu.Stream(), []
+    for stream in (side, torch.npu.default_stream(), side):
+        with torch.npu.stream(stream):
+            drawn.append(torch.empty(3, device=NPU).exponential_())
+    torch.npu.synchronize()
+    assert [draw.tolist() for draw in drawn] == expected

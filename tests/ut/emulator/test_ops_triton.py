@@ -1,4 +1,4 @@
-"""The emulated Triton runs kernels as their sources say, and its references agree with the sources of vLLM and vllm-ascend."""
+"""The emulated Triton runs kernels from their sources, and its references equal the sources."""
 
 import ast
 import importlib.util
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulated import close, int32, random, scenarios
 
 from vllm_ascend_hsx.emulator.ops import patch_hooks
 from vllm_ascend_hsx.emulator.ops.poison import POISON
@@ -16,10 +17,6 @@ from vllm_ascend_hsx.emulator.ops.triton_kernels import REFERENCES, Kernel, make
 from vllm_ascend_hsx.emulator.ops.triton_language import tl
 
 triton = make_triton()
-
-
-def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # ---- the language ----
@@ -67,7 +64,7 @@ def caller_kernel(x_ptr):
 
 def test_masked_programs_cover_exactly_the_elements() -> None:
     x, y, out = random(10), random(10, seed=1), torch.full((12,), -1.0)
-    add_kernel[(3,)](x, y, out, 10, BLOCK=4)
+    add_kernel[(3,)](x, y, out, 10, BLOCK=4, num_warps=4, multibuffer=False)  # options of the launch are no arguments
     assert torch.equal(out[:10], x + y)
     assert out[10:].tolist() == [-1, -1]
 
@@ -98,9 +95,26 @@ def test_a_kernel_may_call_another_and_the_grid_has_three_axes() -> None:
     assert x.tolist() == [4, 4, 4]
 
 
-def test_a_write_outside_the_tensor_names_kernel_pointer_and_place() -> None:
-    with pytest.raises(IndexError, match=r"add_kernel, program \(1, 0, 0\): writes out_ptr at \[4, 5, 6, 7\], .* 4 elements"):
-        add_kernel[(2,)](random(8), random(8), torch.zeros(4), 8, BLOCK=4)
+def launch(grid: tuple[int, ...], *more: Any, out: int = 4, **options: Any) -> Callable[[], object]:
+    return lambda: add_kernel[grid](random(8), random(8), torch.zeros(out), *more, **options)
+
+
+BAD_LAUNCHES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "a write outside the tensor": (
+        launch((2,), 8, BLOCK=4), IndexError, r"add_kernel, program \(1, 0, 0\): writes out_ptr at \[4, 5, 6, 7\], .* 4 elements"),
+    "a name that the language lacks": (
+        lambda: triton.jit(lambda x_ptr: tl.dot_scaled(x_ptr))[(1,)](torch.zeros(1)), NotImplementedError, r"tl\.dot_scaled"),
+    "an unknown argument": (launch((1,), 4, BLOCK=4, WIDTH=1), TypeError, "WIDTH"),
+    "a missing argument": (launch((1,), 4), TypeError, "BLOCK"),
+    "a call instead of a launch": (lambda: add_kernel(random(4), random(4), torch.zeros(4), 4, 4), RuntimeError, "must be launched"),
+    "more programs than the device launches at once": (lambda: double_kernel[(65536,)](torch.zeros(1), 0), ValueError, "65535"),
+}
+
+
+@scenarios("call, error, message", BAD_LAUNCHES)
+def test_a_wrong_launch_is_an_error_with_a_name(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_a_read_next_to_the_tensor_gives_something_useless_and_one_far_away_is_an_error() -> None:
@@ -110,30 +124,6 @@ def test_a_read_next_to_the_tensor_gives_something_useless_and_one_far_away_is_a
     assert (out[4:] == POISON).all()
     with pytest.raises(IndexError, match=r"reads x_ptr at \[132, "):
         add_kernel[(34,)](random(4), torch.zeros(136), torch.zeros(136), 136, BLOCK=4)
-
-
-def test_what_the_language_lacks_is_named() -> None:
-    kernel = triton.jit(lambda x_ptr: tl.dot_scaled(x_ptr))
-    with pytest.raises(NotImplementedError, match=r"tl\.dot_scaled"):
-        kernel[(1,)](torch.zeros(1))
-
-
-def test_an_argument_that_a_kernel_does_not_have_is_an_error_and_a_launch_option_is_not() -> None:
-    add_kernel[(1,)](random(4), random(4), torch.zeros(4), 4, BLOCK=4, num_warps=4, multibuffer=False)
-    with pytest.raises(TypeError, match="WIDTH"):
-        add_kernel[(1,)](random(4), random(4), torch.zeros(4), 4, BLOCK=4, WIDTH=1)
-    with pytest.raises(TypeError, match="BLOCK"):
-        add_kernel[(1,)](random(4), random(4), torch.zeros(4), 4)
-
-
-def test_a_kernel_is_launched_and_not_called() -> None:
-    with pytest.raises(RuntimeError, match="must be launched"):
-        add_kernel(random(4), random(4), torch.zeros(4), 4, 4)
-
-
-def test_more_programs_than_the_device_launches_at_once_are_refused() -> None:
-    with pytest.raises(ValueError, match="65535"):
-        double_kernel[(65536,)](torch.zeros(1), 0)
 
 
 def test_autotuning_takes_the_first_configuration_and_heuristics_are_computed() -> None:
@@ -155,53 +145,50 @@ def test_the_hook_makes_vllm_see_triton() -> None:
 # ---- references against the sources that vllm and vllm-ascend carry ----
 
 
-def kernels_of(package: str, path: str, **names: Any) -> dict[str, Kernel]:
-    """The functions under ``triton.jit`` in a file of an installed package, without importing the package."""
+SCOPE = {"tl": tl, "triton": triton, "torch": torch, "BT_LIST": [8]}
+SCOPE |= {name: getattr(tl, name) for name in ("extract_slice", "insert_slice", "get_element")}
+
+
+def kernels_of(package: str, path: str) -> dict[str, Kernel]:
+    """Return the kernels in a file of an installed package, without importing the package."""
     spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"{package} is not installed: its kernels' sources are what the references are compared with")
-    tree = ast.parse((Path(spec.origin).parent / path).read_text())
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and "triton.jit" in map(_name, node.decorator_list)]
-    scope: dict[str, Any] = {"tl": tl, "triton": triton, **names}
+    assert spec is not None and spec.origin is not None
+    tree, scope = ast.parse((Path(spec.origin).parent / path).read_text()), dict(SCOPE)
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    tree.body = [node for node in functions if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)]
     exec(compile(tree, path, "exec", dont_inherit=True), scope)
     return {name: value for name, value in scope.items() if isinstance(value, Kernel)}
 
 
-def _name(decorator: ast.expr) -> str:
-    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-
-
-def same(kernel: Kernel, reference: str, grid: tuple[int, ...], make: Callable[[], dict[str, Any]], **tolerance: float) -> None:
-    """Source and reference, started from equal arguments, leave equal tensors."""
-    by_source, by_reference = make(), make()
+def assert_same(package: str, path: str, name: str, grid: tuple[int, ...], make: Callable[[], dict[str, Any]]) -> None:
+    """Assert that source and reference, started from equal arguments, leave equal tensors."""
+    kernel, by_source, by_reference = kernels_of(package, path)[name], make(), make()
     kernel.interpret(grid, kernel.bind(**by_source))
-    REFERENCES[reference](grid, kernel.bind(**by_reference))
-    for name, value in by_source.items():
+    REFERENCES[f"{package}.{path.removesuffix('.py').replace('/', '.')}.{name}"](grid, kernel.bind(**by_reference))
+    for argument, value in by_source.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(by_reference[name], value, msg=lambda text, n=name: f"{n}: {text}", **tolerance)
+            torch.testing.assert_close(by_reference[argument], value, msg=lambda text, n=argument: f"{n}: {text}")
 
 
 @pytest.mark.parametrize(("ranks", "rank", "turn"), [(1, 0, 1), (2, 1, 1), (2, 0, 4)])
 def test_slot_mapping_reference_equals_the_kernels_source(ranks: int, rank: int, turn: int) -> None:
-    kernel = kernels_of("vllm", "v1/worker/block_table.py")["_compute_slot_mapping_kernel"]
     positions = torch.tensor([5, 6, 7, 0, 31, 9, 9])
 
     def arguments() -> dict[str, Any]:
         return {
-            "num_tokens": 5, "max_num_tokens": 12, "query_start_loc_ptr": torch.tensor([0, 3, 3, 5], dtype=torch.int32),
+            "num_tokens": 5, "max_num_tokens": 12, "query_start_loc_ptr": int32(0, 3, 3, 5),
             "positions_ptr": positions, "block_table_ptr": torch.arange(32, dtype=torch.int32).view(4, 8) * 3 + 1,
             "block_table_stride": 8, "block_size": 4, "slot_mapping_ptr": torch.full((12,), 99, dtype=torch.int32),
             "TOTAL_CP_WORLD_SIZE": ranks, "TOTAL_CP_RANK": rank, "CP_KV_CACHE_INTERLEAVE_SIZE": turn, "PAD_ID": -1, "BLOCK_SIZE": 4,
         }
 
-    same(kernel, "vllm.v1.worker.block_table._compute_slot_mapping_kernel", (4,), arguments)
+    assert_same("vllm", "v1/worker/block_table.py", "_compute_slot_mapping_kernel", (4,), arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("from_cache", [True, False])
 def test_rope_reference_equals_the_kernels_source(from_cache: bool, neox: bool, dtype: torch.dtype) -> None:
-    kernel = kernels_of("vllm_ascend", "ops/triton/rope.py")["_triton_rope"]
     cache, positions = random(9, 8, seed=2, dtype=dtype), torch.tensor([3, 8, 0])
 
     def arguments() -> dict[str, Any]:
@@ -215,19 +202,15 @@ def test_rope_reference_equals_the_kernels_source(from_cache: bool, neox: bool, 
             "IS_NEOX_STYLE": neox, "USE_COS_SIN": from_cache,
         }
 
-    same(kernel, "vllm_ascend.ops.triton.rope._triton_rope", (2,), arguments)
+    assert_same("vllm_ascend", "ops/triton/rope.py", "_triton_rope", (2,), arguments)
 
 
-SPLIT = "vllm_ascend.ops.triton.linearnorm.split_qkv_tp_rmsnorm_rope"
+SPLIT = "ops/triton/linearnorm/split_qkv_tp_rmsnorm_rope.py"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotary_dim", [8, 4])
 def test_split_and_normalise_references_equal_the_kernels_sources(rotary_dim: int, dtype: torch.dtype) -> None:
-    kernels = kernels_of(
-        "vllm_ascend", "ops/triton/linearnorm/split_qkv_tp_rmsnorm_rope.py", extract_slice=tl.extract_slice, insert_slice=tl.insert_slice
-    )
-
     def split() -> dict[str, Any]:
         return {
             "input_ptr": random(5, 48, dtype=dtype), "q_out_ptr": torch.zeros(5, 32, dtype=dtype),
@@ -236,8 +219,7 @@ def test_split_and_normalise_references_equal_the_kernels_sources(rotary_dim: in
             "q_inv_size": 1 / 32, "k_inv_size": 1 / 8,
         }
 
-    same(kernels["_split_qkv_and_compute_local_qk_var_kernel"],
-         f"{SPLIT}._split_qkv_and_compute_local_qk_var_kernel", (3,), split)
+    assert_same("vllm_ascend", SPLIT, "_split_qkv_and_compute_local_qk_var_kernel", (3,), split)
 
     def normalise() -> dict[str, Any]:
         angles = random(5, rotary_dim // 2, seed=3)
@@ -250,7 +232,7 @@ def test_split_and_normalise_references_equal_the_kernels_sources(rotary_dim: in
             "q_num_heads": 4, "k_num_heads": 1, "head_dim": 8, "rotary_dim": rotary_dim, "HALF": rotary_dim // 2,
         }
 
-    same(kernels["_apply_global_rmsnorm_kernel"], f"{SPLIT}._apply_global_rmsnorm_kernel", (2,), normalise)
+    assert_same("vllm_ascend", SPLIT, "_apply_global_rmsnorm_kernel", (2,), normalise)
 
 
 MROPE = "ops/triton/linearnorm/split_qkv_rmsnorm_mrope.py"
@@ -259,7 +241,6 @@ MROPE = "ops/triton/linearnorm/split_qkv_rmsnorm_mrope.py"
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("interleaved", "rope_dim", "gated"), [(True, 16, True), (True, 32, False), (False, 16, True)])
 def test_split_and_mrope_reference_equals_the_kernels_source(interleaved: bool, rope_dim: int, gated: bool, dtype: torch.dtype) -> None:
-    kernels = kernels_of("vllm_ascend", MROPE, torch=torch, extract_slice=tl.extract_slice, insert_slice=tl.insert_slice)
     angles = random(3, 5, rope_dim // 2, seed=3)
 
     def arguments() -> dict[str, Any]:
@@ -276,13 +257,10 @@ def test_split_and_mrope_reference_equals_the_kernels_source(interleaved: bool, 
             "gate_size": gate,
         }
 
-    reference = "vllm_ascend.ops.triton.linearnorm.split_qkv_rmsnorm_mrope.split_qkv_rmsnorm_mrope_kernel"
-    same(kernels["split_qkv_rmsnorm_mrope_kernel"], reference, (2,), arguments)
+    assert_same("vllm_ascend", MROPE, "split_qkv_rmsnorm_mrope_kernel", (2,), arguments)
 
 
 def test_the_split_of_qwen3_next_equals_the_kernels_source() -> None:
-    kernel = kernels_of("vllm_ascend", "ops/triton/fla/fused_qkvzba_split_reshape.py")["fused_qkvzba_split_reshape_cat_kernel"]
-
     def arguments() -> dict[str, Any]:
         return {
             "mixed_qkv": torch.zeros(5, 2 * 2 * 8 + 4 * 16), "z": torch.zeros(5, 4, 16), "b": torch.zeros(5, 4), "a": torch.zeros(5, 4),
@@ -291,24 +269,24 @@ def test_the_split_of_qwen3_next_equals_the_kernels_source() -> None:
             "QKV_ROW_STRIDE": 96, "Z_ROW_STRIDE": 64, "BA_OUT_ROW_STRIDE": 4, "ROWS_PER_ITER": 2,
         }
 
-    same(kernel, "vllm_ascend.ops.triton.fla.fused_qkvzba_split_reshape.fused_qkvzba_split_reshape_cat_kernel", (2, 1), arguments)
+    path = "ops/triton/fla/fused_qkvzba_split_reshape.py"
+    assert_same("vllm_ascend", path, "fused_qkvzba_split_reshape_cat_kernel", (2, 1), arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_norm_of_keys_equals_the_kernels_sources(dtype: torch.dtype) -> None:
-    """vllm-ascend's own for prefill has a reference, vLLM's for decode runs from its source: both are the same function."""
-    own = kernels_of("vllm_ascend", "ops/triton/fla/l2norm.py")["l2norm_fwd_kernel2_loop"]
+    """vllm-ascend's (prefill) has a reference, vLLM's (decode) runs from its source."""
 
     def arguments() -> dict[str, Any]:
         tensors = {"X": random(7, 16, dtype=dtype), "Y": torch.zeros(7, 16, dtype=dtype)}
         return {**tensors, "eps": 1e-6, "M": 7, "N": 16, "MBLOCK": 2, "NUM_CHUNKS": 2}
 
-    same(own, "vllm_ascend.ops.triton.fla.l2norm.l2norm_fwd_kernel2_loop", (2,), arguments)
-    of_vllm = kernels_of("vllm", "model_executor/layers/fla/ops/l2norm.py", BT_LIST=[8])["l2norm_fwd_kernel2"]
+    assert_same("vllm_ascend", "ops/triton/fla/l2norm.py", "l2norm_fwd_kernel2_loop", (2,), arguments)
+    of_vllm = kernels_of("vllm", "model_executor/layers/fla/ops/l2norm.py")["l2norm_fwd_kernel2"]
     x, y = random(7, 16, dtype=dtype), torch.zeros(7, 16, dtype=dtype)
     of_vllm[(3,)](x, y, 1e-6, 7, 16, 16, 3)
     exact = x.double() / (x.double().square().sum(-1, keepdim=True) + 1e-6).sqrt()
-    torch.testing.assert_close(y.double(), exact, atol=1e-6, rtol=2**-8 if dtype is torch.bfloat16 else 1e-5)
+    close(y, exact)
 
 
 # ---- kernels that run from their source: do they give what their callers expect? ----
@@ -316,8 +294,7 @@ def test_the_norm_of_keys_equals_the_kernels_sources(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("norm_before_gate", [True, False])
 def test_the_gated_norm_follows_its_definition(norm_before_gate: bool) -> None:
-    path = "ops/triton/layernorm_gated.py"
-    kernel = kernels_of("vllm_ascend", path)["_layer_norm_fwd_1pass_kernel_npu"]
+    kernel = kernels_of("vllm_ascend", "ops/triton/layernorm_gated.py")["_layer_norm_fwd_1pass_kernel_npu"]
     x, z, weight = random(5, 8), random(5, 8, seed=1), random(8, seed=2)
     y, rstd = torch.zeros(5, 8), torch.zeros(5)
     options = {"BLOCK_M": 4, "BLOCK_N": 8, "HAS_BIAS": False, "HAS_Z": True, "NORM_BEFORE_GATE": norm_before_gate, "IS_RMS_NORM": True}
@@ -325,7 +302,7 @@ def test_the_gated_norm_follows_its_definition(norm_before_gate: bool) -> None:
     gate = z.double() * z.double().sigmoid()
     inputs = x.double() if norm_before_gate else x.double() * gate
     exact = inputs / (inputs.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
-    torch.testing.assert_close(y.double(), exact * gate if norm_before_gate else exact, atol=1e-6, rtol=1e-5)
+    close(y, exact * gate if norm_before_gate else exact)
 
 
 def test_penalties_follow_their_definition() -> None:
@@ -345,23 +322,23 @@ def test_penalties_follow_their_definition() -> None:
         stride_logits_vocab=1, stride_prompt_mask_seq=5, stride_prompt_mask_vocab=1, stride_output_mask_seq=5,
         stride_output_mask_vocab=1, stride_bin_counts_seq=5, stride_bin_counts_vocab=1, BLOCK_SIZE=4,
     )
-    torch.testing.assert_close(logits.double(), expected, atol=1e-6, rtol=1e-5)
+    close(logits, expected)
 
 
 @pytest.mark.parametrize("block", [1, 4])
 def test_greedy_rejection_keeps_drafts_up_to_the_first_mistake(block: int) -> None:
-    kernels = kernels_of("vllm_ascend", "ops/triton/reject_sample.py", get_element=tl.get_element)
+    kernels = kernels_of("vllm_ascend", "ops/triton/reject_sample.py")
     drafts, target = torch.tensor([7, 8, 9, 5]), torch.tensor([7, 1, 9, 5])
     output = torch.full((3, 3), -1, dtype=torch.int32)
     kernels["rejection_greedy_sample_triton"][(-(-3 // block),)](
-        output, torch.tensor([2, 2, 4], dtype=torch.int32), drafts, target, torch.tensor([100, 101, 102]), None, 3, 2, BLOCK_SIZE=block
+        output, int32(2, 2, 4), drafts, target, torch.tensor([100, 101, 102]), None, 3, 2, BLOCK_SIZE=block
     )
-    # Two drafts, the second wrong; no draft, so the bonus token alone; two right ones and the bonus token.
+    # Two drafts, the second wrong; no draft: the bonus token; two right ones and the bonus token.
     assert output.tolist() == [[7, 1, -1], [101, -1, -1], [9, 5, 102]]
 
 
 def test_one_draft_each_takes_the_short_kernel() -> None:
-    kernels = kernels_of("vllm_ascend", "ops/triton/reject_sample.py", get_element=tl.get_element)
+    kernels = kernels_of("vllm_ascend", "ops/triton/reject_sample.py")
     output = torch.full((2, 2), -1, dtype=torch.int32)
     kernels["rejection_greedy_sample_spec_len_1_triton"][(2,)](
         output, torch.tensor([7, 8]), torch.tensor([7, 1]), torch.tensor([100, 101]), 2, BLOCK_SIZE=1

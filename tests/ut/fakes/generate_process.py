@@ -1,4 +1,4 @@
-"""`hsx generate` in a process of its own, which may be made to die at any of its system calls. Imports nothing of the tests.
+"""`hsx generate` in its own process, killed at a chosen system call. Imports nothing of the tests.
 
 As a script: generate_process.py LOG SYSTEM_CALL OPTIONS
 """
@@ -20,7 +20,7 @@ TRACED = (files, ledger, load, shards, tensors)
 
 
 class DyingOs:
-    """Stands in for `os`: the process is killed just before system call number `last`, counted over all threads."""
+    """Replacement of `os`: kill the process before system call `last`, counted over all threads."""
 
     def __init__(self, last: int | None, count: Path) -> None:
         self._last = last
@@ -47,7 +47,7 @@ class DyingOs:
 
 
 def main(arguments: Sequence[str], log: Path, last_call: int | None = None) -> None:
-    """Run; the exit code is the command's. `log` receives what is printed, and `log`.calls the number of system calls."""
+    """Run; return the exit code. `log` receives the output, `log`.calls the number of calls."""
     dying = DyingOs(last_call, log.with_suffix(".calls"))
     for module in TRACED:
         if hasattr(module, "os"):

@@ -1,8 +1,9 @@
-"""What has a part in a Mooncake store on a machine of its own. Imports nothing of the tests.
+"""A client of a Mooncake store on a machine of its own. Imports nothing of the tests.
 
-As a script: mooncake_process.py write MASTER puts a request there, prints its kv_transfer_params and the digest of its rows, and gives them
-memory until its input ends; mooncake_process.py read MASTER reads kv_transfer_params from its input, and prints the digests of what both
-readers find, ours and speculators'.
+As a script: `mooncake_process.py write MASTER` stores a request, prints its kv_transfer_params and
+the digest of its rows, and lends the store memory until its input ends. `mooncake_process.py read
+MASTER` reads kv_transfer_params from its input and prints the digests of what both readers find,
+ours and speculators'.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Answers like `vllm serve` with extraction on, from transformers alone; --fault makes it wrong in a chosen way."""
+"""`vllm serve` with extraction, played by transformers alone; --fault selects a mistake."""
 
 import argparse
 import json
@@ -48,7 +48,7 @@ def extract(token_ids: list[int]) -> str:
 
 
 def metrics() -> str:
-    """Two engines, the second of which did all the work; it tells only once it has been given a step."""
+    """Metrics of two engines; the second did all the work and reports it a step later."""
     registry = CollectorRegistry()
     files = Counter("vllm:hsx_files", "", ["model_name", "engine", "outcome"], registry=registry)
     latency = Histogram("vllm:hsx_publish_seconds", "", ["model_name", "engine"], buckets=BUCKETS, registry=registry)

@@ -1,4 +1,5 @@
-// torch.autocast("npu"): which operations run in the lower precision, which in float32, which in the widest type of their arguments.
+// torch.autocast("npu"): operations in the lower precision, in float32, and in the widest type of
+// their arguments.
 // torch's lists, of which torch_npu's own is an older copy (torch_npu/csrc/aten/AutoCastOps.cpp).
 #pragma once
 

@@ -1,4 +1,5 @@
-// The emulated machine: how many NPUs, how much memory each, late mode; and whether this process has touched a device yet.
+// The emulated machine: number of NPUs, their memory, late mode; and whether this process has used
+// a device.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -26,7 +27,7 @@ inline Config& config() {
   return c;
 }
 
-// How many devices ASCEND_RT_VISIBLE_DEVICES leaves: ids are taken up to the first one that does not exist.
+// The number of visible devices: the ids in ASCEND_RT_VISIBLE_DEVICES up to the first invalid one.
 inline int visible_devices() {
   const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
   if (list == nullptr) return config().npus;

@@ -10,9 +10,10 @@
 
 namespace hsx {
 
-// A generator of an npu: a seed and an offset, as Philox has them. A random operator draws from what (seed, offset) give and moves
-// the offset on, so that setting it back repeats the draw: vllm-ascend does so for a token whose sample it throws away
-// (model_runner_v1.py:2666). Numbers differ from hardware's; the steps of the offset do not.
+// A generator of an npu: a seed and an offset, as in Philox. A random operator draws from (seed,
+// offset) and advances the offset, so resetting the offset repeats the draw: vllm-ascend does so
+// for a token whose sample it discards (model_runner_v1.py:2666). Numbers differ from hardware's;
+// the steps of the offset do not.
 class NpuGenerator final : public c10::GeneratorImpl {
  public:
   explicit NpuGenerator(int device)
@@ -59,7 +60,8 @@ class NpuGenerator final : public c10::GeneratorImpl {
   struct State {
     uint64_t seed, offset;
   };
-  // torch_npu asks for 10 numbers per element and operator and rounds up to a multiple of 4 (NPUGeneratorImpl::philox_engine_inputs).
+  // torch_npu asks for 10 numbers per element and operator and rounds up to a multiple of 4
+  // (NPUGeneratorImpl::philox_engine_inputs).
   static constexpr uint64_t kStep = 12;
   static uint64_t mixed(uint64_t x) {  // splitmix64
     x += 0x9e3779b97f4a7c15u;
@@ -86,7 +88,7 @@ inline const at::Generator& default_generator_handle(int device) {
   return all->at(device);
 }
 
-// The host generator from which an operator on a device draws, given the npu generator that it was called with.
+// The host generator for an operator on a device that was called with the given npu generator.
 inline at::Generator draw_from(const at::Generator& g, int device, const std::string& op) {
   auto* npu = dynamic_cast<NpuGenerator*>(g.unsafeGetGeneratorImpl());
   TORCH_CHECK(npu != nullptr, op, ": Expected a 'npu' device type for generator but found '", g.device().type(), "'");

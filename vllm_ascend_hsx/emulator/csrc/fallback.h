@@ -1,5 +1,6 @@
-// One boxed kernel for every operator without a kernel of its own: relabel the npu tensors as CPU tensors over the same bytes,
-// run the CPU kernel, label the results back. In late mode, on a stream other than the default, queue it instead.
+// One boxed kernel for every operator without a kernel of its own: relabel the npu tensors as CPU
+// tensors over the same bytes, run the CPU kernel, label the results back. In late mode, on a
+// stream other than the default, queue it instead.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -212,7 +213,8 @@ inline at::Tensor empty_npu(c10::IntArrayRef sizes, c10::IntArrayRef strides, at
 inline bool queue(const c10::OperatorHandle& op, const OpTraits& t, Stack* stack, size_t begin, int device, StreamState& s) {
   const std::vector<Touch> touches = touches_of(t, *stack, begin);
   if (t.generator >= 0) {
-    // Random numbers are drawn now, in launch order; only pure fills can be drawn without reading the device.
+    // Random numbers are drawn now, in launch order; only pure fills can be drawn without reading
+    // the device.
     for (const Touch& touch : touches)
       if (!touch.write) return false;
     if (touches.size() != 1) return false;

@@ -1,8 +1,9 @@
-// torch.npu's graphs: captures, pools, task groups, and what Python may record.
+// torch.npu's graphs: captures, pools, task groups, and recording from Python.
 //
-// vllm-ascend gives a running replay its attention parameters through external events and task groups: the replay stops at the wait
-// for an event until the host has recorded it; the nodes of a task group are replaced by an update, in the order of the update's
-// stream. The race detector sees the parameters of a task group as they are at the launch of the replay.
+// vllm-ascend passes attention parameters to a running replay by external events and task groups:
+// the replay waits for an event until the host has recorded it; an update replaces the nodes of a
+// task group, in the order of the update's stream. The race detector sees a task group's parameters
+// as of the launch of the replay.
 #pragma once
 
 #include <torch/extension.h>
@@ -11,7 +12,7 @@
 
 namespace hsx {
 
-// ---- task groups --------------------------------------------------------------------------------------------------------
+// ---- task groups --------------------------------------------------------------------------------
 
 inline Recording& capturing(StreamState& s, const char* what) {
   TORCH_CHECK(capture_of(s) != 0, what, ": the stream captures no graph");
@@ -69,7 +70,7 @@ inline void end_task_update(StreamState& s) {
   item.run();
 }
 
-// ---- torch.npu.NPUGraph -------------------------------------------------------------------------------------------------
+// ---- torch.npu.NPUGraph -------------------------------------------------------------------------
 
 using PoolId = std::pair<uint64_t, uint64_t>;
 
@@ -178,7 +179,7 @@ class Graph {
   Nodes nodes_;
 };
 
-// ---- what Python records ------------------------------------------------------------------------------------------------
+// ---- what Python records ------------------------------------------------------------------------
 
 // The tensor over the same bytes on the CPU; it keeps the bytes, not the device's memory.
 inline at::Tensor host_alias(const at::Tensor& t) {
@@ -186,8 +187,8 @@ inline at::Tensor host_alias(const at::Tensor& t) {
   return held(t);
 }
 
-// Records a call of Python on the current stream of the device. `call` takes nothing and works on tensors of host_alias. With
-// `writes`, one for each tensor, it returns nothing; without, it returns which of the tensors it has written.
+// Records a Python call on the current stream of the device. `call` has no arguments and uses
+// tensors of host_alias. `writes` has one flag per tensor; without it the call returns these flags.
 inline void record_python(
     const std::string& op, int device, const std::vector<at::Tensor>& tensors, const std::optional<std::vector<bool>>& writes, py::object call) {
   StreamState& s = current_stream(device);

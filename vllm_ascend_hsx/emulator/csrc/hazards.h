@@ -1,4 +1,4 @@
-// What allocation must know of streams (declared in memory.h): memory that is freed while another stream still uses it.
+// Allocation and streams (declared in memory.h): memory freed while another stream still uses it.
 #pragma once
 
 #include "streams.h"
@@ -12,10 +12,11 @@ inline std::shared_ptr<Pool> capturing_pool(int device) {
   return engine.recordings() == 0 ? nullptr : pool_of(current_stream(device));
 }
 
-// A freed block goes back to the pool of the stream it was allocated on. What other streams still do with it, without that
-// stream knowing, is remembered: the next allocation there may get these bytes. A stream that still writes them is an error. One
-// that still reads them gets poison, and a warning: it is harmless if nobody looks at the result (vllm-ascend 0.23.0 drops the
-// output of ranks that do not report it, worker/model_runner_v1.py, while the copy of its token ids is under way).
+// A freed block goes back to the pool of the stream it was allocated on. Accesses by other streams
+// that are not ordered before are recorded: the next allocation may receive these bytes. A stream
+// that still writes them is an error. One that still reads them gets poison, and a warning: it is
+// harmless if the result is not used (vllm-ascend 0.23.0 drops the output of ranks that do not
+// report it, worker/model_runner_v1.py, while the copy of its token ids is under way).
 inline void keep_hazards(Block& block) {
   Engine& engine = Engine::get();
   if (!engine.tracking() || block.memory->log.accesses.empty()) return;
@@ -67,9 +68,10 @@ inline void check_hazards(int device, int slot, size_t rounded) {
   if (const auto memory = reused->memory.lock()) std::memset(memory->ptr, kStale, memory->bytes);
 }
 
-// In late mode new device memory does not hold zeros by luck: every float type reads a large finite number (784 in bfloat16), every
-// integer one that is no index. Not NaN: vllm-ascend 0.23.0 leaves padding rows of attention unwritten and multiplies what comes
-// of them by routing weights of 0, which is right for any finite garbage.
+// In late mode new device memory holds no zeros: every float type reads a large finite number (784
+// in bfloat16), every integer type an invalid index. Not NaN: vllm-ascend 0.23.0 leaves padding
+// rows of attention unwritten and multiplies their results by routing weights of 0, which is right
+// for any finite number.
 inline void poison_fresh(int device, Memory& memory) {
   if (config().late && (!memory.mapped || Engine::get().defers(current_stream(device)))) std::memset(memory.ptr, kGarbage, memory.bytes);
 }

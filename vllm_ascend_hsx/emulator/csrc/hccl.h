@@ -1,12 +1,16 @@
-// The c10d backend "hccl": every collective is one exchange of frames over gloo, then plain arithmetic on each rank.
+// The c10d backend "hccl": every collective is one exchange of frames over gloo, then plain
+// arithmetic on each rank.
 //
-// A frame starts with a description of what the rank is about to do. Ranks that disagree fail with both named, where hardware
-// would hang or corrupt memory. Reductions add in rank order, in float32 for the half types, so all ranks get the same bits.
+// A frame starts with a description of the rank's operator. Ranks that disagree fail with an error
+// that names both; hardware would hang or corrupt memory. Reductions add in rank order, in float32
+// for the half types, so all ranks get the same bits.
 //
-// Streams: an operator is launched on the current stream (async_op: on a stream of the group that first waits for the current
-// one, and wait() makes the current stream wait for it). The bytes move at the launch: ranks must meet in launch order, so in
-// late mode the streams involved are drained first; a captured operator moves them at the launch of each replay. A receive is queued and completed when something waits for it; a send
-// never blocks the host, also where hardware would wait for the receiver.
+// Streams: an operator is launched on the current stream (async_op: on a stream of the group that
+// first waits for the current one, and wait() makes the current stream wait for it). The bytes move
+// at the launch: ranks must meet in launch order, so in late mode the streams involved are drained
+// first; a captured operator moves them at the launch of each replay. A receive is queued and
+// completed when something waits for it; a send never blocks the host, also where hardware would
+// wait for the receiver.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -262,7 +266,7 @@ class HcclBackend final : public c10d::Backend {
   }
 
  private:
-  // Streams of the group's own. A send must not wait for a receive that was posted before it: its peer may do the same.
+  // The group's own streams. A send must not wait for an earlier receive: its peer may do the same.
   enum class Lane { kCollective, kSend, kReceive };
 
   template <class Body>
@@ -313,7 +317,7 @@ class HcclBackend final : public c10d::Backend {
     }
   }
 
-  // The tensors of a call, checked; those of a captured one do not keep the memory of the graph from being used again.
+  // The checked tensors of a call. A captured call's tensors do not keep the graph's memory in use.
   static Tensors launched(const Tensors& tensors, const char* op) {
     check_tensors(tensors, op);
     if (tensors.empty() || current_stream(tensors[0].device().index()).recording == nullptr) return tensors;

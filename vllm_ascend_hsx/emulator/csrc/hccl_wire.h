@@ -93,7 +93,8 @@ class Wire {
     return all[0];
   }
 
-  // Tells every rank what this one does and fails when another does something else. `shapes` false: shapes may differ.
+  // Sends this rank's operator to all ranks, and fails if another's differs. `shapes` false: shapes
+  // may.
   std::vector<Description> agree(const Description& mine, const at::Tensor& payload = at::Tensor(), bool shapes = true, Tensors* frames = nullptr) {
     const Tensors all = gathered(frame_of(mine, payload));
     std::vector<Description> said;
@@ -166,7 +167,8 @@ class Wire {
     if (d.bytes > kInline) post(bytes(t).clone(), to, wire_tag(tag, n, 1));
   }
 
-  // Posts a receive now, so that it can meet its sender; the function it returns completes it into `target`, a CPU tensor.
+  // Posts a receive now, for its sender; returns a function that completes it into `target`, a CPU
+  // tensor.
   std::function<void()> receive(const Description& mine, const at::Tensor& target, int from, int tag) {
     const int64_t n = received_[{from, tag}]++;
     auto frame = std::make_shared<Tensors>(Tensors{at::empty({kFrame}, at::kByte)});

@@ -1,4 +1,4 @@
-// The kernels that are not the CPU's: allocation, copies between host and device, metadata, and what makes the host wait.
+// Kernels that are not the CPU's: allocation, copies between host and device, metadata, host waits.
 #pragma once
 
 #include <ATen/native/Resize.h>
@@ -197,7 +197,7 @@ inline at::Tensor reshape_alias_kernel(const at::Tensor& t, c10::SymIntArrayRef 
   return at::native::_reshape_alias(t, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
 }
 
-// Zeroes large blocks by giving the pages back, so that a KV cache costs host memory only where it is used.
+// Zeroes large blocks by releasing their pages: a KV cache takes host memory only where it is used.
 inline at::Tensor& zero_kernel(at::Tensor& t) {
   const std::shared_ptr<Memory> memory = memory_of(t);
   const size_t bytes = t.numel() * t.dtype().itemsize();

@@ -1,16 +1,18 @@
 // Device and pinned host memory: allocation, accounting, and which block a pointer belongs to.
 //
-// Every npu storage's DataPtr carries a Block as its context. Host bytes, and the log of accesses to them (races.h), are owned by
-// Memory, which outlives the Block while queued work or a captured graph still needs it.
+// Every npu storage's DataPtr carries a Block as its context. Host bytes, and the log of accesses
+// to them (races.h), are owned by Memory, which outlives the Block while queued work or a captured
+// graph still needs it.
 //
-// The accounting follows a caching allocator without fragmentation: sizes are rounded to 512 bytes, `reserved` grows in
-// 2 MiB steps and only shrinks through empty_cache() or when the device would otherwise be out of memory. Temporaries that a
-// CPU kernel allocates and frees inside one operator are not counted. Each process accounts for itself: two processes on
-// the same device do not see each other's use.
+// The accounting follows a caching allocator without fragmentation: sizes are rounded to 512 bytes,
+// `reserved` grows in 2 MiB steps and only shrinks through empty_cache() or when the device would
+// otherwise be out of memory. Temporaries that a CPU kernel allocates and frees inside one operator
+// are not counted. Each process accounts for itself: two processes on the same device do not see
+// each other's use.
 //
-// What is allocated while a stream captures a graph comes from the graph's Pool. Freed memory goes back to the pool, not to the
-// device, and the next capture that shares the pool may get the same bytes: that is how the outputs of one graph come to be
-// overwritten by the replay of another.
+// What is allocated while a stream captures a graph comes from the graph's Pool. Freed memory goes
+// back to the pool, not to the device, and the next capture that shares the pool may get the same
+// bytes: that is how the outputs of one graph come to be overwritten by the replay of another.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -35,7 +37,8 @@ constexpr size_t kRounding = 512;
 constexpr size_t kSegment = size_t(2) << 20;
 constexpr size_t kMapped = size_t(16) << 20;  // blocks from this size on are their own anonymous mapping
 
-// Late mode: what memory holds that nobody has written, and what is read too late or too early (NaN, -1).
+// Late mode: the content of memory before it is written, and of reads too late or too early (NaN,
+// -1).
 constexpr int kGarbage = 0x44, kStale = 0xFF;
 
 inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
@@ -46,7 +49,7 @@ struct Memory {
   size_t bytes = 0;
   bool mapped = false;
   int device = -1;  // -1: pinned host memory
-  std::atomic<bool> freed{false};  // the device may have given the bytes to somebody else
+  std::atomic<bool> freed{false};  // the device may have reused the bytes
   c10::Storage adopted;  // set when a CPU kernel made the bytes
   AccessLog log;
   Memory() = default;
@@ -75,7 +78,7 @@ inline std::shared_ptr<Memory> host_memory(size_t bytes) {
   return memory;
 }
 
-// Memory of captured graphs that share it. A block serves the stream again on which it was allocated.
+// Memory that captured graphs share. A freed block is reused on the stream of its allocation.
 struct Pool {
   struct Idle {
     std::shared_ptr<Memory> memory;
@@ -268,11 +271,13 @@ inline Block* npu_block(const c10::DataPtr& data) {
   return data.get_deleter() == &release_block ? static_cast<Block*>(data.get_context()) : nullptr;
 }
 
-// Contexts of pointers that keep bytes alive and are no block: a CPU tensor over device memory, and a weak reference.
+// Contexts that keep bytes alive but are no blocks: CPU tensors over device memory, weak
+// references.
 inline void drop_memory(void* context) { delete static_cast<std::shared_ptr<Memory>*>(context); }
 inline void drop_weak(void* context) { delete static_cast<std::shared_ptr<Memory>*>(context); }
 
-// The bytes behind a pointer of ours, or nullptr. Pinned memory is found by its address (pinned_block).
+// The bytes of one of our pointers, or nullptr. Pinned memory is found by its address
+// (pinned_block).
 inline std::shared_ptr<Memory> memory_of(const c10::DataPtr& data) {
   if (const Block* block = npu_block(data)) return block->memory;
   if (data.get_deleter() == &drop_memory || data.get_deleter() == &drop_weak)
@@ -359,7 +364,7 @@ inline NpuAllocator& npu_allocator() {
   return *allocator;
 }
 
-// ---- pinned host memory -------------------------------------------------------------------------------------------------
+// ---- pinned host memory -------------------------------------------------------------------------
 
 struct PinnedIndex {
   std::mutex mutex;

@@ -1,4 +1,5 @@
-// Registers the emulated NPU with torch and exposes it to vllm_ascend_hsx.emulator. Built by build.py.
+// Registers the emulated NPU with torch and exposes it to vllm_ascend_hsx.emulator. Built by
+// build.py.
 #include <torch/extension.h>
 
 #include "autocast.h"
@@ -36,7 +37,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 // Devices that are not torch's own get this name for a convolution; over CPU tensors it is one.
 TORCH_LIBRARY_IMPL(aten, CPU, m) { m.impl("convolution_overrideable", convolution_kernel); }
 
-// A copy resolves conjugate and negative views itself; torch's own fallbacks would resolve them by a copy, for ever.
+// A copy resolves conjugate and negative views itself; torch's own fallbacks would recurse.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 

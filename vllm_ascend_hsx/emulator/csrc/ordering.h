@@ -25,8 +25,9 @@ inline std::shared_ptr<Memory> memory_of(const at::Tensor& t) {
 
 inline std::string device_text(const Memory& memory) { return memory.device < 0 ? "cpu" : "npu:" + std::to_string(memory.device); }
 
-// Checks and then records what an operator launched on `s` reads and writes. Throws before anything is recorded.
-// On a stream that records, what it touches is kept with it, and checked at each replay.
+// Checks, then records what an operator on `s` reads and writes. Throws before anything is
+// recorded. On a recording stream the accesses are kept with the operator and checked at each
+// replay.
 inline void order(StreamState& s, const std::string* op, const std::vector<Touch>& touches) {
   Engine& engine = Engine::get();
   if (s.recording != nullptr) {

@@ -1,7 +1,7 @@
-// Which bytes of a block which stream touched last, and whether two accesses can be proved ordered (vector clocks).
+// The last accesses to the bytes of a block, by stream, and their proven order (vector clocks).
 //
-// A Region is exact for the layouts that occur in practice: contiguous bytes, or rows of a fixed pitch of which each holds one
-// contiguous run. Anything more scattered is taken as its hull.
+// A Region is exact for the layouts that occur in practice: contiguous bytes, or rows of a fixed
+// pitch of which each holds one contiguous run. Anything more scattered is taken as its hull.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -15,7 +15,7 @@
 
 namespace hsx {
 
-// Component s is the number of operators launched on the stream with slot s that are known to have completed.
+// Component s: number of operators of the stream with slot s that are known to have completed.
 struct Clock {
   std::vector<uint64_t> at;
   uint64_t get(int slot) const { return static_cast<size_t>(slot) < at.size() ? at[slot] : 0; }
@@ -100,7 +100,7 @@ struct Access {
   bool write = false;
 };
 
-// Recent accesses to one block. Bounded: the oldest are dropped first, so a race may be missed but never invented.
+// Recent accesses to one block. The oldest are dropped first: a race may be missed, never invented.
 struct AccessLog {
   static constexpr size_t kLimit = 64;
   std::vector<Access> accesses;
@@ -113,7 +113,8 @@ struct AccessLog {
   }
 
   void add(const Region& region, bool write, int slot, uint64_t epoch, const std::string* op) {
-    // A checked write is ordered after all it covers; a read replaces the same stream's earlier reads.
+    // A checked write is ordered after all it covers; a read replaces the same stream's earlier
+    // reads.
     accesses.erase(
         std::remove_if(
             accesses.begin(), accesses.end(),

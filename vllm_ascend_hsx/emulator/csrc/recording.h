@@ -1,8 +1,9 @@
-// Recording: what a stream is given while it captures a graph, or while a task group is updated, is kept and not run.
+// Recording: work launched while a stream captures or updates a task group is kept and not run.
 //
-// A recorded operator is a Node: a closure that can run any number of times, and the tensors that it touches. Nodes hold bytes
-// (Memory), not blocks, so that what the capture frees goes back to the graph's pool (memory.h).
-// One stream per capture: a capture that another stream joins is not implemented.
+// A recorded operator is a Node: a closure that can run any number of times, and the tensors that
+// it touches. Nodes hold bytes (Memory), not blocks, so that what the capture frees goes back to
+// the graph's pool (memory.h). One stream per capture: a capture that another stream joins is not
+// implemented.
 #pragma once
 
 #include "ordering.h"
@@ -10,7 +11,8 @@
 
 namespace hsx {
 
-// torch.npu.ExternalEvent: a flag on the device that streams set, clear and wait for. Guarded by the engine's lock.
+// torch.npu.ExternalEvent: a flag on the device that streams set, clear and wait for. Guarded by
+// the engine's lock.
 struct External {
   bool set = false;
   Clock clock;  // of the last record
@@ -63,7 +65,8 @@ inline uint64_t capture_of(const StreamState& s) { return s.recording == nullptr
 
 inline std::shared_ptr<Pool> pool_of(const StreamState& s) { return s.recording == nullptr ? nullptr : s.recording->pool; }
 
-// A synchronous copy while a graph is captured: in mode "global" for every thread, in "thread_local" for the one that captures.
+// A synchronous copy during a capture: refused in mode "global" for every thread, in "thread_local"
+// for the capturing one.
 inline void refuse_synchronous_copy(const char* what) {
   const Recording* capture = active_capture();
   if (capture == nullptr || capture->mode == "relaxed") return;

@@ -1,4 +1,4 @@
-// The zero-copy heart: an npu tensor seen as a CPU tensor over the same bytes, and back.
+// Zero-copy conversion: an npu tensor as a CPU tensor over the same bytes, and back.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -7,8 +7,8 @@
 
 namespace hsx {
 
-// A CPU storage over the same bytes. It keeps the bytes alive, not the block, so that the device memory can be freed (and
-// accounted as free) while queued work still uses the bytes.
+// A CPU storage over the same bytes. It keeps the bytes alive, not the block, so that the device
+// memory can be freed (and accounted as free) while queued work still uses the bytes.
 inline c10::Storage cpu_storage(const c10::Storage& storage) {
   c10::StorageImpl* impl = storage.unsafeGetStorageImpl();
   c10::DataPtr& data = impl->_mutable_data_ptr_no_checks();
@@ -45,7 +45,7 @@ inline at::Tensor over(c10::Storage storage, c10::DispatchKey key, const at::Ten
   return t;
 }
 
-// Grows or shrinks an npu storage in place, keeping its bytes; every tensor over the storage sees the new one.
+// Resizes an npu storage in place and keeps its bytes; all its tensors see the new one.
 inline void resize_storage(c10::StorageImpl* impl, size_t bytes) {
   TORCH_CHECK(impl->resizable(), "Trying to resize storage that is not resizable");
   const int device = impl->device().index();
@@ -79,7 +79,7 @@ class Relabel {
     return pairs_.back().cpu;
   }
 
-  // Carries over what a kernel did to its arguments: storages resized or swapped, sizes and strides changed.
+  // Applies a kernel's changes of its arguments: resized or swapped storages, sizes, strides.
   void write_back() {
     for (size_t i = 0; i < storages_.size(); ++i) {
       const c10::Storage npu = storages_[i].first, cpu = storages_[i].second;

@@ -1,7 +1,8 @@
-// Replays: what a graph recorded, run on a stream, and the external events at which a replay stops until the host goes on.
+// Replays of recorded work on a stream, and external events, at which a replay waits for the host.
 //
-// At its launch a replay is checked for order like any other work, node by node. It then runs as other work of its stream would:
-// at once on a stream that does not queue, else when something waits for it. What of it cannot run yet stays with the stream.
+// At its launch a replay is checked for order like any other work, node by node. It then runs as
+// other work of its stream would: at once on a stream that does not queue, else when something
+// waits for it. The rest stays with the stream.
 #pragma once
 
 #include "recording.h"
@@ -19,7 +20,8 @@ struct Replay {
   size_t next = 0;
   std::mutex mutex;
 
-  // Runs on, to the end or (unless it must) to an external event that is not there. True at the end.
+  // Continues to the end or, unless forced, to an external event that is not recorded. True at the
+  // end.
   bool advance(bool must) {
     std::unique_lock<std::mutex> guard(mutex, std::try_to_lock);
     if (!guard.owns_lock()) {
@@ -65,7 +67,8 @@ struct Replay {
         continue;
       }
       if (!must) return false;
-      // The thread that launched the wait is the one that would have recorded the event; others may still get it.
+      // The event should have been recorded by the thread that launched the wait; others may still
+      // do so.
       bool hangs = launcher == std::this_thread::get_id();
       if (!hangs) {
         WithoutGil relaxed;

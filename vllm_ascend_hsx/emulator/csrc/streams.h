@@ -1,20 +1,24 @@
-// Streams and events: what runs when, and what is known to have happened before what.
+// Streams and events: when work runs, and the known order of work.
 //
-// Normal mode: every operator runs when it is called, so every stream is always idle. The clocks are not used.
+// Normal mode: every operator runs when it is called, so every stream is always idle. The clocks
+// are not used.
 //
-// Late mode: the default stream runs its operators when they are called, every other stream queues them. A queue runs only as
-// far as something needs it: the host synchronizes, or a stream that must run now waits for an event. Copies from the default
-// stream into pinned memory are taken at once but delivered to the host late, by the same rules.
-// A loop that polls query() ends, because from the third "no" on each query runs one queued item. A queue longer than
-// kQueueLimit runs its oldest items, as a full hardware queue would.
+// Late mode: the default stream runs its operators when they are called, every other stream queues
+// them. A queue runs only as far as something needs it: the host synchronizes, or a stream that
+// must run now waits for an event. Copies from the default stream into pinned memory are taken at
+// once but delivered to the host late, by the same rules. A loop that polls query() ends, because
+// from the third false result on each query runs one queued item. A queue longer than kQueueLimit
+// runs its oldest items, as a full hardware queue would.
 //
-// Late mode also checks order. Each stream, each event and the host carry a vector clock; an access that conflicts with an
-// earlier one on another stream, and that no wait, event or host synchronization orders after it, is an error. What the host
-// itself reads or writes (numpy, CPU operators on pinned memory) cannot be seen; a missing wait there shows as stale bytes.
-// The host counts as one thread: synchronizing in one thread orders the launches of all.
+// Late mode also checks order. Each stream, each event and the host carry a vector clock; an access
+// that conflicts with an earlier one on another stream, and that no wait, event or host
+// synchronization orders after it, is an error. What the host itself reads or writes (numpy, CPU
+// operators on pinned memory) cannot be seen; a missing wait there shows as stale bytes. The host
+// counts as one thread: synchronizing in one thread orders the launches of all.
 //
-// Graphs (recording.h, replay.h): a stream that captures runs nothing. What a replay cannot run yet, because it waits for an external
-// event that the host has not recorded, stays with the stream, in both modes; whatever is launched there next runs it first.
+// Graphs (recording.h, replay.h): a stream that captures runs nothing. A replay that waits for an
+// external event that the host has not recorded stays with the stream, in both modes; the next work
+// on the stream runs the rest first.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,8 +1,8 @@
-"""References, in plain torch, for the operators and Triton kernels that vllm-ascend calls on the device.
+"""References, in plain torch, for the operators and Triton kernels that vllm-ascend calls.
 
-``register()`` declares the operators; ``patch_hooks()`` says what must be applied to which module after its import; ``find(name)``
-is the operator behind ``torch_npu.<name>``. An operator without a reference is declared too and raises NotImplementedError with
-its name when called.
+``register()`` declares the operators. ``patch_hooks()`` returns what to apply to which module after
+its import. ``find(name)`` returns the operator ``torch_npu.<name>``. An operator without a
+reference is declared too and raises NotImplementedError with its name when it is called.
 """
 
 from .hooks import patch_hooks, put_empty_libraries

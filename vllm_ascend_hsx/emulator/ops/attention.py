@@ -1,4 +1,7 @@
-"""The definition of attention that every attention kernel's reference shares: one sequence, exact masks, paged keys."""
+"""The definition of attention that the references of all attention kernels share.
+
+It takes one sequence, exact masks and paged keys.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,13 +10,15 @@ import torch
 
 from .checks import check, check_dtype, check_rank
 
-UNBOUNDED = 2147483647  # what pre_tokens and next_tokens hold when there is no window
+UNBOUNDED = 2147483647  # pre_tokens and next_tokens without a window
 
 
 class Band(NamedTuple):
-    """Which keys a query may see: key j for query i if ``i + origin - before <= j <= i + origin + after``.
+    """The keys that query i may see: ``i + origin - before`` to ``i + origin + after``.
 
-    origin: the key that query 0 is aligned with; ``None`` in ``before`` or ``after`` means without a limit on that side.
+    Attributes:
+        origin: the key with which query 0 is aligned.
+        before, after: number of keys on either side; None for no limit.
     """
 
     origin: int
@@ -21,7 +26,7 @@ class Band(NamedTuple):
     after: int | None
 
     def hidden(self, queries: int, keys: int, device: torch.device) -> torch.Tensor | None:
-        """Bool [queries, keys], True where a query must not look; None when it may look everywhere."""
+        """Return a bool mask [queries, keys], True where a key is hidden; None if none is."""
         if self.before is None and self.after is None:
             return None
         place = torch.arange(queries, device=device)[:, None] + self.origin
@@ -35,10 +40,11 @@ class Band(NamedTuple):
 
 
 def band_of(op: str, sparse_mode: int, pre_tokens: int, next_tokens: int, queries: int, keys: int) -> Band:
-    """The band that ``sparse_mode`` means for one sequence.
+    """Return the band that ``sparse_mode`` selects for one sequence.
 
-    0: everything; 2: causal, query 0 aligned with key 0; 3: causal, the last query aligned with the last key; 4: a window of
-    ``pre_tokens`` before and ``next_tokens`` after, aligned as in 3. (torch_npu 2.10.0.post4, npu_fused_infer_attention_score.)
+    0: all keys. 2: causal, query 0 aligned with key 0. 3: causal, the last query aligned with the
+    last key. 4: a window of ``pre_tokens`` before and ``next_tokens`` after, aligned as in 3.
+    (torch_npu 2.10.0.post4, npu_fused_infer_attention_score.)
     """
     ends = keys - queries
     if sparse_mode == 0:
@@ -60,12 +66,20 @@ def attend(
     hidden: torch.Tensor | None,
     sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * q k^T) v for one sequence, in float32.
+    """Compute softmax(scale * q k^T) v for one sequence, in float32.
 
-    query [queries, heads, D]; key [keys, kv_heads, D]; value [keys, kv_heads, V]; ``hidden`` [queries, keys] bool or None; ``sink``
-    [heads] or None: one more score per head, not scaled and never hidden, whose value is zero.
-    Returns (output [queries, heads, V] float32, log-sum-exp of the keys' scores [queries, heads] float32). A query that sees no key
-    gives zeros and a log-sum-exp of +inf, as the kernel's row-invalid correction does.
+    Args:
+        query: [queries, heads, D].
+        key, value: [keys, kv_heads, D] and [keys, kv_heads, V].
+        scale: factor of the scores.
+        hidden: bool [queries, keys], True for scores to leave out; None for none.
+        sink: [heads], one more score per head, which is neither scaled nor hidden and has the value
+            zero; None for none.
+
+    Returns:
+        The output [queries, heads, V] and the log-sum-exp of the keys' scores [queries, heads],
+            both float32. A query that sees no key gets zeros and +inf, as with the kernel's
+            row-invalid correction.
     """
     queries, heads = query.shape[:2]
     keys, kv_heads = key.shape[:2]
@@ -88,10 +102,14 @@ def attend(
 
 
 class PagedKeys:
-    """Keys or values of many sequences, spread over the blocks of one cache by a block table.
+    """Keys or values of many sequences in the blocks of one cache, found by a block table.
 
-    cache: [blocks, block_size, kv_heads * D] or [blocks, block_size, kv_heads, D] (``head_major=False``), or
-    [blocks, kv_heads, block_size, D] (``head_major=True``); table: int32 [sequences, blocks per sequence].
+    Args:
+        op: the operator, for errors.
+        cache: [blocks, block_size, kv_heads * D] or [blocks, block_size, kv_heads, D]; [blocks,
+            kv_heads, block_size, D] with ``head_major``.
+        table: int32 [sequences, blocks per sequence].
+        kv_heads, head_major: of the cache.
     """
 
     def __init__(self, op: str, cache: torch.Tensor, table: torch.Tensor, kv_heads: int, head_major: bool = False) -> None:
@@ -104,7 +122,10 @@ class PagedKeys:
         self.block_size = self._blocks.shape[1]
 
     def of(self, sequence: int, length: int) -> torch.Tensor:
-        """The first ``length`` rows of a sequence: [length, kv_heads, D]. Blocks past ``length`` are not looked at."""
+        """Return the first ``length`` rows of a sequence, [length, kv_heads, D].
+
+        Blocks after ``length`` are not read.
+        """
         count = -(-length // self.block_size)
         check(count <= self._table.shape[1], self._op, "block_table",
               f"sequence {sequence} has {length} keys, more than its {self._table.shape[1]} blocks of {self.block_size} hold")
@@ -116,7 +137,7 @@ class PagedKeys:
 
 
 def check_heads(op: str, heads: int, kv_heads: int) -> int:
-    """The number of key heads meant by ``kv_heads`` (0: as many as query heads), once it is known to divide ``heads``."""
+    """Return the number of key heads, which must divide ``heads``; 0 means ``heads``."""
     check(heads > 0, op, "num_heads", f"{heads} must be positive")
     actual = kv_heads or heads
     check(actual > 0 and heads % actual == 0, op, "num_key_value_heads", f"{kv_heads} must divide num_heads={heads}")
@@ -125,7 +146,10 @@ def check_heads(op: str, heads: int, kv_heads: int) -> int:
 
 
 def check_cumulative(op: str, argument: str, lengths: Sequence[int], rows: int) -> list[tuple[int, int]]:
-    """The (first, one past last) rows of each sequence from running totals, which must not fall and must end at ``rows``."""
+    """Return the rows [first, end) of each sequence from running totals.
+
+    The totals must not decrease and must end at ``rows``.
+    """
     ends = [int(end) for end in lengths]
     check(bool(ends), op, argument, "must be given for the TND layout")
     starts = [0, *ends[:-1]]

@@ -1,4 +1,4 @@
-"""References for the kernels that write and read the paged KV cache, and for memory formats and prefetching."""
+"""References for kernels that write and read the paged KV cache, memory formats and prefetching."""
 
 import torch
 
@@ -8,7 +8,10 @@ ACL_FORMATS = {2: "ND", 29: "FRACTAL_NZ"}  # the two that vllm-ascend 0.23.0 ask
 
 
 def _store(op: str, name: str, rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write ``rows`` [T, N, D] to the ``slots`` [T] of ``cache`` [blocks, block_size, N, D]; slot i is row i % block_size of a block."""
+    """Write ``rows`` [T, N, D] to the ``slots`` [T] of ``cache`` [blocks, block_size, N, D].
+
+    Slot i is row i % block_size of block i // block_size.
+    """
     check_rank(op, name, rows, 3)
     check_rank(op, f"{name}_cache", cache, 4)
     check(cache.is_contiguous(), op, f"{name}_cache", f"strides {cache.stride()} must be contiguous")
@@ -22,10 +25,14 @@ def _store(op: str, name: str, rows: torch.Tensor, cache: torch.Tensor, slots: t
 def _npu_reshape_and_cache(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slot_indices: torch.Tensor
 ) -> None:
-    """Write ``key`` and ``value`` [T, kv_heads, D] into the caches [blocks, block_size, kv_heads, D] at ``slot_indices`` int32 [T].
+    """Write ``key`` and ``value`` [T, kv_heads, D] into their caches.
 
-    A negative slot means: no place for this row, skip it. A slot past the end would be a write out of bounds on hardware, which
-    it does not report; here it raises.
+    Rows with a negative slot are skipped. A slot after the end raises; hardware writes out of
+    bounds without an error.
+
+    Args:
+        key_cache, value_cache: [blocks, block_size, kv_heads, D].
+        slot_indices: int32 [T].
     """
     op = "_npu_reshape_and_cache"
     check_dtype(op, "slot_indices", slot_indices, (torch.int32,))
@@ -51,7 +58,10 @@ def npu_scatter_pa_kv_cache(
     seq_lens: torch.Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """As ``_npu_reshape_and_cache``, for ``cache_mode`` "Norm": ``slot_mapping`` int32 or int64, every slot within the cache."""
+    """Do the same as ``_npu_reshape_and_cache``, for ``cache_mode`` "Norm".
+
+    ``slot_mapping`` is int32 or int64, and every slot must be in the cache.
+    """
     op = "npu_scatter_pa_kv_cache"
     refuse_options(op, compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets, seq_lens=seq_lens)
     check(cache_mode in (None, "Norm", "PA_NZ"), op, "cache_mode", f"{cache_mode!r} is not one of Norm, PA_NZ")
@@ -71,10 +81,11 @@ def npu_scatter_pa_kv_cache(
 def npu_format_cast(
     input: torch.Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
 ) -> torch.Tensor:
-    """A copy of ``input`` in another memory format.
+    """Return a copy of ``input`` in another memory format.
 
-    A format changes where an element lies in the device's memory and not which element an index means, so in the emulator the
-    copy has the same layout. What stays visible is that it is a copy: new memory, and views of the old tensor do not follow.
+    A format decides where elements are in the device's memory, not what an index means, so the
+    emulator's copy has the same layout. Visible is only that it is a copy: views of the old tensor
+    do not follow.
     """
     op = "npu_format_cast"
     refuse_options(op, customize_dtype=customize_dtype, input_dtype=input_dtype)
@@ -84,7 +95,7 @@ def npu_format_cast(
 
 
 def npu_prefetch(input: torch.Tensor, dependency: torch.Tensor | None, max_size: int, offset: int = 0) -> None:
-    """Load ``max_size`` bytes of ``input`` into the cache: a hint, without a result that a program could see."""
+    """Load ``max_size`` bytes of ``input`` into the cache: a hint without a visible effect."""
     op = "npu_prefetch"
     check(max_size > 0, op, "max_size", f"{max_size} must be positive")
     size = input.numel() * input.element_size()

@@ -1,4 +1,7 @@
-"""Reference for the causal convolution in front of GatedDeltaNet, with a state that is kept per request (vllm-ascend's own kernel)."""
+"""Reference for the causal convolution before GatedDeltaNet, vllm-ascend's own kernel.
+
+It keeps a state per request.
+"""
 
 import torch
 
@@ -23,23 +26,28 @@ def npu_causal_conv1d_custom(
     pad_slot_id: int,
     run_mode: int,
 ) -> torch.Tensor:
-    """Each channel of a sequence convolved with its own ``width`` taps, the last of them for the token itself; written into ``output``.
+    """Convolve each channel of each sequence with its own ``width`` taps, into ``output``.
 
-    The inputs before a sequence's first token come from its row of ``conv_state``, whose first ``width - 1`` places then get the last
-    inputs of state and sequence together. Products and sums in float32, silu if ``activation_mode`` is 1, rounded once. (The kernel's
-    source is in vllm-ascend 0.23.0's wheel: causal_conv1d.h, causal_conv1d_fn_tasks.h.)
+    The last tap belongs to the token itself. The inputs before a sequence's first token come from
+    its row of ``conv_state``, whose first ``width - 1`` places then receive the last inputs of
+    state and sequence together. Products and sums are float32, silu follows if ``activation_mode``
+    is 1, and the result is rounded once. (The kernel's source is in vllm-ascend 0.23.0's wheel:
+    causal_conv1d.h, causal_conv1d_fn_tasks.h.)
 
     Args:
-        output, x: [tokens, channels]. Rows of no sequence, and of one whose row is ``pad_slot_id``, are not written.
+        output, x: [tokens, channels]. Rows outside all sequences, and of a sequence whose row is
+            ``pad_slot_id``, are not written.
         weight: [width, channels], width 2 to 4.
         conv_state: [rows, state_len, channels], written in place.
-        query_start_loc_opt: [sequences + 1], first token of each. In update mode with as many sequences as tokens it is not read: token
-            i is sequence i, whatever it says.
-        cache_indices_opt: the row of each sequence; of more than one column the first. None: sequence i has row i.
-        initial_state_mode_opt: prefill (``run_mode`` 0): whether a sequence has a state; one without begins with zeros. In an update
-            (``run_mode`` 1) every sequence has one.
-        num_accepted_tokens_opt: an update with draft tokens: how many tokens of each sequence's last update were accepted. Its state is
-            that many places less one further on, and then gets the last inputs of the accepted and all new ones, if they fit.
+        query_start_loc_opt: [sequences + 1], first token of each. It is not read in update mode
+            with as many sequences as tokens: then token i is sequence i.
+        cache_indices_opt: row of each sequence; of several columns only the first counts. None:
+            sequence i has row i.
+        initial_state_mode_opt: for prefill (``run_mode`` 0): whether each sequence has a state; one
+            without begins with zeros. In an update (``run_mode`` 1) all have one.
+        num_accepted_tokens_opt: for an update with draft tokens: number of tokens accepted in each
+            sequence's last update. Its state begins that number less one places further on, and
+            then receives the last inputs of the accepted and all new tokens, if they fit.
     """
     check_dtype(_OP, "x", x, FLOATS)
     check_rank(_OP, "x", x, 2)
@@ -101,7 +109,7 @@ def _update(
     activation_mode: int,
     pad_slot_id: int,
 ) -> None:
-    """One token for each sequence; nothing is read on the host, so that a graph can hold it."""
+    """Convolve one token per sequence. Read nothing on the host, so that a graph can capture it."""
     width = weight.shape[0]
     rows = torch.arange(x.shape[0], device=x.device) if rows is None else rows.long()
     check(rows.shape[0] == x.shape[0], _OP, "cache_indices_opt", f"{x.shape[0]} sequences need as many rows, got {rows.shape[0]}")
@@ -111,14 +119,14 @@ def _update(
     windows = torch.cat((before, x.unsqueeze(1)), 1)
     convolved = _convolve(windows, weight, bias, activation_mode).to(output.dtype)
     output.copy_(torch.where(written, convolved, output))
-    # Padding writes once more what the first sequence does: two values for one place would be a race.
+    # Padding repeats the write of the first sequence: two values for one place would be a race.
     sequence = torch.arange(rows.shape[0], device=rows.device)
     source = torch.where(written.flatten(), sequence, written.flatten().int().argmax())
     conv_state[rows[source], : width - 1] = torch.where(written.unsqueeze(-1), windows[:, 1:], before)[source]
 
 
 def _convolve(windows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation_mode: int) -> torch.Tensor:
-    """windows [tokens, width, channels] times the taps, in float32."""
+    """Multiply ``windows`` [tokens, width, channels] by the taps, in float32."""
     total = (windows.float() * weight.float()).sum(1)
     if bias is not None:
         total = total + bias.float()

@@ -1,6 +1,6 @@
-"""The two ways a reference refuses a call: a wrong argument, and an option that has no reference.
+"""The errors with which references refuse calls: for wrong arguments and missing options.
 
-The wording is one and the same for every operator, so that the message alone says which call of which operator to look at.
+All operators use the same words, so the message alone names the operator and the argument.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 def check(condition: bool, op: str, argument: str, why: str) -> None:
     """Raise ``ValueError`` naming operator and argument unless ``condition`` holds.
 
-    A check stands for one that the hardware's kernel, or its host-side tiling, makes before it starts.
+    A check is one that the hardware's kernel, or its host-side tiling, makes before it starts.
     """
     if not condition:
         raise ValueError(f"{op}: {argument}: {why}")
@@ -33,7 +33,7 @@ def check_rank(op: str, argument: str, tensor: torch.Tensor, *ranks: int) -> Non
 
 
 def unsupported(op: str, option: str, value: object) -> NotImplementedError:
-    """The error for an option that the hardware has and this emulator has no reference for; the caller raises it."""
+    """Return the error for an option that the hardware has and the emulator lacks."""
     shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     return NotImplementedError(f"{op}: {option}={shown} has no reference in the emulated NPU")
 
@@ -41,7 +41,8 @@ def unsupported(op: str, option: str, value: object) -> NotImplementedError:
 def refuse_options(op: str, **options: object) -> None:
     """Raise ``NotImplementedError`` for the first option that is set.
 
-    ``None``, ``False``, ``0``, ``""`` and an empty sequence count as not set: they are the defaults of the options passed here.
+    ``None``, ``False``, ``0``, ``""`` and an empty sequence count as not set: they are the options'
+    defaults.
     """
     for option, value in options.items():
         if isinstance(value, torch.Tensor) or value:

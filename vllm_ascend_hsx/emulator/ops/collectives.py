@@ -1,4 +1,4 @@
-"""References for products fused with a collective: the product, and then the collective itself over the group that is named."""
+"""References for products fused with a collective over a group."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .checks import FLOATS, check, check_dtype, check_rank, refuse_options
 
 
 def _group_of(op: str, hcom: str, world_size: int) -> Any:
-    """The process group whose communicator is called ``hcom``."""
+    """Return the process group whose communicator is called ``hcom``."""
     npu = torch.device("npu")
     for group in dist.distributed_c10d._world.pg_map:
         backend: Any = group._get_backend(npu) if npu in group._device_types else None
@@ -33,10 +33,11 @@ def npu_mm_reduce_scatter_base(
     output_dtype: torch.dtype | None = None,
     comm_mode: str | None = None,
 ) -> torch.Tensor:
-    """This rank's share [m / world_size, n] of the sum over the group's ranks of ``input`` [m, k] times ``x2`` [k, n].
+    """Sum ``input`` [m, k] @ ``x2`` [k, n] over the ranks; return this rank's share.
 
-    Each rank's product is summed in float32 and rounded to the input's dtype before the ranks' products are added.
-    Differs from hardware: float32 is taken too (the exactness mode).
+    The share is [m / world_size, n]. Each rank's product is summed in float32 and rounded to the
+    input's dtype before the ranks' products are added. Unlike hardware, this accepts float32 too
+    (the exactness mode).
     """
     op = "npu_mm_reduce_scatter_base"
     refuse_options(op, bias=bias, x1_scale=x1_scale, x2_scale=x2_scale, output_dtype=output_dtype)

@@ -1,4 +1,7 @@
-"""References for npu_fused_infer_attention_score, its second version, their ``out`` forms and workspace queries."""
+"""References for npu_fused_infer_attention_score and its second version.
+
+Both have an ``out`` form and a query of the workspace's size.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -11,13 +14,17 @@ from .latent_attention import latent_attention
 
 Results = tuple[torch.Tensor, torch.Tensor]  # output, log-sum-exp
 
-_MASK_SIZE = 2048  # the compressed causal mask that sparse modes 2, 3 and 4 want
-# By address: vllm-ascend makes one mask per process and keeps it, and reading four million elements per call would show.
+_MASK_SIZE = 2048  # of the compressed causal mask for sparse modes 2, 3 and 4
+# Masks that were checked, by address: vllm-ascend keeps one mask per process, and reading its four
+# million elements in each call would be slow.
 _KNOWN_CAUSAL_MASKS: set[tuple[int, torch.dtype]] = set()
 
 
 def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
-    """Sparse mode 0 is served without a mask; 2, 3 and 4 need the compressed causal one, whose content is checked once."""
+    """Require no mask for sparse mode 0, and the compressed causal mask for 2, 3 and 4.
+
+    The content of a mask is checked once.
+    """
     if sparse_mode == 0:
         if mask is not None:
             raise unsupported(op, "atten_mask (with sparse_mode=0)", mask)
@@ -36,7 +43,7 @@ def _check_mask(op: str, mask: torch.Tensor | None, sparse_mode: int) -> None:
 
 
 def _check_sink(call: FusedCall, sink: torch.Tensor) -> None:
-    """A sink is one score per query head. Hardware wants bfloat16; float32 is taken too, with a query of it."""
+    """Require one score per query head, in bfloat16, or in float32 with a float32 query."""
     op, query = call.op, call.query
     if call.with_lse:
         raise unsupported(op, "return_softmax_lse (with learnable_sink)", True)
@@ -44,12 +51,12 @@ def _check_sink(call: FusedCall, sink: torch.Tensor) -> None:
     check(query.dtype == torch.float32 or sink.dtype == torch.bfloat16, op, "learnable_sink",
           f"dtype {sink.dtype} must be torch.bfloat16 for a query of {query.dtype}")
     check(tuple(sink.shape) == (query.shape[1],), op, "learnable_sink", f"shape {tuple(sink.shape)} must be ({query.shape[1]},)")
-    # A head of value is as wide as one of query here.
+    # Heads of query and value have one size here.
     check(query.shape[2] <= 128, op, "learnable_sink", f"a head of value has {query.shape[2]} elements; supported: at most 128")
 
 
 def _check_pages(op: str, cache: torch.Tensor, block_size: int, kv_heads: int, head_dim: int) -> bool:
-    """Whether the paged cache is head-major; raises unless it has one of the two shapes that the TND layout takes."""
+    """Return whether the paged cache is head-major; raise unless its shape fits the TND layout."""
     check_rank(op, "key", cache, 3, 4)
     head_major = cache.dim() == 4
     rows, width = (cache.shape[2], cache.shape[1] * cache.shape[3]) if head_major else (cache.shape[1], cache.shape[2])
@@ -61,7 +68,7 @@ def _check_pages(op: str, cache: torch.Tensor, block_size: int, kv_heads: int, h
 
 
 def _fused(call: FusedCall) -> Results:
-    """(output like the query, log-sum-exp [T, heads, 1] float32) of the TND layout; see ``npu_fused_infer_attention_score``."""
+    """Return the results of the TND layout; see ``npu_fused_infer_attention_score``."""
     op, query, key, value, table = call.op, call.query, call.key, call.value, call.block_table
     if call.layout != "TND":
         raise unsupported(op, "input_layout", call.layout)
@@ -118,17 +125,28 @@ def npu_fused_infer_attention_score(
     softmax_lse_flag: bool = False,
     **quantisation_and_prefix: object,
 ) -> Results:
-    """Attention of many sequences laid end to end (layout TND), the keys laid end to end too or in a paged cache.
+    """Compute attention of many sequences laid end to end (layout TND).
 
-    query [T, num_heads, D]; ``actual_seq_lengths``: running totals, the last one T. Without ``block_table``: key and value
-    [S, num_key_value_heads, D], ``actual_seq_lengths_kv`` running totals ending at S. With it (int32 [sequences, n]): key and
-    value [blocks, block_size, heads * D] or [blocks, heads, block_size, D], ``actual_seq_lengths_kv`` one length per sequence.
-    ``sparse_mode`` 0, 2, 3, 4: see attention.band_of; ``pre_tokens`` and ``next_tokens`` count in mode 4 only, as on hardware.
-    A sequence without queries is skipped; rows that mean nothing to anybody (padding) are attended like any other.
-    ``query_rope`` and ``key_rope``: see latent_attention.py.
+    Their keys are laid end to end too, or in a paged cache. A sequence without queries is skipped.
+    Padding rows are attended like any other. Unlike hardware, this accepts float32 (the exactness
+    mode) and any head size.
 
-    Returns (output like query, log-sum-exp [T, num_heads, 1] float32, or an empty tensor unless ``softmax_lse_flag``).
-    Differs from hardware: float32 is taken too (the exactness mode), and any head size.
+    Args:
+        query: [T, num_heads, D].
+        key, value: [S, num_key_value_heads, D]; with ``block_table`` [blocks, block_size, heads *
+            D] or [blocks, heads, block_size, D].
+        actual_seq_lengths: running totals, the last one T.
+        actual_seq_lengths_kv: running totals ending at S; with ``block_table`` one length per
+            sequence.
+        block_table: int32 [sequences, n], or None.
+        query_rope, key_rope: see latent_attention.py.
+        sparse_mode: 0, 2, 3 or 4; see attention.band_of.
+        pre_tokens, next_tokens: the window in sparse mode 4; ignored in the other modes, as on
+            hardware.
+
+    Returns:
+        The output, like query, and the log-sum-exp [T, num_heads, 1] float32, empty unless
+            ``softmax_lse_flag``.
     """
     op = "npu_fused_infer_attention_score"
     refuse_options(op, pse_shift=pse_shift, **quantisation_and_prefix)
@@ -163,10 +181,11 @@ def npu_fused_infer_attention_score_v2(
     return_softmax_lse: bool = False,
     **quantisation: object,
 ) -> Results:
-    """``npu_fused_infer_attention_score`` under the argument names of its second version.
+    """Do the same as ``npu_fused_infer_attention_score``, with the second version's argument names.
 
-    ``learnable_sink`` [num_query_heads]: a score that takes part in each query's softmax and brings no value. Served without
-    ``return_softmax_lse``: whether the kernel's sum counts the sink is not documented.
+    ``learnable_sink`` [num_query_heads] is a score that takes part in each query's softmax and adds
+    no value. It is refused with ``return_softmax_lse``: whether the kernel's sum counts the sink is
+    not documented.
     """
     op = "npu_fused_infer_attention_score_v2"
     refuse_options(op, pse_shift=pse_shift, **quantisation)
@@ -178,7 +197,10 @@ def npu_fused_infer_attention_score_v2(
 
 
 def _into_out(infer: Callable[..., Results], lse_option: str) -> Callable[..., Results]:
-    """The form of ``infer`` that writes into ``out`` = [output, log-sum-exp]; ``workspace`` is scratch memory, which nothing here needs."""
+    """Return the form of ``infer`` that writes into ``out`` = [output, log-sum-exp].
+
+    ``workspace`` is scratch memory, which the emulator does not need.
+    """
     op = f"{infer.__name__}.out"
 
     def write(
@@ -206,5 +228,5 @@ npu_fused_infer_attention_score_v2_out = _into_out(npu_fused_infer_attention_sco
 
 
 def get_max_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: object) -> torch.Tensor:
-    """The scratch memory that the kernel wants at most: none here, so an empty uint8 tensor on query's device."""
+    """Return the scratch memory that the kernel needs at most: here an empty uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=query.device)

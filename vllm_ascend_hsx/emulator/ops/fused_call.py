@@ -1,4 +1,4 @@
-"""A call of the fused attention kernel, whichever its version, and what the kernel's forms have in common."""
+"""A call of either version of the fused attention kernel, and what the kernel's forms share."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -36,15 +36,18 @@ class FusedCall:
     sink: torch.Tensor | None = None
 
     def query_spans(self, rows: int) -> list[tuple[int, int]]:
-        """The (first, one past last) rows of each sequence, of ``rows`` in all."""
+        """Return the rows [first, end) of each sequence, of ``rows`` in all."""
         return check_cumulative(self.op, "actual_seq_lengths", self.q_lengths or (), rows)
 
     def key_spans(self, sequences: int) -> list[tuple[int, int]]:
-        """The same of the keys, where they are laid end to end."""
+        """Return the keys [first, end) of each sequence, if keys are laid end to end."""
         return check_cumulative(self.op, "actual_seq_lengths_kv", self._key_lengths(sequences), self.key.shape[0])
 
     def cached_lengths(self, table: torch.Tensor, spans: Sequence[tuple[int, int]]) -> list[int]:
-        """How many keys of each sequence are read from the cache: none for one without queries, whose row of ``table`` may be anything."""
+        """Return the number of keys of each sequence to read from the cache.
+
+        It is 0 for a sequence without queries, whose row of ``table`` may hold anything.
+        """
         lengths = self._key_lengths(len(spans))
         check(table.shape[0] >= len(spans), self.op, "block_table", f"{table.shape[0]} rows for {len(spans)} sequences")
         negative = [length for length in lengths if length < 0]
@@ -59,9 +62,11 @@ class FusedCall:
     def attend(
         self, rows: torch.Tensor, spans: Sequence[tuple[int, int]], pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``rows`` [T, heads, D] of the queries, each sequence with its pair of keys and values, these [keys, kv_heads, width].
+        """Attend ``rows`` [T, heads, D], each sequence with its pair of keys and values.
 
-        Returns (output [T, heads, width] of the query's dtype, log-sum-exp [T, heads, 1] float32).
+        Returns:
+            The output [T, heads, width] in the query's dtype, and the log-sum-exp [T, heads, 1]
+                float32.
         """
         out = torch.empty(*rows.shape[:2], width, dtype=rows.dtype, device=rows.device)
         lse = torch.empty(*rows.shape[:2], 1, dtype=torch.float32, device=rows.device)

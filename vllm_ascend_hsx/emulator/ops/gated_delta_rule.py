@@ -1,4 +1,4 @@
-"""References for vllm-ascend's own kernels of GatedDeltaNet: the gates, the rule token by token, and the rule chunk by chunk.
+"""References for vllm-ascend's kernels of GatedDeltaNet: gates, rule by token, rule by chunk.
 
 The rule, for one value head with state S [K, V], decay exp(g), learning rate beta:
     S <- exp(g) S;  S <- S + k (beta (v - k^T S))^T;  o = scale * q^T S
@@ -14,16 +14,17 @@ from torch.nn import functional
 from .checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
 
 CHUNK = 64
-_HEAD_SIZE = 128  # the chunk kernels work on tiles of this size and leave out what is smaller
+_HEAD_SIZE = 128  # tile size of the chunk kernels, which skip smaller tiles
 _MOST_TOKENS = 16  # of one sequence that the recurrent kernel takes
 
 
 def npu_fused_gdn_gating(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor, beta: float = 1.0, threshold: float = 20.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(g, beta_output)``: g = -exp(A_log) softplus(a + dt_bias) in float32, and sigmoid(b) in b's dtype, each [1, tokens, heads].
+    """Return g = -exp(A_log) softplus(a + dt_bias), float32, and sigmoid(b) in b's dtype.
 
-    softplus(x) = log(1 + exp(beta x)) / beta, and x itself where beta x exceeds ``threshold``. (fused_gdn_gating.h)
+    Both are [1, tokens, heads]. softplus(x) is log(1 + exp(beta x)) / beta, and x itself where beta
+    x exceeds ``threshold``. (fused_gdn_gating.h)
     """
     op = "npu_fused_gdn_gating"
     check_rank(op, "a", a, 2)
@@ -50,18 +51,23 @@ def npu_recurrent_gated_delta_rule(
     g: torch.Tensor | None = None,
     gk: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The rule token by token: [tokens, value heads, V], bfloat16; the state after each token is written into ``state``.
+    """Apply the rule token by token; return [tokens, value heads, V], bfloat16.
 
-    float32 inside; the state keeps its dtype only in memory. (recurrent_gated_delta_rule.h)
+    The state after each token is written into ``state``. Computed in float32; the state has its own
+    dtype only in memory. (recurrent_gated_delta_rule.h)
 
     Args:
-        query, key: [tokens, key heads, K], bfloat16; value head h uses key head h // (value heads / key heads).
+        query, key: [tokens, key heads, K], bfloat16; value head h uses key head h // (value heads /
+            key heads).
         value: [tokens, value heads, V], bfloat16.
         state: [rows, value heads, V, K], float32 or bfloat16, written in place.
-        beta: [tokens, value heads], bfloat16; g: the same, float32, decay in log space.
-        actual_seq_lengths: int32: the first token of the first sequence, then the tokens of each sequence, at most 16.
-        ssm_state_indices: int32 [tokens]: a sequence begins with the state of its first token's row, and each token writes its own.
-        num_accepted_tokens: int32 [sequences]: a sequence begins with the row of that token of its own instead, counted from 1.
+        beta: [tokens, value heads], bfloat16; g: the same in float32, the decay in log space.
+        actual_seq_lengths: int32: the first token of the first sequence, then the tokens of each
+            sequence, at most 16.
+        ssm_state_indices: int32 [tokens]: a sequence begins with the state in its first token's
+            row, and each token writes its own row.
+        num_accepted_tokens: int32 [sequences]: a sequence begins with the row of this token of its
+            own instead, counted from 1.
     """
     op = "npu_recurrent_gated_delta_rule"
     refuse_options(op, gk=gk)
@@ -100,7 +106,10 @@ def npu_recurrent_gated_delta_rule(
         return out
 
     def advance(before: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and state after these tokens, one of each sequence; `before`: its state, float32 [sequences, heads, V, K]."""
+        """Return output and state after one token of each sequence.
+
+        ``before`` is their state, float32 [sequences, heads, V, K].
+        """
         k, q = (part[token].float().repeat_interleave(heads // key_heads, 1).unsqueeze(2) for part in (key, query))
         forgotten = before * g[token].exp()[..., None, None]
         delta = (value[token].float() - (forgotten * k).sum(-1)) * beta[token].float().unsqueeze(-1)
@@ -108,13 +117,13 @@ def npu_recurrent_gated_delta_rule(
         return (after * (q * scale)).sum(-1).to(out.dtype), after
 
     if sequences == tokens and num_accepted_tokens is None:
-        # Decodes, with padding behind them: nothing is read on the host, so that a graph can hold it.
+        # Decodes, then padding. Nothing is read on the host, so that a graph can capture it.
         token = torch.arange(tokens, device=query.device)
         active = token < actual_seq_lengths.sum()
         stored = state[ssm_state_indices.long()]
         attended, after = advance(stored.float(), token)
         out.copy_(torch.where(active.view(-1, 1, 1), attended, out))
-        source = torch.where(active, token, active.int().argmax())  # what is no token writes once more what the first one does
+        source = torch.where(active, token, active.int().argmax())  # padding repeats the first token's write
         state[ssm_state_indices[source].long()] = torch.where(active.view(-1, 1, 1, 1), after.to(state.dtype), stored)[source]
         return out
     first, *lengths = actual_seq_lengths.tolist()
@@ -124,7 +133,7 @@ def npu_recurrent_gated_delta_rule(
     if num_accepted_tokens is not None:
         check_dtype(op, "num_accepted_tokens", num_accepted_tokens, (torch.int32,))
         accepted = num_accepted_tokens.tolist()
-        # The kernel gives up on what it is doing without a word.
+        # The kernel stops here without an error.
         fits = all(1 <= count <= length for count, length in zip(accepted, lengths, strict=False) if length)
         check(fits, op, "num_accepted_tokens", f"{accepted} must be from 1 to {lengths}")
     begins = [rows[min(firsts[index] + accepted[index] - 1, tokens - 1)] for index in range(sequences)]
@@ -139,7 +148,7 @@ def npu_recurrent_gated_delta_rule(
 
 
 def _sequences(op: str, cu_seqlens: Sequence[int] | None, tokens: int) -> list[tuple[int, int]]:
-    """(first token, last + 1) of every sequence that has tokens."""
+    """Return the tokens [first, end) of every sequence that has tokens."""
     bounds = [0, tokens] if cu_seqlens is None else list(cu_seqlens)
     fits = bounds == sorted(bounds) and bounds[0] == 0 and bounds[-1] <= tokens
     check(fits, op, "cu_seqlens", f"{bounds} are no bounds of {tokens} tokens")
@@ -174,16 +183,21 @@ def chunk_gated_delta_rule_fwd_h(
     use_exp2: bool | None = False,
     transpose_state_layout: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(h, v_new, final_state)``: the state at the start of every chunk of 64 tokens, what each token adds to it, and the last state.
+    """Return the state before every chunk of 64 tokens, what each token adds, and the last state.
 
-    For a chunk with state S: v_new = u - w S, and then S <- exp(g_last) S + k^T (exp(g_last - g) v_new). Between chunks a state is
-    bfloat16, as are v_new and its decayed form; sums are float32. (gdn_fwd_h_kernel.hpp, block_epilogue_gdn_fwdh_*.hpp)
+    For a chunk with state S: v_new = u - w S, and then S <- exp(g_last) S + k^T (exp(g_last - g)
+    v_new). Between chunks a state is bfloat16, as are v_new and its decayed form; sums are float32.
+    (gdn_fwd_h_kernel.hpp, block_epilogue_gdn_fwdh_*.hpp)
 
     Args:
         k: [1, key heads, tokens, 128]; w and u: [1, value heads, tokens, 128], all bfloat16.
-        g: [1, value heads, tokens], float32, summed up from the start of each chunk.
-        initial_state: [sequences with tokens, value heads, 128, 128], float32 or bfloat16; final_state is like it.
-        cu_seqlens: bounds of the sequences; h has their chunks one after the other: [1, value heads, chunks, 128, 128], bfloat16.
+        g: [1, value heads, tokens], float32, summed from the start of each chunk.
+        initial_state: [sequences with tokens, value heads, 128, 128], float32 or bfloat16.
+        cu_seqlens: bounds of the sequences.
+
+    Returns:
+        h [1, value heads, chunks of all sequences, 128, 128], bfloat16, v_new like u, and
+            final_state like initial_state.
     """
     op = "chunk_gated_delta_rule_fwd_h"
     refuse_options(op, gk=gk, use_exp2=use_exp2, transpose_state_layout=transpose_state_layout)
@@ -231,14 +245,16 @@ def chunk_fwd_o(
     chunk_size: int | None = None,
     transpose_state_layout: bool | None = False,
 ) -> torch.Tensor:
-    """o [1, value heads, tokens, 128], bfloat16: scale (exp(g) q h + (q k^T exp(g_i - g_j), j <= i) v) for each chunk of 64 tokens.
+    """Return o [1, value heads, tokens, 128], bfloat16, chunk by chunk of 64 tokens.
 
-    The masked product of q and k is rounded to bfloat16, everything else is float32 until the end. (gdn_fwd_o_kernel.hpp and
+    o = scale (exp(g) q h + (q k^T exp(g_i - g_j), j <= i) v). The masked product of q and k is
+    rounded to bfloat16; everything else is float32 until the end. (gdn_fwd_o_kernel.hpp and
     block_epilogue_gdn_fwdo_*.hpp)
 
     Args:
         q, k, h, g, cu_seqlens: as of chunk_gated_delta_rule_fwd_h; v: its v_new.
-        chunk_indices: for every chunk of h the number of its sequence and its own number in that sequence.
+        chunk_indices: for every chunk of h the number of its sequence and its own number in that
+            sequence.
     """
     op = "chunk_fwd_o"
     refuse_options(op, g_gamma=g_gamma, transpose_state_layout=transpose_state_layout)

@@ -1,4 +1,4 @@
-"""What is put into other packages' modules once they are imported: the emulated Triton, and the modules CANN's libraries would be."""
+"""Changes to other packages' modules: Triton, and stand-ins for CANN's libraries."""
 
 import sys
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from .triton_kernels import make_triton
 
 
 def put_triton(module: ModuleType) -> None:
-    """Make ``vllm.triton_utils`` answer as on a machine with Triton-Ascend (see triton_kernels.py)."""
+    """Make ``vllm.triton_utils`` look as on a machine with Triton-Ascend; see triton_kernels.py."""
     triton = make_triton()
     vars(module).update(HAS_TRITON=True, triton=triton, tl=triton.language, tldevice=triton.language)
 
 
 def put_empty_libraries() -> None:
-    """Stand in for the extension module of vllm-ascend's operators, which does not load without CANN.
+    """Add an empty extension module in place of vllm-ascend's, which does not load without CANN.
 
-    Importing it is what makes ``enable_custom_op()`` true (vllm_ascend/utils.py:435); the operators that the real one would
-    declare are declared by registration.py.
+    ``enable_custom_op()`` is true if it can be imported (vllm_ascend/utils.py:435). registration.py
+    declares the operators that the real one would.
     """
     name = "vllm_ascend.vllm_ascend_C"
     if name not in sys.modules:
@@ -27,5 +27,5 @@ def put_empty_libraries() -> None:
 
 
 def patch_hooks() -> dict[str, Callable[[ModuleType], None]]:
-    """Module name to the function that is to be applied right after that module has been imported, before anyone reads from it."""
+    """Return the functions to apply to modules right after their import, by module name."""
     return {"vllm.triton_utils": put_triton}

@@ -1,4 +1,7 @@
-"""The fused attention kernel for latent keys (MLA): query and key come in two parts, one with and one without a rotary embedding."""
+"""The fused attention kernel for latent keys (MLA).
+
+Query and key come in two parts, one with and one without a rotary embedding.
+"""
 
 from collections.abc import Sequence
 
@@ -18,20 +21,25 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def latent_attention(call: FusedCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(scale * (q k^T + q_rope k_rope^T)) v: (output, log-sum-exp [T, heads, 1] float32).
+    """Compute softmax(scale * (q k^T + q_rope k_rope^T)) v; the caller has checked the mask.
 
-    Two forms, told apart by the size of a head of ``query``. Its mask must have been checked.
+    There are two forms, selected by the head size of ``query``.
 
-    128: keys and values of each head's own, layout TND: query, ``query_rope`` [T, heads, 128 and 64]; key, ``key_rope``, value
-    [S, kv_heads, 128, 64 and 128]; both lengths are running totals.
+    128: each head has its own keys and values, in layout TND. query and ``query_rope`` are [T,
+    heads, 128 and 64]; key, ``key_rope`` and value are [S, kv_heads, 128, 64 and 128]; both lengths
+    are running totals.
 
-    512: all heads share the cached latent; ``block_table`` int32 [sequences, n]; key and value [blocks, 1, block_size, 512],
-    ``key_rope`` [blocks, 1, block_size, 64] (or [blocks, block_size, ...]), one length of keys per sequence. Layouts: TND and
-    TND_NTD, whose ``q_lengths`` are running totals and whose output is [T, heads, 512] or [heads, T, 512]; BNSD_NBSD with query
-    [B, heads, Q, 512] and output [heads, B, Q, 512].
+    512: all heads share the cached latent. ``block_table`` is int32 [sequences, n]; key and value
+    are [blocks, 1, block_size, 512], ``key_rope`` [blocks, 1, block_size, 64] (or [blocks,
+    block_size, ...]), with one length of keys per sequence. In the layouts TND and TND_NTD
+    ``q_lengths`` are running totals, and the output is [T, heads, 512] or [heads, T, 512]. In
+    BNSD_NBSD the query is [B, heads, Q, 512] and the output [heads, B, Q, 512].
 
-    float16 and bfloat16, as on hardware; inside it is float32. (CANN's documentation of aclnnFusedInferAttentionScoreV4, section
-    "MLA".)
+    float16 and bfloat16 are accepted, as on hardware, and computed in float32. (CANN's
+    documentation of aclnnFusedInferAttentionScoreV4, section "MLA".)
+
+    Returns:
+        The output and the log-sum-exp [T, heads, 1] float32.
     """
     op, layout, query, key, value = call.op, call.layout, call.query, call.key, call.value
     query_rope, key_rope = call.query_rope, call.key_rope
@@ -70,7 +78,7 @@ def latent_attention(call: FusedCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _cached(call: FusedCall, key_rope: torch.Tensor, spans: Sequence[tuple[int, int]]) -> Pairs:
-    """Per sequence ([keys, 1, 576], [keys, 1, 512]) from the paged cache of latents."""
+    """Return ([keys, 1, 576], [keys, 1, 512]) of each sequence from the paged cache of latents."""
     op, key, value, table, size = call.op, call.key, call.value, call.block_table, call.block_size
     check(call.heads in _HEADS, op, "num_heads", f"{call.heads} is not one of {_HEADS}")
     check(call.kv_heads == 1, op, "num_key_value_heads", f"{call.kv_heads} must be 1 for heads of {_ABSORBED}")
@@ -92,7 +100,7 @@ def _cached(call: FusedCall, key_rope: torch.Tensor, spans: Sequence[tuple[int, 
 
 
 def _end_to_end(call: FusedCall, key_rope: torch.Tensor, sequences: int) -> Pairs:
-    """Per sequence ([keys, kv_heads, 192], [keys, kv_heads, 128]) from keys and values laid end to end."""
+    """Return ([keys, kv_heads, 192], [keys, kv_heads, 128]) of each sequence, laid end to end."""
     op, key, heads = call.op, call.key, call.heads
     if call.block_table is not None:
         raise unsupported(op, f"block_table (with query_rope and heads of {_EXPANDED})", call.block_table)

@@ -6,7 +6,10 @@ from .checks import check, check_dtype, check_rank
 
 
 def _npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, C: torch.Tensor) -> None:
-    """Add x^T weight to ``C`` float32 [M, N] in place; x [K, M] and weight [K, N] float16 or bfloat16, summed in float32."""
+    """Add x^T weight to ``C`` float32 [M, N] in place, summed in float32.
+
+    x [K, M] and weight [K, N] are float16 or bfloat16.
+    """
     op = "_npu_matmul_add_fp32"
     for name, tensor in (("x", x), ("weight", weight), ("C", C)):
         check_rank(op, name, tensor, 2)

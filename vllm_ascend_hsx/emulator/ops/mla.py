@@ -1,4 +1,7 @@
-"""References for the kernels around latent attention (MLA): its rotary embedding, its cache, its products, and merging parts of it."""
+"""References for the kernels around latent attention (MLA).
+
+These are its rotary embedding, its cache, its products, and the merging of partial results.
+"""
 
 from collections.abc import Sequence
 
@@ -16,19 +19,20 @@ _MERGED_AT_MOST = 16
 
 
 def _unwound(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of neighbours of ``x`` [..., R], and return all first elements before all second ones: float32 [..., R].
+    """Rotate neighbouring pairs of ``x`` [..., R]; return all first elements, then all second ones.
 
-    ``cos`` and ``sin`` [..., R] repeat the angles of their first half in the second.
+    The result is float32 [..., R]. ``cos`` and ``sin`` [..., R] repeat the angles of their first
+    half in the second.
     """
     first, second = x[..., 0::2].float(), x[..., 1::2].float()
     return torch.cat((first, second), -1) * cos.float() + torch.cat((-second, first), -1) * sin.float()
 
 
 def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate neighbouring elements of ``x`` [B, N, S, 64] by ``cos`` and ``sin`` [B, 1, 1 or S, 64]: like ``x``, but unwound.
+    """Rotate neighbours of ``x`` [B, N, S, 64] by ``cos`` and ``sin`` [B, 1, 1 or S, 64].
 
-    The element pairs (0, 1), (2, 3), ... come out as (0, 32), (1, 33), ...: query and key change their order alike, so that their
-    products do not.
+    The result has the shape of ``x``, but the element pairs (0, 1), (2, 3), ... become (0, 32), (1,
+    33), .... Query and key change their order alike, so their products stay the same.
     """
     op = "npu_interleave_rope"
     for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
@@ -61,15 +65,24 @@ def npu_kv_rmsnorm_rope_cache(
     cache_mode: str = "Norm",
     is_output_kv: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Norm the latent and rotate the rest of each row of ``kv`` [B, 1, S, 512 + 64], and write both into the caches.
+    """Norm the latent and rotate the rest of each row of ``kv``, and write both into the caches.
 
-    ``gamma`` [512]; ``cos``, ``sin`` [B, 1, S, 64]; ``index`` int64 [B * S], the row's slot in ``k_cache`` [blocks, block_size, 1,
-    64] (rotated, see ``npu_interleave_rope``) and ``ckv_cache`` [blocks, block_size, 1, 512] (normed): -1 is skipped; a slot past
-    the end, which hardware would write to out of bounds, raises; a slot that is named twice holds what nobody can foretell.
     The norm rounds once, at its end (CANN ops-transformer, kv_rms_norm_rope_cache_b16_pa.h).
+    Supported are the cache modes PA and PA_BNSD, which are equal, without quantisation.
 
-    Returns (k_cache, ckv_cache, rotated [B, 1, S, 64], normed [B, 1, S, 512]), the last two empty unless ``is_output_kv``.
-    Served: cache modes PA and PA_BNSD, which are one, without quantisation.
+    Args:
+        kv: [B, 1, S, 512 + 64].
+        gamma: [512].
+        cos, sin: [B, 1, S, 64].
+        index: int64 [B * S], slot of each row in the caches. -1 is skipped. A slot after the end
+            raises; hardware would write out of bounds. A slot that occurs twice receives POISON,
+            because its content is undefined.
+        k_cache: [blocks, block_size, 1, 64], for rotated rows (see ``npu_interleave_rope``).
+        ckv_cache: [blocks, block_size, 1, 512], for normed rows.
+
+    Returns:
+        k_cache, ckv_cache, rotated [B, 1, S, 64] and normed [B, 1, S, 512]; the last two are empty
+            unless ``is_output_kv``.
     """
     op = "npu_kv_rmsnorm_rope_cache"
     refuse_options(
@@ -123,9 +136,10 @@ def npu_transpose_batchmatmul(
     perm_y: Sequence[int] | None = None,
     batch_split_factor: int | None = 1,
 ) -> torch.Tensor:
-    """One product per batch, the batches side by side: [M, B, N] from ``input`` [B, M, K] and ``weight`` [B, K, N].
+    """Return [M, B, N], one product per batch, from ``input`` [B, M, K] and ``weight`` [B, K, N].
 
-    With ``perm_x1`` (1, 0, 2) the input is [M, B, K]. ``perm_y`` must be (1, 0, 2); K and N multiples of 128.
+    With ``perm_x1`` (1, 0, 2) the input is [M, B, K]. ``perm_y`` must be (1, 0, 2); K and N must be
+    multiples of 128.
     """
     op = "npu_transpose_batchmatmul"
     refuse_options(op, bias=bias, scale=scale)
@@ -157,11 +171,14 @@ def npu_paged_cache_load(
     seq_starts: torch.Tensor | None = None,
     cumsum: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(keys [T, N, Dk], values [T, N, Dv]): rows of many sequences out of a paged cache, laid end to end.
+    """Return keys [T, N, Dk] and values [T, N, Dv] of many sequences, end to end.
 
-    ``key_cache`` and ``value_cache`` [blocks, block_size, N, Dk and Dv]; ``block_table`` int32 [sequences, n]; ``context_lens``
-    int32 [sequences], how many rows of each, T in all; ``seq_starts`` int32 [sequences], from which row on: multiples of the block
-    size, because the kernel starts at a block.
+    Args:
+        key_cache, value_cache: [blocks, block_size, N, Dk and Dv].
+        block_table: int32 [sequences, n].
+        context_lens: int32 [sequences], number of rows of each, T in all.
+        seq_starts: int32 [sequences], first row of each; multiples of the block size, because the
+            kernel starts at a block.
     """
     op = "npu_paged_cache_load"
     if cumsum:
@@ -200,7 +217,7 @@ def npu_paged_cache_load_out(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``npu_paged_cache_load`` into ``key`` [T, N, Dk] and ``value`` [T, N, Dv]."""
+    """Run ``npu_paged_cache_load`` into ``key`` [T, N, Dk] and ``value`` [T, N, Dv]."""
     loaded = npu_paged_cache_load(key_cache, value_cache, block_table, context_lens, seq_starts=seq_starts, cumsum=cumsum)
     for name, target, rows in (("key", key, loaded[0]), ("value", value, loaded[1])):
         check(target.dtype == rows.dtype and target.shape == rows.shape, "npu_paged_cache_load", name,
@@ -212,11 +229,19 @@ def npu_paged_cache_load_out(
 def npu_attention_update(
     lse: Sequence[torch.Tensor], local_out: Sequence[torch.Tensor], update_type: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all keys from attentions over parts of them: sum of ``local_out[i]`` * exp(``lse[i]`` - log sum exp ``lse``).
+    """Merge attentions over parts of the keys.
 
-    ``lse``: for each part float32 [R], ``local_out`` [R, D]. A part in which a row saw no key has an lse of +inf there, as the
-    attention kernel marks it, and counts for nothing (CANN ops-transformer, attention_update_without_lse_regbase.h). Returns
-    (out [R, D] like ``local_out``, an empty tensor). Served: ``update_type`` 0, without the merged lse.
+    The result is the sum of ``local_out[i]`` * exp(``lse[i]`` - logsumexp(``lse``)). A part in
+    which a row saw no key has an lse of +inf there, as the attention kernel marks it, and does not
+    count (CANN ops-transformer, attention_update_without_lse_regbase.h). Supported is
+    ``update_type`` 0, without the merged lse.
+
+    Args:
+        lse: float32 [R] of each part.
+        local_out: [R, D] of each part.
+
+    Returns:
+        The output [R, D] like ``local_out``, and an empty tensor.
     """
     op = "npu_attention_update"
     if update_type != 0:

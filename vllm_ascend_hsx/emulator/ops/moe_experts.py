@@ -1,4 +1,4 @@
-"""References for the way of a token through its experts: sorting by expert, the grouped products, and bringing back."""
+"""References for the way of tokens through their experts: sort, grouped products, and restore."""
 
 from collections.abc import Sequence
 
@@ -44,7 +44,7 @@ def _init_routing(
         raise unsupported(op, "active_num", active_num)
     experts = expert_idx.flatten()
     active = (experts >= first) & (experts < last)
-    # Other ranks' experts sort behind all of ours, the order of arrival is kept within an expert.
+    # Other ranks' experts come after all of ours; within an expert tokens keep their order.
     order = torch.sort(torch.where(active, experts, expert_num), stable=True).indices
     count = int(active.sum())
     source = order[:count]
@@ -76,12 +76,20 @@ def npu_moe_init_routing_custom(
     active_expert_range: Sequence[int] = (),
     row_idx_type: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Copy each token once per expert it goes to, sorted by expert: vllm-ascend's own form of the v2 operator.
+    """Copy each token once per expert, sorted by expert: vllm-ascend's own form of the v2 operator.
 
-    x [T, H]; ``expert_idx`` int32 [T, K]. Returns (rows [T*K, H] like x, place int32 [T*K], tokens per expert int64 [active
-    experts], scale float32 [T*K]). ``place[t*K + k]`` is the row that holds token t for its k-th expert, -1 if that expert lies
-    outside ``active_expert_range``. Rows and scales past the active ones are undefined (see poison.py). ``expert_capacity`` means
-    something in drop-pad mode only. Served: quant_mode -1, counts (expert_tokens_num_type 1), gather indices (row_idx_type 0).
+    Rows and scales after the active ones are undefined (see poison.py). Supported: quant_mode -1,
+    counts (expert_tokens_num_type 1), gather indices (row_idx_type 0). ``expert_capacity`` has a
+    meaning in drop-pad mode only.
+
+    Args:
+        x: [T, H].
+        expert_idx: int32 [T, K].
+
+    Returns:
+        Rows [T*K, H] like x, place int32 [T*K], tokens per expert int64 [active experts] and scale
+            float32 [T*K]. ``place[t*K + k]`` is the row of token t for its k-th expert, -1 if that
+            expert is outside ``active_expert_range``.
     """
     return _init_routing(
         "npu_moe_init_routing_custom", x, expert_idx, scale, offset, active_num, expert_num, drop_pad_mode,
@@ -106,7 +114,7 @@ def npu_moe_init_routing_v2(
     row_idx_type: int = 0,
     x_dtype: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """torch_npu's form of ``npu_moe_init_routing_custom``; see there."""
+    """Do the same as ``npu_moe_init_routing_custom``: torch_npu's form."""
     op = "npu_moe_init_routing_v2"
     if x_dtype is not None:
         raise unsupported(op, "x_dtype", x_dtype)
@@ -129,11 +137,18 @@ def npu_grouped_matmul(
     output_dtype: int | None = None,
     **quantisation_and_tuning: object,
 ) -> list[torch.Tensor]:
-    """``[y]`` with rows of group g of ``x[0]`` [M, k] multiplied by ``weight[0][g]`` [groups, k, n] (+ ``bias[0][g]`` [groups, n]).
+    """Multiply the rows of each group g of ``x[0]`` [M, k] by ``weight[0][g]`` [groups, k, n].
 
-    ``group_list`` int64 [groups]: running totals of rows (``group_list_type`` 0) or rows per group (1). Products are summed in
-    float32 and rounded to x's dtype. Rows past the last group are undefined (see poison.py). Served: one x, one weight,
+    ``bias[0][g]`` [groups, n] is added if given. Products are summed in float32 and rounded to x's
+    dtype. Rows after the last group are undefined (see poison.py). Supported: one x, one weight,
     ``split_item`` 2 or 3, ``group_type`` 0, no quantisation, no activation.
+
+    Args:
+        group_list: int64 [groups]: running totals of rows (``group_list_type`` 0) or rows per group
+            (1).
+
+    Returns:
+        [y], with y [M, n].
     """
     op = "npu_grouped_matmul"
     refuse_options(op, act_type=act_type, **quantisation_and_tuning)
@@ -177,9 +192,10 @@ def npu_grouped_matmul(
 def npu_moe_token_permute(
     tokens: torch.Tensor, indices: torch.Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(rows, place)``: ``tokens`` [T, H] once per expert in ``indices`` [T, K], sorted by expert; place int32 [T*K].
+    """Repeat ``tokens`` [T, H] once per expert in ``indices`` [T, K], sorted by expert.
 
-    ``num_out_tokens``: how many rows to keep; None or 0 all, negative all but the last ones.
+    Returns the rows and their places, int32 [T*K]. ``num_out_tokens`` is the number of rows to
+    keep; None or 0 keeps all, a negative number all but that many of the last.
     """
     op = "npu_moe_token_permute"
     refuse_options(op, padded_mode=padded_mode)
@@ -204,9 +220,10 @@ def npu_moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Sum over k of ``probs[t, k] * permuted_tokens[sorted_indices[t*K + k]]``: [T, H] like ``permuted_tokens``, float32 inside.
+    """Return the sum over k of ``probs[t, k] * permuted_tokens[sorted_indices[t*K + k]]``, [T, H].
 
-    ``sorted_indices`` int32 [T*K]; ``probs`` [T, K], or None for K = 1 and weight 1.
+    Computed in float32 and returned in the dtype of ``permuted_tokens``. ``sorted_indices`` is
+    int32 [T*K]; ``probs`` is [T, K], or None for K = 1 and weight 1.
     """
     op = "npu_moe_token_unpermute"
     refuse_options(op, padded_mode=padded_mode, restore_shape=restore_shape)

@@ -1,4 +1,4 @@
-"""References for the routers: which experts a token goes to, and with what weight."""
+"""References for the routers: the experts of each token, and their weights."""
 
 import torch
 
@@ -8,12 +8,12 @@ _SOFTMAX, _SIGMOID = 0, 1
 
 
 def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The indices of the ``count`` largest of each row, largest first; of equals the lower index comes first."""
+    """Return the indices of each row's ``count`` largest, in that order, equal ones by index."""
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def _only_best_groups(choice: torch.Tensor, group_count: int, k_group: int, top_two: bool) -> torch.Tensor:
-    """``choice`` [T, E] with -inf for the experts outside the ``k_group`` best of ``group_count`` equal groups."""
+    """Set ``choice`` [T, E] to -inf outside the ``k_group`` best of ``group_count`` groups."""
     grouped = choice.view(choice.shape[0], group_count, -1)
     merit = grouped.topk(2, -1).values.sum(-1) if top_two else grouped.amax(-1)
     kept = torch.zeros_like(merit, dtype=torch.bool).scatter_(1, _best(merit, k_group), True)
@@ -75,10 +75,14 @@ def npu_moe_gating_top_k(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(weights [T, k] like x, experts int32 [T, k], scores float32 [T, E])`` for router logits ``x`` [T, E].
+    """Choose k experts per token from router logits ``x`` [T, E].
 
-    Scores are a softmax (``norm_type`` 0) or a sigmoid (1); experts are chosen by score + ``bias``, weighted by score alone.
-    Sigmoid weights are divided by their sum + ``eps``. Scores are an empty tensor unless ``out_flag``.
+    Scores are a softmax (``norm_type`` 0) or a sigmoid (1). Experts are chosen by score + ``bias``
+    and weighted by the score alone. Sigmoid weights are divided by their sum + ``eps``.
+
+    Returns:
+        Weights [T, k] like x, experts int32 [T, k] and scores float32 [T, E], empty unless
+            ``out_flag``.
     """
     op = "npu_moe_gating_top_k"
     check(renorm == 0, op, "renorm", f"{renorm} is not supported by this operator; supported: 0")
@@ -98,7 +102,7 @@ def moe_gating_top_k(
     eps: float,
     bias_opt: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """vllm-ascend's own form of ``npu_moe_gating_top_k``, in which ``renorm`` 1 divides softmax weights by their sum too."""
+    """Run ``npu_moe_gating_top_k``; ``renorm`` 1 also divides softmax weights by their sum."""
     op = "moe_gating_top_k"
     return _route(
         op, x, k, k_group, group_count, group_select_mode, renorm, norm_type, out_flag, routed_scaling_factor, eps, bias_opt
@@ -108,7 +112,12 @@ def moe_gating_top_k(
 def npu_moe_gating_top_k_softmax(
     x: torch.Tensor, finished: torch.Tensor | None = None, k: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(weights [T, k] like x, experts int32 [T, k], rows int32 [T, k])`` of a softmax router; row (t, i) is i * T + t."""
+    """Choose k experts per token with a softmax router.
+
+    Returns:
+        Weights [T, k] like x, experts int32 [T, k] and rows int32 [T, k], where row (t, i) is i * T
+            + t.
+    """
     op = "npu_moe_gating_top_k_softmax"
     if finished is not None:
         raise unsupported(op, "finished", finished)

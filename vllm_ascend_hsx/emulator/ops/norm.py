@@ -1,4 +1,4 @@
-"""References for the normalisations and the gated activation: RMSNorm in its variants, SwiGLU."""
+"""References for normalisations and the gated activation: RMSNorm in its variants, SwiGLU."""
 
 import torch
 
@@ -12,11 +12,12 @@ def _rstd_shape(x: torch.Tensor, gamma: torch.Tensor) -> tuple[int, ...]:
 def _normalise(
     op: str, x: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm over the trailing dimensions that ``gamma`` covers.
+    """Compute RMSNorm over the trailing dimensions that ``gamma`` covers.
 
-    As the kernel has it (CANN ops-nn rms_norm and add_rms_norm, op_kernel): statistics and the product with the reciprocal root
-    in float32, rounded to the input's dtype once before gamma is applied, and once more after it. For bfloat16 the product with
-    gamma is a float32 product of bfloat16 values, so one rounding; that is also what transformers computes.
+    As in the kernel (CANN ops-nn rms_norm and add_rms_norm, op_kernel), statistics and the product
+    with the reciprocal root are float32, rounded to the input's dtype once before gamma is applied
+    and once after it. For bfloat16 the product with gamma is a float32 product of bfloat16 values
+    and has one rounding, as in transformers.
     """
     check_dtype(op, "x", x, FLOATS)
     check_dtype(op, "gamma", gamma, (x.dtype, torch.float32))
@@ -37,7 +38,7 @@ def _normalise(
 
 
 def npu_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-06) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(y, rstd)``: y like ``input`` [..., H]; rstd float32, ``input``'s shape with ones where ``gamma`` normalises."""
+    """Return y like ``input`` [..., H], and rstd float32 with ones where ``gamma`` normalises."""
     return _normalise("npu_rms_norm", input, gamma, None, epsilon)
 
 
@@ -49,7 +50,7 @@ def _check_addends(op: str, x1: torch.Tensor, x2: torch.Tensor) -> None:
 def npu_add_rms_norm(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-06
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``(y, rstd, x)`` with x = x1 + x2 rounded to the input's dtype, and y the RMSNorm of that rounded sum."""
+    """Return y, rstd and x: x = x1 + x2 rounded to the input's dtype, y the RMSNorm of x."""
     _check_addends("npu_add_rms_norm", x1, x2)
     x = x1 + x2
     y, rstd = _normalise("npu_add_rms_norm", x, gamma, None, epsilon)
@@ -59,7 +60,10 @@ def npu_add_rms_norm(
 def npu_add_rms_norm_bias(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor | None = None, epsilon: float = 1e-6
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``npu_add_rms_norm`` with ``beta`` [H] added to y if given (vllm-ascend's own kernel, csrc/add_rms_norm_bias)."""
+    """Do the same as ``npu_add_rms_norm``, and add ``beta`` [H] to y if given.
+
+    vllm-ascend's own kernel, csrc/add_rms_norm_bias.
+    """
     _check_addends("npu_add_rms_norm_bias", x1, x2)
     x = x1 + x2
     y, rstd = _normalise("npu_add_rms_norm_bias", x, gamma, beta, epsilon)
@@ -67,7 +71,7 @@ def npu_add_rms_norm_bias(
 
 
 def npu_gemma_rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(y, rstd)`` as ``npu_rms_norm`` with 1 + gamma as the weight, the sum taken in float32 and rounded at the end only."""
+    """Return y and rstd of ``npu_rms_norm`` with the weight 1 + gamma, rounded once at the end."""
     op = "npu_gemma_rms_norm"
     check_dtype(op, "x", x, FLOATS)
     check_dtype(op, "gamma", gamma, (x.dtype,))
@@ -78,7 +82,7 @@ def npu_gemma_rms_norm(x: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e
 
 
 def npu_swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """silu(a) * b, with a and b the two halves of ``input`` along ``dim``; float32 inside, rounded at the end."""
+    """Return silu(a) * b for the halves of ``input`` along ``dim``; float32, rounded at the end."""
     op = "npu_swiglu"
     check_dtype(op, "input", input, FLOATS)
     check(input.dim() >= 1, op, "input", "must have at least one dimension")

@@ -19,10 +19,14 @@ def _npu_paged_attention(
     *,
     workspace: torch.Tensor | None = None,
 ) -> None:
-    """One query per sequence against its paged keys, written into ``out``.
+    """Attend one query per sequence to its paged keys, into ``out``.
 
-    query and ``out`` [sequences, num_heads, D]; caches [blocks, block_size, num_kv_heads, D]; ``block_table`` int32 [>= sequences, n];
-    ``context_lens`` int32 [>= sequences], on the host as the library wants it. ``workspace`` is scratch memory, not needed here.
+    Args:
+        query, out: [sequences, num_heads, D].
+        key_cache, value_cache: [blocks, block_size, num_kv_heads, D].
+        block_table: int32 [>= sequences, n].
+        context_lens: int32 [>= sequences], on the host as the library requires.
+        workspace: scratch memory, not needed here.
     """
     op = "_npu_paged_attention"
     check_rank(op, "query", query, 3)
@@ -56,5 +60,5 @@ def _npu_paged_attention_get_workspace(
     context_lens: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """The scratch memory that ``_npu_paged_attention`` wants: none here, so an empty uint8 tensor on query's device."""
+    """Return the scratch memory for ``_npu_paged_attention``: here an empty uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=query.device)

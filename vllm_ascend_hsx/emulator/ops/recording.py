@@ -1,7 +1,7 @@
-"""Records the call of a reference, or the launch of a Triton kernel, on a stream that captures a graph (csrc/graphs.h).
+"""Record calls of references and launches of Triton kernels on a stream that captures.
 
-The reference is not run then. A replay runs it on CPU tensors over the same bytes: it is one operator of its stream, and what it reads
-on the host while it computes is no synchronization.
+The graphs are in csrc/graphs.h. A recorded reference does not run. A replay runs it on CPU tensors
+over the same bytes, as one operator of its stream; its reads on the host are no synchronization.
 """
 
 import functools
@@ -21,7 +21,7 @@ def _is_device(value: object) -> bool:
 
 
 def _recording_device(arguments: object) -> int | None:
-    """The device on whose current stream a call with these arguments would be recorded; None if it would run."""
+    """Return the device whose current stream would record the call; None if the call would run."""
     if not core.recordings():
         return None
     device = next((leaf.device.index for leaf in tree_leaves(arguments) if _is_device(leaf)), core.current_device())
@@ -29,13 +29,13 @@ def _recording_device(arguments: object) -> int | None:
 
 
 class _Arguments:
-    """The arguments of one call: as they are, on the CPU over the same bytes, and as meta tensors."""
+    """The arguments of one call: as given, on the CPU over the same bytes, and as meta tensors."""
 
     def __init__(self, arguments: Any) -> None:
         leaves = [leaf for leaf in tree_leaves(arguments) if _is_device(leaf)]
         self.tensors: list[torch.Tensor] = list({id(leaf): leaf for leaf in leaves}.values())
         self._host = {id(tensor): core.host_alias(tensor) for tensor in self.tensors}
-        # What the host holds is read at the launch, as the arguments of a kernel are.
+        # Host tensors are read at the launch, like the arguments of a kernel.
         self.on_host = tree_map(lambda value: self._host[id(value)] if _is_device(value) else _copied(value), arguments)
         self._arguments = arguments
 
@@ -44,7 +44,10 @@ class _Arguments:
         return [self._host[id(tensor)] for tensor in self.tensors]
 
     def try_shapes(self, shape: Reference) -> tuple[Any, list[bool]]:
-        """What ``shape`` returns for meta tensors, with arguments among it as they are, and which of the tensors it writes."""
+        """Return the results of ``shape`` for meta tensors, and which of the tensors it writes.
+
+        Arguments among the results are returned as given.
+        """
         with torch.inference_mode(False), torch.no_grad():  # so that versions count the writes
             metas = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta") for t in self.tensors]
             before = [meta._version for meta in metas]
@@ -61,17 +64,21 @@ def _copied(value: Any) -> Any:
 
 
 def recordable(qualified: str, schema: str, reference: Reference, shape: Reference, composite: bool = False) -> Reference:
-    """``reference`` as the kernel of operator ``qualified``: recorded where the current stream records, run anywhere else.
+    """Return the kernel of an operator, which is recorded where the current stream records.
+
+    Elsewhere it runs the reference.
 
     Args:
         qualified: namespace::name.overload.
-        schema: of the operator; says what it writes.
+        schema: the operator's schema, which says what it writes.
         reference: in plain torch.
-        shape: gives the results for meta tensors (shapes.py).
-        composite: the reference launches operators of the device itself (a collective); each of them is recorded instead.
+        shape: returns the results for meta tensors (shapes.py).
+        composite: whether the reference launches operators of the device itself (a collective),
+            which are then recorded instead.
 
     Raises:
-        NotImplementedError: at a call that would be recorded, if the shapes of the results cannot be told.
+        NotImplementedError: at a call that would be recorded, if the shapes of the results are
+            unknown.
     """
     declared = torch._C.parse_schema(f"{qualified.partition('::')[0]}::{schema}")
     marks = [argument.alias_info is not None and argument.alias_info.is_write for argument in declared.arguments]
@@ -126,9 +133,9 @@ def _on_device(value: Any, device: int) -> Any:
 def record_launch(
     name: str, grid: tuple[int, ...], arguments: Mapping[str, Any], run: Callable[[tuple[int, ...], dict[str, Any]], None]
 ) -> bool:
-    """Records the launch of Triton kernel ``name`` if the current stream records; says whether it did.
+    """Record the launch of Triton kernel ``name`` if the current stream records; return whether.
 
-    What the kernel writes is found out when it runs for the first time, from the versions of its tensors.
+    The first run shows what the kernel writes, by the versions of its tensors.
     """
     device = _recording_device(dict(arguments))
     if device is None:

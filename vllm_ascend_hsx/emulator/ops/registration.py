@@ -1,4 +1,4 @@
-"""Declares every operator with its real schema and puts the references, or an error that names the operator, behind it."""
+"""Declare every operator with its real schema, its reference, or an error that names it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,56 +26,52 @@ from .shapes import shape_of
 
 Reference = Callable[..., Any]
 
+
+def _by_name(*references: Reference) -> dict[str, Reference]:
+    return {reference.__name__: reference for reference in references}
+
+
 REFERENCES: dict[str, dict[str, Reference]] = {
     "npu": {
-        "npu_rms_norm": norm.npu_rms_norm,
-        "npu_add_rms_norm": norm.npu_add_rms_norm,
-        "npu_swiglu": norm.npu_swiglu,
-        "npu_rotary_mul": rotary.npu_rotary_mul,
-        "npu_apply_rotary_pos_emb": rotary.npu_apply_rotary_pos_emb,
-        "npu_scatter_pa_kv_cache": cache.npu_scatter_pa_kv_cache,
-        "npu_format_cast": cache.npu_format_cast,
-        "npu_prefetch": cache.npu_prefetch,
-        "npu_fused_infer_attention_score": fused_attention.npu_fused_infer_attention_score,
+        **_by_name(
+            norm.npu_rms_norm, norm.npu_add_rms_norm, norm.npu_swiglu,
+            rotary.npu_rotary_mul, rotary.npu_apply_rotary_pos_emb,
+            cache.npu_scatter_pa_kv_cache, cache.npu_format_cast, cache.npu_prefetch,
+            fused_attention.npu_fused_infer_attention_score, fused_attention.npu_fused_infer_attention_score_v2,
+            mla.npu_interleave_rope, mla.npu_kv_rmsnorm_rope_cache, mla.npu_transpose_batchmatmul,
+            mla.npu_attention_update,
+            moe_gating.npu_moe_gating_top_k, moe_gating.npu_moe_gating_top_k_softmax,
+            moe_experts.npu_moe_init_routing_v2, moe_experts.npu_grouped_matmul, moe_experts.npu_moe_token_permute,
+            moe_experts.npu_moe_token_unpermute,
+            collectives.npu_mm_reduce_scatter_base,
+            sampling.npu_top_k_top_p,
+        ),
         "npu_fused_infer_attention_score.out": fused_attention.npu_fused_infer_attention_score_out,
-        "npu_fused_infer_attention_score_v2": fused_attention.npu_fused_infer_attention_score_v2,
         "npu_fused_infer_attention_score_v2.out": fused_attention.npu_fused_infer_attention_score_v2_out,
         "_npu_fused_infer_attention_score_get_max_workspace": fused_attention.get_max_workspace,
         "_npu_fused_infer_attention_score_v2_get_max_workspace": fused_attention.get_max_workspace,
-        "npu_interleave_rope": mla.npu_interleave_rope,
-        "npu_kv_rmsnorm_rope_cache": mla.npu_kv_rmsnorm_rope_cache,
-        "npu_transpose_batchmatmul": mla.npu_transpose_batchmatmul,
-        "npu_attention_update": mla.npu_attention_update,
-        "npu_moe_gating_top_k": moe_gating.npu_moe_gating_top_k,
-        "npu_moe_gating_top_k_softmax": moe_gating.npu_moe_gating_top_k_softmax,
-        "npu_moe_init_routing_v2": moe_experts.npu_moe_init_routing_v2,
-        "npu_grouped_matmul": moe_experts.npu_grouped_matmul,
-        "npu_moe_token_permute": moe_experts.npu_moe_token_permute,
-        "npu_moe_token_unpermute": moe_experts.npu_moe_token_unpermute,
-        "npu_mm_reduce_scatter_base": collectives.npu_mm_reduce_scatter_base,
-        "npu_top_k_top_p": sampling.npu_top_k_top_p,
     },
     "atb": {
-        "_npu_matmul_add_fp32": matmul._npu_matmul_add_fp32,
-        "_npu_rotary_embedding": rotary._npu_rotary_embedding,
-        "_npu_reshape_and_cache": cache._npu_reshape_and_cache,
-        "npu_paged_cache_load": mla.npu_paged_cache_load,
+        **_by_name(
+            matmul._npu_matmul_add_fp32,
+            rotary._npu_rotary_embedding,
+            cache._npu_reshape_and_cache,
+            mla.npu_paged_cache_load,
+            paged_attention._npu_paged_attention, paged_attention._npu_paged_attention_get_workspace,
+        ),
         "npu_paged_cache_load.out": mla.npu_paged_cache_load_out,
-        "_npu_paged_attention": paged_attention._npu_paged_attention,
-        "_npu_paged_attention_get_workspace": paged_attention._npu_paged_attention_get_workspace,
     },
     "_C_ascend": {
-        "npu_add_rms_norm_bias": norm.npu_add_rms_norm_bias,
-        "npu_gemma_rms_norm": norm.npu_gemma_rms_norm,
-        "moe_gating_top_k": moe_gating.moe_gating_top_k,
-        "npu_moe_init_routing_custom": moe_experts.npu_moe_init_routing_custom,
-        "npu_causal_conv1d_custom": causal_conv1d.npu_causal_conv1d_custom,
-        "npu_fused_gdn_gating": gated_delta_rule.npu_fused_gdn_gating,
-        "npu_recurrent_gated_delta_rule": gated_delta_rule.npu_recurrent_gated_delta_rule,
-        "chunk_gated_delta_rule_fwd_h": gated_delta_rule.chunk_gated_delta_rule_fwd_h,
-        "chunk_fwd_o": gated_delta_rule.chunk_fwd_o,
+        **_by_name(
+            norm.npu_add_rms_norm_bias, norm.npu_gemma_rms_norm,
+            moe_gating.moe_gating_top_k,
+            moe_experts.npu_moe_init_routing_custom,
+            causal_conv1d.npu_causal_conv1d_custom,
+            gated_delta_rule.npu_fused_gdn_gating, gated_delta_rule.npu_recurrent_gated_delta_rule,
+            gated_delta_rule.chunk_gated_delta_rule_fwd_h, gated_delta_rule.chunk_fwd_o,
+        ),
     },
-}
+}  # fmt: skip
 # References that launch a collective of their own.
 COMPOSITES = frozenset({"npu::npu_mm_reduce_scatter_base"})
 _libraries: list[torch.library.Library] = []  # an operator lives as long as the Library object that declared it
@@ -89,7 +85,7 @@ def _missing(qualified: str) -> Reference:
 
 
 def declare() -> None:
-    """Declare all operators of all namespaces for the device; calling it again changes nothing."""
+    """Declare the operators of all namespaces for the device. Idempotent."""
     if _libraries:
         return
     for namespace in NAMESPACES:
@@ -111,9 +107,10 @@ def declare() -> None:
 
 
 def find(name: str) -> Reference | None:
-    """The operator that ``torch_npu.<name>`` is, or None if torch_npu 2.10.0.post4 has none that vllm-ascend 0.23.0 names.
+    """Return the operator ``torch_npu.<name>``, or None if vllm-ascend names no such operator.
 
-    torch_npu takes its functions from two namespaces: npu, and for the names of the ATB library atb (op_plugin/atb/_atb_ops.py).
+    torch_npu 2.10.0.post4 takes its functions from two namespaces: npu, and atb for the names of
+    the ATB library (op_plugin/atb/_atb_ops.py).
     """
     for namespace in ("npu", "atb"):
         if any(declared.partition(".")[0] == name for declared in schemas(namespace)):

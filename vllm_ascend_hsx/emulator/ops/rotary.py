@@ -8,9 +8,10 @@ _HALF_OR_PAIRS = ("half", "interleave")
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> torch.Tensor:
-    """Rotate the last dimension of ``x`` [..., R] by angles given once per pair: ``cos`` and ``sin`` [..., R/2], float32.
+    """Rotate the last dimension of ``x`` [..., R] by one angle per pair; return float32.
 
-    ``neox``: the pair of element i is i + R/2, else pairs are neighbours. Computed in float32, returned in float32.
+    ``cos`` and ``sin`` are float32 [..., R/2]. With ``neox`` element i is paired with i + R/2, else
+    with its neighbour.
     """
     exact = x.float()
     half = exact.shape[-1] // 2
@@ -36,7 +37,8 @@ def _npu_rotary_embedding(
 ) -> None:
     """Rotate ``query`` [T, heads * head_size] and ``key`` [T, kv_heads * head_size] in place.
 
-    ``cos_sin_cache`` [positions, R]: cos in the first half, sin in the second; the first R elements of each head are rotated.
+    ``cos_sin_cache`` [positions, R] has cos in the first half and sin in the second. The first R
+    elements of each head are rotated.
     """
     op = "_npu_rotary_embedding"
     check_dtype(op, "positions", positions, (torch.int32, torch.int64))
@@ -60,9 +62,11 @@ def _npu_rotary_embedding(
 def npu_rotary_mul(
     input: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str = "half", rotate: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """r1 * input + r2 * turned(input), where "half" turns (x1, x2) into (-x2, x1) and "interleave" does so pair by pair.
+    """Return r1 * input + r2 * turned(input).
 
-    ``input`` 4-dimensional; ``r1`` (cos) and ``r2`` (sin) 4-dimensional with the same last dimension, the others equal or 1.
+    The mode "half" turns (x1, x2) into (-x2, x1), "interleave" does so pair by pair. All are
+    4-dimensional; ``r1`` (cos) and ``r2`` (sin) have the last dimension of ``input``, and the
+    others equal or 1.
     """
     op = "npu_rotary_mul"
     check(rotary_mode in _HALF_OR_PAIRS, op, "rotary_mode", f"{rotary_mode!r} is not one of {_HALF_OR_PAIRS}")
@@ -88,10 +92,11 @@ def npu_apply_rotary_pos_emb(
     layout: str = "BSND",
     rotary_mode: str = "half",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate ``query`` and ``key`` in place by ``cos`` and ``sin`` (one head wide), and return them.
+    """Rotate ``query`` and ``key`` in place by ``cos`` and ``sin``, and return them.
 
-    layout "BSND": [B, S, N, D] with cos [B, S, 1, D]; "TND": [T, N, D] with cos [T, 1, D]. Other layouts and modes than "half"
-    do not exist on A2 hardware.
+    ``cos`` and ``sin`` are one head wide. In layout "BSND" they are [B, S, N, D] with cos [B, S, 1,
+    D]; in "TND" [T, N, D] with cos [T, 1, D]. A2 hardware has no other layout, and no mode but
+    "half".
     """
     op = "npu_apply_rotary_pos_emb"
     check(layout in ("BSND", "TND"), op, "layout", f"{layout!r} is not supported on A2; supported: BSND, TND")

@@ -6,10 +6,11 @@ from .checks import FLOATS, check, check_dtype, check_rank
 
 
 def npu_top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None) -> torch.Tensor:
-    """``logits`` [B, V] with -inf for what top-k and then top-p leave out; ``k`` int32 [B], ``p`` [B] in logits' dtype.
+    """Set ``logits`` [B, V] to -inf outside top-k and then top-p.
 
-    A value as large as the k-th largest stays. Of what is left, ordered from small to large, values go as long as the running sum
-    of their probabilities is at most 1 - p; the largest always stays. (torch_npu 2.10.0.post4, docs of npu_top_k_top_p.)
+    ``k`` is int32 [B], ``p`` [B] in logits' dtype. A value equal to the k-th largest stays. Of the
+    rest, in ascending order, values are removed while the running sum of their probabilities is at
+    most 1 - p; the largest always stays. (torch_npu 2.10.0.post4, docs of npu_top_k_top_p.)
     """
     op = "npu_top_k_top_p"
     check_rank(op, "logits", logits, 2)

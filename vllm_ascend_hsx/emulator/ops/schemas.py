@@ -1,7 +1,8 @@
-"""The operator schemas of torch_npu and of vllm-ascend's own library, as they stand in those libraries.
+"""The operator schemas of torch_npu and of vllm-ascend's own library, copied from these libraries.
 
-They are kept as text, one schema a line, in schemas/<namespace>.txt. Declaring the real schema makes a wrong argument in
-vllm-ascend's call an error here that reads as it reads on hardware, before any reference runs.
+They are text files, one schema per line, in schemas/<namespace>.txt. With the real schema declared,
+a wrong argument in vllm-ascend's call fails here with the same error as on hardware, before any
+reference runs.
 """
 
 import re
@@ -14,7 +15,7 @@ _QUALIFIED_NAME = re.compile(r"(\w+(?:\.\w+)?)\(")
 
 @cache
 def schemas(namespace: str) -> dict[str, str]:
-    """Operator name, with its overload as in "npu_grouped_matmul.List", to schema text, for one of NAMESPACES."""
+    """Return the schemas of a namespace by operator name, such as "npu_grouped_matmul.List"."""
     found: dict[str, str] = {}
     for line in (files(__package__) / "schemas" / f"{namespace}.txt").read_text(encoding="utf-8").splitlines():
         if line and not line.startswith("#"):

@@ -1,8 +1,9 @@
-"""Shapes of what an operator returns and marks of what it writes, for operators whose references read values.
+"""Shapes of the results of operators whose references branch on the content of a tensor.
 
-A graph's capture runs nothing, so it needs the shapes of results beforehand. Most references give them when they run on meta tensors;
-those here cannot, because they branch on the content of a tensor. Each function takes the operator's arguments as meta tensors, writes
-(anything) to the arguments that the operator writes and returns meta tensors.
+A graph's capture runs nothing, so it must know the shapes of results in advance. Most references
+return them when they run on meta tensors; those of the operators below cannot. Each function takes
+the operator's arguments as meta tensors, writes anything to the arguments that the operator writes,
+and returns meta tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ def _attention(
     softmax_lse_flag: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(like query, in the order that the layout names behind "_"; log-sum-exp [T, heads, 1] float32 or nothing)."""
+    """Return the output, in the layout's order of dimensions, and the log-sum-exp."""
     lse = query.new_empty((*query.shape[:-1], 1) if softmax_lse_flag else (0,), dtype=torch.float32)
     order = _HEADS_FIRST.get(input_layout, range(query.dim()))
     return query.new_empty([query.shape[dimension] for dimension in order]), lse
@@ -40,7 +41,7 @@ def _attention_v2(
 def _attention_out(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, out: list[torch.Tensor], **_: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Its schema does not say that ``out`` is written and returned."""
+    """Write and return ``out``, which the schema does not mark as written."""
     for tensor in out:
         tensor.zero_()
     return out[0], out[1]
@@ -58,7 +59,7 @@ def _latent_cache(
     is_output_kv: bool = False,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both caches, which its schema does not say are written, and the rows [B, 1, S, 64 and 512] or nothing."""
+    """Write both caches, which the schema does not mark; return them and the rows, if any."""
     k_cache.zero_()
     ckv_cache.zero_()
     if not is_output_kv:
@@ -69,7 +70,7 @@ def _latent_cache(
 def _init_routing(
     x: torch.Tensor, expert_idx: torch.Tensor, *, expert_num: int = -1, active_expert_range: Sequence[int] = (), **_: object
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(rows [T*K, H], place int32 [T*K], tokens per expert int64 [active experts], scale float32 [T*K])."""
+    """Return rows, places, tokens per expert and scales; see ``npu_moe_init_routing_custom``."""
     first, last = active_expert_range or (0, expert_num)
     copies = expert_idx.numel()
     return (
@@ -81,14 +82,14 @@ def _init_routing(
 
 
 def _grouped_matmul(x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], **_: object) -> list[torch.Tensor]:
-    """[M, n] for x [M, k] and weight [groups, k, n]."""
+    """Return [M, n] for x [M, k] and weight [groups, k, n]."""
     return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1])]
 
 
 def _unpermute(
     permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None = None, *_: object, **__: object
 ) -> torch.Tensor:
-    """[T, H] for T*K rows [T*K, H]."""
+    """Return [T, H] for T*K rows [T*K, H]."""
     top_k = 1 if probs is None else probs.shape[1]
     return permuted_tokens.new_empty(sorted_indices.shape[0] // top_k, permuted_tokens.shape[1])
 
@@ -112,9 +113,10 @@ SHAPES: dict[str, Shape] = {
 
 
 def shape_of(qualified: str, schema: str, reference: Shape) -> Shape:
-    """What gives the shapes of operator ``namespace::name.overload``: the entry here, or the reference itself.
+    """Return the function for the shapes of operator ``namespace::name.overload``.
 
-    An operator that returns nothing needs none, since its schema says what it writes.
+    It is the entry in SHAPES, or else the reference itself. An operator without results needs none:
+    its schema says what it writes.
     """
     if qualified in SHAPES:
         return SHAPES[qualified]
@@ -122,4 +124,4 @@ def shape_of(qualified: str, schema: str, reference: Shape) -> Shape:
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """The results of an operator that returns none."""
+    """Return None, as operators without results do."""

@@ -1,13 +1,15 @@
-"""What ``triton`` is in the emulator: ``jit`` and its relatives, and the launch of a kernel.
+"""The emulated ``triton``: ``jit`` and its relatives, and the launch of kernels.
 
-The emulated stack has no Triton package, so vLLM would answer HAS_TRITON = False and vllm-ascend would leave the paths that
-it takes on hardware (MiniMax-M2 would not run at all: vllm::split_qkv_tp_rmsnorm_rope exists only with Triton). With this in
-place HAS_TRITON is True, every path is the one of hardware, and a launch runs the kernel's own, unmodified source in the host
-language of triton_language.py, or the reference in plain torch that triton_refs.py has for it.
+The emulated stack has no Triton package, so vLLM's HAS_TRITON would be False and vllm-ascend would
+not take the paths that it takes on hardware (MiniMax-M2 would not run:
+vllm::split_qkv_tp_rmsnorm_rope exists only with Triton). With this module HAS_TRITON is True and
+all paths are those of hardware. A launch runs the kernel's own, unmodified source in the language
+of triton_language.py, or the reference in plain torch from triton_refs.py.
 
-Differs from hardware: the programs of a grid run one after the other, autotuning takes the first configuration, and nothing is
-compiled, so a kernel that would not fit the device's scratch memory runs here. torch.compile does not know these kernels: a launch that
-it would have to trace raises; one inside of a custom operator is fine.
+Unlike on hardware, the programs of a grid run one after the other, autotuning takes the first
+configuration, and nothing is compiled, so a kernel that would exceed the device's scratch memory
+runs here. torch.compile does not know these kernels: it raises for a launch that it would have to
+trace; a launch inside a custom operator works.
 """
 
 import functools
@@ -22,13 +24,16 @@ from .recording import record_launch
 from .triton_language import PROGRAM, Pointer, tl
 
 Arguments = dict[str, Any]
-# Options of a launch that tune the compiled code and not its result (triton-ascend adds multibuffer).
+# Launch options that change only the compiled code (triton-ascend adds multibuffer).
 _LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "multibuffer"})
 REFERENCES: dict[str, Callable[[tuple[int, ...], Arguments], None]] = {}
 
 
 class Kernel:
-    """A function decorated with ``triton.jit``: ``kernel[grid](arguments)`` launches it, a kernel calls another one directly."""
+    """A function decorated with ``triton.jit``.
+
+    ``kernel[grid](arguments)`` launches it; a kernel calls another one directly.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.fn = function
@@ -47,7 +52,10 @@ class Kernel:
         return functools.partial(self._launch, grid)
 
     def bind(self, *arguments: Any, **named: Any) -> Arguments:
-        """Every parameter of the kernel by name; launch options are dropped, anything unknown is a TypeError."""
+        """Return every parameter of the kernel by name, without launch options.
+
+        Raises TypeError for an unknown name.
+        """
         passed = {name: value for name, value in named.items() if name in self.signature.parameters or name not in _LAUNCH_OPTIONS}
         bound = self.signature.bind_partial(*arguments, **{**self.configuration, **passed})
         for name, value in self.heuristics.items():
@@ -89,7 +97,7 @@ class Kernel:
             PROGRAM.index, PROGRAM.grid, PROGRAM.kernel = before
 
     def _scalar(self, name: str, value: Any) -> Any:
-        """A runtime number is a scalar of the language (it has ``.to``); a constexpr stays what it is."""
+        """Make a number a scalar of the language, with ``.to``; return a constexpr unchanged."""
         constant = "constexpr" in str(self.fn.__annotations__.get(name, ""))
         if constant or self.fn.__annotations__.get(name) == tl.constexpr or isinstance(value, bool):
             return value
@@ -101,7 +109,7 @@ class Kernel:
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """``@triton.jit`` with or without options; they steer compilation and mean nothing here."""
+    """``@triton.jit`` with or without options, which only affect compilation."""
     return Kernel(function) if function is not None else Kernel
 
 
@@ -115,7 +123,7 @@ class Config:
 
 
 def autotune(configs: Sequence[Config], **options: Any) -> Callable[[Kernel], Kernel]:
-    """Take the first of ``configs``: which one is fastest is not a question here."""
+    """Take the first of ``configs``."""
 
     def choose(kernel: Kernel) -> Kernel:
         kernel.configuration = configs[0].kwargs if configs else {}
@@ -143,19 +151,19 @@ def cdiv(x: int, y: int) -> int:
 
 
 def _device_properties(device: int) -> dict[str, int]:
-    """The two counts that vllm-ascend sizes its grids by (ops/triton/triton_utils.py): those of a 910B3."""
+    """Return a 910B3's counts, by which vllm-ascend sizes grids (ops/triton/triton_utils.py)."""
     return {"num_aicore": 20, "num_vectorcore": 40}
 
 
 class Triton(SimpleNamespace):
-    """The namespace ``triton``; a name that it lacks is an AttributeError that says so."""
+    """The namespace ``triton``. An unknown name raises an AttributeError that names it."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"triton.{name} is not part of the emulated Triton")
 
 
 def make_triton() -> Triton:
-    """A new ``triton`` namespace around the one language."""
+    """Return a new ``triton`` namespace with the language."""
     active = SimpleNamespace(utils=SimpleNamespace(get_device_properties=_device_properties))
     return Triton(
         __name__="triton",

@@ -1,10 +1,14 @@
-"""A Triton language that runs on the host: what ``tl`` is inside a kernel, one program of the grid after the other.
+"""A Triton language that runs on the host, one program of the grid after the other.
 
-Blocks are torch tensors on the host, scalars 0-dimensional ones; only loads and stores touch device memory, and they do so with
-the emulated device's own operators, so that a kernel keeps its place in the order of its stream. Every access is checked against
-the tensor that the pointer came from: a write outside it raises, where hardware would destroy something else; a read next to it
-gives POISON, as hardware gives whatever lies there (vllm-ascend's rejection kernels read element -1 and throw it away); a read
-further away raises, as hardware may fault. A function of ``tl`` that is not here raises NotImplementedError with its name.
+Blocks are torch tensors on the host, and scalars 0-dimensional ones. Only loads and stores touch
+device memory. They use the emulated device's own operators, so a kernel keeps its place in the
+order of its stream.
+
+Every access is checked against the tensor of its pointer. A write outside it raises; hardware would
+overwrite something else. A read close to it returns POISON, as hardware returns whatever is there
+(vllm-ascend's rejection kernels read element -1 and discard it). A read further away raises,
+because hardware may fault. A function of ``tl`` that is missing here raises NotImplementedError
+with its name.
 """
 
 import builtins
@@ -16,13 +20,14 @@ import torch
 
 from .poison import POISON
 
-_NEIGHBOURHOOD = 512  # bytes around a tensor that a read may touch without a fault: the device aligns allocations to as many
+# Bytes around a tensor that may be read without a fault: the device aligns allocations to them.
+_NEIGHBOURHOOD = 512
 Value = Any  # a block, a scalar, or a Python number: kernels mix them freely
 
 
 @dataclass
 class Program:
-    """Which program of which grid is running; the launcher sets it before each one."""
+    """The program that is running, and its grid. The launcher sets it before each program."""
 
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
@@ -33,7 +38,7 @@ PROGRAM = Program()
 
 
 class Pointer:
-    """A pointer argument: the elements of one tensor's storage from its first on, and a block of offsets into them."""
+    """A pointer argument: a tensor's storage from its first element on, and offsets into it."""
 
     def __init__(self, tensor: torch.Tensor, name: str, offsets: Value = 0) -> None:
         size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
@@ -54,7 +59,10 @@ class Pointer:
         return self + (-offsets)
 
     def _places(self, mask: Value, what: str, margin: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(offsets, mask, inside), of one shape; every offset whose mask is set lies in the tensor or ``margin`` elements from it."""
+        """Return offsets, mask and whether they are inside, all of one shape.
+
+        Raises IndexError for an active offset more than ``margin`` elements outside the tensor.
+        """
         active = torch.as_tensor(True if mask is None else mask, dtype=torch.bool)
         offsets, active = torch.broadcast_tensors(self._offsets.long(), active)
         size = self._memory.numel()
@@ -67,7 +75,7 @@ class Pointer:
         return offsets, active, (offsets >= 0) & (offsets < size)
 
     def read(self, mask: Value, other: Value) -> torch.Tensor:
-        """The block of elements; where the mask is not set ``other``, or 0 if none is given, as Ascend's backend has it."""
+        """Return the block; ``other``, or 0 as in Ascend's backend, where the mask is not set."""
         offsets, active, inside = self._places(mask, "reads", _NEIGHBOURHOOD // self.dtype.itemsize)
         filler = torch.as_tensor(0 if other is None else other).to(self.dtype)
         found = torch.as_tensor(POISON).to(self.dtype).expand(offsets.shape).clone()
@@ -176,7 +184,7 @@ class _Language:
 
     @staticmethod
     def argmax(input: torch.Tensor, axis: int) -> torch.Tensor:
-        """The index of the largest, of equals the lowest."""
+        """Return the index of the largest element, the lowest of equal ones."""
         best = input.amax(axis, keepdim=True)
         return (input == best).to(torch.int8).argmax(axis).to(torch.int32)
 
@@ -223,7 +231,7 @@ class _Language:
 
 
 class _Unknown:
-    """A name of the Triton language that this emulator does not have: harmless to mention, an error to use."""
+    """A name that the emulated language lacks. It may be mentioned, but raises when used."""
 
     def __init__(self, name: str) -> None:
         self._name = name

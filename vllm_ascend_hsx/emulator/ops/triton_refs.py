@@ -1,7 +1,8 @@
 """References in plain torch for the Triton kernels that run for every layer or every step.
 
-They do what the kernels' own sources do (vllm 0.23.0 and vllm_ascend 0.23.0; file of each below), for all programs of the grid
-at once; running the sources themselves, program by program, would take most of the time of a forward pass.
+They compute what the kernels' sources do (vllm 0.23.0 and vllm_ascend 0.23.0; the file is named in
+each), for all programs of the grid at once. Running the sources, program by program, would take
+most of the time of a forward pass.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from .triton_kernels import REFERENCES, Arguments
 
 
 def refers_to(kernel: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Have a launch of ``kernel`` (module and name) call the decorated function."""
+    """Register the decorated function as the reference of ``kernel`` (module and name)."""
     def put(reference: Callable[..., None]) -> Callable[..., None]:
         REFERENCES[kernel] = reference
         return reference
@@ -25,10 +26,11 @@ def refers_to(kernel: str) -> Callable[[Callable[..., None]], Callable[..., None
 
 @refers_to("vllm.v1.worker.block_table._compute_slot_mapping_kernel")
 def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Slot of each token: its block's number times the block size, plus its place in the block; the rest of the buffer is PAD_ID.
+    """Write the slot of each token, and PAD_ID to the rest of the buffer.
 
-    The grid has one program per request and one for the padding. With context parallelism a token whose block lies on another
-    rank gets PAD_ID. (vllm/v1/worker/block_table.py:326)
+    A slot is the number of the block times the block size, plus the place in the block. The grid
+    has one program per request and one for the padding. With context parallelism a token whose
+    block is on another rank gets PAD_ID. (vllm/v1/worker/block_table.py:326)
     """
     op = "_compute_slot_mapping_kernel"
     requests = grid[0] - 1
@@ -54,11 +56,14 @@ def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to("vllm_ascend.ops.triton.rope._triton_rope")
 def rope(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Rotate the first ``rope_dim`` elements of every head of q and k in place. (vllm_ascend/ops/triton/rope.py:24)"""
+    """Rotate the first ``rope_dim`` elements of every head of q and k in place.
+
+    (vllm_ascend/ops/triton/rope.py:24)
+    """
     tokens, width = int(arguments["num_tokens"]), int(arguments["rope_dim"])
     if arguments["USE_COS_SIN"]:
         chosen = arguments["cos_sin_ptr"].index_select(0, arguments["pos_ptr"][:tokens])
-        # The kernel reads sin at the padded half, which is the real half only when rope_dim is a power of two.
+        # The kernel reads sin at the padded half: the real half only if rope_dim is a power of two.
         pad = int(arguments["pad_rope_dim"]) // 2
         check(pad + width // 2 <= chosen.shape[1], "_triton_rope", "rope_dim", f"{width} is not a power of two: sin would be misread")
         cos, sin = chosen[:, : width // 2], chosen[:, pad : pad + width // 2]
@@ -75,7 +80,10 @@ _SPLIT = "vllm_ascend.ops.triton.linearnorm.split_qkv_tp_rmsnorm_rope"
 
 @refers_to(f"{_SPLIT}._split_qkv_and_compute_local_qk_var_kernel")
 def split_qkv(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Copy q, k and v out of the rows of ``input``; mean square of each row's q and k. (split_qkv_tp_rmsnorm_rope.py:38)"""
+    """Copy q, k and v out of the rows of ``input``; write the mean squares of q and k.
+
+    (split_qkv_tp_rmsnorm_rope.py:38)
+    """
     tokens, q_cols, k_cols = (int(arguments[name]) for name in ("num_tokens", "q_cols", "k_cols"))
     rows = arguments["input_ptr"][:tokens]
     q, k, v = rows.split([q_cols, k_cols, k_cols], dim=-1)
@@ -88,9 +96,10 @@ def split_qkv(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to(f"{_SPLIT}._apply_global_rmsnorm_kernel")
 def normalise_and_rotate(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """RMSNorm of q and k over all ranks' columns, then rotary on each head's first ``rotary_dim``. (split_qkv_tp_rmsnorm_rope.py:113)
+    """Apply RMSNorm to q and k over all ranks' columns, then rotate them.
 
-    All in float32, rounded once at the end.
+    Rotary covers each head's first ``rotary_dim``. Computed in float32 and rounded once at the end.
+    (split_qkv_tp_rmsnorm_rope.py:113)
     """
     tokens, half = int(arguments["num_tokens"]), int(arguments["HALF"])
     cos, sin = (arguments[name][:tokens, :half].float().unsqueeze(1) for name in ("cos_ptr", "sin_ptr"))

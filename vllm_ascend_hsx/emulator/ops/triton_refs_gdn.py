@@ -1,7 +1,8 @@
-"""References in plain torch for the Triton kernels of GatedDeltaNet and of gated attention; see triton_refs.py.
+"""References in plain torch for the Triton kernels of GatedDeltaNet and gated attention.
 
-What precedes the chunk kernels of gated_delta_rule.py: with A the strictly lower part of beta k k^T exp(g_i - g_j), the inverse of
-I + A gives w and u, with which a chunk is applied to a state at once. Files of vllm_ascend 0.23.0, under ops/triton/.
+See triton_refs.py. They prepare the chunk kernels of gated_delta_rule.py: with A the strictly lower
+part of beta k k^T exp(g_i - g_j), the inverse of I + A gives w and u, with which a chunk is applied
+to a state at once. The files are below ops/triton/ of vllm_ascend 0.23.0.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ _DIAGONAL = 16  # size of the blocks on the diagonal, which are inverted first
 
 
 def _chunks(arguments: Arguments, size: int) -> Iterator[slice]:
-    """Tokens of every chunk of every sequence."""
+    """Yield the tokens of every chunk of every sequence."""
     for first, last in pairwise(arguments["cu_seqlens"].tolist()):
         for start in range(first, last, size):
             yield slice(start, min(start + size, last))
@@ -33,7 +34,7 @@ def _one_batch(kernel: str, arguments: Arguments) -> None:
 
 @refers_to(f"{_FLA}.cumsum.chunk_local_cumsum_scalar_kernel")
 def chunk_local_cumsum(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """s [1, tokens, heads] summed up from the start of each chunk, in float32. (fla/cumsum.py:23)"""
+    """Sum s [1, tokens, heads] from the start of each chunk, in float32. (fla/cumsum.py:23)"""
     kernel = "chunk_local_cumsum_scalar_kernel"
     _one_batch(kernel, arguments)
     for option in ("REVERSE", "HEAD_FIRST", "HAS_SCALE"):
@@ -46,9 +47,10 @@ def chunk_local_cumsum(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to(f"{_FLA}.chunk_scaled_dot_kkt.chunk_scaled_dot_kkt_fwd_kernel")
 def chunk_scaled_dot_kkt(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """A [1, tokens, heads, 64]: row i of a chunk holds beta_i (k_i . k_j) exp(g_i - g_j) for j < i, and 0. (fla/chunk_scaled_dot_kkt.py:29)
+    """Write A [1, tokens, heads, 64]: beta_i (k_i . k_j) exp(g_i - g_j) for j < i in a chunk.
 
-    k [1, tokens, key heads, K]; beta and g_cumsum [heads, 1, tokens].
+    The rest is 0. k is [1, tokens, key heads, K]; beta and g_cumsum are [heads, 1, tokens].
+    (fla/chunk_scaled_dot_kkt.py:29)
     """
     _one_batch("chunk_scaled_dot_kkt_fwd_kernel", arguments)
     heads, width, target = int(arguments["H"]), int(arguments["BT"]), arguments["A"]
@@ -65,7 +67,10 @@ def chunk_scaled_dot_kkt(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to(f"{_FLA}.solve_tril.solve_tril_16x16_kernel")
 def invert_diagonal(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Ad [1, tokens, heads, 16]: the inverse of each block of 16 x 16 on the diagonal of I + A, row by row. (fla/solve_tril.py:20)"""
+    """Write Ad [1, tokens, heads, 16]: the inverse of each 16 x 16 block on the diagonal of I + A.
+
+    (fla/solve_tril.py:20)
+    """
     _one_batch("solve_tril_16x16_kernel", arguments)
     source, target = arguments["A"], arguments["Ad"]
     for chunk in _chunks(arguments, int(arguments["BT"])):
@@ -81,7 +86,10 @@ def invert_diagonal(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to(f"{_FLA}.solve_tril.merge_16x16_to_64x64_inverse_kernel")
 def merge_inverse(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Ai [1, tokens, heads, 64]: the inverse of I + A from those of its diagonal blocks, float32 inside. (fla/solve_tril.py:192)"""
+    """Write Ai [1, tokens, heads, 64]: the inverse of I + A from those of its diagonal blocks.
+
+    Computed in float32. (fla/solve_tril.py:192)
+    """
     _one_batch("merge_16x16_to_64x64_inverse_kernel", arguments)
     width, target = int(arguments["BT"]), arguments["Ai"]
     for chunk in _chunks(arguments, width):
@@ -98,9 +106,10 @@ def merge_inverse(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to(f"{_FLA}.wy_fast.recompute_w_u_fwd_kernel")
 def recompute_w_u(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """u = A (beta v) and w = A (beta exp(g) k), [1, tokens, heads, V or K], float32 inside; A is Ai of merge_inverse. (fla/wy_fast.py:24)
+    """Write u = A (beta v) and w = A (beta exp(g) k), [1, tokens, heads, V or K].
 
-    beta and g: [1, heads, tokens].
+    Computed in float32. A is Ai of merge_inverse; beta and g are [1, heads, tokens].
+    (fla/wy_fast.py:24)
     """
     _one_batch("recompute_w_u_fwd_kernel", arguments)
     heads = int(arguments["H"])
@@ -116,14 +125,14 @@ def recompute_w_u(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to(f"{_FLA}.l2norm.l2norm_fwd_kernel2_loop")
 def l2norm(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Y = X / sqrt(sum(X^2) + eps) for each row, float32 inside. (fla/l2norm.py:19)"""
+    """Write Y = X / sqrt(sum(X^2) + eps) for each row, computed in float32. (fla/l2norm.py:19)"""
     rows, target = arguments["X"].float(), arguments["Y"]
     target.copy_((rows * torch.rsqrt(rows.square().sum(-1, keepdim=True) + arguments["eps"])).to(target.dtype))
 
 
 @refers_to(f"{_FLA}.utils._clear_ssm_states_kernel")
 def clear_ssm_states(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Zeros for every sequence that has no state yet. (fla/utils.py:78)"""
+    """Write zeros for every sequence that has no state yet. (fla/utils.py:78)"""
     states = arguments["states_ptr"]
     has_state = arguments["has_initial_state_ptr"].bool().view(-1, *[1] * (states.dim() - 1))
     states.copy_(torch.where(has_state, states, 0.0))
@@ -131,9 +140,11 @@ def clear_ssm_states(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to(f"{_FLA}.fused_qkvzba_split_reshape.fused_qkvzba_split_reshape_cat_kernel")
 def split_qkvzba(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Take apart what Qwen3-Next projects for each key head: its q, k, v and z, and b and a. (fla/fused_qkvzba_split_reshape.py:17)
+    """Split Qwen3-Next's projections into q, k, v and z, and b and a.
 
-    mixed_qkvz [tokens, key heads * (2 K + 2 V r)] with r value heads for each key head; mixed_qkv gets all q, then all k, then all v.
+    They are grouped by key head: mixed_qkvz is [tokens, key heads * (2 K + 2 V r)] with r value
+    heads per key head; mixed_qkv receives all q, then all k, then all v.
+    (fla/fused_qkvzba_split_reshape.py:17)
     """
     mixed, gates = arguments["mixed_qkvz"], arguments["mixed_ba"]
     key_heads, heads = int(arguments["NUM_HEADS_QK"]), int(arguments["NUM_HEADS_V"])
@@ -149,10 +160,11 @@ def split_qkvzba(grid: tuple[int, ...], arguments: Arguments) -> None:
 
 @refers_to("vllm_ascend.ops.triton.linearnorm.split_qkv_rmsnorm_mrope.split_qkv_rmsnorm_mrope_kernel")
 def split_qkv_rmsnorm_mrope(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Rows of q with a gate for each head, k and v: taken apart, q and k normalised and their first ``rope_dim`` elements rotated.
+    """Split rows into q with its gates, k and v; normalise and rotate q and k.
 
-    cos_sin [3, tokens, rope_dim]: cosines, then sines, by the position in time, height and width; which of the three a frequency uses
-    is fixed by its number. Float32 inside. (linearnorm/split_qkv_rmsnorm_mrope.py:29)
+    Rotary covers the first ``rope_dim`` elements. cos_sin is [3, tokens, rope_dim]: cosines, then
+    sines, by the position in time, height and width; the number of a frequency decides which of the
+    three it uses. Computed in float32. (linearnorm/split_qkv_rmsnorm_mrope.py:29)
     """
     if arguments["has_bias"]:
         raise unsupported("split_qkv_rmsnorm_mrope_kernel", "has_bias", True)

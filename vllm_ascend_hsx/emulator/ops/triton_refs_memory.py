@@ -1,4 +1,4 @@
-"""Reference for the Triton kernel that copies between raw device addresses: Mamba states, from one block to the next."""
+"""Reference for the Triton kernel that copies Mamba states between raw device addresses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from .triton_refs import refers_to
 
 
 def _bytes_at(address: int, size: int, device: torch.device) -> torch.Tensor:
-    """``size`` bytes of device memory as a tensor, which does not own them."""
+    """Return ``size`` bytes of device memory as a tensor that does not own them."""
     storage = torch._C._construct_storage_from_data_pointer(address, device, size)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,))  # type: ignore[call-overload]
 
 
 @refers_to("vllm_ascend.ops.triton.batch_memcpy.batch_memcpy_kernel")
 def batch_memcpy(grid: tuple[int, ...], arguments: Arguments) -> None:
-    """Copy ``sizes[i]`` bytes from address ``src_ptrs[i]`` to ``dst_ptrs[i]``. (vllm_ascend 0.23.0, ops/triton/batch_memcpy.py:10)
+    """Copy ``sizes[i]`` bytes from address ``src_ptrs[i]`` to ``dst_ptrs[i]``, in stream order.
 
-    In the order of the stream, as any copy. The race detector does not see it: it knows memory by tensors, and here are none.
+    The race detector does not see these copies: it knows memory by its tensors. (vllm_ascend
+    0.23.0, ops/triton/batch_memcpy.py:10)
     """
     lists = (arguments[name][: grid[0]].tolist() for name in ("src_ptrs", "dst_ptrs", "sizes"))
     for source, target, size in zip(*lists, strict=True):

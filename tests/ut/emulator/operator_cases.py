@@ -1,0 +1,168 @@
+"""Arguments, by a seed, for every operator that is called on the device and in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from emulated import int32, random
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vllm_ascend_hsx.emulator.ops.registration import REFERENCES
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+HOST = frozenset({"context_lens"})  # arguments that stay on the host
+
+
+def half(*shape: int, seed: int) -> torch.Tensor:
+    return random(*shape, seed=seed, dtype=torch.bfloat16)
+
+
+def experts(seed: int) -> torch.Tensor:
+    return torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(10 * seed + row))[:2] for row in range(3)]).int()
+
+
+def attention(seed: int, **options: Any) -> Call:
+    """Two sequences of one query over a paged cache of blocks of 16."""
+    table = torch.tensor([[1 + seed % 2, 3], [0, 4]], dtype=torch.int32)
+    return (random(2, 4, 16, seed=seed), random(5, 16, 32, seed=seed + 1), random(5, 16, 32, seed=seed + 2)), {
+        "num_heads": 4, "num_key_value_heads": 2, "scale": 0.25, "input_layout": "TND", "block_size": 16, "block_table": table,
+        "actual_seq_lengths": [1, 2], "actual_seq_lengths_kv": [18, 9], **options,
+    }
+
+
+def attention_v2(seed: int, **options: Any) -> Call:
+    args, kwargs = attention(seed, **options)
+    new = {"num_heads": "num_query_heads", "scale": "softmax_scale", "actual_seq_lengths": "actual_seq_qlen"}
+    return args, {{**new, "actual_seq_lengths_kv": "actual_seq_kvlen"}.get(name, name): value for name, value in kwargs.items()}
+
+
+def outputs() -> list[torch.Tensor]:
+    return [torch.zeros(2, 4, 16), torch.zeros(1)]
+
+
+def latent_attention(seed: int) -> Call:
+    """Two queries of 8 heads against a shared latent, and the output with the heads first."""
+    shapes = ((2, 8, 512), (2, 8, 64), (3, 1, 16, 512), (3, 1, 16, 64))
+    query, rope, keys, key_rope = (half(*shape, seed=seed + i) for i, shape in enumerate(shapes))
+    return (query, keys, keys.clone()), {
+        "query_rope": rope, "key_rope": key_rope, "num_heads": 8, "num_key_value_heads": 1, "scale": 0.1, "input_layout": "TND_NTD",
+        "sparse_mode": 0, "block_size": 16, "block_table": int32(1, 0, 2, 0).view(2, 2), "actual_seq_lengths": [1, 2],
+        "actual_seq_lengths_kv": [18, 9],
+    }
+
+
+def latent_cache(seed: int, rows: bool) -> Call:
+    shapes = ((3, 1, 1, 576), (512,), (3, 1, 1, 64), (3, 1, 1, 64))
+    caches = [torch.zeros(2, 4, 1, width).bfloat16() for width in (64, 512)]
+    given = [half(*shape, seed=seed + i) for i, shape in enumerate(shapes)]
+    return (*given, torch.tensor([seed, -1, 6]), *caches), {"cache_mode": "PA", "is_output_kv": rows}
+
+
+def init_routing(seed: int, active: tuple[int, int] = (0, 4)) -> Call:
+    options = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True, "quant_mode": -1}
+    return (random(3, 8, seed=seed), experts(seed)), {"scale": random(3, seed=seed), "active_expert_range": list(active), **options}
+
+
+def norm(seed: int, *more: Any) -> Call:
+    return (random(3, 8, seed=seed), random(3, 8, seed=8), random(8), *more), {}
+
+
+def grouped(seed: int) -> Call:
+    options = {"split_item": 2, "group_type": 0, "group_list_type": 1}
+    return ([random(6, 8, seed=seed)], [random(2, 8, 5)]), {"group_list": torch.tensor([2 + seed, 4 - seed]), **options}
+
+
+def decode(seed: int) -> Call:
+    options = {"block_table": int32(1, 0, 2, 0).view(2, 2), "context_lens": int32(17, 3), "out": torch.zeros(2, 4, 8)}
+    return (random(2, 4, 8, seed=seed), random(3, 16, 2, 8), random(3, 16, 2, 8, seed=4), 2, 4, 0.3), options
+
+
+def store(seed: int) -> Call:
+    return (random(2, 2, 8, seed=seed), random(2, 2, 8, seed=7), *[torch.zeros(2, 4, 2, 8) for _ in "kv"], int32(seed, -1)), {}
+
+
+def turn(seed: int, heads: int) -> Call:
+    return (random(1, 3, 2, 8, seed=seed), *[random(1, 3, 2, 8, seed=9)] * (heads - 1), random(1, 3, 1, 8), random(1, 3, 1, 8, seed=5)), {}
+
+
+# The operator's qualified name, and after a comma what is special about the call.
+CASES: dict[str, Callable[[int], Call]] = {
+    "npu::npu_rms_norm": lambda seed: ((random(3, 8, seed=seed), random(8)), {"epsilon": 1e-5}),
+    "npu::npu_add_rms_norm": norm,
+    "npu::npu_swiglu": lambda seed: ((random(3, 8, seed=seed),), {}),
+    "npu::npu_rotary_mul": lambda seed: turn(seed, 1),
+    "npu::npu_apply_rotary_pos_emb": lambda seed: turn(seed, 2),
+    "npu::npu_format_cast": lambda seed: ((random(3, 8, seed=seed), 2), {}),
+    "npu::npu_format_cast, of a transposed tensor": lambda seed: ((random(4, 4, seed=seed).t(), 29), {}),
+    "npu::npu_fused_infer_attention_score": attention,
+    "npu::npu_fused_infer_attention_score, causal": lambda seed: attention(
+        seed, sparse_mode=3, atten_mask=torch.ones(2048, 2048, dtype=torch.int8).triu(1)),
+    "npu::npu_fused_infer_attention_score, latent": latent_attention,
+    "npu::npu_fused_infer_attention_score, with sums": lambda seed: attention(seed, softmax_lse_flag=True),
+    "npu::npu_fused_infer_attention_score.out": lambda seed: attention(seed, out=outputs()),
+    "npu::npu_fused_infer_attention_score_v2": attention_v2,
+    "npu::npu_fused_infer_attention_score_v2.out": lambda seed: attention_v2(seed, out=outputs()),
+    "npu::_npu_fused_infer_attention_score_get_max_workspace": attention,
+    "npu::npu_interleave_rope": lambda seed: (tuple(half(3, n, 1, 64, seed=seed) for n in (2, 1, 1)), {}),
+    "npu::npu_kv_rmsnorm_rope_cache": lambda seed: latent_cache(seed, rows=False),
+    "npu::npu_kv_rmsnorm_rope_cache, with rows": lambda seed: latent_cache(seed, rows=True),
+    "npu::npu_transpose_batchmatmul": lambda seed: (
+        (random(2, 3, 128, seed=seed), random(3, 128, 128)), {"perm_x1": [1, 0, 2], "perm_y": [1, 0, 2]}),
+    "npu::npu_moe_gating_top_k_softmax": lambda seed: ((random(3, 8, seed=seed),), {"k": 2}),
+    "npu::npu_moe_init_routing_v2": init_routing,
+    "npu::npu_moe_init_routing_v2, of some experts": lambda seed: init_routing(seed, active=(1, 3)),
+    "npu::npu_moe_token_permute": lambda seed: ((random(3, 4, seed=seed), experts(seed).long()), {}),
+    "npu::npu_grouped_matmul": grouped,
+    "npu::npu_moe_token_unpermute": lambda seed: (
+        (random(6, 8, seed=seed), int32(*[5, 0, 1, 2, 4, 3][:: 1 - 2 * (seed % 2)])), {"probs": random(3, 2).abs()}),
+    "npu::npu_top_k_top_p": lambda seed: ((random(3, 8, seed=seed),), {"k": int32(2, 1 + seed, 8)}),
+    "npu::npu_top_k_top_p, with p": lambda seed: (
+        (random(3, 9, seed=seed),), {"k": int32(9, 3, 1), "p": torch.tensor([0.5, 1.0, 0.9])}),
+    "atb::_npu_reshape_and_cache": store,
+    "atb::_npu_paged_attention": decode,
+    "atb::_npu_rotary_embedding": lambda seed: (
+        (torch.tensor([3, seed]), random(2, 16, seed=seed), random(2, 8, seed=1), 8, random(4, 8, seed=2), True), {}),
+    "_C_ascend::npu_add_rms_norm_bias": norm,
+    "_C_ascend::npu_add_rms_norm_bias, without beta": lambda seed: norm(seed, None, 1e-6),
+    "_C_ascend::npu_moe_init_routing_custom": init_routing,
+    "_C_ascend::moe_gating_top_k": lambda seed: (
+        (random(3, 8, seed=seed), 2, 1, 1, 1, 1, 1, False, 1.0, 1e-20), {"bias_opt": random(8, seed=1)}),
+}
+
+
+def split(qualified: str) -> tuple[str, str]:
+    """Return namespace and name, which may have an overload."""
+    namespace, _, name = qualified.partition(",")[0].partition("::")
+    return namespace, name
+
+
+def operator(qualified: str) -> Any:
+    namespace, name = split(qualified)
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+def reference(qualified: str) -> Callable[..., Any]:
+    namespace, name = split(qualified)
+    return REFERENCES[namespace][name]
+
+
+def arguments(qualified: str, seed: int, device: str) -> Call:
+    """Return the arguments of a case, on `device` but for those that stay on the host."""
+    args, kwargs = CASES[qualified](seed)
+    move = lambda value: value.to(device) if isinstance(value, torch.Tensor) else value  # noqa: E731
+    return tree_map(move, args), {name: value if name in HOST else tree_map(move, value) for name, value in kwargs.items()}
+
+
+def tensors(*trees: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+
+
+def on_host(*trees: object) -> list[torch.Tensor]:
+    return [tensor.cpu() for tensor in tensors(*trees)]
+
+
+def layout(*trees: object) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+    return [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors(*trees)]

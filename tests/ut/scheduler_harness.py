@@ -1,0 +1,47 @@
+"""A scheduler of extracted requests, and as much of vLLM's requests as it reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, WorkerReport
+from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.sinks.destination import InDirectory
+
+ROW_BYTES = 64
+
+
+def make_scheduler(num_ranks: int = 2) -> ExtractionScheduler:
+    return ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=num_ranks, ring_bytes=1000)
+
+
+def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
+    """As much of vllm.v1.request.Request as is read."""
+    request = SimpleNamespace(
+        request_id=request_id,
+        prompt_token_ids=list(range(num_tokens)),
+        kv_transfer_params=None,
+        pooling_params=None,
+        resumable=False,
+        priority=0,
+        arrival_time=0.0,
+        skip_reading_prefix_cache=False,
+        status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        sampling_params=SimpleNamespace(stop=[]),
+        max_tokens=4,
+        num_output_tokens=0,
+        output_token_ids=[],
+    )
+    vars(request).update(changes)
+    return request
+
+
+def schedule(scheduler: ExtractionScheduler, *requests: Any) -> HsxConnectorMetadata:
+    new = [SimpleNamespace(req_id=request.request_id, prompt_token_ids=request.prompt_token_ids) for request in requests]
+    return scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=new))
+
+
+def report(scheduler: ExtractionScheduler, rank: int = 0, **state: Any) -> None:
+    scheduler.on_worker_report(WorkerReport({}, {rank: RankState(**state)}))

@@ -1,0 +1,208 @@
+"""Requests wait while rows of others fill the memory, and no longer than they must."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from scheduler_harness import ROW_BYTES, make_request, make_scheduler, report, schedule
+
+from vllm_ascend_hsx.connector.metadata import RankState, WorkerReport
+from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.connector.storage_watch import Reminder
+from vllm_ascend_hsx.sinks.destination import InDirectory
+
+
+def test_new_requests_wait_while_rows_of_others_fill_the_memory_and_started_ones_do_not() -> None:
+    scheduler, running, waiting = make_scheduler(num_ranks=1), make_request("running"), make_request("waiting")
+    other = make_request("other", kv_transfer_params={"hidden_states": False})
+    for request in (running, waiting, other):
+        scheduler.on_new_request(request)
+    schedule(scheduler, running)
+    report(scheduler, started=1, backlog=681)
+    assert scheduler.must_wait(waiting)
+    assert not scheduler.must_wait(running)
+    assert not scheduler.must_wait(other)
+    report(scheduler, started=1, backlog=680)  # and 320 of its own
+    assert not scheduler.must_wait(waiting)
+
+
+def test_what_was_let_through_counts_before_a_worker_has_told_of_it() -> None:
+    scheduler = make_scheduler(num_ranks=1)
+    requests = [make_request(f"r{index}", 5, arrival_time=index) for index in range(5)]
+    for request in requests:
+        scheduler.on_new_request(request)
+    assert [scheduler.must_wait(request) for request in requests] == [False, False, False, True, True]
+    schedule(scheduler, *requests[:2])  # there was no room in the KV cache for the third
+    assert [scheduler.must_wait(request) for request in requests[2:]] == [False, True, True]  # it has been overtaken by nobody
+
+
+def test_what_was_let_through_but_not_scheduled_is_not_owed_by_its_rank() -> None:
+    """vLLM asks first and may then find no room in the KV cache."""
+    scheduler, large, small = make_scheduler(), make_request("large", 10), make_request("small", 1)
+    for request in (large, small):
+        scheduler.on_new_request(request)
+    assert not scheduler.must_wait(large)
+    schedule(scheduler)
+    (start,) = schedule(scheduler, small).started
+    assert start.owner == 0
+
+
+@pytest.mark.parametrize(
+    ("rates", "waits"),
+    [
+        pytest.param({}, True, id="nothing is known"),
+        pytest.param({"write_rate": 50.0, "prompt_rate": 100.0}, False, id="half is written while it comes"),
+        pytest.param({"write_rate": 10.0, "prompt_rate": 100.0}, True, id="a tenth is written while it comes"),
+        pytest.param({"write_rate": 100.0, "prompt_rate": 100.0, "backlog": 1000}, False, id="storage is as fast as prompts"),
+        pytest.param({"write_rate": 100.0}, True, id="how fast prompts come is not known"),
+    ],
+)
+def test_what_storage_writes_while_rows_come_needs_no_memory(rates: dict[str, float], waits: bool) -> None:
+    scheduler = make_scheduler(num_ranks=1)
+    running, asking = make_request("running", 10), make_request("asking", 10)
+    for request in (running, asking):
+        scheduler.on_new_request(request)
+    schedule(scheduler, running)
+    report(scheduler, **{"started": 1, "prompt_owed": 640 + rates.get("backlog", 0)} | rates)
+    assert scheduler.must_wait(asking) == waits
+
+
+def test_generated_rows_count_at_the_speed_at_which_they_come() -> None:
+    """A hundred steps a second make 100 rows of 64 bytes, for each request."""
+    rates = {"prompt_rate": 1e6, "step_rate": 100.0}
+    for write_rate, waits in ((12_800.0, False), (12_000.0, True)):
+        scheduler = make_scheduler(num_ranks=1)
+        running, asking = (make_request(name, 1, kv_transfer_params={"include_output_tokens": True}, max_tokens=501) for name in "ab")
+        for request in (running, asking):
+            scheduler.on_new_request(request)
+        (start,) = schedule(scheduler, running).started
+        assert start.max_output_rows == 500
+        report(scheduler, started=1, output_owed=500 * ROW_BYTES, generating=1, write_rate=write_rate, **rates)
+        assert scheduler.must_wait(asking) == waits
+
+
+def test_a_request_larger_than_the_memory_runs_when_nothing_else_needs_it_and_is_not_overtaken() -> None:
+    scheduler = make_scheduler(num_ranks=1)
+    first, large, small = make_request("first", 5), make_request("large", 50, arrival_time=1.0), make_request("small", 1, arrival_time=2.0)
+    for request in (first, large, small):
+        scheduler.on_new_request(request)
+    schedule(scheduler, first)
+    report(scheduler, started=1, prompt_owed=320)
+    assert [scheduler.must_wait(request) for request in (small, large)] == [False, True]
+    schedule(scheduler)
+    assert [scheduler.must_wait(request) for request in (small, large)] == [True, True]
+    schedule(scheduler)
+    report(scheduler, started=1, prompt_owed=320, backlog=320)
+    assert [scheduler.must_wait(request) for request in (small, large, small)] == [True, False, True]
+
+
+def test_an_urgent_request_is_let_through_first() -> None:
+    scheduler = make_scheduler(num_ranks=1)
+    patient, urgent = make_request("patient", priority=1), make_request("urgent", arrival_time=9.0)
+    for request in (patient, urgent):
+        scheduler.on_new_request(request)
+    report(scheduler, backlog=1001)
+    assert scheduler.must_wait(patient)
+    assert scheduler.must_wait(urgent)
+    report(scheduler, backlog=680 - 320)
+    assert scheduler.must_wait(patient)
+    assert not scheduler.must_wait(urgent)
+    assert not scheduler.must_wait(patient)
+
+
+def test_nothing_new_begins_while_storage_does_not_answer_until_it_is_refused() -> None:
+    scheduler, request = make_scheduler(num_ranks=1), make_request("r")
+    scheduler.on_new_request(request)
+    quiet, full = {"backlog": 1, "quiet": True}, {"backlog": 2000}
+    for state, waits in ((quiet, True), (quiet | {"stuck": True}, False), (full, True), (full | {"stuck": True}, False), (full, True)):
+        report(scheduler, **state)
+        assert scheduler.must_wait(request) == waits, state
+        schedule(scheduler)
+
+
+def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    now = 100.0
+    scheduler, request = make_scheduler(num_ranks=1), make_request("r")
+    scheduler._reminder = Reminder(5.0, lambda: now)
+    scheduler.on_new_request(request)
+    report(scheduler, backlog=1001, write_rate=2.0 * (1 << 20))
+    lines = []
+    for second in range(31):
+        now = 100.0 + second
+        scheduler.must_wait(request)
+        schedule(scheduler)
+        lines += [(second, record.getMessage()) for record in caplog.records]
+        caplog.clear()
+    assert [second for second, _ in lines] == [5, 15, 25]
+    assert "held back for 5 s, 1 now" in lines[0][1]
+    assert "/data" in lines[0][1] and "2.0 MiB/s" in lines[0][1] and "pinned_ring_bytes" in lines[0][1]
+
+
+@pytest.mark.parametrize("end", ["admitted", "aborted"])
+def test_stats_say_how_many_requests_wait_until_they_need_not_or_have_gone(end: str) -> None:
+    scheduler, running, waiting = make_scheduler(num_ranks=1), make_request("running"), make_request("waiting")
+    for request in (running, waiting):
+        scheduler.on_new_request(request)
+    assert not scheduler.must_wait(running)
+    schedule(scheduler, running)
+    assert scheduler.take_stats() is None
+    scheduler.on_worker_report(WorkerReport({}, {0: RankState(backlog=1001)}))
+    assert not schedule(scheduler).stats_wanted
+    assert scheduler.must_wait(waiting)
+    assert schedule(scheduler).stats_wanted
+    stats = scheduler.take_stats()
+    assert stats is not None
+    assert stats.gauge("requests_held") == {"scheduler": 1}
+    if end == "admitted":
+        report(scheduler, started=1)
+        assert not scheduler.must_wait(waiting)
+    else:
+        scheduler.on_finished(waiting)
+    assert schedule(scheduler).stats_wanted
+    stats = scheduler.take_stats()
+    assert stats is not None
+    assert stats.gauge("requests_held") == {"scheduler": 0}
+    assert stats.counter("backpressure_ns") > 0
+    assert not schedule(scheduler).stats_wanted
+    assert scheduler.take_stats() is None
+
+
+@pytest.mark.parametrize("name", [None, "a.safetensors"], ids=["an id that is used again", "a name that is chosen again"])
+def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome(name: str | None) -> None:
+    """An idle engine asks no worker, so a file can be complete long before the scheduler knows."""
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
+    params = name and {"hidden_states_path": name}
+    first, second = make_request("r", kv_transfer_params=params), make_request("s" if name else "r", kv_transfer_params=params)
+    scheduler.on_new_request(first)
+    schedule(scheduler, first)
+    scheduler.on_finished(first)
+    scheduler.on_new_request(second)
+    assert scheduler.must_wait(second)
+    assert schedule(scheduler).started == []
+    for _ in range(2):  # as report_before_answers has it
+        scheduler.on_worker_report(WorkerReport({"r": "broken"}, {0: RankState(started=1)}))
+    assert not scheduler.must_wait(second)
+    (start,) = schedule(scheduler, second).started
+    assert scheduler.on_finished(second) == {"hidden_states_path": start.path}
+    scheduler.on_worker_report(WorkerReport({second.request_id: None}, {0: RankState(started=2)}))
+    assert scheduler._outstanding == [0]
+    assert (scheduler._undecided, scheduler._writing) == ({}, {})
+
+
+def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting() -> None:
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
+    first, *others = (make_request(name, kv_transfer_params={"hidden_states_path": "a.safetensors"}) for name in "abcd")
+    scheduler.on_new_request(first)
+    schedule(scheduler, first)
+    scheduler.on_finished(first)
+    for other in others[:2]:
+        scheduler.on_new_request(other)
+        assert scheduler.must_wait(other)
+        assert scheduler.on_finished(other) is None
+    report(scheduler, started=1, backlog=1, stuck=True)
+    scheduler.on_new_request(others[2])
+    assert not scheduler.must_wait(others[2])  # its rank refuses it, which is better than to wait for nobody knows how long
+    scheduler.on_finished(others[2])
+    scheduler.on_worker_report(WorkerReport({"a": None}, {0: RankState(started=1)}))
+    assert (scheduler._undecided, scheduler._writing) == ({}, {})

@@ -1,0 +1,305 @@
+"""Findings of `hsx doctor` about software, storage and target, each with a remedy."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
+from vllm_ascend_hsx.doctor import software, storage
+from vllm_ascend_hsx.doctor.findings import Finding
+from vllm_ascend_hsx.doctor.software import check_software
+from vllm_ascend_hsx.doctor.storage import check_storage, filesystem_of
+from vllm_ascend_hsx.doctor.target import check_target, stored_format
+from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+
+
+def by_name(found: Iterator[Finding]) -> dict[str, Finding]:
+    return {each.name: each for each in found}
+
+
+# Software
+
+
+def install(directory: Path, name: str, version: str, rest: str = "") -> None:
+    """Metadata of a package, as pip leaves it."""
+    folder = directory / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{rest}")
+
+
+VLLM_ASCEND = "Requires-Dist: torch==2.10.0\nRequires-Dist: torch-npu==2.10.0.post4\n\n- CANN == 9.1.0 (see the release notes)\n"
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put an Ascend machine's metadata before this machine's and the emulated torch_npu's."""
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for name, version, rest in (
+        ("vllm", "0.23.0+empty", ""),
+        ("vllm-ascend", "0.23.0", VLLM_ASCEND),
+        ("torch", "2.10.0+cpu", ""),
+        ("torch-npu", "2.10.0.post4", ""),
+    ):
+        install(packages, name, version, rest)
+    others = [each for each in sys.path if Path(each).resolve() != software.SITE.resolve()]
+    # One change: what syspath_prepend undoes would be put back without the emulator.
+    monkeypatch.setattr(sys, "path", [str(packages), *others])
+    return packages
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Path:
+    """The files of an Ascend machine."""
+    root = tmp_path / "root"
+    toolkit = root / "usr/local/Ascend/cann" / f"{platform.machine()}-linux"
+    toolkit.mkdir(parents=True)
+    (toolkit / "ascend_toolkit_install.info").write_text(
+        "package_name=Ascend-cann-toolkit\nversion=9.1.0\ninnerversion=V100R001C25\ncompatible_version=[V100R001C23]\n"
+    )
+    driver = root / "usr/local/Ascend/driver"
+    driver.mkdir()
+    (driver / "version.info").write_text("Version=26.0.rc1\nascendhal_version=7.35.23\npackage_version=26.0.rc1\n")
+    (root / "dev").mkdir()
+    for name in ("davinci0", "davinci1", "davinci_manager"):
+        (root / "dev" / name).touch()
+    return root
+
+
+def without(packages: Path, name: str) -> None:
+    (metadata,) = packages.glob(f"{name.replace('-', '_')}-[0-9]*.dist-info")
+    (metadata / "METADATA").unlink()
+    metadata.rmdir()
+
+
+def environ_of(root: Path, **more: str) -> dict[str, str]:
+    return {"ASCEND_HOME_PATH": str(root / "usr/local/Ascend/cann"), **more}
+
+
+@pytest.mark.parametrize("environ", [{}, {"VLLM_PLUGINS": "ascend,ascend_hsx"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}], ids=str)
+def test_a_machine_that_has_everything_is_told_its_versions(installed: Path, machine: Path, environ: dict[str, str]) -> None:
+    found = by_name(check_software(environ_of(machine, **environ), machine))
+    assert {each.verdict for each in found.values()} == {"ok"}
+    versions = {name: each.found for name, each in found.items() if name != "plugin"}
+    assert versions == {
+        "vllm": "0.23.0+empty",
+        "vllm-ascend": "0.23.0",
+        "torch": "2.10.0+cpu",
+        "torch-npu": "2.10.0.post4",
+        "CANN": "9.1.0",
+        "driver": "26.0.rc1",
+        "NPUs": "2",
+    }
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change to a sound machine, and the problem that it makes.
+
+    Attributes:
+        environ: variables that differ.
+        packages: what is installed instead, by name; None for nothing.
+        cann: text of the toolkit's file.
+        name, found, what_to_do: of the finding, the last two in part.
+    """
+
+    name: str
+    found: str
+    what_to_do: str
+    packages: dict[str, str | None] = field(default_factory=dict)
+    cann: str = ""
+    environ: dict[str, str] = field(default_factory=dict)
+
+
+CHANGES = {
+    "vllm": Change("vllm", "0.24.0", "pip install vllm==0.23.0", {"vllm": "0.24.0"}),
+    "vllm-ascend": Change("vllm-ascend", "0.23.1", "pip install vllm-ascend==0.23.0", {"vllm-ascend": "0.23.1"}),
+    "torch": Change("torch", "2.11.0", "pip install torch==2.10.0", {"torch": "2.11.0"}),
+    "torch-npu": Change("torch-npu", "2.10.0", "pip install torch-npu==2.10.0.post4", {"torch-npu": "2.10.0"}),
+    "no torch-npu": Change("torch-npu", "", "Install it: pip install torch-npu==2.10.0.post4.", {"torch-npu": None}),
+    "another CANN": Change("CANN", "8.5.0; vllm-ascend wants 9.1.0", "", cann="version=8.5.0\n"),
+    "a CANN that no variable names": Change("CANN", "9.1.0", "set_env.sh", environ={"ASCEND_HOME_PATH": ""}),
+    "a plugin that is left out": Change(
+        "plugin", "", "Add ascend_hsx to VLLM_PLUGINS, or unset it.", environ={"VLLM_PLUGINS": "ascend,ascend_model"}
+    ),
+    "the V2 runner": Change("model runner", "", "", environ={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_differs_is_one_problem_that_names_what_is_right(installed: Path, machine: Path, change: Change) -> None:
+    for name, version in change.packages.items():
+        without(installed, name)
+        if version is not None:
+            install(installed, name, version, VLLM_ASCEND if name == "vllm-ascend" else "")
+    if change.cann:
+        (info,) = machine.rglob("ascend_toolkit_install.info")
+        info.write_text(change.cann)
+    (problem,) = [each for each in check_software(environ_of(machine, **change.environ), machine) if each.verdict == "problem"]
+    assert problem.name == change.name
+    assert change.found in problem.found and change.what_to_do in problem.what_to_do
+
+
+def test_what_is_not_installed_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    found = by_name(check_software({}, tmp_path))
+    assert {name for name, each in found.items() if each.verdict == "problem"} == {"NPUs", "vllm", "vllm-ascend", "plugin"}
+    assert found["vllm"].what_to_do == "Install it: pip install vllm==0.23.0."
+    assert found["plugin"].found == "no entry point vllm.general_plugins: ascend_hsx"
+
+
+def test_a_machine_without_an_npu_has_one_problem_and_is_told_of_the_emulator(installed: Path, tmp_path: Path) -> None:
+    without(installed, "torch-npu")
+    without(installed, "torch")
+    install(installed, "torch", "2.13.0+cpu")
+    found = list(check_software({}, tmp_path))
+    (problem,) = [each for each in found if each.verdict == "problem"]
+    assert found[0] == problem and problem.name == "NPUs"
+    assert "hsx emulate -- hsx doctor" in problem.what_to_do
+    notes = [each for each in found if each.verdict == "note"]
+    assert {each.name for each in notes} == {"torch", "torch-npu"}
+    assert not [each for each in found if "nstall" in each.what_to_do]
+
+
+def test_the_release_is_read_where_the_toolkit_left_only_its_components_versions(tmp_path: Path) -> None:
+    (tmp_path / "runtime").mkdir()
+    (tmp_path / "runtime/version.info").write_text("Version=7.6.0.1.220:8.0.0\n")
+    assert software.cann_version(tmp_path) == "8.0.0"
+
+
+def test_a_container_without_driver_and_npus_is_told_what_to_mount(installed: Path, machine: Path) -> None:
+    (machine / "usr/local/Ascend/driver/version.info").unlink()
+    for path in (machine / "dev").iterdir():
+        if path.name != "davinci_manager":
+            path.unlink()
+    found = by_name(check_software(environ_of(machine), machine))
+    assert "mount /usr/local/Ascend/driver/version.info" in found["driver"].what_to_do
+    assert found["NPUs"].verdict == "problem"
+
+
+def test_an_emulated_npu_is_named_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(software.SITE))
+    found = by_name(check_software({"HSX_EMULATOR_NPUS": "4"}, tmp_path))
+    assert found["NPUs"].verdict == "note" and found["NPUs"].found.startswith("4, emulated")
+    assert "emulated" in found["torch-npu"].found
+    assert {"CANN", "driver"}.isdisjoint(found)
+
+
+# Storage
+
+
+@pytest.mark.parametrize("options", [FileOptions(), FileOptions(use_lock=False), FileOptions(durability="fdatasync")])
+def test_a_directory_is_used_as_a_server_does_and_left_as_it_was(tmp_path: Path, options: FileOptions) -> None:
+    (tmp_path / "other.safetensors").touch()
+    found = by_name(check_storage(tmp_path, options, num_bytes=16 << 20))
+    assert found["directory"].verdict == found["write speed"].verdict == "ok"
+    assert "16 MiB" in found["write speed"].found and "estimate" in found["write speed"].found
+    assert [path.name for path in tmp_path.iterdir()] == ["other.safetensors"]
+
+
+def test_free_space_is_counted_in_rows_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_free", lambda directory: 3 << 30)
+    plain = by_name(check_storage(tmp_path, FileOptions(), num_bytes=16 << 20))["free space"]
+    assert plain.found == "3.22 GB: some 98,304 tokens of 4 layers x 8,192 bytes"
+    row_format = stored_format(config_json(tmp_path, hidden_size=1024))
+    found = by_name(check_storage(tmp_path, FileOptions(), row_format, 16 << 20))["free space"]
+    assert found.found == "3.22 GB: some 393,216 tokens of 4 layers x 2,048 bytes"
+    assert stored_format("minimax-m2").hidden_size == 3072
+
+
+def test_a_directory_that_is_not_there_is_said_to_be_new(tmp_path: Path) -> None:
+    assert "did not exist and was created" in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))["directory"].found
+    assert "did not exist" not in by_name(check_storage(tmp_path / "new", FileOptions(), num_bytes=16 << 20))["directory"].found
+
+
+def test_a_directory_that_cannot_be_used_is_a_problem_with_the_sinks_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (found,) = check_storage(tmp_path / "file", FileOptions())
+    assert found.verdict == "problem" and "cannot be a directory" in found.found
+    assert found.what_to_do == "Name a directory, or remove what is there."
+
+
+def test_a_full_disk_is_a_problem_and_nothing_is_written_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_free", lambda directory: 100 << 20)
+    found = by_name(check_storage(tmp_path, FileOptions()))
+    assert found["free space"].verdict == "problem"
+    assert found["write speed"].verdict == "note" and found["write speed"].found.startswith("not measured")
+
+
+def test_a_write_that_fails_is_a_problem_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ascend_hsx.sinks.request_file import RequestFile
+
+    def fail(self: RequestFile, first: int, rows: Any) -> None:
+        raise SinkError(self.request_id, self.path, "Input/output error (EIO)")
+
+    monkeypatch.setattr(RequestFile, "write", fail)
+    found = by_name(check_storage(tmp_path, FileOptions(), num_bytes=16 << 20))["write speed"]
+    assert found.verdict == "problem" and "EIO" in found.found
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_filesystem_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
+    proc = tmp_path / "proc/self"
+    proc.mkdir(parents=True)
+    (proc / "mountinfo").write_text(
+        "20 1 0:18 / / rw - overlay overlay rw\n"
+        "21 20 0:19 / /data rw,noatime shared:2 - ext4 /dev/sda rw\n"
+        "22 20 0:20 / /data/my\\040files rw - lustre mds:/fs rw\n"
+    )
+    kinds = [filesystem_of(Path(path), tmp_path) for path in ("/srv", "/data", "/database", "/data/my files/rows")]
+    assert kinds == ["overlay", "ext4", "overlay", "lustre"]
+
+
+# Target
+
+
+def config_json(directory: Path, **fields: object) -> str:
+    (directory / "config.json").write_text(json.dumps(fields))
+    return str(directory)
+
+
+def test_a_target_that_collects_hidden_states_is_good() -> None:
+    found = by_name(check_target("minimax-m2"))
+    assert found["model"].verdict == found["plan"].verdict == "ok"
+    assert "MiniMaxM2ForCausalLM" in found["model"].found
+    assert found["plan"].found == "62 layers x 3072, bfloat16: 6,144 bytes per token and layer"
+
+
+def test_a_target_that_a_server_refuses_is_a_problem_that_lists_the_others(tmp_path: Path) -> None:
+    (found,) = check_target(config_json(tmp_path, architectures=["OlmoForCausalLM"]))
+    assert found.verdict == "problem" and "OlmoForCausalLM" in found.found
+    assert "MiniMaxM2ForCausalLM" in found.what_to_do
+
+
+def test_a_target_that_vllm_ascend_cannot_serve_is_a_problem_with_the_reason(tmp_path: Path) -> None:
+    (found,) = check_target(config_json(tmp_path, architectures=["NemotronHForCausalLM"], hybrid_override_pattern="M*ME"))
+    assert found.verdict == "problem" and "NemotronHForCausalLM" in found.found
+    assert "Mamba-2" in found.found and "model_runner_v1.py" in found.found and "fused_moe/layer.py" in found.found
+    assert "MiniMaxM2ForCausalLM" in found.what_to_do
+
+
+def test_a_target_that_no_test_has_served_is_not_called_ok(tmp_path: Path) -> None:
+    found = by_name(check_target(config_json(tmp_path, architectures=["LlamaForCausalLM"])))["model"]
+    assert found.verdict == "note" and "collects hidden states" in found.found and "no test" in found.found
+    assert found.what_to_do.startswith("Compare its rows with transformers first: hsx demo --device npu --model ")
+
+
+def test_a_target_that_cannot_be_planned_can_still_be_extracted(tmp_path: Path) -> None:
+    model = config_json(tmp_path, architectures=["Qwen3ForCausalLM"], num_hidden_layers=1)
+    found = by_name(check_target(model))
+    assert found["model"].verdict == "ok"
+    assert found["plan"].verdict == "note" and "has no hidden_size" in found["plan"].found
+
+
+def test_a_problem_without_a_remedy_cannot_be_reported() -> None:
+    with pytest.raises(ValueError, match="something to do about it"):
+        Finding("software", "vllm", "problem", "not installed")

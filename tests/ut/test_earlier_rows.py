@@ -1,0 +1,138 @@
+"""No sink ever answers a request with the rows of an earlier one of the same name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from sink_harness import FORMAT, make_rows, token_ids
+from test_startup import serve
+
+from vllm_ascend_hsx.cli.verify import main as verify
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
+from vllm_ascend_hsx.reader.shards import Shards
+from vllm_ascend_hsx.settings import read_settings
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
+
+Sink: TypeAlias = "FileSink | ShardSink"
+CHOSEN = "folder/chosen.safetensors"
+
+
+def shard_sink(directory: Path, **options: bool) -> ShardSink:
+    return ShardSink(directory, FORMAT, shard_bytes=1 << 20, **options)
+
+
+def file_sink(directory: Path, **options: bool) -> FileSink:
+    return FileSink(directory, FORMAT, **options)
+
+
+SINKS: dict[str, Callable[..., Sink]] = {"files": file_sink, "shards": shard_sink}
+EVERY_SINK = pytest.mark.parametrize("make", SINKS.values(), ids=SINKS)
+
+
+def begin(sink: Sink, directory: Path, name: str = CHOSEN, request_id: str = "cmpl-1-0-0123abcd", tokens: int = 2) -> RequestFile:
+    file = sink.open(request_id, directory / name, tokens)
+    file.write(0, make_rows(0, tokens))
+    return file
+
+
+def tokens_at(path: Path) -> int:
+    return len(load(path, 0, verify=True).token_ids)
+
+
+@pytest.mark.parametrize("end", ["commit", "fail", "discard", "server dies"])
+@pytest.mark.parametrize("at_once", [False, True], ids=["one after the other", "at once"])
+def test_a_server_with_files_hides_the_member_that_a_server_with_shards_wrote(tmp_path: Path, end: str, at_once: bool) -> None:
+    shards = shard_sink(tmp_path)
+    begin(shards, tmp_path, tokens=5).commit(token_ids(5), 5)
+    assert tokens_at(tmp_path / CHOSEN) == 5
+    if not at_once:
+        shards.close()
+    files = file_sink(tmp_path)
+    file = begin(files, tmp_path)
+    assert Shards(tmp_path).members() == {}, "from now on"
+    match end:
+        case "commit":
+            file.commit(token_ids(2), 2)
+            assert tokens_at(file.path) == 2
+        case "fail":
+            file.fail("no luck")
+            with pytest.raises(HiddenStatesError, match="no luck"):
+                load(file.path, 0)
+        case "discard":
+            file.discard()
+            with pytest.raises(FileNotFoundError):
+                load(file.path, 0)
+        case "server dies":
+            return
+    files.close()
+    assert Shards(tmp_path).members() == {}
+    begin(shards if at_once else (shards := shard_sink(tmp_path)), tmp_path, tokens=7).commit(token_ids(7), 7)
+    shards.close()
+    assert tokens_at(file.path) == 7, "a later member counts again"
+    assert verify([str(tmp_path)]) == 0
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_the_line_of_a_server_with_files_is_durable_if_its_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shard_sink(tmp_path).close()
+    (tmp_path / "hsx-shards").touch()
+    synced: list[int] = []
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.shard_file.os.fdatasync", synced.append)
+    for durability, count in (("none", 0), ("fdatasync", 1)):
+        with FileSink(tmp_path, FORMAT, FileOptions(durability=durability)) as sink:  # type: ignore[arg-type]
+            sink.open("a", tmp_path / CHOSEN).discard()
+            assert len(synced) == count
+
+
+@pytest.mark.parametrize("has_shards", [False, True])
+def test_a_server_with_files_writes_lines_only_for_chosen_names_and_where_shards_are(tmp_path: Path, has_shards: bool) -> None:
+    if has_shards:
+        (tmp_path / "hsx-shards").touch()
+    with file_sink(tmp_path) as sink:
+        begin(sink, tmp_path, "cmpl-1-0-0123abcd.safetensors").commit(token_ids(2), 2)
+        assert not list(tmp_path.glob("hsx-*.*"))
+        for _ in range(2):
+            begin(sink, tmp_path).commit(token_ids(2), 2)
+        lines = [json.loads(line) for path in tmp_path.glob("hsx-*.jsonl") for line in path.read_text().splitlines()]
+        assert [line["name"] for line in lines] == [CHOSEN, CHOSEN] * has_shards
+        assert all(line["gone"] for line in lines)
+
+
+@EVERY_SINK
+@pytest.mark.parametrize("end", ["fail", "discard"])
+def test_an_id_that_only_looks_random_may_have_been_used_before(tmp_path: Path, make: Callable[..., Sink], end: str) -> None:
+    """A date, where vLLM appends no digits: the client may send the id again."""
+    request_id = "cmpl-run-20240101"
+    name = f"{request_id}.safetensors"
+    with shard_sink(tmp_path, random_ids=False) as earlier:
+        begin(earlier, tmp_path, name, request_id, 5).commit(token_ids(5), 5)
+    with make(tmp_path, random_ids=False) as sink:
+        file = begin(sink, tmp_path, name, request_id)
+        file.fail("no luck") if end == "fail" else file.discard()
+    Path(f"{tmp_path / name}.error").unlink(missing_ok=True)
+    Path(f"{tmp_path / name}.lock").unlink(missing_ok=True)
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / name, 0)
+
+
+@pytest.mark.parametrize("sink", ["file", "shard"])
+@pytest.mark.parametrize(("value", "random"), [("0", True), ("1", False), (None, True)])
+def test_a_server_asks_vllm_whether_ids_are_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sink: str, value: str | None, random: bool
+) -> None:
+    if value is None:
+        monkeypatch.delenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", value)
+    settings = read_settings(serve(tmp_path, sink=sink))
+    (tmp_path / "hsx-shards").touch()
+    with settings.destination.make_sink(settings.row_format, memoryview(b"")) as made:
+        made.open("cmpl-run-20240101", tmp_path / "cmpl-run-20240101.safetensors").discard()
+        assert bool(list(tmp_path.glob("hsx-*.jsonl"))) is not random

@@ -1,0 +1,221 @@
+"""Files that `hsx generate` finds in its output, and outputs that several runs share."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from generate_bench import Bench
+from generate_files import Exchange, change_a_bit, contents, stored_ids
+from generate_harness import FakeServer
+
+from vllm_ascend_hsx import load
+from vllm_ascend_hsx.generate import ledger as ledger_module
+from vllm_ascend_hsx.generate.errors import Interrupted, RequestError
+from vllm_ascend_hsx.generate.generation import Generation, Work
+from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_folder_below_the_storage_directory_receives_rows(any_bench: Bench, below: bool) -> None:
+    bench = any_bench
+    bench.output /= "a/b" if below else "a"
+    for _ in range(2):
+        assert bench.run("--validate")[0] == 0
+    assert bench.server.asked == Counter(range(6))
+    bench.check(list(range(6)))
+
+
+def test_a_directory_that_has_another_name_on_the_server_s_machine(any_bench: Bench, tmp_path: Path) -> None:
+    bench = any_bench
+    (tmp_path / "mounted").symlink_to(bench.output)
+    maps = ["--map-path", f"/nowhere={tmp_path}", "--map-path", f"{bench.output}={tmp_path / 'mounted'}"]
+    assert bench.run("--output", tmp_path / "mounted", *maps, "--limit", 3)[0] == 0
+    assert bench.run()[0] == 0
+    assert bench.server.asked == Counter(range(6))
+    bench.check(list(range(6)))
+
+
+def test_a_ledger_in_the_place_of_another_takes_no_rows_of_texts_for_its_own(any_bench: Bench) -> None:
+    """As after `mv a a_old; mv b a` below a server of shards, whose members keep their paths."""
+    bench, storage = any_bench, any_bench.output
+    for folder in ("a", "b"):
+        bench.output = storage / folder
+        assert bench.run("--validate", records=[{"prompt": f"{folder} {row}"} for row in range(6)])[0] == 0
+    rows_of_b = contents(storage / "b")
+    os.replace(storage / "b" / "ledger.jsonl", storage / "a" / "ledger.jsonl")
+    bench.output = storage / "a"
+    for _ in range(2):
+        code, printed = bench.run("--validate", records=[{"prompt": f"b {row}"} for row in range(6)])
+        assert code == 0
+        assert contents(storage / "a") == rows_of_b
+    assert "asked for again" not in printed, "in the second run"
+
+
+@pytest.mark.parametrize("output", ["out", "other/../out", "."])
+def test_the_output_may_be_relative(bench: Bench, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(bench.output if output == "." else tmp_path)
+    code, printed = bench.run("--output", output)
+    assert code == 0, printed
+    bench.check(list(range(6)))
+
+
+def test_a_server_without_locks_may_publish_after_its_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with FakeServer(tmp_path / "out", options=FileOptions(checksum="none", use_lock=False)) as server:
+        server.behave = lambda seen: "answer-then-publish"
+        bench = Bench(tmp_path, server, capsys)
+        assert bench.run("--validate", "--retry-delay", 0.2)[0] == 0
+        assert server.asked == Counter(range(6))
+        bench.check(list(range(6)))
+
+
+# Files that are there
+
+
+def test_files_that_are_there_are_checked_and_bad_ones_made_anew(any_bench: Bench) -> None:
+    bench = any_bench
+    assert bench.run()[0] == 0
+    whole = contents(bench.output)
+    change_a_bit(bench.output / "hs_1.safetensors")
+    assert bench.run()[0] == 0
+    assert len(bench.server.seen) == 6  # without --validate rows are not read
+    code, printed = bench.run("--validate")
+    assert code == 0 and "hs_1.safetensors: it is not as it was written" in printed and printed.count("; it is asked for again") == 1
+    assert bench.server.asked == Counter({**dict.fromkeys(range(6), 1), 1: 2})
+    assert contents(bench.output) == whole
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut off": (lambda path: os.truncate(path, 4100), "this is not a file of hidden states: "),
+    "another row's": (lambda path: os.replace(path.with_name("hs_3.safetensors"), path), "token 0 of the prompt is 300 in it, and was 200"),
+    "an error": (lambda path: path.with_name(f"{path.name}.error").write_text('{"reason": "old"}'), "hs_2.safetensors: old"),
+    "a FIFO for its lock": (lambda path: os.mkfifo(f"{path}.lock"), "is a FIFO, not a regular file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_file_that_is_there_and_wrong_is_made_anew_without_validate_too(bench: Bench, name: str) -> None:
+    change, message = BAD[name]
+    assert bench.run()[0] == 0
+    change(bench.output / "hs_2.safetensors")
+    code, printed = bench.run()
+    assert code == 0 and message in printed and "; it is asked for again" in printed
+    bench.check(list(range(6)))
+
+
+def test_a_bad_file_that_the_server_cannot_replace_does_not_stay(bench: Bench) -> None:
+    assert bench.run()[0] == 0
+    os.truncate(bench.output / "hs_2.safetensors", 4100)
+    bench.server.behave = lambda seen: 400
+    assert bench.run()[0] == 1
+    bench.check([0, 1, 3, 4, 5])
+
+
+@pytest.mark.parametrize("proven", [True, False])
+def test_a_wrong_file_of_a_text_is_gone_whatever_ends_the_run(any_bench: Bench, proven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run does not know the tokens of a text, and would accept any valid file."""
+    bench = any_bench
+    records = [{"prompt": f"text {row}"} for row in range(6)]
+
+    def end(generation: Generation, work: Work, error: RequestError) -> float:
+        generation.stop(Interrupted(signal.SIGTERM))
+        return 0.0
+
+    bench.server.behave = lambda seen: "other-tokens" if seen.row == 2 * proven else "ok"
+    with monkeypatch.context() as patch:
+        patch.setattr(Generation, "_delay", end)  # before the row is asked for again
+        assert bench.run("--concurrency", 1, "--max-consecutive-errors", 9, records=records)[0] == 128 + signal.SIGTERM
+    assert bench.rows == [0, 1] * proven
+    bench.server.behave = lambda seen: "ok"
+    assert bench.run(records=records)[0] == 0
+    assert [bytes(stored_ids(bench.output / f"hs_{row}.safetensors")).decode() for row in range(6)] == [each["prompt"] for each in records]
+
+
+def test_a_wrong_file_that_cannot_be_removed_costs_its_row_alone(bench: Bench) -> None:
+    assert bench.run("--limit", 1)[0] == 0
+    (bench.output / "hs_2.safetensors").mkdir()
+    bench.server.behave = lambda seen: 503 if seen.row == 2 else "ok"
+    code, printed = bench.run()
+    assert code == 1 and "hs_2.safetensors is a directory, not a regular file; it cannot be removed: " in printed
+    assert bench.lines()[2]["status"] == "failed" and {bench.lines()[row]["status"] for row in (0, 1, 3, 4, 5)} == {"done"}
+
+
+def test_a_lock_that_a_killed_run_did_not_remove_goes_with_the_next_one(bench: Bench) -> None:
+    assert bench.run("--limit", 2)[0] == 0
+    for name in ("hs_0.safetensors.lock", "hs_5.safetensors.error"):
+        (bench.output / name).write_text('{"reason": "old"}')
+    assert bench.run("--limit", 3)[0] == 0
+    bench.check([0, 1, 2])
+
+
+def test_a_row_that_another_run_makes_at_the_same_time_is_not_removed(bench: Bench) -> None:
+    """Another division into ranks has its own ledger; the server refuses a second use of a name."""
+
+    async def do_race(exchange: Exchange) -> None:
+        first = await bench.server.begin(exchange)
+        with pytest.raises(SinkError, match="another request is writing this file") as refused:
+            await bench.server.begin(exchange)
+        await bench.server.publish(exchange, first)
+        await bench.server.answer(exchange, None, kv_transfer_params={"hidden_states_error": str(refused.value)})
+
+    bench.server.do_race = do_race  # type: ignore[attr-defined]
+    bench.server.behave = lambda seen: "race" if seen.row == 3 else "ok"
+    assert bench.run("--max-retries", 0)[0] == 0
+    bench.check(list(range(6)))
+
+
+def test_a_file_that_cannot_be_read_stays(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.run()[0] == 0
+    whole = contents(bench.output)
+
+    def refuse(path: Path) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), os.fspath(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_ascend_hsx.reader.load.open_regular", refuse)
+        code, printed = bench.run("--validate")
+    assert code == 1 and ".safetensors cannot be read: Input/output error (EIO)" in printed
+    assert contents(bench.output) == whole
+
+
+def test_a_file_that_the_ledger_does_not_know_gets_a_line(bench: Bench) -> None:
+    assert bench.run()[0] == 0
+    ledger = bench.output / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(line for line in lines if not line.startswith('{"row":3,')) + '{"row":3,"stat')
+    assert bench.run()[0] == 0
+    checksum = load(bench.output / "hs_3.safetensors").metadata["checksum"]
+    assert bench.lines()[3] == {"row": 3, "status": "found", "file": checksum}
+    assert len(bench.server.seen) == 6
+
+
+def test_the_ledger_s_first_lines_say_whose_rows_these_are(bench: Bench) -> None:
+    assert bench.run()[0] == 0
+    first, second = map(json.loads, (bench.output / "ledger.jsonl").read_text().splitlines()[:2])
+    assert first["dataset"]["rows"] == 6 and len(first["dataset"]["digest"]) == 64
+    assert first["request"] == {"include_output_tokens": False, "max_tokens": 1}
+    server = {"model": "tiny", "layer_ids": [2, 0, 3], "layers": 3, "hidden_size": 8, "dtype": "bfloat16"}
+    assert second == {"server": server}
+
+
+def test_a_full_disk_is_told_when_a_run_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.run()[0] == 0
+    ledger = bench.output / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(line for line in lines if not line.startswith('{"row":3,')))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ledger_module, "_write", full)
+    code, printed = bench.run()
+    assert code == 1
+    assert f"{ledger} cannot be written: No space left on device (ENOSPC)" in printed

@@ -1,0 +1,221 @@
+"""What `hsx generate` refuses, mostly before it sends the first row, with the remedy."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generate_bench import Bench
+from generate_files import Exchange, contents, token_rows, write_jsonl
+from generate_harness import FakeServer
+
+from vllm_ascend_hsx.cli import generate
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+
+
+def test_a_path_that_no_server_takes_is_told(bench: Bench) -> None:
+    bench.output /= "a\udcff"
+    code, printed = bench.run()
+    assert code == 2 and "refuses the path of a row's file" in printed and "Traceback" not in printed
+
+
+def test_a_server_that_cannot_be_reached_is_named_before_anything_is_sent(bench: Bench) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        code, printed = bench.run(endpoint=url)
+    assert code == 1
+    assert f"stopped: {url}/v1/models: All connection attempts failed" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rank", "2", "--world-size", "2"], "--rank 2: give a number from 0 to 1"),
+        (["--endpoint", "localhost:8000"], "--endpoint localhost:8000: give the URL of a server"),
+        (["--endpoint", "http://"], "--endpoint http:: give the URL of a server"),
+        (["--endpoint", "http://a/v1,http://a"], "--endpoint: one is named twice"),
+        (["--endpoint", ","], "--endpoint: give the URL of at least one server"),
+        (["--map-path", "/a"], "--map-path /a: give SERVER=LOCAL"),
+        (["--endpoint", "http://localhost:99999"], "--endpoint http://localhost:99999: there is no such host or port; give the URL"),
+        (["--endpoint", "http://xn--"], "--endpoint http://xn--: Malformed A-label"),
+        (["--endpoint", "http://a..b"], "--endpoint http://a..b: encoding with 'idna' codec failed"),
+        (["--endpoint", "http://a/\x1b[2J"], r"--endpoint http://a/\x1b[2J: "),
+        (["--api-key", "k\u00e9y"], "--api-key (or OPENAI_API_KEY): it has characters that no header can have"),
+        (["--api-key", "key\nX-Other: 1"], "--api-key (or OPENAI_API_KEY): it has characters that no header can have"),
+        (["--data", "a" * 300], "a: it cannot be read: File name too long; name a file or a folder"),
+        (["--max-tokens", "4"], "--max-tokens: the prompt's rows do not depend on it; add --include-output-tokens"),
+        (["--include-output-tokens"], "--include-output-tokens: say with --max-tokens"),
+        (["--data", "nothing.jsonl"], "nothing.jsonl: it does not exist"),
+        (["--column", "text"], "data.jsonl:1: there is no 'text' here"),
+    ],
+)
+def test_a_wrong_option_is_named_with_its_remedy(bench: Bench, arguments: list[str], message: str) -> None:
+    data = write_jsonl(bench.root / "data.jsonl", token_rows(2))
+    command = ["--data", str(data), "--output", str(bench.output), *arguments]
+    if "--endpoint" not in arguments:
+        command += ["--endpoint", bench.server.url]
+    code = generate.main(command)
+    printed = bench._capsys.readouterr()
+    assert (code, printed.out) == (2, "")
+    assert printed.err.startswith("hsx generate: ") and message in printed.err
+    assert "key" not in printed.err.replace("--api-key", "") and "k\u00e9y" not in printed.err
+    assert (bench.server.probes, bench.server.seen, contents(bench.output)) == (0, [], {})
+
+
+def test_a_bad_row_anywhere_is_named_before_anything_is_sent(bench: Bench) -> None:
+    code, printed = bench.run(records=[*token_rows(50), {"token_ids": [1, -1]}])
+    assert code == 2
+    assert "data.jsonl:51: token_ids[1] is -1; token ids are numbers from 0" in printed
+    assert (bench.server.probes, bench.server.seen, contents(bench.output)) == (0, [], {})
+
+
+def test_another_dataset_in_the_same_directory_is_refused_and_has_room_in_a_folder_below(bench: Bench) -> None:
+    assert bench.run(records=8)[0] == 0
+    code, printed = bench.run(records=6)
+    assert code == 2 and "holds rows of another dataset: rows was 8, is 6" in printed
+    assert "name another --output, such as a new folder below this one" in printed
+    assert len(bench.server.seen) == 8
+    bench.output /= "below/it"
+    assert bench.run(records=6)[0] == 0
+    bench.check(list(range(6)))
+
+
+async def other_layers(exchange: Exchange, server: FakeServer, **changes: Any) -> None:
+    row_format = RowFormat(**{"layer_ids": (2, 0, 3), "hidden_size": 8, "dtype": "BF16", "model": "tiny"} | changes)
+    with server.make_sink(server.storage, row_format, FileOptions()) as sink:
+        await server.answer(exchange, await server.publish(exchange, await server.begin(exchange, sink)))
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "model": ({"model": "other"}, "model was tiny, is other; serve the same model and layers"),
+    "layers": ({"layer_ids": (2, 0)}, "layer_ids was [2, 0, 3], is [2, 0], layers was 3, is 2"),
+    "order of layers": ({"layer_ids": (2, 3, 0)}, "layer_ids was [2, 0, 3], is [2, 3, 0]"),
+    "quantization": ({"quantization": "fp8"}, "dtype was bfloat16, is bfloat16 in float8_e4m3fn"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("ledger", ["whole", "of a run that was killed before it noted the server"])
+def test_another_server_than_before_is_refused_and_nothing_of_it_stays(any_bench: Bench, name: str, ledger: str) -> None:
+    bench, (changes, message) = any_bench, OTHERS[name]
+    bench.server.behave = lambda seen: 400 if seen.row == 3 else "ok"
+    assert bench.run()[0] == 1
+    if ledger != "whole":
+        keep_lines(bench, lambda line: "ledger" in line)
+
+    async def do_other(exchange: Exchange) -> None:
+        await other_layers(exchange, bench.server, **changes)
+
+    bench.server.do_other = do_other  # type: ignore[attr-defined]
+    bench.server.behave = lambda seen: "other"
+    code, printed = bench.run()
+    assert code == 2 and message in printed, printed
+    bench.check([0, 1, 2, 4, 5])
+
+
+def keep_lines(bench: Bench, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    ledger = bench.output / "ledger.jsonl"
+    ledger.write_text("".join(line for line in ledger.read_text().splitlines(True) if wanted(json.loads(line))))
+
+
+@pytest.mark.parametrize("validate", [True, False])
+def test_rows_that_differ_from_what_the_ledger_says_are_not_replaced(bench: Bench, validate: bool) -> None:
+    """One changed digit in the ledger, and every file looks like one of another server."""
+    assert bench.run()[0] == 0
+    ledger = bench.output / "ledger.jsonl"
+    ledger.write_text(ledger.read_text().replace("[2,0,3]", "[2,0,4]"))
+    (bench.output / "hs_0.safetensors").unlink()
+    whole = contents(bench.output)
+    code, printed = bench.run(*["--validate"] * validate, "--concurrency", 1)
+    assert (code == 2 and "of another server than" in printed) or "holds rows of another server: layer_ids was [2, 0, 4]" in printed
+    assert contents(bench.output) == whole
+
+
+def test_two_servers_that_differ_are_refused(bench: Bench) -> None:
+    class Other(FakeServer):
+        async def do_ok(self, exchange: Exchange) -> None:
+            await other_layers(exchange, self, layer_ids=(1, 0, 3))
+
+    with Other(bench.output) as other:
+        code, printed = bench.run("--endpoint", other.url, records=40)
+    assert code == 2 and "holds rows of another server: layer_ids was" in printed
+    assert len({str(tensors) for tensors in map(len, contents(bench.output).values())}) <= 2
+
+
+def test_a_server_without_extraction_or_of_another_kind_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeServer, "do_ok", FakeServer.do_no_params)
+    code, printed = bench.run()
+    assert code == 2 and "was the server started with hidden-state extraction?" in printed
+    asked = len(bench.server.seen)
+    assert asked <= 4
+    code, printed = bench.run(endpoint=bench.server.url + "/elsewhere")
+    assert code == 2 and "answers 404: " in printed and "give --endpoint the URL of a `vllm serve`" in printed
+    code, printed = bench.run("--model", "huge")
+    assert code == 2 and "serves tiny, and not huge; name one with --model" in printed
+    assert len(bench.server.seen) == asked
+
+
+def test_the_key_of_the_server_is_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with FakeServer(tmp_path / "store", api_key="secret") as server:
+        bench = Bench(tmp_path, server, capsys)
+        code, printed = bench.run()
+        assert code == 2 and "answers 401: Unauthorized; give the server's key with --api-key or in OPENAI_API_KEY" in printed
+        assert bench.run("--api-key", "secret", "--limit", 1)[0] == 0
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        assert bench.run()[0] == 0
+        bench.check(list(range(6)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ALL_PROXY", "socks5://localhost:9", "ALL_PROXY: "),
+        ("HTTP_PROXY", "foo:bar", "HTTP_PROXY: Invalid port: 'bar'"),
+        ("HTTPS_PROXY", "ftp://localhost", "HTTPS_PROXY: Unknown scheme for proxy URL"),
+        ("SSL_CERT_FILE", "/none.pem", "SSL_CERT_FILE: "),
+    ],
+)
+def test_a_variable_that_httpx_cannot_use_is_named(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    if name == "ALL_PROXY":
+        monkeypatch.setitem(sys.modules, "socksio", None)
+    code, printed = bench.run()
+    assert code == 2 and message in printed and printed.endswith("; correct or unset it"), printed
+
+
+# Paths that the server refuses, or that lead elsewhere
+
+
+def test_a_server_that_lets_no_request_name_its_file_is_told_at_once(bench: Bench) -> None:
+    bench.server.allow_path = False
+    code, printed = bench.run()
+    assert code == 2 and "refuses the path of a row's file: " in printed
+    assert "kv_connector_extra_config.allow_custom_save_path=true" in printed and "`hsx serve` allows" in printed
+    assert len(bench.server.seen) == 1
+
+
+def test_another_directory_than_the_server_s_is_told_at_once(bench: Bench, tmp_path: Path) -> None:
+    bench.output = tmp_path / "elsewhere"
+    code, printed = bench.run()
+    assert code == 2 and f"use a path below {bench.server.storage}" in printed and "--map-path SERVER=HERE" in printed
+    assert len(bench.server.seen) == 1
+
+
+def test_a_directory_that_two_machines_call_alike_and_do_not_share_is_told(bench: Bench, tmp_path: Path) -> None:
+    """The server writes, and nothing is found here."""
+    bench.output = tmp_path / "mounted"
+    code, printed = bench.run("--map-path", f"{bench.server.storage}={bench.output}")
+    assert code == 2, printed
+    assert re.search(r"the server wrote .*/out/hs_\d.safetensors, and there is no .*/mounted/hs_\d.safetensors; mount", printed)
+    assert len(bench.server.seen) <= 4

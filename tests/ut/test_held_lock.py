@@ -1,0 +1,152 @@
+"""HeldLock: held before it has its name, taken over from earlier requests, and given back."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sink_harness import is_held, listing, wait_for_sleepers
+
+from vllm_ascend_hsx.protocol import lock as lock_module
+from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError, is_left_over, wait_until_released
+
+
+def acquire(directory: Path) -> HeldLock:
+    dir_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    return HeldLock.acquire(dir_fd, "f.lock", 0o600, dir_fd)
+
+
+def without_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*args: object, **options: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+
+
+def test_on_a_filesystem_without_hard_links_a_lock_is_made_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_hard_links(monkeypatch)
+    held = acquire(tmp_path)
+    assert is_held(tmp_path / "f.lock")
+    assert listing(tmp_path) == ["f.lock"]
+    with pytest.raises(LockHeldError):
+        acquire(tmp_path)
+    held.remove()
+
+
+def test_a_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) -> None:
+    acquire(tmp_path).release()
+    inode = os.stat(tmp_path / "f.lock").st_ino
+    held = acquire(tmp_path)
+    assert os.stat(tmp_path / "f.lock").st_ino == inode
+    assert is_held(tmp_path / "f.lock")
+    held.release()
+
+
+def test_a_reader_still_busy_with_an_earlier_file_does_not_stop_a_new_request(tmp_path: Path) -> None:
+    acquire(tmp_path).release()
+    with open(tmp_path / "f.lock") as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        held = acquire(tmp_path)
+        assert is_held(tmp_path / "f.lock"), "the new lock is held under the name, and the reader keeps the old one"
+        held.release()
+    assert listing(tmp_path) == ["f.lock"]
+
+
+def test_a_lock_held_by_a_writer_is_refused(tmp_path: Path) -> None:
+    held = acquire(tmp_path)
+    with pytest.raises(LockHeldError):
+        acquire(tmp_path)
+    held.release()
+
+
+def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acquire(tmp_path).release()
+    real, seen = lock_module._flock_now, []
+
+    def flock_now(fd: int, kind: int) -> bool:
+        if not seen:
+            os.unlink(tmp_path / "f.lock")  # speculators' reader, having taken the earlier file
+        seen.append(kind)
+        return real(fd, kind)
+
+    monkeypatch.setattr(lock_module, "_flock_now", flock_now)
+    held = acquire(tmp_path)
+    monkeypatch.undo()
+    assert is_held(tmp_path / "f.lock")
+    held.release()
+
+
+def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_hard_links(monkeypatch)
+    real = lock_module._flock_now
+    readers: list[int] = []
+
+    def flock_now(fd: int, kind: int) -> bool:
+        if not readers:
+            readers.append(os.open(tmp_path / "f.lock", os.O_RDONLY))
+            fcntl.flock(readers[0], fcntl.LOCK_SH)
+        return real(fd, kind)
+
+    monkeypatch.setattr(lock_module, "_flock_now", flock_now)
+    held = acquire(tmp_path)
+    monkeypatch.undo()
+    assert is_held(tmp_path / "f.lock")
+    os.close(readers[0])
+    held.release()
+
+
+def test_a_lease_on_the_lock_file_does_not_hold_up_the_worker(tmp_path: Path) -> None:
+    """Whoever may write the file can make open() wait for 45 s (/proc/sys/fs/lease-break-time)."""
+    acquire(tmp_path).release()
+    lessee = os.open(tmp_path / "f.lock", os.O_RDWR)
+    ignored = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease by this signal
+    fcntl.fcntl(lessee, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    try:
+        started = time.monotonic()
+        held = acquire(tmp_path)
+        assert time.monotonic() - started < 20
+        assert is_held(tmp_path / "f.lock")
+        held.release()
+    finally:
+        os.close(lessee)
+        signal.signal(signal.SIGIO, ignored)
+
+
+def test_a_reader_goes_on_to_the_lock_that_took_the_name_while_it_slept(tmp_path: Path) -> None:
+    name = tmp_path / "f.lock"
+    first = acquire(tmp_path)
+    woken = threading.Event()
+    reader = threading.Thread(target=lambda: (wait_until_released(name, 30), woken.set()), daemon=True)
+    reader.start()
+    wait_for_sleepers(name)
+    name.unlink()
+    second = acquire(tmp_path)
+    first.release()
+    wait_for_sleepers(name)
+    assert not woken.is_set()
+    second.release()
+    assert woken.wait(30)
+
+
+def test_removing_a_lock_spares_the_one_that_took_its_name(tmp_path: Path) -> None:
+    first = acquire(tmp_path)
+    os.unlink(tmp_path / "f.lock")
+    second = acquire(tmp_path)
+    first.remove()
+    assert is_held(tmp_path / "f.lock")
+    second.remove()
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("decided", [False, True])
+def test_a_free_lock_is_left_over_only_if_its_request_is_not_decided(tmp_path: Path, decided: bool) -> None:
+    """The request may be published between the listing of a directory and the look at its lock."""
+    lock = tmp_path / "a.safetensors.lock"
+    lock.touch()
+    assert is_left_over(lock, lambda: decided) is not decided

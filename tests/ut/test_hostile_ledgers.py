@@ -1,0 +1,58 @@
+"""Changed ledgers of `hsx generate` are refused, or read without the lines that make no sense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hostile import DEEP, KINDS, plant_no_file, promptly
+
+from vllm_ascend_hsx.generate.errors import InputError
+from vllm_ascend_hsx.generate.ledger import Identity, open_ledger
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", ["ledger.jsonl", "ledger-1-of-2.jsonl"])
+def test_generate_refuses_a_ledger_that_is_no_regular_file(tmp_path: Path, kind: str, which: str) -> None:
+    plant_no_file(tmp_path / which, kind)
+    with pytest.raises(InputError, match=f"--output .*{which}"):
+        promptly(lambda: open_ledger(tmp_path, Identity({"sha256": "x", "rows": 3}, {}), 1, 0))
+
+
+def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_bytes(b"no line")
+    output = tmp_path / "rows"
+    output.mkdir()
+    (output / "ledger.jsonl").symlink_to(precious)
+    with pytest.raises(InputError, match="--output"):
+        open_ledger(output, Identity({"sha256": "x", "rows": 3}, {}), 1, 0)
+    assert precious.read_bytes() == b"no line"
+
+
+ODD_LINES = [DEEP, "[" * 100_000, "[1]", "1e400", '{"row":1e400}', '{"row":true,"status":[]}', '{"row":' + "9" * 5000 + "}",
+             '{"server":{},"directories":3}', '{"server":{"layer_ids":[]},"directories":[3,{},null]}', '{"server":1}', "\0", "\\ud800",
+             '{"row":1,"row":2}', '{"row":NaN}']  # fmt: skip
+
+
+def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Path) -> None:
+    identity = Identity({"sha256": "x", "rows": 3}, {"a": 1})
+    server = {"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16"}
+    first = open_ledger(tmp_path, identity, 1, 0)
+    first.note_server(server)
+    first.close()
+    path = tmp_path / "ledger.jsonl"
+    whole = path.read_bytes()
+    with open(path, "ab") as file:
+        for line in ODD_LINES:
+            file.write(line.encode() + b"\n")
+        file.write(b'{"row":2,"status":"done"}\n')
+    for world_size, rank in ((1, 0), (2, 0)):
+        ledger = open_ledger(tmp_path, identity, world_size, rank)
+        ledger.close()
+        assert ledger.server == server
+        assert ledger.logged[2] == (world_size == 1)
+    for line in ODD_LINES:
+        path.write_bytes(line.encode() + b"\n" + whole)
+        with pytest.raises(InputError, match="does not begin as a ledger"):
+            open_ledger(tmp_path, identity, 1, 0)

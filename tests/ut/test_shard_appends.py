@@ -1,0 +1,172 @@
+"""Appends to a shard, member before line, on a disk that fails, fills up or loses what it took."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sink_harness import FORMAT, MIB, finite_rows, open_request, publish, put, rows_of, token_ids, walked
+from test_sink_shard import manifests, members
+from tracing import Calls, Traced, trace
+
+from vllm_ascend_hsx.reader.shards import Shards
+from vllm_ascend_hsx.sinks import storage
+from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.shard import ShardSink
+
+SHARD_FILE = "vllm_ascend_hsx.sinks.shard_file"
+
+
+@pytest.fixture
+def sink(tmp_path: Path) -> Iterator[ShardSink]:
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        yield sink
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate", "open", "rename", "fdatasync", "fsync"])
+def test_a_shard_that_cannot_be_sealed_is_sealed_by_the_next_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    sink = ShardSink(tmp_path, FORMAT, FileOptions(durability="fdatasync"), shard_bytes=MIB)
+    path = publish(sink, tmp_path)
+    with monkeypatch.context() as patch:
+        trace(patch, Calls(errno.ENOSPC, call))
+        sink.close()
+    assert "could not be sealed" in caplog.text
+    assert np.array_equal(rows_of(path), finite_rows(0, 3))
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB):
+        assert len(manifests(tmp_path)) == 1
+    assert np.array_equal(rows_of(path), finite_rows(0, 3))
+
+
+@pytest.mark.parametrize("tokens", [0, 2], ids=["grows", "known"])
+def test_a_durable_member_is_on_the_disk_before_its_line_and_that_before_the_lock_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    calls: list[tuple[str, str]] = []
+    flocks: list[int] = []
+
+    def noted(name: str, call: str = "", at: int = 0) -> None:
+        real = getattr(os, name)
+
+        def note(*args: object) -> object:
+            calls.append((call or name, Path(os.readlink(f"/proc/self/fd/{args[at]}")).suffix))
+            return real(*args)
+
+        monkeypatch.setattr(os, name, note)
+
+    with ShardSink(tmp_path, FORMAT, FileOptions(durability="fdatasync"), shard_bytes=MIB) as sink:
+        publish(sink, tmp_path, "first")
+        file = open_request(sink, tmp_path, "a", tokens)
+        file.write(0, finite_rows(0, 2))
+        noted("pwrite")
+        noted("fdatasync")
+        noted("copy_file_range", "pwrite", at=1)
+        unlock = fcntl.flock
+        monkeypatch.setattr(fcntl, "flock", lambda fd, how: (flocks.append(len(calls)), unlock(fd, how))[1])
+        file.commit(token_ids(2), 2)
+        monkeypatch.undo()
+    assert [each for each in calls if not each[1][1:].isdigit()][-4:] == [
+        ("pwrite", ".tar"), ("fdatasync", ".tar"), ("pwrite", ".jsonl"), ("fdatasync", ".jsonl")
+    ]  # fmt: skip
+    assert flocks == [len(calls)]
+
+
+@pytest.mark.parametrize("truncates", [True, False], ids=["the append is cut off", "it cannot be"])
+def test_a_disk_that_is_full_in_the_middle_of_an_append_fails_that_request_alone(
+    sink: ShardSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, truncates: bool
+) -> None:
+    before = publish(sink, tmp_path, "before", version=1)
+    file = open_request(sink, tmp_path, "a", 300)
+
+    def copy_a_part(source: int, size: int, target: int, offset: int) -> None:
+        os.pwrite(target, os.pread(source, 9000, 0), offset)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{SHARD_FILE}.copy_into", copy_a_part)
+        patch.setattr(f"{SHARD_FILE}.os", Traced(os, Calls(errno.EIO, "ftruncate", when=lambda: not truncates)))
+        with pytest.raises(SinkError, match="ENOSPC"):
+            put(file, 300)
+    if truncates:
+        assert members(tmp_path) == [before.name]
+    after = publish(sink, tmp_path, "after", version=2)
+    ((_, entries),) = walked(tmp_path).items()
+    assert [entry.name for entry in entries] == [before.name, after.name], "in the same shard"
+    assert np.array_equal(rows_of(after), finite_rows(0, 3, version=2))
+
+
+def test_a_line_that_is_not_durable_is_taken_back_also_from_a_reader_who_has_seen_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = Shards(tmp_path)
+    seen: list[bool] = []
+
+    def refuse(call: str) -> None:
+        if call == "fdatasync" and not seen and reader.find("a-0123abcd.safetensors") is not None:
+            seen.append(True)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with ShardSink(tmp_path, FORMAT, FileOptions(durability="fdatasync"), shard_bytes=MIB) as sink:
+        publish(sink, tmp_path, "0")
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{SHARD_FILE}.os", Traced(os, refuse))
+            with pytest.raises(SinkError, match="EIO"):
+                publish(sink, tmp_path, "a")
+        publish(sink, tmp_path, "b")
+        assert seen
+        assert sorted(name[0] for name in reader.members()) == ["0", "b"]
+    assert sorted(name[0] for name in members(tmp_path)) == ["0", "b"]
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_where_the_kernel_cannot_copy_rows_are_copied_all_the_same(
+    sink: ShardSink, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    monkeypatch.setattr(storage, "_BLOCK", 1000)
+    path = publish(sink, tmp_path, tokens=100)
+    assert np.array_equal(rows_of(path), finite_rows(0, 100))
+    assert members(tmp_path) == [path.name]
+
+
+def test_a_shard_is_sealed_although_somebody_has_removed_the_hidden_directory(sink: ShardSink, tmp_path: Path) -> None:
+    before = publish(sink, tmp_path, "before")
+    shutil.rmtree(next(tmp_path.glob(".hsx-*")))
+    after = publish(sink, tmp_path, "after")
+    assert [said["members"] for said in manifests(tmp_path)] == [1]
+    sink.close()
+    assert [said["members"] for said in manifests(tmp_path)] == [1, 1]
+    assert sorted(members(tmp_path)) == [after.name, before.name]
+    assert not list(tmp_path.glob(".hsx-*"))
+
+
+@pytest.mark.parametrize("suffix", ["tar", "jsonl"])
+def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_silence(
+    sink: ShardSink, tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove() -> None:
+        for path in tmp_path.glob(f"*.{suffix}"):
+            path.unlink()
+
+    for name in "ab":  # before a request is appended, in a shard and in a line about its name
+        publish(sink, tmp_path, f"before-{name}")
+        chosen = sink.open(name, tmp_path / f"{name}.safetensors", 1) if name == "b" else open_request(sink, tmp_path, name)
+        remove()
+        put(chosen, 1)
+        assert np.array_equal(rows_of(chosen.path), finite_rows(0, 1))
+    real = storage.copy_into
+    monkeypatch.setattr(f"{SHARD_FILE}.copy_into", lambda *args: (real(*args), remove()))
+    with pytest.raises(SinkError, match=r"somebody has removed the shard \(ENOENT\)"):
+        publish(sink, tmp_path, "c")
+    assert "was removed by somebody" in caplog.text

@@ -1,0 +1,141 @@
+"""Writers of a worker: who opens and writes, and in which order rows of one file are written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_harness import Engine, ended, failures, started
+
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+
+NOTHING = HsxConnectorMetadata()
+
+
+def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_step(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    original, opened_by = engine.sink.open, []
+
+    def open_file(request_id: str, path: Path, expected_tokens: int, **options: bool) -> object:
+        opened_by.append((request_id, threading.current_thread().name, expected_tokens))
+        return original(request_id, path, expected_tokens, **options)
+
+    monkeypatch.setattr(engine.sink, "open", open_file)
+    engine.step(started(*(engine.start(f"r{index}", 4) for index in range(5))), [])
+    assert opened_by == [(f"r{index}", "hsx-opener", 4) for index in range(5)]
+    assert sorted(path.name for path in engine.directory.iterdir() if path.suffix == ".lock") == [
+        f"r{index}.safetensors.lock" for index in range(5)
+    ]
+
+
+def test_a_request_that_has_failed_has_no_more_rows_staged(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+
+    def refuse(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    engine.step(started(engine.start("a", 40)), [("a", 0, 4)])
+    monkeypatch.setattr("vllm_ascend_hsx.sinks.data_file.write_at", refuse)
+    engine.step(NOTHING, [("a", 4, 4)])
+    engine.wait_until_decided("a")
+    engine.step(NOTHING, [])
+    assert engine.staging.wanted == {}
+    assert "ENOSPC" in str(engine.outcomes["a"])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_fails_its_file_and_is_named(make_engine: Callable[..., Engine], value: float) -> None:
+    engine = make_engine(check_finite=True)
+    engine.values["a", 5] = value
+    engine.step(started(engine.start("a", 9), engine.start("b", 7)), [("a", 0, 9), ("b", 0, 7)])
+    engine.close()
+    assert engine.outcomes == {"a": "the row of token position 5 is not finite in layer 0 of the 2 that are stored", "b": None}
+    assert failures(engine) == {"not_finite": 1}
+    assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
+
+
+def test_without_the_check_a_row_that_is_not_finite_is_stored(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine()
+    engine.values["a", 0] = float("nan")
+    engine.step(started(engine.start("a", 1)), [("a", 0, 1)])
+    engine.close()
+    assert engine.outcomes == {"a": None}
+
+
+class Gate:
+    """Holds the writes of one position until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, request_id: str, first: int) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        write = RequestFile.write
+
+        def wait_then_write(file: RequestFile, position: int, rows: Any) -> None:
+            if (file.request_id, position) == (request_id, first) and not self.reached.is_set():
+                self.reached.set()
+                assert self.open.wait(30)
+            write(file, position, rows)
+
+        monkeypatch.setattr(RequestFile, "write", wait_then_write)
+
+
+@pytest.mark.parametrize(("side_by_side", "missing"), [(True, [(0, 3)]), (False, [(0, 6)])], ids=["direct", "page cache"])
+def test_a_write_that_takes_long_holds_up_no_other_file_and_of_its_own_only_what_goes_through_the_page_cache(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, side_by_side: bool, missing: list[tuple[int, int]]
+) -> None:
+    gate = Gate(monkeypatch, "long", 0)
+    engine = make_engine(ring_rows=24, side_by_side=side_by_side)  # chunks of three rows
+    engine.step(started(engine.start("long", 6)), [("long", 0, 3)])
+    assert gate.reached.wait(30)
+    engine.step(started(engine.start("short", 4)), [("long", 3, 3), ("short", 0, 4)])
+    engine.wait_until_decided("short")
+    (extraction,) = engine.worker._progress.owed._debts
+    assert extraction._written.missing(6) == missing
+    gate.open.set()
+    engine.close()
+    assert engine.outcomes == {"long": None, "short": None}
+    engine.assert_file_is_right("long", 6)
+    engine.assert_file_is_right("short", 4)
+
+
+def test_rows_that_are_computed_again_are_written_after_their_first_version(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, "a", 2)
+    engine = make_engine(ring_rows=24, side_by_side=True)  # chunks of three rows
+    engine.values = {("a", position): -1.0 for position in range(5)}
+    engine.step(started(engine.start("a", 8)), [("a", 0, 2)])
+    engine.step(NOTHING, [("a", 2, 3)])
+    assert gate.reached.wait(30)
+    engine.values = {}
+    engine.step(NOTHING, [("a", 0, 3)])  # preempted: it starts again, and its first part is cut elsewhere
+    engine.step(NOTHING, [("a", 3, 3)])
+    engine.step(started(engine.start("b", 2)), [("b", 0, 2)])
+    engine.wait_until_decided("b")  # the other writer has come by
+    (extraction,) = engine.worker._progress.owed._debts
+    assert extraction._written.missing(8) == [(2, 8)]
+    gate.open.set()
+    engine.step(NOTHING, [("a", 6, 2)])
+    engine.close()
+    assert engine.outcomes == {"a": None, "b": None}
+    engine.assert_file_is_right("a", 8)
+
+
+def test_the_end_of_a_request_comes_after_its_rows(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch, "a", 0)
+    engine = make_engine(ring_rows=24, side_by_side=True)  # chunks of three rows
+    engine.step(started(engine.start("a", 3, include_output=True), engine.start("b", 1)), [("a", 0, 3)])
+    assert gate.reached.wait(30)
+    engine.step(NOTHING, [("a", 3, 1)])
+    engine.step(ended("a", output=range(3, 4)), [("b", 0, 1)])
+    engine.wait_until_decided("b")
+    assert "a" not in engine._known_outcomes()
+    gate.open.set()
+    engine.close()
+    assert engine.outcomes == {"a": None, "b": None}
+    engine.assert_file_is_right("a", 4)

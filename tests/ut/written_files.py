@@ -1,0 +1,29 @@
+"""Files of hidden states, written by FileSink, for tests that read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+from vllm_ascend_hsx.sinks.file import FileSink
+
+FORMAT = RowFormat(layer_ids=(2, 4), hidden_size=8, dtype="BF16", model="tiny")
+
+
+def rows_of(tokens: int, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return (torch.randn(tokens, *FORMAT.row_shape, generator=generator) * scale).bfloat16()
+
+
+def write(directory: Path, name: str, rows: torch.Tensor, prompt: int | None = None, options: FileOptions | None = None) -> Path:
+    row_format = RowFormat(tuple(range(1, rows.shape[1] + 1)), rows.shape[2], "BF16") if rows.shape[1:] != FORMAT.row_shape else FORMAT
+    with FileSink(directory, row_format, options or FileOptions()) as sink:
+        file = sink.open(name, directory / f"{name}.safetensors", len(rows))
+        if len(rows):
+            file.write(0, rows.contiguous().view(torch.uint8).numpy())
+        file.commit(np.arange(len(rows), dtype=np.int64), len(rows) if prompt is None else prompt)
+    return file.path

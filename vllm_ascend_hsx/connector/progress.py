@@ -1,0 +1,256 @@
+"""What a rank has yet to write, how fast storage takes it, and how fast the engine makes more."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from vllm_ascend_hsx.connector.extraction import Extraction
+from vllm_ascend_hsx.connector.metadata import RankState
+from vllm_ascend_hsx.drafter.spans import Span
+
+Key = TypeVar("Key", bound=Hashable)
+
+_FORGET_S = 1.0  # time constant, in seconds of full load, with which old writes fade
+_WINDOW = 4  # steps of a moving average; an engine launches one or two steps ahead of its device
+_DECAY = 0.999  # factor by which a peak decays with each step
+_REMEMBERED = 16  # steps
+_LONGEST_S = 1.0
+
+
+class WriteRate:
+    """Bytes per second that storage takes while all writers are busy. Thread-safe.
+
+    It is the rate of one thread, added up over all threads, so a light load does not make storage
+    look slow.
+
+    Args:
+        num_writers: number of writing threads.
+        clock: monotonic clock in seconds.
+    """
+
+    def __init__(self, num_writers: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._num_writers = num_writers
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._bytes = 0.0
+        self._busy = 0.0  # thread seconds
+        self._running: dict[int, tuple[float, int]] = {}  # start time and bytes, by thread
+
+    def begin(self, num_bytes: int) -> None:
+        """Record that the calling thread starts to write `num_bytes`."""
+        with self._lock:
+            self._running[threading.get_ident()] = self._clock(), num_bytes
+
+    def end(self, num_bytes: int) -> None:
+        """Record that the calling thread has written `num_bytes`."""
+        with self._lock:
+            since, _ = self._running.pop(threading.get_ident())
+            seconds = self._clock() - since
+            keep = math.exp(-seconds / (_FORGET_S * self._num_writers))
+            self._bytes = self._bytes * keep + num_bytes
+            self._busy = self._busy * keep + seconds
+
+    def value(self) -> float | None:
+        """Return the rate, or None before the first write. A long-running write lowers it."""
+        with self._lock:
+            if not self._bytes:
+                return None
+            now, usual = self._clock(), self._bytes / max(self._busy, 1e-9)
+            running = [min(usual, size / max(now - since, 1e-9)) for since, size in self._running.values() if size]
+            return usual * (self._num_writers - len(running)) + sum(running)
+
+
+class StepRate:
+    """Peak rates, which decay, of rows and steps, without the time that steps wait for storage.
+
+    For the main thread only.
+
+    Args:
+        clock: monotonic clock in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW)  # seconds, bytes
+        self._lengths: deque[float] = deque(maxlen=_REMEMBERED)
+        self._ended: float | None = None
+        self._waited = 0.0
+        self.bytes_per_s: float | None = None
+        self.steps_per_s: float | None = None
+
+    def waited(self, seconds: float) -> None:
+        """Record that the step waited for storage."""
+        self._waited += seconds
+
+    def stepped(self, num_bytes: int) -> None:
+        """Record the end of a step that staged `num_bytes` of rows."""
+        now = self._clock()
+        before, self._ended = self._ended, now
+        waited, self._waited = self._waited, 0.0
+        if before is None:
+            return
+        seconds = max(now - before - waited, 1e-6)
+        self._lengths.append(seconds)
+        self._steps.append((seconds, num_bytes))
+        if not num_bytes or len(self._steps) < _WINDOW:
+            return
+        total = sum(seconds for seconds, _ in self._steps)
+        self.bytes_per_s = _peak(self.bytes_per_s, sum(size for _, size in self._steps) / total)
+        if all(size for _, size in self._steps):
+            self.steps_per_s = _peak(self.steps_per_s, _WINDOW / total)
+
+    @property
+    def longest(self) -> float:
+        """Seconds of the second-longest recent step. An idle engine makes one step look long."""
+        return min(sorted(self._lengths)[-2], _LONGEST_S) if len(self._lengths) > 1 else _LONGEST_S
+
+
+def _peak(known: float | None, seen: float) -> float:
+    return seen if known is None else max(seen, known * _DECAY)
+
+
+@dataclass
+class _Debt:
+    prompt_end: int
+    prompt: int
+    output: int
+
+
+class OwedRows(Generic[Key]):
+    """Upper bounds of the rows that running requests have yet to write. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._debts: dict[Key, _Debt] = {}
+
+    @property
+    def prompt(self) -> int:
+        """Rows of prompts."""
+        return sum(debt.prompt for debt in self._debts.values())
+
+    @property
+    def output(self) -> int:
+        """Rows of generated tokens."""
+        return sum(debt.output for debt in self._debts.values())
+
+    @property
+    def generating(self) -> int:
+        """Number of requests that owe rows of generated tokens."""
+        return sum(debt.output > 0 for debt in self._debts.values())
+
+    def begin(self, request: Key, prompt_rows: int, output_rows: int) -> None:
+        """Add a request that starts."""
+        self._debts[request] = _Debt(prompt_rows, prompt_rows, output_rows)
+
+    def wrote(self, request: Key, first: int, end: int) -> None:
+        """Subtract rows [first, end), which have left the memory. Ignore a request that ended."""
+        debt = self._debts.get(request)
+        if debt is not None:
+            of_prompt = max(0, min(end, debt.prompt_end) - first)
+            debt.prompt -= min(of_prompt, debt.prompt)
+            debt.output -= min(end - first - of_prompt, debt.output)
+
+    def end(self, request: Key) -> None:
+        """Subtract all that the request still owes."""
+        self._debts.pop(request, None)
+
+
+class RankProgress:
+    """Progress of one rank, as its scheduler needs it. Thread-safe.
+
+    Args:
+        row_bytes: bytes of one token's rows in memory.
+        num_writers: number of writing threads.
+
+    Attributes:
+        backlog: bytes of rows that were computed but are not yet in their files.
+        owed: rows that running requests have yet to write.
+        write_rate, step_rate: rates of storage and engine.
+    """
+
+    def __init__(self, row_bytes: int, num_writers: int) -> None:
+        self.backlog = 0
+        self.owed: OwedRows[Extraction] = OwedRows()
+        self.write_rate = WriteRate(num_writers)
+        self.step_rate = StepRate()
+        self._row_bytes = row_bytes
+        self._mutex = threading.Lock()  # guards what follows, `backlog` and `owed`
+        self._decided: list[tuple[Extraction, str | None]] = []
+        self._refused: dict[str, str] = {}
+        self._num_started = 0
+        self._staged_bytes = 0  # by the current step
+        self._answered_at = 0.0
+        self._reported = RankState()
+
+    def begin(self, request: Extraction, prompt_rows: int, output_rows: int) -> None:
+        """Record a request that starts."""
+        with self._mutex:
+            self._num_started += 1
+            self.owed.begin(request, prompt_rows, output_rows)
+
+    def refuse(self, request_id: str, reason: str) -> None:
+        """Record a request that was refused when it should have started."""
+        with self._mutex:
+            self._num_started += 1
+            self._refused[request_id] = reason
+
+    def decide(self, request: Extraction, error: str | None) -> None:
+        """Record that a request is complete or aborted (None), or why it failed."""
+        with self._mutex:
+            self.owed.end(request)
+            self._decided.append((request, error))
+
+    def staged(self, num_rows: int) -> None:
+        """Record the rows of a step."""
+        with self._mutex:
+            if not self.backlog:  # storage gets its first work after it was idle
+                self._answered_at = time.monotonic()
+            self._staged_bytes = num_rows * self._row_bytes
+            self.backlog += self._staged_bytes
+
+    def left_memory(self, num_rows: int, parts: Sequence[tuple[Extraction, Span]] = ()) -> None:
+        """Record rows that were written or lost. Those of `parts` are no longer owed."""
+        with self._mutex:
+            self._answered_at = time.monotonic()
+            self.backlog -= num_rows * self._row_bytes
+            for request, span in parts:
+                self.owed.wrote(request, *span.positions)
+
+    def silent_for(self) -> float:
+        """Return the seconds since storage last made progress, or 0 if it has nothing to write."""
+        return time.monotonic() - self._answered_at if self.backlog else 0.0
+
+    def end_step(self, quiet: bool, stuck: bool) -> tuple[RankState, list[tuple[Extraction, str | None]], dict[str, str]] | None:
+        """Return the rank's state, and which requests were decided or refused since the last call.
+
+        None if nothing has changed. For the main thread only.
+
+        Args:
+            quiet, stuck: as in RankState.
+        """
+        with self._mutex:
+            staged, self._staged_bytes = self._staged_bytes, 0
+            self.step_rate.stepped(staged)
+            state = RankState(
+                backlog=self.backlog,
+                prompt_owed=self.owed.prompt * self._row_bytes,
+                output_owed=self.owed.output * self._row_bytes,
+                generating=self.owed.generating,
+                started=self._num_started,
+                write_rate=self.write_rate.value(),
+                prompt_rate=self.step_rate.bytes_per_s,
+                step_rate=self.step_rate.steps_per_s,
+                quiet=quiet,
+                stuck=stuck,
+            )
+            if not self._decided and not self._refused and state == self._reported:
+                return None
+            decided, self._decided = self._decided, []
+            refused, self._refused = self._refused, {}
+            self._reported = state
+            return state, decided, refused

@@ -1,0 +1,124 @@
+"""The members that a path names: in the shards of its directory, or of a directory above."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from vllm_ascend_hsx.protocol.names import MAX_DEPTH, SHARDS_MARK
+from vllm_ascend_hsx.reader.shards import Place, Shards
+
+_known: dict[str, Shards] = {}
+os.register_at_fork(after_in_child=_known.clear)  # another thread may have held a mutex of theirs
+
+
+def shards_of(directory: str | os.PathLike[str]) -> Shards:
+    """Return the shards of a directory, with what this process has read of them before."""
+    key = os.path.abspath(directory)
+    return _known.get(key) or _known.setdefault(key, Shards(key))
+
+
+def _shards_above(path: Path) -> Iterator[tuple[Shards, str]]:
+    """Yield the shards that may contain the file `path`, each with its name in them."""
+    whole = directory = os.path.abspath(path)
+    for _ in range(MAX_DEPTH + 1):
+        below = directory
+        directory, _, name = directory.rpartition("/")
+        if not name:
+            return
+        if _counts(directory, "" if below == whole else below):
+            yield shards_of(directory or "/"), whole[len(directory) + 1 :]
+
+
+def _counts(directory: str, folder: str) -> bool:
+    """Return whether a directory has shards that count for files in it, or below `folder` in it.
+
+    Users of a sticky directory such as /tmp may make shards in it, but not replace folders of
+    others. For files below a folder the mark must belong to the owner of the folder or of the
+    directory, to the reader, or to root.
+
+    Args:
+        folder: path of the folder, or "" for files directly in the directory.
+    """
+    owner = None
+    with suppress(OSError, ValueError):
+        owner = _owner(f"{directory}/{SHARDS_MARK}")
+    # A directory whose members were listed is searched even if its mark is gone.
+    if owner is None and directory not in _known:
+        return False
+    if not folder:
+        return True
+    with suppress(OSError):
+        status = os.stat(directory or "/")
+        trusted = not status.st_mode & stat.S_ISVTX or owner in (0, os.geteuid(), status.st_uid)
+        return trusted or owner == _owner(folder)
+    return False
+
+
+def _owner(path: str) -> int:
+    return os.lstat(path).st_uid
+
+
+def open_member(path: Path) -> Place | None:
+    """Open the member that `path` names in a directory above it, or return None. Raises OSError."""
+    for shards, name in _shards_above(path):
+        with suppress(FileNotFoundError):  # the shard was removed
+            if (place := shards.open(name)) is not None:
+                return place
+    return None
+
+
+def remove_member(path: Path) -> None:
+    """Hide the member that `path` names, if there is one. Raises OSError."""
+    for shards, name in _shards_above(path):
+        shards.remove(name)
+
+
+def paths_below(
+    directory: str | os.PathLike[str], suffixes: tuple[str, ...], on_error: Callable[[OSError], None] | None = None
+) -> list[Path]:
+    """Return the files below a directory with a suffix, and the members that have paths there.
+
+    These are members of shards in the directory, below it, and above it, where `load` also looks
+    for them. Hidden names are left out. Folders behind symbolic links are not searched.
+
+    Args:
+        directory: where to look.
+        suffixes: of files; members are returned whatever their names.
+        on_error: called for each folder that cannot be read, which is passed over; None to raise.
+
+    Raises:
+        OSError: the directory, an index, or, without `on_error`, a folder cannot be read.
+    """
+    found: set[str] = set()  # Path objects sort three times slower
+    for folder, inside, names in os.walk(directory, onerror=on_error or _raise):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        found.update(os.path.join(folder, name) for name in (*inside, *names) if name.endswith(suffixes) and name[0] != ".")
+        if SHARDS_MARK in names and folder != os.fspath(directory):
+            found.update(os.path.join(folder, name) for name in shards_of(folder).members())
+    shards_of(directory)  # from now on it is searched even without its mark, which a copy may lack
+    found.update(os.path.join(directory, name) for name in _members_above(Path(directory)))
+    return [Path(path) for path in sorted(found)]
+
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # the folder was removed meanwhile
+        raise error
+
+
+def members_in(directory: Path) -> list[str]:
+    """Return the names of members directly in a directory, in its shards or those of one above.
+
+    Raises OSError.
+    """
+    return [name for name in _members_above(directory) if "/" not in name]
+
+
+def _members_above(directory: Path) -> Iterator[str]:
+    """Yield the paths, below a directory, of members in its shards or those of one above."""
+    for shards, name in _shards_above(directory / "_"):
+        folder = name[:-1]
+        yield from (each.removeprefix(folder) for each in shards.members() if each.startswith(folder))
