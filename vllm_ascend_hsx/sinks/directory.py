@@ -96,13 +96,8 @@ class Session:
                 return False
             if storage is None or not folder:
                 return True
-            fd = open_folder(self.storage.fd, folder)
-            if fd < 0:
-                return False
-            try:
-                return os.path.sameopenfile(fd, storage.fd)
-            finally:
-                os.close(fd)
+            with open_folder(self.storage.fd, folder) as fd:
+                return fd >= 0 and os.path.sameopenfile(fd, storage.fd)
         except OSError as error:
             if error.errno in LEADS_NOWHERE:
                 return False

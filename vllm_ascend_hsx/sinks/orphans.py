@@ -133,7 +133,7 @@ class Cleaning:
         """Remove the locks without data in a folder below the directory, once."""
         if folder not in self._cleaned:
             self._cleaned.add(folder)
-            with self.noting(f"could not clean {folder!r}"), self._opened(folder) as dir_fd:
+            with self.noting(f"could not clean {folder!r}"), open_folder(self._dir_fd, folder or ".") as dir_fd:
                 if dir_fd >= 0:
                     self._remove_locks(dir_fd, folder)
 
@@ -142,21 +142,11 @@ class Cleaning:
 
         `folder` is below the directory; "" is the directory itself.
         """
-        with self.noting(f"could not clean {folder!r}"), self._opened(folder) as dir_fd:
+        with self.noting(f"could not clean {folder!r}"), open_folder(self._dir_fd, folder or ".") as dir_fd:
             for name in _errors(dir_fd) if dir_fd >= 0 else []:
                 # Another process that cleans up may be faster.
                 with self.noting(f"could not remove {os.path.join(folder, name)!r}"), suppress(FileNotFoundError):
                     self._remove_error(dir_fd, folder, name, before)
-
-    @contextmanager
-    def _opened(self, folder: str) -> Iterator[int]:
-        """Lend a descriptor of a folder, or -1 if it does not exist. Raises OSError."""
-        dir_fd = open_folder(self._dir_fd, folder or ".")
-        try:
-            yield dir_fd
-        finally:
-            if dir_fd >= 0:
-                os.close(dir_fd)
 
     def _clean_workspace(self, workspace: Workspace) -> None:
         """Remove an orphan, after all else that its server left; keep it if something stays."""

@@ -59,10 +59,11 @@ class Storage:
         inside = self._enter(names[0], durable)
         if not names[1:]:
             return inside
-        try:
-            return inside.enter(names[1:], durable=durable)
-        finally:
+        with OnError(inside.close):
+            innermost = inside.enter(names[1:], durable=durable)
+        with OnError(innermost.close):
             inside.close()
+        return innermost
 
     def _enter(self, name: str, durable: bool) -> Storage:
         made = False
@@ -167,8 +168,9 @@ class Storage:
         os.close(self.fd)
 
 
-def open_folder(dir_fd: int, folder: str) -> int:
-    """Open a folder below a directory and return its descriptor, or -1 if it does not exist.
+@contextmanager
+def open_folder(dir_fd: int, folder: str) -> Iterator[int]:
+    """Lend a descriptor of a folder below a directory, or -1 if the folder does not exist.
 
     Raises OSError if it is not a folder, or cannot be opened.
     """
@@ -176,11 +178,14 @@ def open_folder(dir_fd: int, folder: str) -> int:
     try:
         fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
     except FileNotFoundError:
-        return -1
-    if not below:
-        return fd
+        yield -1
+        return
     try:
-        return open_folder(fd, below)
+        if below:
+            with open_folder(fd, below) as inside:
+                yield inside
+        else:
+            yield fd
     finally:
         os.close(fd)
 
