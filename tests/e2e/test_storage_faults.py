@@ -72,7 +72,7 @@ def test_a_fault_of_the_storage_fails_its_request_alone(stage: Stage, kind: str,
     (path,) = stage.session.paths(victim)
     stage.session.call("inject", [{"call": call, "errno": errno, "name": pattern(path.name, kind)}])
     stage.step()
-    stage.session.call("catch_up")  # whoever writes the first rows has met the fault before the last ones are computed
+    stage.session.call("catch_up")  # the first rows' write has met the fault before the last rows are computed
     stage.session.settle()
     assert stage.session.call("inject", [])
     with pytest.raises(HiddenStatesError, match=errno):

@@ -18,7 +18,7 @@ WAITING = State("nothing", "", True)
 
 
 def replay(events: list[list[str]], allowed: dict[str, set[State]], problems: list[str], *, keeps_locks: bool) -> None:
-    """Narrow down what may stand in the directory after what a server has logged."""
+    """Narrow down the states of each file that agree with the events that a server has logged."""
     running: dict[str, str] = {}
     for event, what in events:
         if event == "error":

@@ -233,7 +233,7 @@ def test_shards_of_strangers_in_a_sticky_directory_have_no_members_in_the_folder
     real = members._owner
     owners = {str(top / "hsx-shards"): mark, str(top / "mine"): folder}
     monkeypatch.setattr(members, "_owner", lambda path: real(path) if owners.get(path) is None else owners[path])
-    load(top / "b.safetensors", 0, verify=True)  # whoever reads in a directory trusts those who may write to it
+    load(top / "b.safetensors", 0, verify=True)  # a reader of a directory trusts the users who may write to it
     path = top / "mine" / "data" / "a.safetensors"
     if found:
         load(path, 0, verify=True)

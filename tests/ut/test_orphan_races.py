@@ -74,7 +74,7 @@ def test_a_lock_that_is_held_for_a_moment_is_waited_for(tmp_path: Path, monkeypa
 
 
 def test_a_request_of_the_same_server_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may choose names could otherwise hold up the opening of all other files."""
+    """A client that chooses names could otherwise hold up the opening of all other files."""
     monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("it waits"))
     with FileSink(tmp_path, FORMAT) as sink:
         open_file(sink, tmp_path)

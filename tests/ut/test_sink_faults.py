@@ -192,7 +192,7 @@ def test_a_fault_at_any_system_call_in_a_subdirectory_fails_one_request_and_leak
 @pytest.mark.parametrize(("mode", "lock_mode"), [(0o640, 0o660), (0o600, 0o600), (0o644, 0o666)])
 @pytest.mark.parametrize("make", [FileCase, ShardCase])
 def test_file_modes_are_as_asked_whatever_the_umask(tmp_path: Path, make: type[FileCase], mode: int, lock_mode: int, umask: int) -> None:
-    """The lock can be opened for writing by whoever may read the data: speculators does."""
+    """Readers of the data can open the lock for writing, as speculators does."""
     before = os.umask(umask)
     case = make(tmp_path, mode=mode)
     try:

@@ -24,8 +24,8 @@ class FileOptions:
     """How files are written.
 
     Attributes:
-        mode: permissions of data and error files, regardless of the umask. Whoever can read a file
-            can also lock it.
+        mode: permissions of data and error files, regardless of the umask. Users who can read a
+            file can also lock it.
         use_lock: hold `<path>.lock` until the file has ended. Otherwise readers wait for the file.
         durability: with "fdatasync" a visible file survives a power failure, and so does its name.
         io: with "direct" rows bypass the page cache.

@@ -54,7 +54,7 @@ class Session:
 
     def __init__(self, directory: Path, options: FileOptions, memory: memoryview | None = None) -> None:
         self._directory = directory
-        # speculators opens the lock for writing, so whoever can read the data must be able to.
+        # speculators opens the lock for writing, so readers of the data must be able to.
         self.lock_mode = options.mode | (options.mode & 0o444) >> 1
         self.tidy = True
         self.users = 1
