@@ -102,7 +102,7 @@ def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(tmp_path
 
 
 def test_a_lease_on_the_lock_file_does_not_hold_up_the_worker(tmp_path: Path) -> None:
-    """A user who may write the file can make open() wait for 45 s (/proc/sys/fs/lease-break-time)."""
+    """A user who may write the file can make open() wait for 45 s (fs/lease-break-time)."""
     acquire(tmp_path).release()
     lessee = os.open(tmp_path / "f.lock", os.O_RDWR)
     ignored = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease by this signal

@@ -56,7 +56,7 @@ class Extraction:
         self.request_id = start.request_id
         self.order = WriteOrder(side_by_side)
         self._writers = writers
-        self._path = Path(start.path)
+        self._path = start.path
         self._prompt = start.token_ids
         self._include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
@@ -81,7 +81,7 @@ class Extraction:
     def open(self, sink: Sink) -> None:
         """Open the file. If the request has failed meanwhile, leave the reason in its place."""
         try:
-            file = sink.open(self.request_id, self._path, len(self._prompt))
+            file = sink.open(self.request_id, Path(self._path), len(self._prompt))
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
             with self._mutex:
                 undecided, self._decided = not self._decided, True
@@ -117,7 +117,7 @@ class Extraction:
         count, failure = 0, None
         try:
             if check is not None and (problem := describe_not_finite(first, check)):
-                raise SinkError(self.request_id, self._path, problem, NOT_FINITE)
+                raise SinkError(self.request_id, Path(self._path), problem, NOT_FINITE)
             began = time.perf_counter()
             file.write(first, rows)
             count = len(rows) // self._row_bytes
@@ -156,7 +156,7 @@ class Extraction:
         elif missing:
             spans = describe_missing(missing, len(token_ids))
             reason = f"the request ended without rows of token positions {spans}"
-            self._fail_file(file, SinkError(self.request_id, self._path, reason, MISSING_ROWS))
+            self._fail_file(file, SinkError(self.request_id, Path(self._path), reason, MISSING_ROWS))
         else:
             self._commit(file, token_ids)
 

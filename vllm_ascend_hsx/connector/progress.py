@@ -118,46 +118,49 @@ def _peak(known: float | None, seen: float) -> float:
 @dataclass
 class _Debt:
     prompt_end: int
-    prompt: int
-    output: int
+    prompt: int = 0
+    output: int = 0
 
 
 class OwedRows(Generic[Key]):
-    """Upper bounds of the rows that running requests have yet to write. Not thread-safe."""
+    """Upper bounds of the rows that running requests have yet to write. Not thread-safe.
+
+    Attributes:
+        prompt: rows of prompts.
+        output: rows of generated tokens.
+        generating: number of requests that owe rows of generated tokens.
+    """
 
     def __init__(self) -> None:
+        self.prompt = self.output = self.generating = 0
         self._debts: dict[Key, _Debt] = {}
-
-    @property
-    def prompt(self) -> int:
-        """Rows of prompts."""
-        return sum(debt.prompt for debt in self._debts.values())
-
-    @property
-    def output(self) -> int:
-        """Rows of generated tokens."""
-        return sum(debt.output for debt in self._debts.values())
-
-    @property
-    def generating(self) -> int:
-        """Number of requests that owe rows of generated tokens."""
-        return sum(debt.output > 0 for debt in self._debts.values())
 
     def begin(self, request: Key, prompt_rows: int, output_rows: int) -> None:
         """Add a request that starts."""
-        self._debts[request] = _Debt(prompt_rows, prompt_rows, output_rows)
+        self._debts[request] = _Debt(prompt_rows)
+        self._add(self._debts[request], prompt_rows, output_rows)
 
     def wrote(self, request: Key, first: int, end: int) -> None:
         """Subtract rows [first, end), which have left the memory. Ignore a request that ended."""
         debt = self._debts.get(request)
         if debt is not None:
             of_prompt = max(0, min(end, debt.prompt_end) - first)
-            debt.prompt -= min(of_prompt, debt.prompt)
-            debt.output -= min(end - first - of_prompt, debt.output)
+            of_output = end - first - of_prompt
+            self._add(debt, -min(of_prompt, debt.prompt), -min(of_output, debt.output))
 
     def end(self, request: Key) -> None:
         """Subtract all that the request still owes."""
-        self._debts.pop(request, None)
+        debt = self._debts.pop(request, None)
+        if debt is not None:
+            self._add(debt, -debt.prompt, -debt.output)
+
+    def _add(self, debt: _Debt, prompt: int, output: int) -> None:
+        self.generating -= debt.output > 0
+        debt.prompt += prompt
+        debt.output += output
+        self.generating += debt.output > 0
+        self.prompt += prompt
+        self.output += output
 
 
 class RankProgress:

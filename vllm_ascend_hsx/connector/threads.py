@@ -86,4 +86,5 @@ class ThreadPool:
             with self._changed:
                 self._pending -= 1
                 self._last_end = time.monotonic()
-                self._changed.notify_all()
+                if not self._pending:
+                    self._changed.notify_all()

@@ -125,7 +125,7 @@ class StagingCache:
             at += count
         at, staged = 0, []
         for span in spans:
-            staged.append(span._replace(row=at))
+            staged.append(Span(span.request_id, span.first, span.num_rows, at))
             at += span.num_rows
         slot.spans = staged
         slot.written.record(compute)
