@@ -164,6 +164,18 @@ def metadata_of(row_format: RowFormat, request_id: str, tokens: int, num_prompt_
         checksum: whether to reserve space for a checksum, which `Digest.stamp` fills in.
     """
     return {
+        **_fixed_metadata(row_format),
+        "num_prompt_tokens": str(num_prompt_tokens),
+        "num_output_tokens": str(tokens - num_prompt_tokens),
+        "request_id": valid_unicode(request_id),
+        **({"checksum_algorithm": ALGORITHM, "checksum": BLANK} if checksum else {}),
+    }
+
+
+@lru_cache(maxsize=8)
+def _fixed_metadata(row_format: RowFormat) -> dict[str, str]:
+    """Return the metadata that are the same for all requests."""
+    return {
         "format_version": FORMAT_VERSION,
         "producer": PRODUCER,
         "producer_version": __version__,
@@ -172,10 +184,6 @@ def metadata_of(row_format: RowFormat, request_id: str, tokens: int, num_prompt_
         "layer_id_meaning": LAYER_ID_MEANING,
         "dtype": row_format.dtype,
         **({"quantization": QUANTIZATIONS[row_format.quantization]} if row_format.is_quantized else {}),
-        "num_prompt_tokens": str(num_prompt_tokens),
-        "num_output_tokens": str(tokens - num_prompt_tokens),
-        "request_id": valid_unicode(request_id),
-        **({"checksum_algorithm": ALGORITHM, "checksum": BLANK} if checksum else {}),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -55,7 +56,7 @@ class RowFormat:
                 "so that a row is a multiple of 8 bytes."
             )
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return len(self.layer_ids)
 
@@ -64,12 +65,12 @@ class RowFormat:
         """(layers, hidden)."""
         return self.num_layers, self.hidden_size
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of a row as the model computes it, and as a SinkFile receives it."""
         return self.num_layers * self.hidden_size * ROW_DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def is_quantized(self) -> bool:
         return self.quantization != "none"
 
@@ -78,7 +79,7 @@ class RowFormat:
         """Safetensors name of the element type in the file."""
         return FP8_DTYPE if self.is_quantized else self.dtype
 
-    @property
+    @cached_property
     def stored_row_bytes(self) -> int:
         """Bytes of a row in the file, without its scale."""
         return self.num_layers * self.hidden_size if self.is_quantized else self.row_bytes
