@@ -143,6 +143,14 @@ class Answer:
         assert not self._thread.is_alive()
 
 
+def send_until_it_stops(server: Server, model: Path) -> None:
+    """Send requests over one connection; an unanswered one would keep the server alive."""
+    body = {"model": str(model), "prompt": tokens(13), "max_tokens": 1, "kv_transfer_params": {"hidden_states": False}}
+    with httpx.Client(timeout=None) as client, suppress(httpx.TransportError):
+        while client.post(f"{server.url}/v1/completions", json=body).status_code == 200:
+            pass
+
+
 def wait_for_the_end(server: Server) -> None:
     """Wait until no process of the server is left, and check its exit code."""
     assert server.process is not None
@@ -212,6 +220,9 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
         held = held_prompts(server, tiny_qwen3)
         storage = tmp_path / "hidden_states"
         unanswered = Answer(server, tiny_qwen3, "completions", storage)
+        busy = [threading.Thread(target=send_until_it_stops, args=(server, tiny_qwen3)) for _ in range(6)]
+        for thread in busy:
+            thread.start()
         assert server.process is not None
         os.killpg(server.process.pid, signal.SIGINT)
         deadline = time.monotonic() + STOP_SECONDS
@@ -224,6 +235,9 @@ def test_ctrl_c_twice_which_reaches_every_process(tiny_qwen3: Path, tmp_path: Pa
         wait_for_the_end(server)
         long.join()
         unanswered.join()
+        for thread in busy:
+            thread.join(STOP_SECONDS)
+            assert not thread.is_alive()
     log = server.log.read_text(errors="replace")
     failed = [vllm_ascend_hsx.find(storage, long.id), unanswered.path]
     assert long.finish_reason is None

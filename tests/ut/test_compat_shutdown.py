@@ -129,22 +129,30 @@ def test_engines_of_other_machines_change_nothing_for_api_servers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_transfer_config", "engine_manager", "in_thread", "waits"),
-    [(ALONE, None, True, True), (ALONE, None, False, False), (ALONE, object(), True, False), (OTHER, None, True, False)],
+    ("kv_transfer_config", "engine_manager", "in_thread", "waits", "answers"),
+    [
+        (ALONE, None, True, True, True),
+        (ALONE, None, False, False, False),
+        (ALONE, object(), True, False, True),
+        (OTHER, None, True, False, False),
+    ],
     ids=["engines of another process", "in the event loop's thread", "engines of its own", "another connector"],
 )
-def test_an_api_server_that_stops_passes_on_the_last_answers_of_engines_that_are_not_its_own(
-    kv_transfer_config: Any, engine_manager: Any, in_thread: bool, waits: bool
+def test_an_api_server_that_stops_answers_all_that_it_has_and_waits_for_engines_that_are_not_its_own(
+    kv_transfer_config: Any, engine_manager: Any, in_thread: bool, waits: bool, answers: bool
 ) -> None:
-    unfinished, asked = [True, True, False], []
+    unfinished, asked, told = [True, True, False], [], []
+    loop = SimpleNamespace(call_soon_threadsafe=lambda call, error: call(error))
 
     class AsyncLLM:
         def __init__(self) -> None:
             self.vllm_config = config(kv_transfer_config)
             self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=engine_manager, engine_dead=False))
-            self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished.pop(0))
+            self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished.pop(0), propagate_error=told.append)
+            self.output_handler = SimpleNamespace(get_loop=lambda: loop)
 
         def shutdown(self, timeout: float | None = None) -> None:
+            assert not told, "the engines' own answers come first"
             asked.append((timeout, len(unfinished), self.engine_core.resources.engine_dead))
 
     apply(SimpleNamespace(AsyncLLM=AsyncLLM), patches.answer_and_shut_down)
@@ -153,7 +161,8 @@ def test_an_api_server_that_stops_passes_on_the_last_answers_of_engines_that_are
             executor.submit(AsyncLLM().shutdown, 7).result()
     else:
         AsyncLLM().shutdown(timeout=7)
-    assert asked == [(7, 0 if waits else 3, waits)], "new requests are refused"
+    assert asked == [(7, 0 if waits else 3, answers)], "new requests are refused"
+    assert [type(error).__name__ for error in told] == ["EngineDeadError"] * answers
 
 
 def test_an_api_server_does_not_wait_for_answers_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +172,7 @@ def test_an_api_server_does_not_wait_for_answers_that_never_come(monkeypatch: py
     made.vllm_config = config()
     made.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=None))
     made.output_processor = SimpleNamespace(has_unfinished_requests=lambda: True)
+    made.output_handler = None  # no request has come
     clock = itertools.count(step=10)
     passed: list[float] = []
     monkeypatch.setattr("time.monotonic", lambda: passed.append(now := next(clock)) or float(now))

@@ -29,7 +29,7 @@ ENGINE_CORE = "vllm.v1.engine.core"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving"
 WRITTEN = "rows are written when a server stops"
-ANSWERED = "several API servers answer the requests that the server's end cuts off"
+ANSWERED = "API servers answer the requests that the server's end cuts off"
 REFUSED = "a request that the server's end cuts off is answered by an error"
 STREAMED = "a stream that the server's end cuts off ends with an error"
 
@@ -112,23 +112,36 @@ def stop_engines_before_api_servers(original: Any, api_server_manager: Any, engi
     original(api_server_manager, engine_manager, *args, **kwargs)
 
 
+uses("vllm.v1.engine.exceptions", "EngineDeadError", V0_23, takes="", keywords="suppress_context", why=ANSWERED)
+
+
 @patch("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", V0_23, why=ANSWERED)
 def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None) -> None:
-    """Make an API server that did not start the engine cores wait for their last answers.
+    """Make an API server that stops refuse new requests, and answer those that it has.
 
-    It refuses new requests meanwhile. Reason: otherwise it disconnects from the engine cores at
-    once (v1/engine/core_client.py:648) and closes the connections of requests that they are about
-    to end. Its parent waits for it no longer than for the engine cores.
+    Reasons: one that did not start the engine cores disconnects from them at once
+    (v1/engine/core_client.py:648) and closes the connections of requests that they are about to
+    end, so it waits here, and its parent waits for it no longer than for the engine cores. One that
+    did start them accepts requests until they have ended; nobody would answer the last ones, and
+    the HTTP server waits for them forever (entrypoints/launcher.py:148).
     """
     # The main thread runs the event loop that passes answers on.
     in_thread = threading.current_thread() is not threading.main_thread()
     core, seconds = getattr(self, "engine_core", None), stop_timeout(self.vllm_config)
-    if in_thread and seconds and core is not None and core.resources.engine_manager is None:
+    if not in_thread or not seconds or core is None:
+        return original(self, timeout=timeout)
+    core.resources.engine_dead = True  # for new requests only: they are answered by an error
+    if core.resources.engine_manager is None:
         deadline = time.monotonic() + min(timeout or 0.0, _LONGEST_SHUTDOWN_S) + seconds + _VLLM_GRACE_S
-        core.resources.engine_dead = True  # for new requests only: they are answered by an error
         while self.output_processor.has_unfinished_requests() and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # vLLM signals no event for it
+    handler = self.output_handler
     original(self, timeout=timeout)
+    if handler is not None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        error = EngineDeadError(suppress_context=True)
+        handler.get_loop().call_soon_threadsafe(self.output_processor.propagate_error, error)
 
 
 @patch(
