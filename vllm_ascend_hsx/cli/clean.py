@@ -24,8 +24,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx clean`. Exits with code 2 and one line for an invalid one."""
     parser = argparse.ArgumentParser(
         prog="hsx clean",
-        description="Removes what consumers and dead servers left in a storage directory and its "
-        "folders: unheld locks without data or error, hidden directories of dead servers (whose "
+        description="Removes what consumers and dead servers left in a storage directory and all "
+        "folders below it: unheld locks without data or error, hidden directories of dead servers (whose "
         "shards are sealed), and old errors with their locks. Files that a server writes or a reader "
         "waits for are never touched, so servers may keep running. Exit code 0: done; 1: "
         "something could not be removed; 2: the directory cannot be read.",
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cleaning.run()
         for folder in _folders(dir_fd, cleaning):
             if folder:
-                cleaning.remove_locks(folder)
+                cleaning.clean_folder(folder)
             if options.errors_older_than is not None:
                 cleaning.remove_errors(folder, time.time() - options.errors_older_than)
     finally:

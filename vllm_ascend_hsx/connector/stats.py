@@ -13,7 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 
 from vllm_ascend_hsx.connector.histogram import NUM_BUCKETS, bucket_of, quantile
-from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.base import REFUSED, SinkError
 
 # Kinds of failures that no errno names.
 SILENT_STORAGE = "silent_storage"  # storage did not answer for storage_timeout_s
@@ -21,7 +21,6 @@ SLOW_STORAGE = "slow_storage"  # a step would have had to wait for storage, with
 COPY_FAILED = "copy"  # a copy from the device failed
 NOT_FINITE = "not_finite"  # a row has a NaN or an infinity, with check_finite
 MISSING_ROWS = "missing_rows"  # the request ended without some of its rows
-REFUSED = "refused"  # the request asks for something that is not supported
 OTHER_FAILURE = "other"
 
 _HELD_KEY = "requests_held scheduler"

@@ -16,7 +16,7 @@ from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.progress import RankProgress
-from vllm_ascend_hsx.connector.stats import COPY_FAILED, REFUSED, SILENT_STORAGE, HsxStats, StatsRecorder
+from vllm_ascend_hsx.connector.stats import COPY_FAILED, SILENT_STORAGE, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.connector.threads import Job, ThreadPool
 from vllm_ascend_hsx.connector.write_order import EVERY_POSITION
@@ -25,7 +25,7 @@ from vllm_ascend_hsx.drafter.spans import ALL_ROWS, Span
 from vllm_ascend_hsx.drafter.staging import Copier, HostChunk, StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, file_name
-from vllm_ascend_hsx.sinks.base import Sink
+from vllm_ascend_hsx.sinks.base import REFUSED, Sink
 
 logger = logging.getLogger(__name__)
 

@@ -88,10 +88,10 @@ class RowFiles:
         self._compare(found, is_new)
         if found.problem is not None:
             raise RequestError(found.problem)
-        # Known tokens tell rows apart; otherwise a folder of a shard server that was renamed would
-        # have this ledger and another dataset's members, which keep the former path.
+        # Known tokens tell rows apart. Of a text only the ledger does: the file may be another
+        # dataset's, copied here or left behind by a folder of shards that was renamed.
         if not is_new and None in (expected.prompt, expected.output) and not self._ledger.knows(row, identity_of(found)):
-            raise RequestError("it is not the file that the ledger names for this row")
+            raise RequestError("the ledger does not name this file")
         return found
 
     def _compare(self, found: Examination, is_new: bool) -> None:

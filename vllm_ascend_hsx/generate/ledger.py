@@ -5,8 +5,9 @@
     {"row": 0, "status": "done", "file": ..., "tokens": ..., "seconds": ..., "endpoint": ..., ...}
 
 The first line identifies dataset and options; other ones are refused. Only the existence of a valid
-file makes its row finished; `file` tells it from a file that took its place. A killed run may leave
-half a line; lines that are not JSON are ignored. An flock on the ledger excludes a second run.
+file makes its row finished. The tokens of a text are not known: `file`, a checksum, tells its file
+from others. A killed run may leave half a line; lines that are not JSON are ignored. An flock on
+the ledger excludes a second run.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Ledger:
         logged: for each row, 1 if the ledger has a line for its file.
     """
 
-    def __init__(self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray, files: _Files) -> None:
+    def __init__(self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray, files: set[int]) -> None:
         self.path = path
         self.server = server
         self.logged = logged
@@ -66,8 +67,8 @@ class Ledger:
         self._files = files
 
     def knows(self, row: int, file: str) -> bool:
-        """Return False if ledgers of the directory name other files of a row only."""
-        return not self._files.rows[row] or hash((row, file)) in self._files.hashes
+        """Return whether a ledger of the directory names this file of a row."""
+        return hash((row, file)) in self._files
 
     def append(self, row: int, status: Status, **facts: Any) -> None:
         """Log what happened to a row, without facts that are None. Raises RunError."""
@@ -132,7 +133,7 @@ def open_ledger(output: Path, identity: Identity, world_size: int, rank: int) ->
 
 def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledger:
     rows, server, is_new = identity.dataset["rows"], None, True
-    files = _Files(bytearray(rows), set())
+    files: set[int] = set()  # hashes of (row, file), of all ledgers
     for name in sorted(os.listdir(output)):
         if _NAME.fullmatch(name):
             content = _read_at(output / name, rows, files)
@@ -184,13 +185,6 @@ def _lock(path: Path, fd: int) -> None:
         raise InputError(f"{path} belongs to a run that is under way; {remedy}") from None
 
 
-class _Files(NamedTuple):
-    """The files that ledgers name: 1 for each row with one, and the hashes of (row, file)."""
-
-    rows: bytearray
-    hashes: set[int]
-
-
 class _Content(NamedTuple):
     header: dict[str, Any]
     server: dict[str, Any] | None
@@ -198,7 +192,7 @@ class _Content(NamedTuple):
     ends_whole: bool
 
 
-def _read_at(path: Path, rows: int, files: _Files) -> _Content | None:
+def _read_at(path: Path, rows: int, files: set[int]) -> _Content | None:
     fd = open_regular(path)
     try:
         return _read(fd, rows, files)
@@ -206,7 +200,7 @@ def _read_at(path: Path, rows: int, files: _Files) -> _Content | None:
         os.close(fd)
 
 
-def _read(fd: int, rows: int, files: _Files) -> _Content | None:
+def _read(fd: int, rows: int, files: set[int]) -> _Content | None:
     """Read a ledger, and add the files that it names to `files`. Raises OSError.
 
     Return None if its run was killed in the first line.
@@ -229,8 +223,7 @@ def _read(fd: int, rows: int, files: _Files) -> _Content | None:
             elif type(row) is int and 0 <= row < rows:
                 logged[row] = line.get("status") != "failed"
                 if isinstance(name := line.get("file"), str):
-                    files.rows[row] = 1
-                    files.hashes.add(hash((row, name)))
+                    files.add(hash((row, name)))
     return _Content(header, server, logged, last.endswith(b"\n"))
 
 

@@ -72,10 +72,15 @@ def open_dataset(path: Path, column: str | None = None) -> Dataset:
     state = path / "state.json"
     if state.is_file():
         return _tables(path, [path / name for name in _names_in(state, "_data_files", "filename")], column)
-    files = sorted(path.glob("*.parquet")) or sorted(path.glob("*.arrow"))
-    if not files:
-        raise DatasetError(str(path), "it has no state.json (from `save_to_disk`), no *.parquet and no *.arrow; name the folder that has")
-    return _tables(path, files, column)
+    parquet = sorted(path.glob("*.parquet"))
+    # `datasets` keeps the results of map and filter beside the dataset they were made of.
+    arrow = sorted(each for each in path.glob("*.arrow") if not each.name.startswith("cache-"))
+    if parquet and arrow:
+        raise DatasetError(str(path), f"it has {parquet[0].name} and {arrow[0].name}; name a folder with one kind of files, or one file")
+    if not parquet and not arrow:
+        problem = "it has no state.json (from `save_to_disk`), no *.parquet and no *.arrow"
+        raise DatasetError(str(path), f"{problem}; name the folder that has, or one file of JSON lines")
+    return _tables(path, parquet or arrow, column)
 
 
 def _tables(path: Path, files: list[Path], column: str | None) -> Dataset:

@@ -9,6 +9,7 @@ from pathlib import Path
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 
 # Published in place of every file that is incomplete when its server stops.
+REFUSED = "refused"  # kind of failure: the request asks for what is not supported, or in use
 SERVER_STOPPED = "the server stopped before all rows were written"
 
 

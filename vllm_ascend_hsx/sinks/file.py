@@ -9,6 +9,7 @@ import re
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK, below, file_name, path_refusal
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.shard_index import Tombstone
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError
+from vllm_ascend_hsx.sinks.base import REFUSED, SERVER_STOPPED, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory import Session
 from vllm_ascend_hsx.sinks.orphans import remove_orphans
@@ -122,7 +123,8 @@ class DirectorySink(Sink):
         if not file.storage.has_file(file.name):
             return None
         workspace, hidden = file.session.workspace, file.session.new_name(file.name)
-        file.storage.move(file.name, workspace, hidden)
+        with suppress(FileNotFoundError):  # a consumer has just removed it
+            file.storage.move(file.name, workspace, hidden)
         return partial(workspace.unlink, hidden)
 
     def shards_of(self, session: Session) -> SessionShards:
@@ -222,7 +224,7 @@ class DirectorySink(Sink):
         except LockHeldError:
             session.leave(storage)
             reason = "another request or server is writing this file"
-            raise SinkError(request_id, path, reason) from None
+            raise SinkError(request_id, path, reason, REFUSED) from None
         except OSError as error:
             reason = describe("it cannot be opened", error)
             file.refuse(reason)

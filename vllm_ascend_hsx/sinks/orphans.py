@@ -122,20 +122,13 @@ class Cleaning:
 
         Raises OSError if the directory cannot be read.
         """
-        for token in self._remove_locks(self._dir_fd, ""):
-            with self.noting(f"could not clean {workspace_name(token)!r}"):
-                workspace = Workspace.adopt(self._dir_fd, token, remove_empty=not self._dry_run)
-                if workspace is not None:
-                    self.servers += 1
-                    self._clean_workspace(workspace)
+        self._clean(self._dir_fd, "")
 
-    def remove_locks(self, folder: str) -> None:
-        """Remove the locks without data in a folder below the directory, once."""
-        if folder not in self._cleaned:
-            self._cleaned.add(folder)
-            with self.noting(f"could not clean {folder!r}"), open_folder(self._dir_fd, folder or ".") as dir_fd:
-                if dir_fd >= 0:
-                    self._remove_locks(dir_fd, folder)
+    def clean_folder(self, folder: str) -> None:
+        """As `run`, in a folder below the directory, which may itself be one of a server."""
+        with self.noting(f"could not clean {folder!r}"), open_folder(self._dir_fd, folder) as dir_fd:
+            if dir_fd >= 0:
+                self._clean(dir_fd, folder)
 
     def remove_errors(self, folder: str, before: float) -> None:
         """Remove errors modified `before` a time (seconds since the epoch), unless they are locked.
@@ -148,40 +141,56 @@ class Cleaning:
                 with self.noting(f"could not remove {os.path.join(folder, name)!r}"), suppress(FileNotFoundError):
                     self._remove_error(dir_fd, folder, name, before)
 
-    def _clean_workspace(self, workspace: Workspace) -> None:
-        """Remove an orphan, after all else that its server left; keep it if something stays."""
+    def _clean(self, dir_fd: int, folder: str) -> None:
+        for token in self._remove_locks(dir_fd, folder):
+            with self.noting(f"could not clean {os.path.join(folder, workspace_name(token))!r}"):
+                workspace = Workspace.adopt(dir_fd, token, remove_empty=not self._dry_run)
+                if workspace is not None:
+                    self.servers += 1
+                    self._clean_workspace(workspace, dir_fd, folder)
+
+    def _clean_workspace(self, workspace: Workspace, dir_fd: int, folder: str) -> None:
+        """Remove an orphan, after all else that its server left; keep it if something stays.
+
+        `folder` is the storage directory of that server, open.
+        """
         problems = self.problems
         end = workspace.leave
         try:
-            for stem in unsealed_shards(self._dir_fd, workspace.token):
-                with self.noting(f"could not seal {stem}"):
+            for stem in unsealed_shards(dir_fd, workspace.token):
+                with self.noting(f"could not seal {os.path.join(folder, stem)}"):
                     if not self._dry_run:
-                        self.requests += recover_shard(self._dir_fd, workspace.fd, stem)
+                        self.requests += recover_shard(dir_fd, workspace.fd, stem)
                     self.shards += 1
-                    self._tell("sealed", stem + TAR)
-            for folder in workspace.folders():
-                self._cleaned.discard(folder)  # this server may have left locks there since
-                self.remove_locks(folder)
+                    self._tell("sealed", os.path.join(folder, stem + TAR))
+            for each in workspace.folders():
+                inside = os.path.join(folder, each)
+                if not self._dry_run:
+                    self._cleaned.discard(inside)  # this server may have left locks there since
+                with self.noting(f"could not clean {inside!r}"), open_folder(self._dir_fd, inside) as inside_fd:
+                    if inside_fd >= 0:
+                        self._remove_locks(inside_fd, inside)
             if self.problems == problems:
                 files = workspace.files()
                 self.hidden += len(files)
                 for name in files:
-                    self._tell("removed", os.path.join(workspace_name(workspace.token), name))
+                    self._tell("removed", os.path.join(folder, workspace_name(workspace.token), name))
                 if not self._dry_run:
                     end = workspace.remove
         finally:
             end()
 
     def _remove_locks(self, dir_fd: int, folder: str) -> list[str]:
-        """Remove the locks without data in an open folder; return the tokens of its workspaces."""
+        """Remove the locks without data in an open folder, once; return its workspaces' tokens."""
         tokens, lonely = _look(dir_fd)
-        if lonely:
+        if lonely and folder not in self._cleaned:
             with os.scandir(dir_fd) as entries:
                 names = (each.name for each in entries if each.name.endswith(_DATA_LOCK))
                 locks = [name for name in names if hash(name.removesuffix(LOCK_SUFFIX)) in lonely]
             for name in locks:
                 with self.noting(f"could not remove {os.path.join(folder, name)!r}"):
                     self._remove_lock(dir_fd, folder, name)
+        self._cleaned.add(folder)
         return tokens
 
     def _remove_lock(self, dir_fd: int, folder: str, name: str) -> None:
