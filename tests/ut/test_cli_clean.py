@@ -130,6 +130,19 @@ def test_shards_of_a_dead_server_are_sealed(tmp_path: Path, capsys: pytest.Captu
     assert load(tmp_path / "a-0123abcd.safetensors", 0).token_ids.shape == (3,)
 
 
+def test_dead_servers_of_folders_are_cleaned_up_from_above(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inner = storage / "day" / "inner"
+    inner.mkdir()
+    killed(lambda: publish(ShardSink(inner, FORMAT, shard_bytes=1 << 20), inner, "a-0123abcd"))
+    for options, words in ((["--dry-run"], "would be sealed: 1 shard, would be removed"), ([], "sealed: 1 shard with 1 request, removed")):
+        assert main(["clean", str(storage), *options]) == 0
+        output = capsys.readouterr().out
+        assert f"{words}: 2 hidden files, 3 locks without data\n" in output
+        assert f"seal{'ed' * (not options)} {next(inner.glob('*.tar'))}\n" in output
+    assert not list(storage.rglob(".hsx-*"))
+    assert load(inner / "a-0123abcd.safetensors", 0).token_ids.shape == (3,)
+
+
 def test_an_error_that_another_one_removes_at_the_same_time_is_no_problem(storage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def list_and_lose(dir_fd: int) -> list[str]:
         names = [name for name in os.listdir(dir_fd) if name.endswith(".error")]

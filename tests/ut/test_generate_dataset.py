@@ -205,9 +205,22 @@ def test_a_table_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None
         open_dataset(tmp_path / name).check()
 
 
+def test_what_datasets_keeps_of_earlier_maps_is_no_part_of_the_dataset(tmp_path: Path) -> None:
+    for name, prompt in (("cache-0123456789abcdef.arrow", "mapped"), ("train-00000.arrow", "its own")):
+        table = pa.table({"prompt": [prompt]})
+        with pa.OSFile(str(tmp_path / name), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    assert [row.content for row in open_dataset(tmp_path).rows()] == ["its own"]
+    (tmp_path / "more.parquet").touch()
+    with pytest.raises(DatasetError, match="it has more.parquet and train-00000.arrow; name a folder with one kind of files"):
+        open_dataset(tmp_path)
+
+
 def test_what_is_no_dataset_is_told_what_would_be_one(tmp_path: Path) -> None:
     nothing_in_it = r"no state.json .* no \*.parquet and no \*.arrow"
     cases = {"nothing": "it does not exist", "data.csv": "ends with none of .jsonl", "empty": nothing_in_it}
+    cases["fifo.jsonl"] = "it is not a regular file"
+    os.mkfifo(tmp_path / "fifo.jsonl")
     (tmp_path / "data.csv").touch()
     (tmp_path / "empty").mkdir()
     for name, message in cases.items():

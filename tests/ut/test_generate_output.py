@@ -111,6 +111,21 @@ def test_a_file_that_is_there_and_wrong_is_made_anew_without_validate_too(bench:
     bench.check(list(range(6)))
 
 
+def test_rows_of_another_dataset_of_texts_that_were_copied_here_are_not_taken_for_its_own(any_bench: Bench) -> None:
+    bench, records = any_bench, [{"prompt": f"text {row}"} for row in range(6)]
+    assert bench.run(records=[{"prompt": f"other {row}"} for row in range(6)])[0] == 0
+    (bench.output / "ledger.jsonl").unlink()
+    for path in [path for path in bench.output.iterdir() if path.name.startswith("h")]:
+        path.rename(bench.output.parent / path.name)
+    assert bench.run("--limit", 3, records=records)[0] == 0
+    for path in [path for path in bench.output.parent.iterdir() if path.name.startswith("h") and path.is_file()]:
+        if not (bench.output / path.name).exists():
+            path.rename(bench.output / path.name)
+    code, printed = bench.run(records=records)
+    assert code == 0, printed
+    assert [bytes(stored_ids(bench.output / f"hs_{row}.safetensors")).decode() for row in range(6)] == [each["prompt"] for each in records]
+
+
 def test_a_bad_file_that_the_server_cannot_replace_does_not_stay(bench: Bench) -> None:
     assert bench.run()[0] == 0
     os.truncate(bench.output / "hs_2.safetensors", 4100)

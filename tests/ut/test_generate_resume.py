@@ -299,10 +299,35 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
     with runs.server:
         process = runs.start()
         assert gone.wait(60)
-        assert process.is_alive()
+        assert process.is_alive(), "it waits some seconds for servers to finish their files"
         os.kill(process.pid, signal.SIGINT)
         process.join()
         assert process.exitcode == 128 + signal.SIGINT
+        assert "stopping; a second signal ends the run at once" in runs.log.read_text()
+        assert "interrupted" not in runs.log.read_text()
+
+
+def test_a_signal_is_not_held_up_by_a_file_that_its_server_does_not_finish(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.options += ["--request-timeout", "1000"]
+
+    async def do_stuck(exchange: Exchange) -> None:
+        file = await runs.server.begin(exchange)
+        await runs.server.answer(exchange, str(file.path))
+
+        def interrupt() -> None:
+            wait_for_sleepers(Path(f"{file.path}.lock"))
+            os.kill(runs.server.process.pid, signal.SIGTERM)
+
+        threading.Thread(target=interrupt).start()
+
+    runs.server.do_stuck = do_stuck  # type: ignore[attr-defined]
+    runs.server.behave = lambda seen: "stuck" if len(runs.server.seen) == 2 else "ok"
+    with runs.server:
+        process = runs.start()
+        process.join(60)
+        assert process.exitcode == 128 + signal.SIGTERM
+        assert "interrupted; what is done is kept: call again to go on" in runs.log.read_text()
 
 
 def test_a_file_that_the_server_still_writes_at_the_end_is_told_and_found_by_the_next_run(

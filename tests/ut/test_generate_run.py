@@ -103,7 +103,7 @@ CASES = {
     "bad-request": Case([400], 1, "failed", "answers 400: as the test wants: 400"),
     "no-such-model": Case([404], 1, "failed", "answers 404"),
     "too-large": Case([413], 1, "failed", "answers 413"),
-    "redirect": Case([302], 1, "failed", "answers 302"),
+    "redirect": Case([302], 4, "failed", "answers 302"),
     "connection-breaks": Case(["drop", "ok"], 2),
     "connection-breaks-for-ever": Case(["drop"], 4, "failed", "the connection broke"),
     "answer-is-lost-the-file-is-there": Case(["drop-complete"], 1),

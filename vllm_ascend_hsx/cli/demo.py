@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from vllm_ascend_hsx.cli.numbers import seconds, whole
+from vllm_ascend_hsx.cli.arguments import seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, ended_by_sigterm, make_console
 from vllm_ascend_hsx.demo import DemoError
 from vllm_ascend_hsx.emulator.settings import MAX_NPUS

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_hsx.cli.numbers import whole
+from vllm_ascend_hsx.cli.arguments import whole
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine

@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from vllm_ascend_hsx.cli.numbers import positive, size, whole
+from vllm_ascend_hsx.cli.arguments import positive, size, whole
 from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan

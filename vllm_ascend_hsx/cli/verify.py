@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from vllm_ascend_hsx.cli.numbers import whole
+from vllm_ascend_hsx.cli.arguments import whole
 from vllm_ascend_hsx.cli.output import OneConsole, deferred_interrupt, ended_by_sigterm, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX

@@ -20,7 +20,7 @@ CONNECT_S = 10.0
 LONGEST_DELAY_S = 60.0  # before another attempt, whatever a server asks for
 _SHOWN = 300  # most characters of a server's message
 # A healthy server's answers to an invalid request, which it would repeat.
-_REFUSALS = frozenset(range(300, 500)) - {408, 409, 425, 429}
+_REFUSALS = frozenset(range(400, 500)) - {408, 409, 425, 429}
 _UNAUTHORIZED = (401, 403)
 # Environment variables that httpx reads; those of proxies also in capitals.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
@@ -151,7 +151,8 @@ def _unreached(reason: str, retry_after: float | None = None) -> RequestError:
 
 def _refused(url: str, response: httpx.Response) -> Exception:
     status = response.status_code
-    reason = f"{url} answers {status}: {_message(response)}"
+    place = f" (to {_shown(response.headers['Location'])})" if "Location" in response.headers else ""
+    reason = f"{url} answers {status}{place}: {_message(response)}"
     if status in _UNAUTHORIZED:
         return InputError(f"{reason}; give the server's key with --api-key or in OPENAI_API_KEY")
     if status in _REFUSALS:

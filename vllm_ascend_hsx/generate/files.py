@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.generate.errors import ForeignRowError, InputError, RequestError, RunError
+from vllm_ascend_hsx.generate.errors import ForeignRowError, InputError, RequestError, RunError, StoppedError
 from vllm_ascend_hsx.generate.ledger import Ledger, differences, files_of_rows, row_file, row_of_file
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
@@ -19,6 +19,7 @@ from vllm_ascend_hsx.reader.check import Examination, Expected, check
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
 
 SETTLE_S = 10.0  # for servers to finish or abort their writes
+_STOP_S = 1.0  # until a thread that waits for a server notices that the run is to end
 
 
 class RowFiles:
@@ -27,6 +28,9 @@ class RowFiles:
     Args:
         options: of the run.
         ledger: has model and layers of the rows, or receives them.
+
+    Attributes:
+        stopped: set when the run is to end: then nothing waits for a server any longer.
     """
 
     def __init__(self, options: Options, ledger: Ledger) -> None:
@@ -35,6 +39,7 @@ class RowFiles:
         self._server_output = options.server_path(options.output)
         self._ledger = ledger
         self._mutex = threading.Lock()
+        self.stopped = threading.Event()
 
     def path(self, row: int) -> Path:
         """Return the path of a row's file here."""
@@ -59,6 +64,7 @@ class RowFiles:
             RequestError: the row has no file, or not the right one.
             InputError: an older file has another model or other layers than the rest.
             RunError: the file cannot be read, so it may be valid.
+            StoppedError: a server is still writing it, and the run is to end.
         """
         try:
             found = self._examine(row, expected, is_new)
@@ -71,16 +77,16 @@ class RowFiles:
         return found
 
     def _examine(self, row: int, expected: Expected, is_new: bool) -> Examination:
-        path, options = self.path(row), self._options
-        wait = options.request_timeout
+        path = self.path(row)
         try:
-            found = check(path, expected, data=options.validate, timeout=wait)
+            found = self._wait_and_check(path, expected)
         except FileNotFoundError as error:
             problem = f"the server wrote {self.server_path(row)}, and there is no {path}"
             remedy = "mount its storage directory here, and name it as the server does or with --map-path SERVER=HERE"
             raise RequestError(f"{problem}; {remedy}", lost=True, missing=True) from error
         except TimeoutError as error:
-            raise RequestError(f"the server has not finished {path} within {wait:g} s", lost=True) from error
+            seconds = self._options.request_timeout
+            raise RequestError(f"the server has not finished {path} within {seconds:g} s", lost=True) from error
         except HiddenStatesError as error:
             raise RequestError(error.reason) from error
         except OSError as error:
@@ -93,6 +99,20 @@ class RowFiles:
         if not is_new and None in (expected.prompt, expected.output) and not self._ledger.knows(row, identity_of(found)):
             raise RequestError("the ledger does not name this file")
         return found
+
+    def _wait_and_check(self, path: Path, expected: Expected) -> Examination:
+        """Check a file when its server has finished it. Raises like reader.check; StoppedError."""
+        left = self._options.request_timeout
+        deadline = time.monotonic() + left
+        while True:
+            try:
+                return check(path, expected, data=self._options.validate, timeout=min(left, _STOP_S))
+            except TimeoutError:
+                if self.stopped.is_set():
+                    raise StoppedError from None
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise
 
     def _compare(self, found: Examination, is_new: bool) -> None:
         """Compare a file's model and layers with those of the other rows. Raises like `check`."""

@@ -61,7 +61,7 @@ class Generation:
         self.outcome = outcome
         self._options = options
         self._ledger = ledger
-        self._progress = progress
+        self.progress = progress
         self._files = RowFiles(options, ledger)
         self._balancer = Balancer(options.endpoints, options.retry_delay)
         self._rows = dataset.rows(options.is_wanted)
@@ -87,6 +87,7 @@ class Generation:
         """End the run: cancel requests, keep finished files. The first reason counts."""
         if self.outcome.stopped_by is None:
             self.outcome.stopped_by = reason
+            self._files.stopped.set()
             for waiting in self._cancelled_by_stop:
                 waiting.cancel()
 
@@ -111,7 +112,7 @@ class Generation:
             if (found := self._find(work)) is None:
                 if work.problem is not None:
                     name = self._files.path(row.index).name
-                    self._progress.say(f"{name}: {work.problem}; it is asked for again")
+                    self.progress.say(f"{name}: {work.problem}; it is asked for again")
                 return work
             with self._mutex:
                 self._pass(work, found)
@@ -192,7 +193,7 @@ class Generation:
 
     def _note_rest(self, endpoint: Endpoint, problem: str) -> None:
         rest = endpoint.rest_left()
-        self._progress.say(f"{problem}; {endpoint.url} is left alone for {rest:.0f} s")
+        self.progress.say(f"{problem}; {endpoint.url} is left alone for {rest:.0f} s")
         everyone = self._balancer.endpoints
         if any(each.model is not None for each in everyone):
             if all(each.downs for each in everyone):
@@ -252,7 +253,7 @@ class Generation:
         try:
             self.outcome.left = await self._in_pool(self._files.remove_companions)
         except OSError as error:
-            self._progress.say(f"locks and errors of this run could not be removed: {error}")
+            self.progress.say(f"locks and errors of this run could not be removed: {error}")
 
     # Waiting
 

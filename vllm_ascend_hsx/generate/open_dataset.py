@@ -48,7 +48,7 @@ class JsonLines(Dataset):
 
 
 def open_dataset(path: Path, column: str | None = None) -> Dataset:
-    """Open JSON lines, an Arrow or parquet file, a folder of these, or one saved by `datasets`.
+    """Open a file of JSON lines, Arrow or parquet, or a folder of tables or saved by `datasets`.
 
     Raises:
         DatasetError: there is no readable dataset, or it needs pyarrow, which is not installed.
@@ -60,6 +60,8 @@ def open_dataset(path: Path, column: str | None = None) -> Dataset:
     if not there:
         raise DatasetError(str(path), "it does not exist; give a file of JSON lines, Arrow or parquet, or a folder of the two latter")
     if not path.is_dir():
+        if not path.is_file():
+            raise DatasetError(str(path), "it is not a regular file; copy it to one, because it is read more than once")
         if path.suffix in _JSON_SUFFIXES:
             return JsonLines(path, [path], column)
         if path.suffix in (".arrow", ".parquet"):

@@ -61,6 +61,7 @@ async def _run_until_signal(generation: Generation) -> None:
         if isinstance(generation.outcome.stopped_by, Interrupted):
             os._exit(128 + number)  # the second signal: at once; the next run finds what is left
         generation.stop(Interrupted(number))
+        generation.progress.say("stopping; a second signal ends the run at once")
 
     for number in SIGNALS:
         loop.add_signal_handler(number, interrupt, number)

@@ -1,4 +1,4 @@
-"""A number outside an option's bounds is one line with option, value and bounds; exit code 2."""
+"""A path or number that cannot be used is one line with option, value and bounds; exit code 2."""
 
 from __future__ import annotations
 
@@ -152,3 +152,16 @@ def test_the_options_of_a_run_have_the_same_bounds_in_python(name: str, bounds: 
     for value in (math.nan, math.inf, -1, most + 1, 10**400, True, 0 if least is None else least - 1):
         with pytest.raises(InputError, match=f"^--{name.replace('_', '-')} .*: give a"):
             Options(Path(), Path(), **{name: value}, **more)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [([*GENERATE, "--data"], "--data/--preprocessed-data"), ([*GENERATE, "--output"], "--output"), (["serve", "M", "--out"], "--out")],
+)
+def test_an_empty_path_is_refused_and_not_taken_for_the_current_directory(
+    command: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([*command, ""])
+    assert left.value.code == 2
+    assert f"argument {option}: it is empty; give a path" in capsys.readouterr().err

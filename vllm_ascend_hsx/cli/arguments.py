@@ -1,16 +1,24 @@
-"""Types for argparse: numbers with bounds, whose errors quote the text that was typed."""
+"""Types for argparse: paths, and numbers with bounds; errors quote the text that was typed."""
 
 from __future__ import annotations
 
 import argparse
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S
 
 _SHOWN = 40  # most characters of a refused text to quote
 _SIZE = re.compile(r"^(\d{1,30}(?:\.\d{1,30})?)\s*(B|[KMGT]i?B?)?$", re.ASCII | re.IGNORECASE)
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def path(text: str) -> Path:
+    """Parse a path. An unset variable of the shell does not stand for the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a path, such as . for the current directory")
+    return Path(text)
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
