@@ -1,6 +1,10 @@
 # Everything here works in .venv, which `make setup` (called by the others) makes once.
 PYTHON ?= python3.11
-BIN := .venv/bin
+# The release of vllm-ascend, with its vllm: a file in requirements/. Any other than DEFAULT has an environment of its own.
+DEFAULT := 0.23.0
+VLLM_ASCEND ?= $(DEFAULT)
+export VLLM_ASCEND
+BIN := .venv$(addprefix -,$(filter-out $(DEFAULT),$(VLLM_ASCEND)))/bin
 # Tests that run at the same time, each file in one process; an e2e test has up to four emulated NPUs of 1 GiB.
 WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 30 $(LONG)
@@ -59,4 +63,4 @@ docs: setup
 	@$(BIN)/python -m mkdocs build --strict
 
 clean:
-	rm -rf .venv .venv.lock build dist site *.egg-info
+	rm -rf .venv .venv-* .venv*.lock build dist site *.egg-info

@@ -7,7 +7,7 @@ from pathlib import Path
 VARIABLE = "HSX_TESTS_LONG"  # set by conftest.py where `--long` was given
 VERIFIED = Path(__file__).parent / "ut/emulator/verified.sha256"
 _ROOT = Path(__file__).parent.parent
-_EMULATOR = ("vllm_ascend_hsx/emulator", "tests/ut/emulator", "requirements/emulated.txt")
+_EMULATOR = ("vllm_ascend_hsx/emulator", "tests/ut/emulator", "requirements")
 
 
 def depth(full: int) -> int:

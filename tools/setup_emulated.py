@@ -1,10 +1,13 @@
-"""Make .venv, the pinned stack for unmodified vllm and vllm-ascend on emulated NPUs.
+"""Make a virtual environment: unmodified vllm and vllm-ascend, pinned, on emulated NPUs.
 
-Standard library only. Every package is pinned and installed without its dependencies, because
-vllm-ascend requires another torch and torch_npu, and pip would answer with CUDA builds. torch is
-the CPU build of the pinned version that pip finds with the user's own configuration (index,
-find-links); a CUDA build is refused before anything is installed. A second call does nothing, and
-an interrupted one is resumed.
+VLLM_ASCEND in the environment chooses the release of vllm-ascend, and with it that of vllm: one of
+those with a file in requirements/. The default has the environment .venv, another one
+.venv-RELEASE. Standard library only.
+
+Every package is pinned and installed without its dependencies, because vllm-ascend requires another
+torch and torch_npu, and pip would answer with CUDA builds. torch is the CPU build of the pinned
+version that pip finds with the user's own configuration (index, find-links); a CUDA build is
+refused before anything is installed. A second call does nothing, and an interrupted one is resumed.
 """
 
 import argparse
@@ -26,13 +29,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-VENV = ROOT / ".venv"
+DEFAULT = "0.23.0"
+VLLM_ASCEND = os.environ.get("VLLM_ASCEND") or DEFAULT
+VENV = ROOT / (".venv" if VLLM_ASCEND == DEFAULT else f".venv-{VLLM_ASCEND}")
 STAMP = VENV / "hsx-setup.json"
 LOG = VENV / "hsx-setup.log"
 MOONCAKE_LIBRARIES = ROOT / "tools" / "mooncake_libraries.py"
-PIN_FILES = (ROOT / "requirements" / "emulated.txt", ROOT / "requirements" / "dev.txt")
+PINS = ROOT / "requirements"
+PIN_FILES = (PINS / "common.txt", PINS / "dev.txt", PINS / f"{VLLM_ASCEND}.txt")
+SOURCES = ("vllm", "vllm-ascend")  # installed after all others, whose build imports them
 PYTHON_VERSION = (3, 11)  # the pins were taken on it
-VLLM = "0.23.0"
 FREE_BYTES = 4 << 30
 # Packages that replace the CPU stack, or that mark a machine with a real accelerator.
 FOREIGN = re.compile(r"^(nvidia|cuda)-|^torch-npu$|^triton-ascend$")
@@ -68,6 +74,11 @@ def all_pins() -> dict[str, str]:
     return pins
 
 
+def releases() -> list[str]:
+    """Return the releases of vllm-ascend that can be set up."""
+    return sorted(path.stem for path in PINS.glob("[0-9]*.txt"))
+
+
 def setup_key() -> str:
     """Hash all inputs of the environment; a different key means that it must be updated."""
     digest = hashlib.sha256()
@@ -86,6 +97,8 @@ def is_current() -> bool:
 
 def check_host() -> None:
     """Raises SetupError for what this machine lacks, before anything is downloaded."""
+    if VLLM_ASCEND not in releases():
+        raise SetupError(f"VLLM_ASCEND={VLLM_ASCEND} is not known; choose one of {', '.join(releases())}")
     if sys.version_info[:2] != PYTHON_VERSION:
         want = ".".join(map(str, PYTHON_VERSION))
         raise SetupError(
@@ -193,7 +206,7 @@ def find_problems(installed: dict[str, str], cuda: str | None) -> list[str]:
     """List the problems of packages {canonical name: version} and torch's torch.version.cuda."""
     problems = [
         f"{name} is {installed.get(name, 'missing')}, the pin is {version}"
-        for name, version in {**all_pins(), "vllm": VLLM}.items()
+        for name, version in all_pins().items()
         # A CPU build calls itself 2.13.0+cpu.
         if installed.get(name, "").partition("+")[0] != version
     ]
@@ -223,8 +236,8 @@ def check_environment() -> list[str]:
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Two calls of make in one checkout wait for each other."""
-    with (ROOT / ".venv.lock").open("w") as lock:
+    """Two calls of make for one environment wait for each other."""
+    with VENV.with_name(f"{VENV.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -240,20 +253,34 @@ def set_up() -> None:
         # Neither half a venv nor another Python's can be repaired by pip.
         shutil.rmtree(VENV, ignore_errors=True)
     STAMP.unlink(missing_ok=True)
-    steps = Steps(total=7)
+    steps = Steps(total=8)
     python = VENV / "bin" / "python"
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     steps.run("virtual environment", [sys.executable, "-m", "venv", VENV])
     check_torch_candidate(pip, all_pins()["torch"])
-    pins = [part for path in PIN_FILES for part in ("-r", path)]
-    steps.run(f"{len(all_pins())} pinned packages", [*pip, "install", "--no-deps", "--no-compile", *pins])
-    if installed_vllm(python) != VLLM:
+    pins = all_pins()
+    others = [f"{name}=={version}" for name, version in pins.items() if name not in SOURCES]
+    install = [*pip, "install", "--no-deps"]
+    steps.run(f"{len(others)} pinned packages", [*install, "--no-compile", *others])
+    # No cache: pip would take a wheel that was built earlier for another device.
+    build = [*install, "--no-cache-dir", "--no-build-isolation"]
+    if not is_installed(python, "vllm", pins["vllm"]):
         steps.run(
-            f"vllm {VLLM} from source, without a device",
-            # No cache: pip would take a wheel that was built earlier for another device.
-            [*pip, "install", "--no-deps", "--no-cache-dir", "--no-build-isolation", "--no-binary", "vllm", f"vllm=={VLLM}"],
+            f"vllm {pins['vllm']} from source, without a device",
+            [*build, "--no-binary", "vllm", f"vllm=={pins['vllm']}"],
             VLLM_TARGET_DEVICE="empty",
-            VLLM_VERSION_OVERRIDE=VLLM,  # without it the version ends in +empty, which vllm-ascend does not know
+            VLLM_VERSION_OVERRIDE=pins["vllm"],  # without it the version ends in +empty, which vllm-ascend does not know
+            CARGO="no-cargo",  # vllm's optional Rust programs take minutes to compile, and nothing here runs them
+        )
+    else:
+        steps.done += 1
+    if not is_installed(python, "vllm-ascend", pins["vllm-ascend"]):
+        steps.run(
+            f"vllm-ascend {pins['vllm-ascend']}",
+            [*build, f"vllm-ascend=={pins['vllm-ascend']}"],
+            # A source distribution: Python alone, without CANN's compiler and npu-smi.
+            COMPILE_CUSTOM_KERNELS="0",
+            SOC_VERSION="ascend910b1",
         )
     else:
         steps.done += 1
@@ -272,13 +299,14 @@ def set_up() -> None:
     print(f"{VENV} is ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
-def installed_vllm(python: Path) -> str:
-    code = "import importlib.metadata as m; print(next((d.version for d in m.distributions(name='vllm')), ''))"
-    return subprocess.run([python, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+def is_installed(python: Path, package: str, version: str) -> bool:
+    code = "import importlib.metadata as m, sys; print([d.version for d in m.distributions(name=sys.argv[1])])"
+    found = subprocess.run([python, "-c", code, package], stdout=subprocess.PIPE, text=True, check=True).stdout
+    return found.strip() == str([version])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Set up .venv with the emulated stack; a second call does nothing.")
+    parser = argparse.ArgumentParser(description="Set up the emulated stack; a second call does nothing.")
     parser.add_argument("--check", action="store_true", help="only check the environment that runs this")
     arguments = parser.parse_args()
     try:

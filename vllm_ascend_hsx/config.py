@@ -177,6 +177,12 @@ class HsxConfig(BaseModel):
         description="Most seconds that a stopping server takes to write computed rows.",
     )
 
+    allow_unchecked_versions: bool = Field(
+        default=False,
+        description="Start although vLLM or vllm-ascend differs from the checked releases in "
+        "functions that this plugin relies on. Rows may be wrong or missing.",
+    )
+
     @property
     def close_timeout_s(self) -> float:
         """Most seconds that a worker takes to stop once no step runs."""

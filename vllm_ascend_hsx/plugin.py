@@ -67,5 +67,5 @@ def make_proposer(original: Any, *args: Any) -> Any:
     from vllm_ascend_hsx.drafter.proposer import HsxProposer
 
     if not issubclass(HsxProposer, original):
-        raise IncompatibleVersionError(f"{original} as the base class of HsxProposer")
+        raise IncompatibleVersionError(f"{original} is not the base class of our proposer")
     return HsxProposer(*args)

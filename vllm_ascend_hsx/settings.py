@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm import envs
 
+from vllm_ascend_hsx.compat.installed import require_checked
 from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig, read_options
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.rows import RowFormat
@@ -57,8 +58,10 @@ def read_settings(vllm_config: Any) -> ServerSettings:
 
     Raises:
         UserError: if a setting, the storage directory or the store cannot be used.
+        IncompatibleVersionError: see require_checked.
     """
     config = read_options(vllm_config.kv_transfer_config)
+    require_checked(config.allow_unchecked_versions)
     target = read_target(vllm_config)
     dtype: torch.dtype = vllm_config.model_config.dtype
     if dtype not in _DTYPE_NAMES:

@@ -22,13 +22,14 @@ from vllm_ascend_hsx.compat import versions as compat_versions
 from vllm_ascend_hsx.compat.patch_points import MARK, POINTS, PatchPoint, Use, problem_of
 from vllm_ascend_hsx.compat.runner import RUNNER_HOOKS
 from vllm_ascend_hsx.compat.versions import Pair
+from vllm_ascend_hsx.doctor import patch_points
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.patch_points import check_patch_points
 
 PACKAGE = Path(vllm_ascend_hsx.__file__).parent
 
 
-NOT_DECLARING = ("__init__", "patch_points", "qwen3_next", "targets", "versions")
+NOT_DECLARING = ("__init__", "installed", "patch_points", "qwen3_next", "targets", "versions")
 
 
 def declaring_sources() -> list[str]:
@@ -180,6 +181,7 @@ def write_tree(directory: Path, leave_out: str = "", rename: tuple[str, str] = (
 
 def check_tree(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(directory), str(PACKAGE.parent)]))
+    monkeypatch.setattr(patch_points, "difference_of", lambda point: point.problem)  # the functions have no code
     return list(check_patch_points())
 
 
@@ -214,16 +216,17 @@ def test_packages_that_cannot_be_imported_are_one_finding_with_the_last_line(tmp
 
 def test_a_process_that_dies_is_a_finding_with_its_last_line() -> None:
     code = "import os, sys; sys.stderr.write('loading\\nlibhccl.so: undefined symbol\\n'); sys.stderr.flush(); os._exit(9)"
-    (found,) = check_patch_points(command=[sys.executable, "-c", code])
+    (found,) = check_patch_points(command=(sys.executable, "-c", code))
     assert found.verdict == "problem" and found.found.endswith("libhccl.so: undefined symbol")
-    (consequence,) = check_patch_points(False, [sys.executable, "-c", code])
+    (consequence,) = check_patch_points(False, (sys.executable, "-c", code))
     assert (consequence.verdict, consequence.what_to_do) == ("note", "Mend what is wrong above, and look again.")
-    (silent,) = check_patch_points(command=[sys.executable, "-c", "import os; os._exit(9)"])
+    (silent,) = check_patch_points(command=(sys.executable, "-c", "import os; os._exit(9)"))
     assert silent.found.endswith("exit code 9")
 
 
-IMPORTS_FAIL = [["a.b", "called", "it works", ["ModuleNotFoundError: No module named 'torch_npu'", True]]]
-CHANGED = [["a.b", "called", "it works", ["a.b is not there", False]]]
+IMPORTS_FAIL = [["a.b", "called", "it works", "ModuleNotFoundError: No module named 'torch_npu'", True, None, None]]
+CHANGED = [["a.b", "called", "it works", "a.b is not there", False, None, None]]
+OTHER_CODE = [["a.b", "called", "it works", None, False, "0123456789abcdef", "vllm/b.py"]]
 
 
 @pytest.mark.parametrize(
@@ -232,6 +235,7 @@ CHANGED = [["a.b", "called", "it works", ["a.b is not there", False]]]
         (IMPORTS_FAIL, False, "note", "Mend what is wrong above, and look again."),
         (IMPORTS_FAIL, True, "problem", "Find out why python -c 'import vllm_ascend.ops' fails."),
         (CHANGED, False, "problem", "Mend what is wrong above, and look again."),
+        (OTHER_CODE, True, "problem", "Its version is right"),
         (CHANGED, True, "problem", "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS)"),
     ],
 )
@@ -239,10 +243,10 @@ def test_a_patch_point_that_fails_is_a_consequence_of_what_is_installed_or_has_a
     found: list[Any], software_is_right: bool, verdict: str, remedy: str
 ) -> None:
     code = f"print({MARK + json.dumps(found)!r})"
-    (finding,) = check_patch_points(software_is_right, [sys.executable, "-c", code])
+    (finding,) = check_patch_points(software_is_right, (sys.executable, "-c", code))
     assert (finding.verdict, finding.what_to_do[: len(remedy)]) == (verdict, remedy)
 
 
 def test_a_process_that_hangs_is_a_finding() -> None:
-    (found,) = check_patch_points(command=[sys.executable, "-c", "import signal; signal.pause()"], timeout=0.5)
+    (found,) = check_patch_points(command=(sys.executable, "-c", "import signal; signal.pause()"), timeout=0.5)
     assert found.verdict == "problem" and "0.5 seconds" in found.found

@@ -155,7 +155,7 @@ class RunnerWithoutHooks:
 
 @pytest.mark.parametrize(
     ("runner", "missing"),
-    [(None, "got None"), (RunnerWithoutHooks(), "_pad_for_sequence_parallelism and _sync_metadata_across_dp")],
+    [(None, "no model runner"), (RunnerWithoutHooks(), "no _pad_for_sequence_parallelism and no _sync_metadata_across_dp")],
 )
 def test_a_runner_that_cannot_keep_ranks_in_step_is_refused_at_start(runner: Any, missing: str) -> None:
     with pytest.raises(IncompatibleVersionError, match=missing):

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -23,9 +25,31 @@ def setup() -> ModuleType:
     return module
 
 
-def test_the_pins_name_what_the_issue_asks_for(setup: ModuleType) -> None:
-    pins = setup.all_pins()
-    assert (pins["torch"], pins["vllm-ascend"], pins["transformers"], setup.VLLM) == ("2.13.0", "0.23.0", "5.5.4", "0.23.0")
+def test_each_release_of_vllm_ascend_has_the_vllm_that_it_is_made_for(setup: ModuleType) -> None:
+    found = {release: setup.read_pins(setup.PINS / f"{release}.txt") for release in setup.releases()}
+    assert setup.DEFAULT in found
+    assert {pins["vllm-ascend"]: pins["vllm"] for pins in found.values()} == {
+        pair.vllm_ascend: pair.vllm for pair in CHECKED_PAIRS
+    }
+    assert all(pins["vllm-ascend"] == release for release, pins in found.items())
+
+
+@pytest.mark.parametrize("release", ["", "0.30.0rc2"])
+def test_make_and_the_set_up_choose_the_same_environment(setup: ModuleType, release: str) -> None:
+    environment = {**os.environ, "VLLM_ASCEND": release or setup.DEFAULT}
+    printed = subprocess.run(["make", "-n", "docs"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    code = "import setup_emulated; print(setup_emulated.VENV.name)"
+    command = [sys.executable, "-c", code]
+    environment["PYTHONPATH"] = str(ROOT / "tools")
+    venv = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    assert venv == (f".venv-{release}" if release else ".venv")
+    assert f"\n{venv}/bin/python -m mkdocs" in f"\n{printed}"
+
+
+def test_a_release_that_is_not_known_is_refused(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "VLLM_ASCEND", "0.9.1")
+    with pytest.raises(setup.SetupError, match=r"VLLM_ASCEND=0\.9\.1 is not known; choose one of 0\.23\.0, "):
+        setup.check_host()
 
 
 def test_no_pin_is_a_package_that_needs_an_accelerator(setup: ModuleType) -> None:
@@ -57,13 +81,13 @@ def test_this_environment_is_the_pinned_one() -> None:
 
 
 def test_packages_that_replaced_others_are_found(setup: ModuleType) -> None:
-    right = {**setup.all_pins(), "vllm": "0.23.0", "torch": "2.13.0+cpu", "something-of-the-user": "1.0"}
+    right = {**setup.all_pins(), "torch": "2.13.0+cpu", "something-of-the-user": "1.0"}
     assert setup.find_problems(right, None) == []
     wrong = {**right, "numpy": "2.0.0", "nvidia-nccl-cu13": "2.29.7"}
     del wrong["vllm"]
     assert setup.find_problems(wrong, "13.0") == [
         f"numpy is 2.0.0, the pin is {setup.all_pins()['numpy']}",
-        "vllm is missing, the pin is 0.23.0",
+        f"vllm is missing, the pin is {setup.all_pins()['vllm']}",
         "nvidia-nccl-cu13 2.29.7 is installed; it does not belong on an emulated NPU",
         "torch is a CUDA build (13.0); something replaced the CPU build",
     ]

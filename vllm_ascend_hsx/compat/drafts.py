@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
+from vllm_ascend_hsx.compat.installed import require_checked
 from vllm_ascend_hsx.compat.models import refuse_unservable_target
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import V0_23
@@ -56,7 +57,7 @@ def schedule_no_drafts(original: Any, self: Any) -> None:
                 "Set it to 1, the least that vLLM takes.",
             )
         speculative.num_speculative_tokens = 0
-        read_options(self.kv_transfer_config)
+        require_checked(read_options(self.kv_transfer_config).allow_unchecked_versions)
         refuse_unservable_target(self.model_config)
     original(self)
     if _extracts(speculative):

@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import json
+import logging
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from packaging.specifiers import SpecifierSet
 
-from vllm_ascend_hsx.compat.versions import IncompatibleVersionError, release_to_patch
+from vllm_ascend_hsx.compat.versions import release_to_patch
+
+logger = logging.getLogger(__name__)
 
 MARK = "hsx-patch-points: "  # begins the line for `hsx doctor`; imported modules may print too
-_FIRST = "vllm_ascend.ops"  # imported before other modules of vllm_ascend, which import in circles
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -83,20 +84,21 @@ class PatchPoint(NamedTuple):
         return release_to_patch(self.module.partition(".")[0]) in SpecifierSet(self.versions)
 
     def apply(self, module: Any) -> None:
-        """Put the replacement in place.
+        """Put the replacement in place, if the module has the attribute.
+
+        Otherwise the module stays as it is, for a server that extracts nothing; one that does is
+        refused by `installed.require_checked`.
 
         Args:
             module: the imported module.
-
-        Raises:
-            IncompatibleVersionError: the module has no such attribute.
         """
         owner, original, replacement = None, module, self.replacement
         assert replacement is not None
         for name in self.path:
             owner, original = original, getattr(original, name, None)
             if original is None:
-                raise IncompatibleVersionError(self.name)
+                logger.warning("%s is not there; extraction needs it so that: %s", self.name, self.why)
+                return
 
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
@@ -166,7 +168,8 @@ def problem_of(point: PatchPoint, load: Callable[[str], Any] = importlib.import_
         try:
             found = getattr(found, name)
         except AttributeError:
-            return Problem(f"{'.'.join((point.module, *point.path[: index + 1]))} is not there")
+            missing = ".".join((point.module, *point.path[: index + 1]))
+            return Problem(f"{'it' if missing == point.name else missing} is not there")
     if point.use is Use.NAMED:
         return None
     try:
@@ -197,11 +200,3 @@ def _mismatch(point: PatchPoint, signature: inspect.Signature) -> Problem | None
 def _one_line(error: BaseException) -> str:
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[-1]}" if text else type(error).__name__
-
-
-def report() -> None:
-    """Print MARK and, as JSON, [name, use, why, null or [text, not imported]] of each point."""
-    points = [point for point in POINTS if point.fits]
-    problem_of(PatchPoint(_FIRST, (), Use.NAMED, (), (), "", ""))  # shows with those that need it
-    found = [[point.name, point.use.value, point.why, problem_of(point)] for point in points]
-    print(f"\n{MARK}{json.dumps(found)}", flush=True)

@@ -16,7 +16,7 @@ from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
 
 if TYPE_CHECKING or not supports_eagle3(VllmQwen3NextForCausalLM):
     if not issubclass(Qwen3NextModel, EagleModelMixin):
-        raise IncompatibleVersionError("vllm.model_executor.models.qwen3_next.Qwen3NextModel to collect hidden states")
+        raise IncompatibleVersionError("vllm.model_executor.models.qwen3_next.Qwen3NextModel collects no hidden states")
 
     class Qwen3NextForCausalLM(VllmQwen3NextForCausalLM, SupportsEagle3):
         """vLLM's class with the interface, whose methods use the model."""

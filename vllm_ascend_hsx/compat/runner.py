@@ -45,12 +45,11 @@ def require_runner_hooks(runner: Any) -> None:
             AttributeError in the first step.
     """
     if runner is None:
-        raise IncompatibleVersionError("the model runner, which vllm-ascend hands to its proposers, but got None")
+        raise IncompatibleVersionError("vllm-ascend gave its proposer no model runner")
     missing = [name for name in RUNNER_HOOKS if not callable(getattr(runner, name, None))]
     if missing:
         raise IncompatibleVersionError(
-            f"{' and '.join(missing)} on the model runner, "
-            f"which {type(runner).__name__} does not have "
+            f"the model runner {type(runner).__name__} has no {' and no '.join(missing)} "
             "(the v2 runner is not supported: unset VLLM_USE_V2_MODEL_RUNNER)"
         )
 

@@ -16,16 +16,33 @@ class Pair(NamedTuple):
     vllm_ascend: str
 
 
-CHECKED_PAIRS = (Pair("0.23.0", "0.23.0"),)
+CHECKED_PAIRS = (Pair("0.23.0", "0.23.0"), Pair("0.23.0", "0.23.0.post1"))
 V0_23 = ">=0.23,<0.24"  # of either package
 
 
 class IncompatibleVersionError(RuntimeError):
-    """Something that the plugin relies on in vLLM or vllm-ascend is missing."""
+    """Something that the plugin relies on in vLLM or vllm-ascend is missing or has changed.
 
-    def __init__(self, what: str) -> None:
+    Attributes:
+        reason: what it is.
+    """
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        self.reason = reason
         checked = " or ".join(f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}" for pair in CHECKED_PAIRS)
-        super().__init__(f"vllm-ascend-hsx needs {what}. It was checked against {checked}; install these versions.")
+        remedy = f"Install one of these. {remedy}".rstrip()
+        super().__init__(f"vllm-ascend-hsx cannot work here: {reason}\nIt was checked against {checked}. {remedy}")
+
+
+def installed_pair() -> Pair:
+    """Return the installed releases, without local parts (0.23.0 for 0.23.0+empty).
+
+    Raises IncompatibleVersionError if one of them is not installed.
+    """
+    try:
+        return Pair(*(Version(version(package)).public for package in Pair._fields))
+    except PackageNotFoundError as error:
+        raise IncompatibleVersionError(f"{error.name} is not installed") from None
 
 
 @functools.cache

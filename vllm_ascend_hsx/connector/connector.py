@@ -93,6 +93,11 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: no KV block is handed on, so requests may be preempted (vLLM 0.26 and later)."""
+        return False
+
     def on_new_request(self, request: Any) -> None:
         self._scheduler.on_new_request(request)
 
@@ -155,11 +160,17 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker side
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Start the step. vLLM calls this before the forward pass, and `start_load_kv` after it in
+        0.30 (v1/worker/kv_connector_model_runner_mixin.py:86).
+        """
+        super().bind_connector_metadata(connector_metadata)
         assert self._worker is not None
-        metadata = self._get_connector_metadata()
-        assert isinstance(metadata, HsxConnectorMetadata)
-        self._worker.start_step(metadata)
+        assert isinstance(connector_metadata, HsxConnectorMetadata)
+        self._worker.start_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Do nothing: rows are never loaded."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         pass

@@ -1,0 +1,134 @@
+"""The installed pair is checked before weights are loaded: names, parameters and code."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_ascend_hsx.compat import installed
+from vllm_ascend_hsx.compat.installed import Examined, digest_of_body, recorded, require_checked
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, IncompatibleVersionError, Pair
+
+POINT = Examined("a.f", "called", "rows are right", None, False, "0" * 16, "vllm/a.py")
+KNOWN = {"0.23.0": installed.Sources({}, {"a.f": "0" * 16}), "0.26.0rc1": installed.Sources({}, {"a.f": "1" * 16})}
+
+
+@pytest.fixture(autouse=True)
+def not_checked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HSX_CHECKED_VERSIONS", "")
+
+
+def test_every_checked_pair_is_recorded() -> None:
+    assert recorded().keys() == {pair.vllm_ascend for pair in CHECKED_PAIRS}
+    for sources in recorded().values():
+        assert len(sources.files) >= 25
+        assert len(sources.bodies) >= 45
+
+
+def test_the_installed_pair_is_recorded_as_it_is_so_that_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installed, "examined", lambda: pytest.fail("it looks closer"))
+    require_checked(False)
+    assert os.environ["HSX_CHECKED_VERSIONS"] == " ".join(installed.installed_pair())
+    monkeypatch.setattr(installed, "_files_are_those_of", lambda pair: pytest.fail("it looks again"))
+    require_checked(False)
+
+
+@pytest.mark.parametrize(
+    ("point", "difference"),
+    [
+        (POINT, None),
+        (POINT._replace(body="1" * 16), None),  # as in another checked release
+        (POINT._replace(body="2" * 16), "its code has changed"),
+        (POINT._replace(body=None, problem="a.f is not there"), "a.f is not there"),
+        (POINT._replace(body=None, problem="ModuleNotFoundError: a", not_imported=True), "ModuleNotFoundError: a"),
+        (POINT._replace(body=None), None),  # a constant
+    ],
+)
+@pytest.mark.parametrize("pair", [Pair("0.31.0", "0.31.0rc1"), CHECKED_PAIRS[0]])
+def test_a_pair_that_was_not_checked_or_was_changed_starts_if_all_that_is_relied_on_holds(
+    pair: Pair, point: Examined, difference: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(installed, "installed_pair", lambda: pair)
+    monkeypatch.setattr(installed, "recorded", lambda: KNOWN)
+    monkeypatch.setattr(installed, "_files_are_those_of", lambda pair: False)
+    monkeypatch.setattr(installed, "examined", lambda: [POINT, point])
+    what = f"vllm {pair.vllm} with vllm-ascend {pair.vllm_ascend}"
+    if difference is None:
+        require_checked(False)
+        assert f"{what}: " in caplog.text and "all that vllm-ascend-hsx relies on is as in a checked release" in caplog.text
+    else:
+        with pytest.raises(IncompatibleVersionError) as refused:
+            require_checked(False)
+        assert f"{what} differs from what was checked:\n  a.f: {difference}; called so that: rows are right" in str(refused.value)
+        assert '"allow_unchecked_versions": true' in str(refused.value)
+        assert os.environ["HSX_CHECKED_VERSIONS"] == ""
+        require_checked(True)
+        assert difference in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_digest_is_of_the_code_alone() -> None:
+    source = '    def f(self, a, b="x"):\n        """Do it."""\n        # now\n        return a + b\n'
+    same = "def f(self, a, b='x'):\n\n    return (a + b)"
+    assert digest_of_body(source) == digest_of_body(same)
+    assert digest_of_body(source) != digest_of_body(source.replace("a + b", "b + a"))
+    assert digest_of_body(source) != digest_of_body(source.replace('b="x"', 'b="y"'))
+    assert digest_of_body("def f():\n    '''Nothing.'''") == digest_of_body("def f(): pass")
+
+
+FIND = "import importlib.util as u, pathlib; print(*(pathlib.Path(u.find_spec(n).origin).parent for n in ('vllm', 'vllm_ascend')))"
+CHECK = "import vllm_ascend_hsx.plugin, vllm_ascend_hsx.compat.installed as i; i.require_checked(False)"
+LINE = "    global forward_start_time\n"
+# File, text, its replacement, what is reported.
+CHANGES = [
+    ("vllm/v1/engine/core.py", "def _send_error_outputs_to_client(", "def _send_errors(", "_send_error_outputs_to_client: it is not there"),
+    ("vllm/v1/engine/utils.py", "def shutdown(self, timeout: float | None = None)", "def shutdown(self)", "its parameters are (self), not"),
+    ("vllm_ascend/worker/worker.py", "def sleep(self, level", "def slumber(self, level", "NPUWorker.sleep: it is not there"),
+    ("vllm/forward_context.py", LINE, f"{LINE}    vllm_config = vllm_config\n", "set_forward_context: its code has changed"),
+]
+UNRELATED = [("vllm/forward_context.py", "\n@contextmanager\n", "\nunrelated = 1\n\n\n@contextmanager\n", "")]
+
+
+@pytest.mark.parametrize(("changes", "refused"), [(CHANGES, True), (UNRELATED, False)], ids=["what is relied on", "something else"])
+def test_changes_in_a_copy_of_the_installed_packages_are_reported_with_what_is_lost(
+    changes: list[tuple[str, str, str, str]], refused: bool, tmp_path: Path
+) -> None:
+    found = subprocess.run([sys.executable, "-c", FIND], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+    for package in map(Path, found.split()):
+        copy_by_links(package, tmp_path / package.name, [module for module, *_ in changes])
+    for module, text, by, _ in changes:
+        path = tmp_path / module
+        source = path.read_text()
+        assert text in source
+        path.unlink()
+        path.write_text(source.replace(text, by, 1))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(installed.__file__).parents[2])])}
+    hsx = str(Path(sys.executable).with_name("hsx"))
+    done = subprocess.run([hsx, "emulate", "--", sys.executable, "-c", CHECK], env=environ, capture_output=True, text=True, check=False)
+    printed = done.stdout + done.stderr
+    assert done.returncode == refused, printed
+    if refused:
+        lines = printed.partition("differs from what was checked:\n")[2].splitlines()[: len(changes)]
+        assert all(" so that: " in line for line in lines), printed
+        assert all(any(report in line for line in lines) for *_, report in changes), printed
+    else:
+        assert "files of it were changed, but all that vllm-ascend-hsx relies on" in printed
+
+
+def copy_by_links(package: Path, target: Path, modules: list[str]) -> None:
+    """Directories are made where one of the modules is; all else are links."""
+    target.mkdir()
+    for each in package.iterdir():
+        inside = f"{target.name}/{each.name}"
+        below = [module.partition("/")[2] for module in modules if module.startswith(inside + "/")]
+        if each.is_dir() and below:
+            copy_by_links(each, target / each.name, below)
+        elif inside in modules:
+            shutil.copy2(each, target / each.name)
+        elif each.name != "__pycache__":
+            (target / each.name).symlink_to(each)
