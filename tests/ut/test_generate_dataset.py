@@ -218,12 +218,11 @@ def test_what_datasets_keeps_of_earlier_maps_is_no_part_of_the_dataset(tmp_path:
 
 def test_what_is_no_dataset_is_told_what_would_be_one(tmp_path: Path) -> None:
     nothing_in_it = r"no state.json .* no \*.parquet and no \*.arrow"
-    cases = {"nothing": "it does not exist", "data.csv": "ends with none of .jsonl", "empty": nothing_in_it}
-    cases["fifo.jsonl"] = "it is not a regular file"
+    cases = {"nothing": "it does not exist", "data.csv": "ends with none of .jsonl", "fifo.jsonl": "it is not a regular file"}
     os.mkfifo(tmp_path / "fifo.jsonl")
     (tmp_path / "data.csv").touch()
     (tmp_path / "empty").mkdir()
-    for name, message in cases.items():
+    for name, message in (*cases.items(), ("empty", nothing_in_it)):
         with pytest.raises(DatasetError, match=f"{name}: .*{message}"):
             open_dataset(tmp_path / name)
     (tmp_path / "blank.jsonl").write_text("\n\n")
