@@ -276,7 +276,7 @@ class MainThread:
         sampled = self._sampled[: len(input_batch.req_ids)]
         began = time.thread_time()
         self._worker.start_step(metadata)
-        self._proposer.propose(sampled, target_rows, common)
+        self._proposer.propose(sampled_token_ids=sampled, target_hidden_states=target_rows, common_attn_metadata=common)
         self._worker.save()
         self._worker.report()
         return time.thread_time() - began

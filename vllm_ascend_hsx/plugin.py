@@ -15,7 +15,7 @@ from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its 
 )
 from vllm_ascend_hsx.compat.logs import log_as_vllm_does
 from vllm_ascend_hsx.compat.patch_points import POINTS, patch, uses
-from vllm_ascend_hsx.compat.versions import V0_23, IncompatibleVersionError
+from vllm_ascend_hsx.compat.versions import SINCE_0_23, IncompatibleVersionError
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 
 DRAFTER_ARCHITECTURE = "ExtractHiddenStatesModel"
@@ -23,10 +23,10 @@ MODELS = "vllm.model_executor.models"
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 
 _CONNECTOR = "KVConnectorFactory.register_connector"
-uses(FACTORY, _CONNECTOR, V0_23, takes="name module_path class_name", why="the connector is known")
-uses(FACTORY, "KVConnectorFactory._registry", V0_23, why="the plugin registers once")
+uses(FACTORY, _CONNECTOR, SINCE_0_23, takes="name module_path class_name", why="the connector is known")
+uses(FACTORY, "KVConnectorFactory._registry", SINCE_0_23, why="the plugin registers once")
 _MODEL = "ModelRegistry.register_model"
-uses(MODELS, _MODEL, V0_23, takes="model_arch model_cls", why="the drafter is known")
+uses(MODELS, _MODEL, SINCE_0_23, takes="model_arch model_cls", why="the drafter is known")
 
 
 def register() -> None:
@@ -53,7 +53,7 @@ def register() -> None:
 @patch(
     "vllm_ascend.spec_decode",
     "AscendExtractHiddenStatesProposer",
-    V0_23,
+    SINCE_0_23,
     takes="vllm_config device runner",
     why="our proposer replaces that of vllm-ascend",
 )

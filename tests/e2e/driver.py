@@ -52,12 +52,12 @@ class Driver:
         scheduler = self.core.scheduler
         preempt = scheduler._preempt_request
 
-        def record(request: Any, timestamp: float) -> None:
+        def record(request: Any, timestamp: float, **options: Any) -> None:
             computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
             self.preemptions.append(
                 {"internal_id": request.request_id, "computed": computed, "phase": "prefill" if computed < prompt else "decode"}
             )
-            preempt(request, timestamp)
+            preempt(request, timestamp, **options)
 
         scheduler._preempt_request = record
 

@@ -1,4 +1,7 @@
-"""DeepSeek's model returns the residual stream at both ends on request, and else stays vLLM's."""
+"""DeepSeek's model returns the residual stream at both ends on request, and else stays vLLM's.
+
+vLLM 0.23 collects neither end, 0.26 the last state.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from patching import apply
 
-from vllm_ascend_hsx.compat.models import collect_both_ends
+from vllm_ascend_hsx.compat.models import collect_both_ends, collect_embedding
 
 LAYERS = 3
 # What layer i adds to the stream, and the embedding: every state is another number.
@@ -79,3 +83,36 @@ def test_the_layers_get_the_scaling_of_the_model(monkeypatch: pytest.MonkeyPatch
     model.aux_hidden_state_layers = (3,)
     model.forward(1, "positions", None)
     assert model.scalings == [scaling] * LAYERS
+
+
+class CollectingModel:
+    """The model of vLLM 0.26, whose layers write into the tensor that they are given."""
+
+    aux_hidden_state_layers: tuple[int, ...] = ()
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return input_ids.float()
+
+    def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None) -> Any:
+        stream = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+        collected = []
+        for index, added in enumerate((*ADDED, 0)):
+            if index in self.aux_hidden_state_layers:
+                assert index > 0, "the residual is None"
+                collected.append(stream.clone())
+            stream += added
+        return (stream, collected) if collected else stream
+
+
+@pytest.mark.parametrize("wanted", [(0,), (3,), (0, 3), (0, 1, 2, 3), (2, 3), (3, 0, 1), ()])
+@pytest.mark.parametrize("given", [False, True])
+def test_the_embedding_is_added_to_what_the_model_collects(wanted: tuple[int, ...], given: bool) -> None:
+    found = SimpleNamespace(DeepseekV2Model=type("DeepseekV2Model", (CollectingModel,), {}))
+    apply(found, collect_embedding)
+    model, ones = found.DeepseekV2Model(), torch.ones(2)
+    model.aux_hidden_state_layers = wanted
+    output = model.forward(None, "positions", None, ones) if given else model.forward(ones, "positions", None)
+    last, collected = output if isinstance(output, tuple) else (output, [])
+    assert last.tolist() == [STREAM[LAYERS]] * 2
+    assert [each.tolist() for each in collected] == [[STREAM[layer]] * 2 for layer in sorted(wanted)]
+    assert model.aux_hidden_state_layers == wanted

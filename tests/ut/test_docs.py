@@ -334,7 +334,7 @@ def test_what_is_said_to_work_names_the_test_that_shows_it() -> None:
 def test_the_versions_and_classes_are_those_of_the_code() -> None:
     text = page("compatibility.md")
     for pair in CHECKED_PAIRS:
-        assert f"| {pair.vllm} | {pair.vllm_ascend} | works |" in text
+        assert f"| {pair.vllm} | {pair.vllm_ascend} | works" in text
     named = re.findall(r"`(\w+For\w+)`", text)
     assert len(named) >= 8
     assert set(named) <= {*ARCHITECTURES, *UNSERVABLE}

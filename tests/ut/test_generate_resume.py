@@ -295,7 +295,7 @@ def test_a_second_signal_ends_the_run_at_once(tmp_path: Path) -> None:
 
     runs.server.__class__ = Stuck
     # A server gets one request at a time until one has succeeded; rows may come in any order.
-    runs.server.behave = lambda seen: {2: "hang", 3: "stuck"}.get(len(runs.server.seen), "ok")
+    runs.server.behave = lambda seen: {1: "hang", 2: "stuck"}.get(runs.server.seen.index(seen), "ok")
     with runs.server:
         process = runs.start()
         assert gone.wait(60)
@@ -322,7 +322,7 @@ def test_a_signal_is_not_held_up_by_a_file_that_its_server_does_not_finish(tmp_p
         threading.Thread(target=interrupt).start()
 
     runs.server.do_stuck = do_stuck  # type: ignore[attr-defined]
-    runs.server.behave = lambda seen: "stuck" if len(runs.server.seen) == 2 else "ok"
+    runs.server.behave = lambda seen: "stuck" if runs.server.seen.index(seen) == 1 else "ok"
     with runs.server:
         process = runs.start()
         process.join(60)

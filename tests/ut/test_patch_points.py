@@ -27,6 +27,7 @@ from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.patch_points import check_patch_points
 
 PACKAGE = Path(vllm_ascend_hsx.__file__).parent
+FITTING = [point for point in POINTS if point.fits]
 
 
 NOT_DECLARING = ("__init__", "installed", "patch_points", "qwen3_next", "targets", "versions")
@@ -108,7 +109,7 @@ register = wrapt.register_post_import_hook
 wrapt.register_post_import_hook = lambda hook, name: (hooked.append((hook, name)), register(hook, name))
 plugin.register()
 plugin.register()
-ours = [(point.apply, point.module) for point in patch_points.POINTS if point.replacement and point is not other]
+ours = [(point.apply, point.module) for point in patch_points.POINTS if point.replacement and point.fits]
 early = [name for name in sys.modules if name.startswith(("vllm_ascend.worker", "vllm_ascend.patch", "vllm_ascend.ops"))]
 from vllm.v1.core.sched.scheduler import Scheduler
 print("FOUND", len(ours) >= 28, hooked == ours, early, Scheduler._connector_finished.__wrapped__.__name__)
@@ -157,7 +158,7 @@ def test_what_is_given_by_name_must_be_a_parameter() -> None:
 def write_tree(directory: Path, leave_out: str = "", rename: tuple[str, str] = ("", "")) -> None:
     """Modules with everything that is declared; without one of them, or with another parameter."""
     sources: dict[str, dict[str, list[str]]] = {"vllm_ascend.ops": {}}
-    for point in POINTS:
+    for point in FITTING:
         classes = sources.setdefault(point.module, {})
         if point.name == leave_out:
             continue
@@ -193,7 +194,7 @@ def test_a_patch_point_that_is_gone_from_the_installed_packages_is_reported(tmp_
     assert (problem.name, problem.verdict) == (gone, "problem")
     assert "is not there" in problem.found and "names the failure of its file" in problem.found
     assert "Its version is right" in problem.what_to_do
-    assert len(found) == len(POINTS)
+    assert len(found) == len(FITTING)
 
 
 def test_a_patch_point_with_other_parameters_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,9 +209,9 @@ def test_packages_that_cannot_be_imported_are_one_finding_with_the_last_line(tmp
     write_tree(tmp_path)
     (tmp_path / "vllm_ascend" / "__init__.py").write_text("import libascendcl_that_is_not_there\n")
     problems = [each for each in check_tree(tmp_path, monkeypatch) if each.verdict != "ok"]
-    number = sum(point.module.startswith("vllm_ascend.") for point in POINTS)
+    number = sum(point.module.startswith("vllm_ascend.") for point in FITTING)
     assert [each.name for each in problems] == ["imports"]
-    assert problems[0].found.startswith(f"{number} of {len(POINTS)} patch points could not be checked: ModuleNotFoundError")
+    assert problems[0].found.startswith(f"{number} of {len(FITTING)} patch points could not be checked: ModuleNotFoundError")
     assert "libascendcl_that_is_not_there" in problems[0].found
 
 

@@ -62,8 +62,9 @@ def make_proposer(runner: Any, dp_size: int = 2) -> HsxProposer:
     return proposer
 
 
-def propose(proposer: HsxProposer, num_tokens: int, starts: list[int]) -> torch.Tensor:
+def propose(proposer: HsxProposer, num_tokens: int, starts: list[int], *counts: int) -> torch.Tensor:
     return proposer.propose(
+        *counts,
         sampled_token_ids=torch.tensor([[7]] * (len(starts) - 1)),
         target_hidden_states=[torch.zeros(num_tokens, 2)],
         common_attn_metadata=SimpleNamespace(query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32)),
@@ -140,6 +141,20 @@ def test_a_step_in_which_nothing_is_wanted_does_not_look_at_the_batch() -> None:
     runner = Runner()
     del runner.input_batch
     propose(make_proposer(runner), 7, [0, 2, 7])
+
+
+@pytest.mark.parametrize("counts", [(), (0,)], ids=["0.23", "0.26"])
+def test_a_runner_may_give_the_number_of_draft_tokens(counts: tuple[int, ...]) -> None:
+    runner = Runner()
+    assert propose(make_proposer(runner), 4, [0, 3, 4], *counts).shape == (2, 0)
+    assert runner.calls == [("pad", 4), ("sync", 4)]
+
+
+def test_the_drafter_gets_the_batch_of_a_group_that_exists_though_its_layer_is_in_none() -> None:
+    """Otherwise 0.30 calls no drafter at all, and rows are missing without an error."""
+    proposer = make_proposer(Runner())
+    proposer.validate_same_kv_cache_group(SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=["model.layers.0"])]))
+    assert proposer.kv_cache_gid == 0
 
 
 def test_no_token_is_proposed_so_that_text_is_sampled_as_without_extraction() -> None:

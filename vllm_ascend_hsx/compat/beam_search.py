@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_ascend_hsx.compat.patch_points import patch
 from vllm_ascend_hsx.compat.request_params import OFFLINE, ONLINE, extra_args, our_config
-from vllm_ascend_hsx.compat.versions import V0_23
+from vllm_ascend_hsx.compat.versions import SINCE_0_23
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.api import ERROR_KEY, EXTRACT_KEY, ParamsError, ServerParams, read_params
 
@@ -20,7 +20,7 @@ _CLIENT_PARAMS = "_hsx_kv_transfer_params"
 _OPT_OUT = {"kv_transfer_params": {EXTRACT_KEY: False}}
 
 
-@patch(OFFLINE, "BeamSearchOfflineMixin.beam_search", V0_23, why="beams are not extracted")
+@patch(OFFLINE, "BeamSearchOfflineMixin.beam_search", SINCE_0_23, why="beams are not extracted")
 def search_offline(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Have the requests that `LLM.beam_search` makes opt out of extraction.
 
@@ -36,7 +36,7 @@ def search_offline(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         extra_args.reset(before)
 
 
-@patch(ONLINE, "BeamSearchOnlineMixin.beam_search", V0_23, why="beams are not extracted")
+@patch(ONLINE, "BeamSearchOnlineMixin.beam_search", SINCE_0_23, why="beams are not extracted")
 async def search_online(
     original: Any, self: Any, prompt: Any, request_id: str, params: Any, *args: Any, **kwargs: Any
 ) -> AsyncIterator[Any]:
@@ -55,8 +55,8 @@ async def search_online(
         yield output
 
 
-@patch(COMPLETION, "CompletionRequest.to_beam_search_params", V0_23, why="a beam search says why it has no rows")
-@patch(CHAT, "ChatCompletionRequest.to_beam_search_params", V0_23, why="a beam search says why it has no rows")
+@patch(COMPLETION, "CompletionRequest.to_beam_search_params", SINCE_0_23, why="a beam search says why it has no rows")
+@patch(CHAT, "ChatCompletionRequest.to_beam_search_params", SINCE_0_23, why="a beam search says why it has no rows")
 def keep_client_params(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Keep the client's kv_transfer_params with the parameters of its beam search, for the answer.
 

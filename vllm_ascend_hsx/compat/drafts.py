@@ -10,7 +10,7 @@ from typing import Any
 from vllm_ascend_hsx.compat.installed import require_checked
 from vllm_ascend_hsx.compat.models import refuse_unservable_target
 from vllm_ascend_hsx.compat.patch_points import patch, uses
-from vllm_ascend_hsx.compat.versions import V0_23
+from vllm_ascend_hsx.compat.versions import SINCE_0_23
 from vllm_ascend_hsx.config import METHOD, read_options
 from vllm_ascend_hsx.protocol.errors import UserError
 
@@ -18,7 +18,7 @@ CONFIG = "vllm.config.vllm"
 RUNNER = "vllm_ascend.worker.model_runner_v1"
 
 
-@patch(CONFIG, "VllmConfig.__init__", V0_23, takes="", why="no draft tokens are scheduled")
+@patch(CONFIG, "VllmConfig.__init__", SINCE_0_23, takes="", why="no draft tokens are scheduled")
 def check_config_with_one_draft(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Give vLLM's check the number of draft tokens that it accepts; see `schedule_no_drafts`."""
     speculative: Any = kwargs.get("speculative_config")
@@ -27,7 +27,7 @@ def check_config_with_one_draft(original: Any, self: Any, *args: Any, **kwargs: 
     original(self, *args, **kwargs)
 
 
-@patch(CONFIG, "VllmConfig.__post_init__", V0_23, why="no draft tokens are scheduled")
+@patch(CONFIG, "VllmConfig.__post_init__", SINCE_0_23, why="no draft tokens are scheduled")
 def schedule_no_drafts(original: Any, self: Any) -> None:
     """Have an engine that extracts schedule no draft tokens: `num_speculative_tokens` becomes 0.
 
@@ -81,7 +81,10 @@ def require_no_drafts(vllm_config: Any) -> None:
 
 
 @patch(
-    "vllm.v1.spec_decode.extract_hidden_states", "ExtractHiddenStatesProposer.__init__", V0_23, why="the proposer is made without drafts"
+    "vllm.v1.spec_decode.extract_hidden_states",
+    "ExtractHiddenStatesProposer.__init__",
+    SINCE_0_23,
+    why="the proposer is made without drafts",
 )
 def set_up_proposer(original: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Let vLLM's proposer be made although no draft tokens are scheduled.
@@ -94,7 +97,7 @@ def set_up_proposer(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
         original(self, vllm_config, *args, **kwargs)
 
 
-@patch(RUNNER, "NPUModelRunner._set_up_drafter", V0_23, why="the runner sets up without drafts")
+@patch(RUNNER, "NPUModelRunner._set_up_drafter", SINCE_0_23, why="the runner sets up without drafts")
 def set_up_drafter(original: Any, self: Any) -> None:
     """Let the runner set its drafter up although no draft tokens are scheduled.
 
@@ -110,10 +113,10 @@ def set_up_drafter(original: Any, self: Any) -> None:
     self.decode_token_per_req = 1
 
 
-uses("vllm.v1.outputs", "DraftTokenIds", V0_23, takes="req_ids draft_token_ids", why="structured outputs with asynchronous scheduling")
+uses("vllm.v1.outputs", "DraftTokenIds", SINCE_0_23, takes="req_ids draft_token_ids", why="structured outputs with asynchronous scheduling")
 
 
-@patch(RUNNER, "NPUModelRunner.take_draft_token_ids", V0_23, why="structured outputs with asynchronous scheduling")
+@patch(RUNNER, "NPUModelRunner.take_draft_token_ids", SINCE_0_23, why="structured outputs with asynchronous scheduling")
 def take_no_drafts(original: Any, self: Any) -> Any:
     """Let the runner answer, when the engine asks for draft tokens, that there are none.
 
@@ -128,8 +131,8 @@ def take_no_drafts(original: Any, self: Any) -> Any:
     return DraftTokenIds([], [])
 
 
-@patch(RUNNER, "NPUModelRunner._update_states_after_model_execute", V0_23, why="states of hybrid targets")
-@patch(RUNNER, "NPUModelRunner._get_mamba_bufs", V0_23, why="states of hybrid targets")
+@patch(RUNNER, "NPUModelRunner._update_states_after_model_execute", SINCE_0_23, why="states of hybrid targets")
+@patch(RUNNER, "NPUModelRunner._get_mamba_bufs", SINCE_0_23, why="states of hybrid targets")
 def without_speculative_method(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Have a hybrid target's Mamba states handled as on a server without a speculative method.
 
@@ -148,7 +151,7 @@ def without_speculative_method(original: Any, self: Any, *args: Any, **kwargs: A
         self.speculative_config = speculative
 
 
-@patch("vllm.sampling_params", "SamplingParams._validate_spec_decode", V0_23, why="min_p and logit_bias are taken")
+@patch("vllm.sampling_params", "SamplingParams._validate_spec_decode", SINCE_0_23, why="min_p and logit_bias are taken")
 def accept_logits_parameters(original: Any, self: Any, speculative_config: Any) -> None:
     """Let requests use `min_p` and `logit_bias`.
 
@@ -159,7 +162,7 @@ def accept_logits_parameters(original: Any, self: Any, speculative_config: Any) 
         original(self, speculative_config)
 
 
-@patch(RUNNER, "build_logitsprocs", V0_23, why="logits processors are applied")
+@patch(RUNNER, "build_logitsprocs", SINCE_0_23, why="logits processors are applied")
 def apply_logits_processors(original: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     """Have the runner apply `min_p`, `logit_bias` and custom logits processors.
 

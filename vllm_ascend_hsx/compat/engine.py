@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_ascend_hsx.compat.patch_points import patch, uses
-from vllm_ascend_hsx.compat.versions import V0_23
+from vllm_ascend_hsx.compat.versions import SINCE_0_23, V0_23
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 from vllm_ascend_hsx.protocol.api import ERROR_KEY
 
@@ -32,14 +32,20 @@ def keep_preemption(original: Any, vllm_config: Any) -> bool:
     requests never decode, and disables preemption (patch/platform/patch_balance_schedule.py:47 in
     0.23.0). On a server that extracts, requests may decode; if they filled the KV cache, the server
     would hang. We hold no KV block, so preempting is safe. Another producer in MultiConnector may
-    hold some; then vllm-ascend's choice stays.
+    hold some; then vllm-ascend's choice stays. Since 0.26 vLLM asks the connector
+    (`requires_kv_delivery`).
     """
     transfer = vllm_config.kv_transfer_config
     ours = transfer is not None and transfer.kv_connector == CONNECTOR_NAME
     return not ours and bool(original(vllm_config))
 
 
-@patch(MULTI_CONNECTOR, "MultiConnector.get_num_new_matched_tokens", V0_23, why="extracted tokens are computed beside other connectors")
+@patch(
+    MULTI_CONNECTOR,
+    "MultiConnector.get_num_new_matched_tokens",
+    SINCE_0_23,
+    why="extracted tokens are computed beside other connectors",
+)
 def compute_extracted_tokens(original: Any, self: Any, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
     """Beside us in MultiConnector, let no connector load KV for a request that is extracted.
 
@@ -56,7 +62,7 @@ def compute_extracted_tokens(original: Any, self: Any, request: Any, num_compute
     return tokens, load_async
 
 
-@patch(SCHEDULER, "Scheduler.update_from_output", V0_23, why="a response names the failure of its file")
+@patch(SCHEDULER, "Scheduler.update_from_output", SINCE_0_23, why="a response names the failure of its file")
 def report_before_answers(original: Any, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     """Give our connector the workers' report of a step before requests that end in it are answered.
 
@@ -77,7 +83,7 @@ def report_before_answers(original: Any, self: Any, scheduler_output: Any, model
     return original(self, scheduler_output, model_runner_output)
 
 
-@patch(SCHEDULER, "Scheduler._connector_finished", V0_23, why="a file is named beside another connector")
+@patch(SCHEDULER, "Scheduler._connector_finished", SINCE_0_23, why="a file is named beside another connector")
 def answer_beside_others(original: Any, self: Any, request: Any) -> tuple[bool, dict[str, Any] | None]:
     """Have a response name our file when another connector in MultiConnector answers too.
 
@@ -95,7 +101,7 @@ def answer_beside_others(original: Any, self: Any, request: Any) -> tuple[bool, 
     return delays_free, {**ours, **(theirs or {})} if ours else theirs
 
 
-@patch(OUTPUTS, "RequestState.make_request_output", V0_23, why="a response names the errors of all its samples")
+@patch(OUTPUTS, "RequestState.make_request_output", SINCE_0_23, why="a response names the errors of all its samples")
 def name_errors_of_samples(
     original: Any,
     self: Any,
@@ -104,6 +110,8 @@ def name_errors_of_samples(
     finish_reason: Any,
     stop_reason: Any,
     kv_transfer_params: dict[str, Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Have the response to a request with n > 1 name the errors of all its samples.
 
@@ -117,15 +125,15 @@ def name_errors_of_samples(
     if finish_reason is not None and (errors := getattr(parent, "_hsx_errors", {})):
         said = (f"{len(samples)} of {parent.n} samples (first: {min(samples)}): {error}" for error, samples in errors.items())
         kv_transfer_params = {**answer, ERROR_KEY: "; ".join(said)}
-    return original(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params)
+    return original(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs)
 
 
 _SLEEP = "copies are made before a worker sleeps"
-uses(KV_TRANSFER, "has_kv_transfer_group", V0_23, takes="", why=_SLEEP)
-uses(KV_TRANSFER, "get_kv_transfer_group", V0_23, takes="", why=_SLEEP)
+uses(KV_TRANSFER, "has_kv_transfer_group", SINCE_0_23, takes="", why=_SLEEP)
+uses(KV_TRANSFER, "get_kv_transfer_group", SINCE_0_23, takes="", why=_SLEEP)
 
 
-@patch("vllm_ascend.worker.worker", "NPUWorker.sleep", V0_23, why=_SLEEP)
+@patch("vllm_ascend.worker.worker", "NPUWorker.sleep", SINCE_0_23, why=_SLEEP)
 def copy_before_sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Have a worker that is put to sleep wait until our copies have been made.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 
 from vllm_ascend_hsx.compat.patch_points import uses
-from vllm_ascend_hsx.compat.versions import V0_23
+from vllm_ascend_hsx.compat.versions import SINCE_0_23
 
 OURS, VLLMS = "vllm_ascend_hsx", "vllm"
 
-uses("vllm.logger", "init_logger", V0_23, takes="name", why="log lines go where vLLM's go")
+uses("vllm.logger", "init_logger", SINCE_0_23, takes="name", why="log lines go where vLLM's go")
 
 
 def log_as_vllm_does() -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, UNSERVABLE
-from vllm_ascend_hsx.compat.versions import V0_23
+from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_26, V0_23
 from vllm_ascend_hsx.protocol.errors import UserError
 
 DEEPSEEK = "vllm.model_executor.models.deepseek_v2"
+ASCEND_DEEPSEEK = "vllm_ascend.patch.worker.patch_deepseek_v2"  # replaces vLLM's forward
 MODEL_CONFIGS = "vllm.transformers_utils.config"
 
 _BOTH_ENDS = "first and last layer of DeepSeek and Kimi-K2"
@@ -52,9 +53,34 @@ def collect_both_ends(
     return stream, collected
 
 
+@patch(ASCEND_DEEPSEEK, "DeepseekV2Model.forward", SINCE_0_26, why=_BOTH_ENDS)
+def collect_embedding(
+    original: Any, self: Any, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None
+) -> Any:
+    """Have DeepSeek-V2, -V3 and Kimi-K2 return the embedding output on request.
+
+    Reason: before the first layer vllm-ascend's forward adds a residual that is None
+    (patch/worker/patch_deepseek_v2.py:330, 0.26). It collects the last state itself, and gathers
+    states for a MoE with sequence parallelism, so it is called without id 0.
+    """
+    wanted = self.aux_hidden_state_layers
+    if 0 not in wanted:
+        return original(self, input_ids, positions, intermediate_tensors, inputs_embeds)
+    # One pipeline stage, which is what extraction is allowed with.
+    embedding = self.embed_input_ids(input_ids) if inputs_embeds is None else inputs_embeds
+    self.aux_hidden_state_layers = type(wanted)(each for each in wanted if each != 0)
+    try:
+        # The first layer may write into the tensor that it is given.
+        output = original(self, input_ids, positions, intermediate_tensors, embedding.clone())
+    finally:
+        self.aux_hidden_state_layers = wanted
+    last, collected = output if isinstance(output, tuple) else (output, [])
+    return last, [embedding, *collected]
+
+
 _KEYWORDS = "trust_remote_code revision"
-uses(MODEL_CONFIGS, "get_config", V0_23, takes="model", keywords=_KEYWORDS, why=_LAYERS)
-uses(MODEL_CONFIGS, "get_hf_text_config", V0_23, takes="config", why=_LAYERS)
+uses(MODEL_CONFIGS, "get_config", SINCE_0_23, takes="model", keywords=_KEYWORDS, why=_LAYERS)
+uses(MODEL_CONFIGS, "get_hf_text_config", SINCE_0_23, takes="config", why=_LAYERS)
 
 
 def published_config(model: str, *, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -81,7 +107,7 @@ def published_config(model: str, *, trust_remote_code: bool, revision: str | Non
 
 
 _REFUSED = "unusable targets are refused at once"
-uses("vllm.model_executor.models.interfaces", "supports_eagle3", V0_23, takes="model", why=_REFUSED)
+uses("vllm.model_executor.models.interfaces", "supports_eagle3", SINCE_0_23, takes="model", why=_REFUSED)
 
 
 def require_collecting_target(model_config: Any) -> None:

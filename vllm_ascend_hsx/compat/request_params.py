@@ -6,15 +6,17 @@ from contextvars import ContextVar
 from typing import Any
 
 from vllm_ascend_hsx.compat.patch_points import patch
-from vllm_ascend_hsx.compat.versions import V0_23
+from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_26, V0_23
 from vllm_ascend_hsx.config import HsxConfig, read_options
 from vllm_ascend_hsx.protocol.errors import UserError
 
-TOKENS = "vllm.entrypoints.serve.disagg.serving"
+TOKENS_0_23 = "vllm.entrypoints.serve.disagg.serving"
+TOKENS = "vllm.entrypoints.scale_out.token_in_token_out.serving"
 SCORING = "vllm.entrypoints.generate.generative_scoring.serving"
 OFFLINE = "vllm.entrypoints.generate.beam_search.offline"
 ONLINE = "vllm.entrypoints.generate.beam_search.online"
 _SCORED = "/generative_scoring takes kv_transfer_params"
+_GENERATED = "/inference/v1/generate takes kv_transfer_params"
 _KEY = "kv_transfer_params"
 
 # extra_args for the SamplingParams that are made in this context.
@@ -29,7 +31,8 @@ def our_config(vllm_config: Any) -> HsxConfig | None:
         return None
 
 
-@patch(TOKENS, "ServingTokens.serve_tokens", V0_23, why="/inference/v1/generate takes kv_transfer_params")
+@patch(TOKENS_0_23, "ServingTokens.serve_tokens", V0_23, why=_GENERATED)
+@patch(TOKENS, "ServingTokens.serve_tokens", SINCE_0_26, why=_GENERATED)
 async def serve_tokens(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Have `/inference/v1/generate` pass the client's kv_transfer_params on, as completions do.
 
@@ -41,7 +44,7 @@ async def serve_tokens(original: Any, self: Any, request: Any, *args: Any, **kwa
     return await original(self, request, *args, **kwargs)
 
 
-@patch(SCORING, "ServingGenerativeScoring.create_generative_scoring", V0_23, why=_SCORED)
+@patch(SCORING, "ServingGenerativeScoring.create_generative_scoring", SINCE_0_23, why=_SCORED)
 async def score(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Have `/generative_scoring` pass the client's kv_transfer_params on with each item.
 
@@ -55,9 +58,9 @@ async def score(original: Any, self: Any, request: Any, *args: Any, **kwargs: An
     return await original(self, request, *args, **kwargs)
 
 
-@patch(SCORING, "SamplingParams", V0_23, why=_SCORED)
-@patch(OFFLINE, "SamplingParams", V0_23, why="beams are not extracted")
-@patch(ONLINE, "SamplingParams", V0_23, why="beams are not extracted")
+@patch(SCORING, "SamplingParams", SINCE_0_23, why=_SCORED)
+@patch(OFFLINE, "SamplingParams", SINCE_0_23, why="beams are not extracted")
+@patch(ONLINE, "SamplingParams", SINCE_0_23, why="beams are not extracted")
 def add_extra_args(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Make sampling parameters with the extra_args of this context."""
     if (extra := extra_args.get()) is not None:

@@ -9,29 +9,28 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_ascend_hsx.compat.patch_points import uses
-from vllm_ascend_hsx.compat.versions import V0_23, IncompatibleVersionError
+from vllm_ascend_hsx.compat.versions import SINCE_0_23, IncompatibleVersionError
 
 RUNNER = "vllm_ascend.worker.model_runner_v1"
 # What HsxProposer calls on the runner; the v2 runner of vllm-ascend 0.23.0 has neither.
 RUNNER_HOOKS = ("_pad_for_sequence_parallelism", "_sync_metadata_across_dp")
 
 _PAD, _SYNC = (f"NPUModelRunner.{name}" for name in RUNNER_HOOKS)
-uses(RUNNER, _PAD, V0_23, takes="self num_scheduled_tokens", why="rows with sequence parallelism")
+uses(RUNNER, _PAD, SINCE_0_23, takes="self num_scheduled_tokens", why="rows with sequence parallelism")
 _KEYWORDS = "num_tokens is_draft_model cudagraph_mode allow_dp_padding"
-uses(RUNNER, _SYNC, V0_23, takes="self", keywords=_KEYWORDS, why="data-parallel ranks stay in step")
+uses(RUNNER, _SYNC, SINCE_0_23, takes="self", keywords=_KEYWORDS, why="data-parallel ranks stay in step")
 uses(
     "vllm.forward_context",
     "set_forward_context",
-    V0_23,
+    SINCE_0_23,
     takes="attn_metadata vllm_config",
     keywords="num_tokens num_tokens_across_dp slot_mapping",
     why="the cache-only layer runs",
 )
-uses(
-    "vllm.model_executor.layers.attention.kv_transfer_utils", "maybe_transfer_kv_layer", V0_23, takes="func", why="rows reach the connector"
-)
+_UTILS = "vllm.model_executor.layers.attention.kv_transfer_utils"
+uses(_UTILS, "maybe_transfer_kv_layer", SINCE_0_23, takes="func", why="rows reach the connector")
 _RANK = "get_tensor_model_parallel_rank"
-uses("vllm.distributed", _RANK, V0_23, takes="", why="one rank writes each row")
+uses("vllm.distributed", _RANK, SINCE_0_23, takes="", why="one rank writes each row")
 
 
 def require_runner_hooks(runner: Any) -> None:

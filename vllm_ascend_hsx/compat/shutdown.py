@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_ascend_hsx.compat.engine import methods
 from vllm_ascend_hsx.compat.patch_points import patch, uses
-from vllm_ascend_hsx.compat.versions import V0_23
+from vllm_ascend_hsx.compat.versions import SINCE_0_23
 from vllm_ascend_hsx.config import read_options
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -57,10 +57,10 @@ def stop_timeout(vllm_config: Any) -> float:
     return config.storage_timeout_s + config.close_timeout_s
 
 
-uses(ENGINES, "shutdown", V0_23, takes="procs timeout", why=WRITTEN)
+uses(ENGINES, "shutdown", SINCE_0_23, takes="procs timeout", why=WRITTEN)
 
 
-@patch(ENGINES, "CoreEngineProcManager.__init__", V0_23, keywords="vllm_config", why=WRITTEN)
+@patch(ENGINES, "CoreEngineProcManager.__init__", SINCE_0_23, keywords="vllm_config", why=WRITTEN)
 def initialise_manager(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """Have a manager of engine cores wait for them, also if only its finalizer stops them.
 
@@ -77,7 +77,7 @@ def initialise_manager(original: Any, self: Any, *args: Any, **kwargs: Any) -> N
         self._finalizer = weakref.finalize(self, shutdown, self.processes, self._hsx_seconds)
 
 
-@patch(ENGINES, "CoreEngineProcManager.shutdown", V0_23, why=WRITTEN)
+@patch(ENGINES, "CoreEngineProcManager.shutdown", SINCE_0_23, why=WRITTEN)
 def wait_for_engines(original: Any, self: Any, timeout: float | None = None) -> None:
     """Make the process that started the engine cores wait for them before it kills them.
 
@@ -90,7 +90,7 @@ def wait_for_engines(original: Any, self: Any, timeout: float | None = None) -> 
     original(self, timeout=timeout)
 
 
-@patch("vllm.entrypoints.cli.serve", "wait_for_completion_or_failure", V0_23, why=ANSWERED)
+@patch("vllm.entrypoints.cli.serve", "wait_for_completion_or_failure", SINCE_0_23, why=ANSWERED)
 def stop_engines_before_api_servers(original: Any, api_server_manager: Any, engine_manager: Any = None, *args: Any, **kwargs: Any) -> None:
     """Have `vllm serve` stop several API servers after the engine cores, with time to answer.
 
@@ -112,10 +112,10 @@ def stop_engines_before_api_servers(original: Any, api_server_manager: Any, engi
     original(api_server_manager, engine_manager, *args, **kwargs)
 
 
-uses("vllm.v1.engine.exceptions", "EngineDeadError", V0_23, takes="", keywords="suppress_context", why=ANSWERED)
+uses("vllm.v1.engine.exceptions", "EngineDeadError", SINCE_0_23, takes="", keywords="suppress_context", why=ANSWERED)
 
 
-@patch("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", V0_23, why=ANSWERED)
+@patch("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", SINCE_0_23, why=ANSWERED)
 def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None) -> None:
     """Make an API server that stops refuse new requests, and answer those that it has.
 
@@ -147,7 +147,7 @@ def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None)
 @patch(
     "vllm.v1.executor.multiproc_executor",
     "MultiprocExecutor._ensure_worker_termination",
-    V0_23,
+    SINCE_0_23,
     takes="worker_procs",  # a static method, which is called on the executor
     why=WRITTEN,
 )
@@ -165,10 +165,10 @@ def wait_for_workers(original: Any, self: Any, worker_procs: Sequence[Any]) -> N
     original(worker_procs)
 
 
-uses(ENGINE_CORE, "EngineShutdownState.REQUESTED", V0_23, why=WRITTEN)
+uses(ENGINE_CORE, "EngineShutdownState.REQUESTED", SINCE_0_23, why=WRITTEN)
 
 
-@patch(ENGINE_CORE, "EngineCoreProc._handle_shutdown", V0_23, why="a file tells that the server was stopped")
+@patch(ENGINE_CORE, "EngineCoreProc._handle_shutdown", SINCE_0_23, why="a file tells that the server was stopped")
 def stop_in_order(original: Any, self: Any) -> bool:
     """Have an engine core that stops tell our connector, end its requests in time, and shut down.
 
@@ -197,7 +197,7 @@ def stop_in_order(original: Any, self: Any) -> bool:
     return False
 
 
-@patch(ENGINE_CORE, "EngineCoreProc.shutdown", V0_23, why=WRITTEN)
+@patch(ENGINE_CORE, "EngineCoreProc.shutdown", SINCE_0_23, why=WRITTEN)
 def shut_down_undisturbed(original: Any, self: Any) -> None:
     """Have an engine core ignore signals while it shuts down.
 
@@ -211,10 +211,10 @@ def shut_down_undisturbed(original: Any, self: Any) -> None:
 
 
 _SEND_ERRORS = "EngineCoreProc._send_error_outputs_to_client"
-uses(ENGINE_CORE, _SEND_ERRORS, V0_23, takes="self req_ids client_index", why=REFUSED)
+uses(ENGINE_CORE, _SEND_ERRORS, SINCE_0_23, takes="self req_ids client_index", why=REFUSED)
 
 
-@patch(ENGINE_CORE, "EngineCoreProc._send_abort_outputs_to_client", V0_23, why=REFUSED)
+@patch(ENGINE_CORE, "EngineCoreProc._send_abort_outputs_to_client", SINCE_0_23, why=REFUSED)
 def answer_with_errors(original: Any, self: Any, req_ids: list[str], client_index: int) -> None:
     """Answer requests that a stopping engine core ends with HTTP 500 or an error event.
 
@@ -228,8 +228,8 @@ def answer_with_errors(original: Any, self: Any, req_ids: list[str], client_inde
         original(self, req_ids, client_index)
 
 
-@patch(COMPLETIONS, "OpenAIServingCompletion.completion_stream_generator", V0_23, why=STREAMED)
-@patch(CHATS, "OpenAIServingChat.chat_completion_stream_generator", V0_23, why=STREAMED)
+@patch(COMPLETIONS, "OpenAIServingCompletion.completion_stream_generator", SINCE_0_23, why=STREAMED)
+@patch(CHATS, "OpenAIServingChat.chat_completion_stream_generator", SINCE_0_23, why=STREAMED)
 def end_stream_with_error(original: Any, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
     """Have a stream that fails before its first token end with an error.
 

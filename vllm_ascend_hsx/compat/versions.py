@@ -16,8 +16,15 @@ class Pair(NamedTuple):
     vllm_ascend: str
 
 
-CHECKED_PAIRS = (Pair("0.23.0", "0.23.0"), Pair("0.23.0", "0.23.0.post1"))
-V0_23 = ">=0.23,<0.24"  # of either package
+CHECKED_PAIRS = (
+    Pair("0.23.0", "0.23.0"),
+    Pair("0.23.0", "0.23.0.post1"),
+    Pair("0.26.0", "0.26.0rc1"),
+)
+# Releases of either package.
+V0_23 = ">=0.23,<0.24"
+SINCE_0_23 = ">=0.23"
+SINCE_0_26 = ">=0.26"
 
 
 class IncompatibleVersionError(RuntimeError):

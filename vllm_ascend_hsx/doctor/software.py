@@ -130,7 +130,7 @@ def _problem(name: str, found: str, remedy: str) -> Finding:
 
 def _package(name: str, checked: list[str]) -> Finding:
     version = installed_version(name)
-    remedy = f"Install it: pip install {name}=={checked[-1]}."
+    remedy = f"Install it: pip install {name}=={checked[0]}."
     if version is None:
         return _problem(name, "not installed", remedy)
     if _release(name) not in checked:

@@ -53,6 +53,8 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
 
     def propose(
         self,
+        num_speculative_tokens: int = 0,
+        *,
         sampled_token_ids: torch.Tensor,
         target_hidden_states: list[torch.Tensor],
         common_attn_metadata: Any,
@@ -61,6 +63,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         """Stage the rows of this step.
 
         Args:
+            num_speculative_tokens: 0. vllm-ascend 0.26 gives it (MR:1587), 0.23 does not.
             sampled_token_ids: int [requests, 1], the tokens that the target sampled.
             target_hidden_states: one [tokens, hidden] per extracted layer, in ascending layer
                 order, without padding rows.
@@ -114,6 +117,15 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
             allow_dp_padding=True,
         )
         return mode, int(num_tokens_across_dp[self.dp_rank]), num_tokens_across_dp
+
+    def validate_same_kv_cache_group(self, kv_cache_config: Any) -> None:
+        """Ask for the batch layout of KV cache group 0; the cache-only layer is in none.
+
+        Upstream raises then (vllm/v1/spec_decode/extract_hidden_states.py:401, 0.26). Since 0.30
+        the runner chooses by this number whose metadata the drafter gets (MR:3870), and calls no
+        drafter whose group it does not find. Each group has the same layout.
+        """
+        self.kv_cache_gid = 0
 
     @torch.inference_mode()
     def dummy_run(self, num_tokens: int, *args: Any, **kwargs: Any) -> None:

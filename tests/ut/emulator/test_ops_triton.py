@@ -185,6 +185,33 @@ def test_slot_mapping_reference_equals_the_kernels_source(ranks: int, rank: int,
     assert_same("vllm", "v1/worker/block_table.py", "_compute_slot_mapping_kernel", (4,), arguments)
 
 
+@pytest.mark.parametrize(("ranks", "rank", "turn", "whole"), [(1, 0, 1, 8), (2, 1, 1, 8), (2, 0, 4, 8), (2, 1, 2, 12)])
+def test_slots_of_blocks_that_are_parts_of_the_kv_caches(ranks: int, rank: int, turn: int, whole: int) -> None:
+    """By definition: what a rank holds of `ranks` blocks of the KV cache fills `whole` places."""
+    positions, table, slots = torch.tensor([0, 5, 6, 7, 19, 30]), torch.arange(16, dtype=torch.int32) * 3 + 1, torch.zeros(8)
+    REFERENCES["vllm_ascend.ops.triton.compute_slot_mapping._compute_slot_mapping_kernel"](
+        (2,),
+        {
+            "num_tokens": 6, "max_num_tokens": 8, "query_start_loc_ptr": int32(0, 6), "positions_ptr": positions,
+            "block_table_ptr": table, "block_table_stride": 16, "block_size": 4, "slot_mapping_ptr": slots,
+            "KV_CACHE_BLOCK_SIZE": whole, "TOTAL_CP_WORLD_SIZE": ranks, "TOTAL_CP_RANK": rank,
+            "CP_KV_CACHE_INTERLEAVE_SIZE": turn, "PAD_ID": -1,
+        },
+    )  # fmt: skip
+    expected = []
+    for position in positions.tolist():
+        first, held = position // (whole * ranks) * whole * ranks, []
+        for place in range(first, first + whole * ranks):
+            if (place - first) // turn % ranks == rank:
+                held.append(place)
+        if position not in held:
+            expected.append(-1)
+            continue
+        local = first // ranks + held.index(position)  # among all that this rank holds
+        expected.append(int(table[local // 4]) * 4 + local % 4)
+    assert slots.tolist() == [*expected, -1, -1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("neox", [True, False])
 @pytest.mark.parametrize("from_cache", [True, False])

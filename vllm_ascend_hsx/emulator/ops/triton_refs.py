@@ -24,32 +24,36 @@ def refers_to(kernel: str) -> Callable[[Callable[..., None]], Callable[..., None
     return put
 
 
+@refers_to("vllm_ascend.ops.triton.compute_slot_mapping._compute_slot_mapping_kernel")
 @refers_to("vllm.v1.worker.block_table._compute_slot_mapping_kernel")
 def slot_mapping(grid: tuple[int, ...], arguments: Arguments) -> None:
     """Write the slot of each token, and PAD_ID to the rest of the buffer.
 
     A slot is the number of the block times the block size, plus the place in the block. The grid
     has one program per request and one for the padding. With context parallelism a token whose
-    block is on another rank gets PAD_ID. (vllm/v1/worker/block_table.py:326)
+    block is on another rank gets PAD_ID. (vllm/v1/worker/block_table.py:326; vllm_ascend 0.26,
+    ops/triton/compute_slot_mapping.py, whose block table may have several blocks of `block_size`
+    for one of the KV cache)
     """
     op = "_compute_slot_mapping_kernel"
     requests = grid[0] - 1
     slots, table, stride = arguments["slot_mapping_ptr"], arguments["block_table_ptr"], int(arguments["block_table_stride"])
     ranks, turn = int(arguments["TOTAL_CP_WORLD_SIZE"]), int(arguments["CP_KV_CACHE_INTERLEAVE_SIZE"])
     size = int(arguments["block_size"])
+    whole = int(arguments.get("KV_CACHE_BLOCK_SIZE", size)) if ranks > 1 else size
     starts = arguments["query_start_loc_ptr"][: requests + 1].tolist()
     numbers = table.as_strided((table.untyped_storage().nbytes() // table.element_size() - table.storage_offset(),), (1,))
     for request, (first, last) in enumerate(pairwise(starts)):
         if first >= last:
             continue
         positions = arguments["positions_ptr"][first:last].long()
-        block = positions // (size * ranks)
-        place = positions - block * (size * ranks)
-        where = request * stride + block
-        check(int(where.max()) < numbers.numel(), op, "positions", f"request {request} points past its block table")
+        block = positions // (whole * ranks)
+        place = positions - block * (whole * ranks)
         local = place // (ranks * turn) * turn + place % turn
+        where = request * stride + block * (whole // size) + local // size
+        check(int(where.max()) < numbers.numel(), op, "positions", f"request {request} points past its block table")
         mine = (place // turn) % ranks == int(arguments["TOTAL_CP_RANK"])
-        found = numbers.index_select(0, where).long() * size + local
+        found = numbers.index_select(0, where).long() * size + local % size
         slots[first:last] = torch.where(mine, found, int(arguments["PAD_ID"])).to(slots.dtype)
     slots[int(arguments["num_tokens"]) : int(arguments["max_num_tokens"])] = int(arguments["PAD_ID"])
 
