@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def test_a_server_without_locks_may_publish_after_its_answer(tmp_path: Path, cap
     with FakeServer(tmp_path / "out", options=FileOptions(checksum="none", use_lock=False)) as server:
         server.behave = lambda seen: "answer-then-publish"
         bench = Bench(tmp_path, server, capsys)
-        assert bench.run("--validate", "--retry-delay", 0.2)[0] == 0
+        assert bench.run("--validate", "--retry-delay", 0.2, "--concurrency", 8)[0] == 0
         assert server.asked == Counter(range(6))
         bench.check(list(range(6)))
 
@@ -111,16 +112,15 @@ def test_a_file_that_is_there_and_wrong_is_made_anew_without_validate_too(bench:
     bench.check(list(range(6)))
 
 
-def test_rows_of_another_dataset_of_texts_that_were_copied_here_are_not_taken_for_its_own(any_bench: Bench) -> None:
-    bench, records = any_bench, [{"prompt": f"text {row}"} for row in range(6)]
+def test_rows_of_another_dataset_of_texts_that_were_copied_here_are_not_taken_for_its_own(bench: Bench) -> None:
+    records, elsewhere = [{"prompt": f"text {row}"} for row in range(6)], bench.root / "elsewhere"
     assert bench.run(records=[{"prompt": f"other {row}"} for row in range(6)])[0] == 0
-    (bench.output / "ledger.jsonl").unlink()
-    for path in [path for path in bench.output.iterdir() if path.name.startswith("h")]:
-        path.rename(bench.output.parent / path.name)
+    shutil.copytree(bench.output, elsewhere)
+    for name in (*(f"hs_{row}.safetensors" for row in range(6)), "ledger.jsonl"):
+        (bench.output / name).unlink()
     assert bench.run("--limit", 3, records=records)[0] == 0
-    for path in [path for path in bench.output.parent.iterdir() if path.name.startswith("h") and path.is_file()]:
-        if not (bench.output / path.name).exists():
-            path.rename(bench.output / path.name)
+    for row in range(3, 6):
+        shutil.copy2(elsewhere / f"hs_{row}.safetensors", bench.output)
     code, printed = bench.run(records=records)
     assert code == 0, printed
     assert [bytes(stored_ids(bench.output / f"hs_{row}.safetensors")).decode() for row in range(6)] == [each["prompt"] for each in records]

@@ -152,7 +152,7 @@ def test_two_servers_that_differ_are_refused(bench: Bench) -> None:
 
 def test_a_server_without_extraction_or_of_another_kind_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeServer, "do_ok", FakeServer.do_no_params)
-    code, printed = bench.run()
+    code, printed = bench.run("--concurrency", 8)
     assert code == 2 and "was the server started with hidden-state extraction?" in printed
     asked = len(bench.server.seen)
     assert asked <= 4
@@ -215,7 +215,7 @@ def test_another_directory_than_the_server_s_is_told_at_once(bench: Bench, tmp_p
 def test_a_directory_that_two_machines_call_alike_and_do_not_share_is_told(bench: Bench, tmp_path: Path) -> None:
     """The server writes, and nothing is found here."""
     bench.output = tmp_path / "mounted"
-    code, printed = bench.run("--map-path", f"{bench.server.storage}={bench.output}")
+    code, printed = bench.run("--map-path", f"{bench.server.storage}={bench.output}", "--concurrency", 8)
     assert code == 2, printed
     assert re.search(r"the server wrote .*/out/hs_\d.safetensors, and there is no .*/mounted/hs_\d.safetensors; mount", printed)
     assert len(bench.server.seen) <= 4

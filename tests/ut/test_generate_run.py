@@ -138,8 +138,7 @@ def test_what_is_asked_for_again_and_what_is_given_up(any_bench: Bench, name: st
         return case.behaviours[min(seen.time, len(case.behaviours)) - 1] if seen.row == 2 else "ok"
 
     bench.server.behave = behave
-    # A server gets one request at a time until one has succeeded: row 0 or 1, with two at a time.
-    code, printed = bench.run("--concurrency", 2, *case.options, "--max-consecutive-errors", 100)
+    code, printed = bench.run(*case.options, "--max-consecutive-errors", 100)
     assert bench.server.asked == Counter({row: case.times if row == 2 else 1 for row in range(6)})
     line = bench.lines()[2]
     assert line["status"] == case.status
