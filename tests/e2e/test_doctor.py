@@ -32,7 +32,7 @@ def test_every_patch_point_holds_on_the_real_wheels(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["findings"]
     held = {each["name"] for each in found if each["topic"] == "patch points" and each["verdict"] == "ok"}
-    assert held == {point.name for point in POINTS}
+    assert held == {point.name for point in POINTS if point.fits}
     assert {each["topic"] for each in found} == {"software", "patch points", "storage", "target"}
     assert next(each["found"] for each in found if each["name"] == "NPUs").startswith("2, emulated")
     assert not list((tmp_path / "rows").iterdir())
