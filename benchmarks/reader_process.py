@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.protocol.lock import wait_until_released
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
+from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 
 POLL_SECONDS = 0.1
 TIMEOUT = 60.0

@@ -159,8 +159,8 @@ class HsxConfig(BaseModel):
         default="wait",
         description="What happens if storage is too slow. In both cases new requests wait "
         "until admitted ones can be written in time. If rows still do not fit into "
-        "pinned_ring_bytes, 'wait' makes the step wait, and with it every request; 'fail' fails "
-        "the requests of these rows, and no step waits.",
+        "pinned_ring_bytes, or a new file is not made in time, 'wait' makes the step wait, and "
+        "with it every request; 'fail' fails the requests of these rows, and no step waits.",
     )
     storage_timeout_s: float = Field(
         default=30.0,

@@ -15,7 +15,7 @@ from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its 
 )
 from vllm_ascend_hsx.compat.logs import log_as_vllm_does
 from vllm_ascend_hsx.compat.patch_points import POINTS, patch, uses
-from vllm_ascend_hsx.compat.versions import SINCE_0_23, IncompatibleVersionError
+from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_30, IncompatibleVersionError
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 
 DRAFTER_ARCHITECTURE = "ExtractHiddenStatesModel"
@@ -69,3 +69,22 @@ def make_proposer(original: Any, *args: Any) -> Any:
     if not issubclass(HsxProposer, original):
         raise IncompatibleVersionError(f"{original} is not the base class of our proposer")
     return HsxProposer(*args)
+
+
+@patch(
+    "vllm.v1.worker.gpu.spec_decode.extract_hidden_states",
+    "ExtractHiddenStatesSpeculator",
+    SINCE_0_30,
+    takes="vllm_config device",
+    why="our speculator replaces that of vLLM on model runner V2",
+)
+def make_speculator(original: Any, *args: Any) -> Any:
+    """Let model runner V2 construct our speculator for the method extract_hidden_states.
+
+    Reason: `init_speculator`, vLLM's and vllm-ascend's (v1/worker/gpu/spec_decode/__init__.py:11,
+    vllm_ascend/worker/v2/spec_decode/__init__.py:33), knows no registry, but looks the class up in
+    its module when it is called.
+    """
+    from vllm_ascend_hsx.drafter.speculator import HsxSpeculator
+
+    return HsxSpeculator(*args)

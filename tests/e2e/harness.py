@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from session import EngineError, EngineSession
 
 from vllm_ascend_hsx.demo.reference import Comparison, compare, reference_hidden_states
-from vllm_ascend_hsx.protocol.lock import wait_until_released
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX, token_of_workspace
+from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 from vllm_ascend_hsx.sinks.workspace import LOCK
 
 PUBLISH_SECONDS = 60.0

@@ -14,6 +14,7 @@ import torch
 from harness import tokens
 from launch import START_SECONDS, tiny_server
 from oracle import Oracle, Reference, Served
+from releases import installed_is
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.demo.server import Server
@@ -50,7 +51,7 @@ class Case(NamedTuple):
         return [(prompt, sample) for prompt in range(len(self.prompts)) for sample in range(self.body.get("n", 1))]
 
 
-MESSAGES = [{"role": "user", "content": "Which layer of the model says so?"}]
+MESSAGES = [{"role": "user", "content": "Which layer is the best one?"}]
 SAMPLED = {"temperature": 1.0, "seed": 1}
 
 
@@ -119,8 +120,10 @@ class Client:
 def start_client(directory: Path, model: Path) -> Iterator[Client]:
     """Start a server of a float32 model."""
     options = {"connector": {"max_files_per_request": MAX_FILES}, "expert_parallel": False}
-    dtype = ("--dtype", "float32")
+    extra = ["--dtype", "float32"]
+    if installed_is(">=0.30"):
+        extra.append("--enable-scale-out")  # without it there is no /inference/v1/generate
     oracle = Oracle(Reference(model, 4, torch.float32), LAYER_IDS)
-    with tiny_server(directory, model, LAYER_IDS, extra=dtype, **options) as server:
+    with tiny_server(directory, model, LAYER_IDS, extra=tuple(extra), **options) as server:
         server.wait_ready(START_SECONDS)
         yield Client(server, model, directory / "hidden_states", oracle)

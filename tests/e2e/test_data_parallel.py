@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_hsx.demo.metrics import Metrics, parse, settle
 from vllm_ascend_hsx.demo.server import Server
-from vllm_ascend_hsx.protocol.lock import wait_until_released
+from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 
 LAYER_IDS = (4, 1, 3)
 ROW_BYTES = 3 * 256 * 2

@@ -18,6 +18,7 @@ import torch
 from harness import Run, compare_file, run_engine, tokens
 from launch import FLASHCOMM, START_SECONDS, tiny_server
 from oracle import Reference
+from releases import only_with
 from session import WITH_OUTPUT
 from stage import Stage, Stages
 from tiny_hybrid import build_qwen3_5_moe, build_qwen3_next
@@ -292,6 +293,7 @@ def regret(model: Path, run: Run, request_id: str) -> float:
 
 
 @pytest.mark.long
+@only_with("<0.26", "the text of this script stays right, which does not show that every one does")
 def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(models: dict[str, Path], tmp_path: Path) -> None:
     """Its rows go to blocks of the first group, where other groups keep their states and keys.
 
@@ -311,6 +313,7 @@ def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(mode
 
 
 @pytest.mark.long
+@only_with("<0.26", "it starts")
 def test_upstream_refuses_qwen3_next_although_its_model_collects(models: dict[str, Path], tmp_path: Path) -> None:
     broken = run_engine(tmp_path, models["qwen3_next"], [["drain"]], ours=False, late=False, **FEW_BLOCKS)
     assert broken.error is not None

@@ -11,7 +11,7 @@ import torch
 from harness import run_engine
 from launch import UPSTREAM_PLUGINS, run_module
 from session import upstream_transfer_config
-from transformers import NemotronHConfig, NemotronHForCausalLM, OlmoConfig, OlmoForCausalLM, PreTrainedModel
+from transformers import NemotronHConfig, NemotronHForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
 from vllm_ascend_hsx.demo.tiny_models import VOCAB_SIZE, build_model, common_config
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
@@ -25,22 +25,22 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def olmo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def phi(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose class in vLLM does not collect hidden states."""
 
     def create(layers: int, generator: torch.Generator) -> tuple[PreTrainedModel, dict[str, Any]]:
         sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
-        config = OlmoConfig(num_hidden_layers=layers, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
-        return OlmoForCausalLM(config), {}
+        config = PhiConfig(num_hidden_layers=layers, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
+        return PhiForCausalLM(config), {}
 
-    return build_model(tmp_path_factory.mktemp("models") / "olmo", "olmo", create, dtype="bfloat16", layers=4, seed=0)
+    return build_model(tmp_path_factory.mktemp("models") / "phi", "phi", create, dtype="bfloat16", layers=4, seed=0)
 
 
-def test_a_target_that_collects_nothing_is_refused_before_it_is_loaded(olmo: Path, tmp_path: Path) -> None:
-    run = run_engine(tmp_path, olmo, [])
+def test_a_target_that_collects_nothing_is_refused_before_it_is_loaded(phi: Path, tmp_path: Path) -> None:
+    run = run_engine(tmp_path, phi, [])
     assert run.error is not None
     found = run.error + run.log
-    assert "model='OlmoForCausalLM' collects no hidden states" in found
+    assert "model='PhiForCausalLM' collects no hidden states" in found
     assert "MiniMaxM2ForCausalLM" in found and "Qwen3NextForCausalLM" in found
     assert "Starting to load model" not in run.log
 

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 from harness import Run, run_engine, tokens
+from releases import only_with
 from safetensors.torch import load_file
 from session import upstream_transfer_config
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from vllm_ascend_hsx.demo.tiny_models import build_model, draw_weights
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, only_with("<0.26", "vLLM has rewritten its connector, and nobody has looked at these defects there")]
 
 SINGLE = [["add", "single", tokens(20), {"max_tokens": 1}], ["drain"]]
 DECODE_AND_PREFILL = [

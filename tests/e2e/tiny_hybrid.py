@@ -110,7 +110,7 @@ def _draw_what_a_hybrid_adds(decoder: Any, generator: torch.Generator) -> None:
     norms = [decoder.norm]
     for layer in decoder.layers:
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
-        if layer.layer_type == "full_attention":
+        if hasattr(layer, "self_attn"):
             norms += [layer.self_attn.q_norm, layer.self_attn.k_norm]
             continue
         linear = layer.linear_attn
@@ -128,7 +128,7 @@ def _widen_routing_margins(decoder: Any, generator: torch.Generator) -> None:
     """As in demo/tiny_models.py; here a shared expert writes, too."""
     choose_experts(decoder.embed_tokens.weight, generator)
     for layer in decoder.layers:
-        mixer = layer.self_attn.o_proj if layer.layer_type == "full_attention" else layer.linear_attn.out_proj
+        mixer = layer.self_attn.o_proj if hasattr(layer, "self_attn") else layer.linear_attn.out_proj
         mixer.weight[ROUTING] *= 0.1
         layer.mlp.experts.down_proj[:, ROUTING] *= 0.1
         layer.mlp.shared_expert.down_proj.weight[ROUTING] *= 0.1

@@ -25,7 +25,7 @@ from crash_mutations import MUTATIONS, OF_SHARDS
 from crash_requests import SMALL, Request, has_direct, request_of
 from crash_server import SHARD, Phases, Reader, Server, forked, log_in_memory
 from crash_states import EMPTY, WAITING, State, replay
-from sink_harness import dead_workspace, is_held, lines_of, walked
+from sink_harness import dead_workspace, is_free, lines_of, walked
 
 from vllm_ascend_hsx.protocol.format import FormatError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, token_of_workspace
@@ -84,24 +84,25 @@ class Arena:
     def run(self, kills: int) -> dict[str, object]:
         """Kill servers; return counts of events, "phases" (of killed threads) and "problems"."""
         reader, reader_log = self._fork_reader()
-        lives = [self._fork_next(slot) for slot in range(self._together)]
-        while self._counts["kills"] < kills and not self.problems:
-            life = self._next(lives)
-            self._end(life)
-            if not self.problems:
-                self._clean(life)
-            self._consume(life.slot)
-            lives[life.slot] = self._fork_next(life.slot)
-        for life in lives:
-            self._end(life)
-        self._shared[Reader.STOP] = 1
+        try:
+            lives = [self._fork_next(slot) for slot in range(self._together)]
+            while self._counts["kills"] < kills and not self.problems:
+                life = self._next(lives)
+                self._end(life)
+                if not self.problems:
+                    self._clean(life)
+                self._consume(life.slot)
+                lives[life.slot] = self._fork_next(life.slot)
+            for life in lives:
+                self._end(life)
+        finally:  # a reader that goes on would keep the pipes of a harness that failed open
+            self._shared[Reader.STOP] = 1
         self._wait_for_child(reader, "the reader")
         self.problems += os.pread(reader_log, 1 << 20, 0).decode().splitlines()
         self._start_and_stop()
         self._check_shards(dead=True)
         self.problems += [f"{path.name}: {problem}" for path, problem in shard_problems(self._directory)]
-        left = [name for name in os.listdir(self._directory) if name.startswith(".")]
-        if left:
+        if left := [name for name in os.listdir(self._directory) if name.startswith(".")]:
             self.problems.append(f"hidden files are left when all servers are dead: {left}")
         look = Reader(self._directory, [], self._direct, self._shared)
         self._counts.update(waits=look.count(Reader.WAITS), seen_meanwhile=look.count(Reader.SEEN))
@@ -178,7 +179,7 @@ class Arena:
                     return life
                 if os.waitid(os.P_PID, life.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                     return life
-            time.sleep(self._luck.random() * 0.0003)
+            time.sleep(self._luck.random() * 0.0003)  # so that it dies at any instant
         self.problems.append("no server gets on")
         return lives[0]
 
@@ -238,7 +239,7 @@ class Arena:
             if state not in allowed[name]:
                 self.problems.append(f"{name}: {state}, expected {allowed[name]} after {life.events[-20:]}")
             lock = self._directory / f"{name}{LOCK_SUFFIX}"
-            self._until(lambda: not lock.exists() or not is_held(lock), f"{lock.name} is held after the death of its server")  # noqa: B023
+            self._until(lambda: is_free(lock), f"{lock.name} is held after the death of its server")  # noqa: B023
         for name in CONTESTED if self._together > 1 else ():
             self._read(name)
 

@@ -23,8 +23,8 @@ from crash_requests import Request, request_of, settings_of
 from sink_harness import is_held
 from tracing import trace
 
-from vllm_ascend_hsx.protocol.lock import wait_until_released
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
+from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink

@@ -22,7 +22,7 @@ OTHER = transfer("MooncakeConnector", {})
 
 
 def config(kv_transfer_config: Any = ALONE, shutdown_timeout: int = 0) -> Any:
-    parallel = SimpleNamespace(data_parallel_size=1)
+    parallel = SimpleNamespace(data_parallel_size=1, assigned_physical_gpu_ids=None)
     return SimpleNamespace(kv_transfer_config=kv_transfer_config, shutdown_timeout=shutdown_timeout, parallel_config=parallel)
 
 

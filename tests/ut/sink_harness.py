@@ -225,6 +225,14 @@ def wait_for_sleepers(lock: Path, count: int = 1) -> None:
     raise AssertionError(f"nobody sleeps on {lock}")
 
 
+def join_sleepers() -> None:
+    """Wait for the threads that slept on locks; they close descriptors after they answer."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("hsx-lock-"):
+            thread.join(30)
+            assert not thread.is_alive()
+
+
 def is_held(lock: Path) -> bool:
     """Whether a writer holds the lock file now."""
     with open(lock) as file:
@@ -233,6 +241,14 @@ def is_held(lock: Path) -> bool:
         except BlockingIOError:
             return True
     return False
+
+
+def is_free(lock: Path) -> bool:
+    """Whether nobody holds the lock. A server that cleans up may remove it at any time."""
+    try:
+        return not is_held(lock)
+    except FileNotFoundError:
+        return True
 
 
 class Entry(NamedTuple):

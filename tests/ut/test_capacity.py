@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from releases import installed_is, only_with
 
 from benchmarks import capacity, report, vllm_planner
 from benchmarks.model_shape import shape_of
@@ -17,6 +18,7 @@ from benchmarks.vllm_planner import Capacity, LayoutError
 from vllm_ascend_hsx.cli import plan
 from vllm_ascend_hsx.plan.presets import PRESETS
 
+OF_THE_PAGE = only_with("<0.26", "docs/performance.md has the figures of 0.23.0")
 PAGE = Path(__file__).parents[2] / "docs" / "performance.json"
 OPTIONS = EngineOptions()
 # A token has 2 layers x keys and values x 2 heads x 16 elements x 2 bytes = 256 bytes of KV cache;
@@ -103,6 +105,7 @@ def test_too_little_memory_is_a_refusal_with_vllm_s_reason() -> None:
     assert isinstance(plain, LayoutError) and str(plain).startswith("ValueError: ")
 
 
+@OF_THE_PAGE
 def test_performance_md_has_what_the_planner_says(measured: capacity.Result) -> None:
     assert json.loads(PAGE.read_text())["capacity"] == json.loads(json.dumps(asdict(measured)))
     text = PAGE.with_suffix(".md").read_text()
@@ -114,10 +117,12 @@ def test_performance_md_has_what_the_planner_says(measured: capacity.Result) -> 
 def test_ours_keeps_the_share_that_the_plan_says_to_a_block(name: str, measured: capacity.Result) -> None:
     plain, ours, upstream = (cell for cell in measured.cells if cell.model == PRESETS[name].repository)
     assert abs(ours.kept - plan.plan(plan.parse_arguments([name])).kept) <= 1 / plain.blocks
-    if name == "deepseek-v3":
+    if name == "deepseek-v3" and installed_is("<0.26"):
         assert upstream.reason == "AttributeError: 'HiddenStateCacheSpec' object has no attribute 'scale_dim'"
-    else:
+    elif installed_is("<0.26"):
         assert 0.034 <= upstream.kept <= 0.721
+    else:
+        assert upstream.kept < ours.kept
     assert (plain.layout, ours.layout, upstream.layout) == tuple(layout.value for layout in Layout)
 
 

@@ -99,7 +99,7 @@ def test_our_answer_is_added_to_that_of_a_connector_beside_ours(ours: Any, their
 def test_a_response_names_the_errors_of_all_its_samples(last: dict[str, str] | None) -> None:
     """vLLM's own aggregation of samples, which has the answer of the sample that ends last."""
     module = SimpleNamespace(RequestState=type("RequestState", (RequestState,), {"_new_completion_output": lambda self, *_: self.sample}))
-    module.RequestState._new_request_output = lambda self, request_id, outputs, finished, params: params
+    module.RequestState._new_request_output = lambda self, request_id, outputs, finished, params, *_: params
     apply(module, engine.name_errors_of_samples)
     request = SimpleNamespace(external_req_id="r", request_id="r-0", params=SamplingParams(n=3, output_kind=RequestOutputKind.FINAL_ONLY))
     parent = ParentRequest(request)

@@ -10,10 +10,11 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from queue import Queue
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from patching import apply
+from releases import installed_is
 from shutdown_harness import ALONE, OTHER, OURS, config, fresh, transfer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
@@ -22,11 +23,27 @@ from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.engine.protocol import RequestResponseMetadata
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import core as core_module
-from vllm_ascend.patch.platform import patch_glm_tool_call_streaming
 
 from vllm_ascend_hsx.compat import shutdown as patches
 
+# The modules that wrap every chat's stream, and where they keep the original.
+if installed_is("<0.26"):
+    from vllm_ascend.patch.platform import patch_glm_tool_call_streaming as wrapping
+
+    ORIGINAL = "_ascend_glm_original_chat_completion_stream_generator"
+else:
+    from vllm_ascend.patch.platform import patch_kimi_k3_parsers as wrapping
+
+    ORIGINAL = wrapping._ORIGINAL_CHAT_STREAM_ATTR
+
 STATE = core_module.EngineShutdownState
+
+
+class Aborted(NamedTuple):
+    """A pair for vllm 0.23, and for 0.26 the attributes of a request."""
+
+    request_id: str
+    client_index: int
 
 
 class Scheduler:
@@ -151,7 +168,7 @@ def test_what_a_stopping_core_leaves_unanswered_or_refuses_is_answered_by_an_err
 
     apply(SimpleNamespace(EngineCoreProc=EngineCoreProc), patches.answer_with_errors)
     core = EngineCoreProc()
-    core._send_abort_outputs([("a", 0), ("b", 1)])
+    core._send_abort_outputs([Aborted("a", 0), Aborted("b", 1)])
     core._reject_add_in_shutdown(SimpleNamespace(request_id="late", client_index=0))
     answers = [(client, each.request_id, str(each.finish_reason)) for client, out in list(core.output_queue.queue) for each in out.outputs]
     assert answers == [(0, "a", reason), (1, "b", reason)] + [(0, "late", reason)] * (state is not STATE.RUNNING)
@@ -164,12 +181,11 @@ def test_a_stream_that_the_end_of_the_server_cuts_off_ends_with_an_error(kind: s
         serving_class = fresh(OpenAIServingCompletion, "completion_stream_generator")
     else:
         serving_class = fresh(OpenAIServingChat)
-        kept = "_ascend_glm_original_chat_completion_stream_generator"
-        serving_class.chat_completion_stream_generator = inspect.unwrap(getattr(OpenAIServingChat, kept))
+        serving_class.chat_completion_stream_generator = inspect.unwrap(getattr(OpenAIServingChat, ORIGINAL))
 
     def wrap() -> None:
-        setattr(serving_class, kept, serving_class.chat_completion_stream_generator)
-        serving_class.chat_completion_stream_generator = patch_glm_tool_call_streaming._wrapped_chat_completion_stream_generator
+        setattr(serving_class, ORIGINAL, serving_class.chat_completion_stream_generator)
+        serving_class.chat_completion_stream_generator = wrapping._wrapped_chat_completion_stream_generator
 
     if kind.endswith("first"):
         wrap()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -15,10 +16,12 @@ from vllm_ascend_hsx.cli.verify import main as verify
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.settings import read_settings
+from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard import ShardSink
+from vllm_ascend_hsx.sinks.storage import Storage
 
 Sink: TypeAlias = "FileSink | ShardSink"
 CHOSEN = "folder/chosen.safetensors"
@@ -136,3 +139,32 @@ def test_a_server_asks_vllm_whether_ids_are_random(
     with settings.destination.make_sink(settings.row_format, memoryview(b"")) as made:
         made.open("cmpl-run-20240101", tmp_path / "cmpl-run-20240101.safetensors").discard()
         assert bool(list(tmp_path.glob("hsx-*.jsonl"))) is not random
+
+
+def test_an_earlier_file_that_a_consumer_removes_meanwhile_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def remove_and_move(storage: Storage, name: str, target: Storage, new_name: str) -> None:
+        monkeypatch.undo()
+        (tmp_path / CHOSEN).unlink()
+        storage.move(name, target, new_name)
+
+    with file_sink(tmp_path) as sink:
+        begin(sink, tmp_path).commit(token_ids(2), 2)
+        monkeypatch.setattr(Storage, "move", remove_and_move)
+        begin(sink, tmp_path, tokens=3).commit(token_ids(3), 3)
+        assert tokens_at(tmp_path / CHOSEN) == 3
+
+
+def test_an_earlier_file_that_cannot_be_hidden_fails_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a server that dies now would leave it as the answer."""
+
+    def lose_the_hidden_directory(storage: Storage, name: str, target: Storage, new_name: str) -> None:
+        monkeypatch.undo()
+        (hidden,) = tmp_path.glob(".hsx-*")
+        shutil.rmtree(hidden)
+        storage.move(name, target, new_name)
+
+    with file_sink(tmp_path) as sink:
+        begin(sink, tmp_path).commit(token_ids(2), 2)
+        monkeypatch.setattr(Storage, "move", lose_the_hidden_directory)
+        with pytest.raises(SinkError, match="it cannot be opened: .*ENOENT"):
+            begin(sink, tmp_path, tokens=3)

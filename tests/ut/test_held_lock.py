@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from sink_harness import is_held, listing, wait_for_sleepers
+from sink_harness import FORMAT, is_held, listing, put, wait_for_sleepers
 
 from vllm_ascend_hsx.protocol import lock as lock_module
-from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError, is_left_over, wait_until_released
+from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
+from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
+from vllm_ascend_hsx.sinks.file import FileSink
 
 
 def acquire(directory: Path) -> HeldLock:
@@ -37,6 +39,35 @@ def test_on_a_filesystem_without_hard_links_a_lock_is_made_all_the_same(tmp_path
     with pytest.raises(LockHeldError):
         acquire(tmp_path)
     held.remove()
+
+
+def test_where_locks_do_not_follow_links_a_lock_is_seen_under_its_name_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on bindfs, which makes a node of each name; the kernel keeps locks by node."""
+
+    def link(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int, follow_symlinks: bool) -> None:
+        made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=dst_dir_fd)
+        os.close(made)
+
+    monkeypatch.setattr(os, "link", link)
+    with FileSink(tmp_path, FORMAT) as sink:
+        path = tmp_path / "a.safetensors"
+        file = sink.open("a", path, 3)
+        assert is_held(tmp_path / "a.safetensors.lock")
+        put(file, 3)
+        assert not is_held(tmp_path / "a.safetensors.lock")
+    assert listing(tmp_path) == ["a.safetensors", "a.safetensors.lock"]
+
+
+def test_locks_follow_links_on_this_filesystem_and_the_probe_leaves_nothing(tmp_path: Path) -> None:
+    dir_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    held = HeldLock.create(dir_fd, "lock", 0o600)
+    assert held is not None
+    assert lock_module.locks_follow_links(dir_fd, "lock")
+    assert listing(tmp_path) == ["lock"]
+    held.release()
+    os.close(dir_fd)
 
 
 def test_a_lock_file_left_by_an_earlier_request_is_taken_over(tmp_path: Path) -> None:
@@ -67,7 +98,7 @@ def test_a_lock_held_by_a_writer_is_refused(tmp_path: Path) -> None:
 
 def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     acquire(tmp_path).release()
-    real, seen = lock_module._flock_now, []
+    real, seen = lock_module.flock_now, []
 
     def flock_now(fd: int, kind: int) -> bool:
         if not seen:
@@ -75,7 +106,7 @@ def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(tmp_path:
         seen.append(kind)
         return real(fd, kind)
 
-    monkeypatch.setattr(lock_module, "_flock_now", flock_now)
+    monkeypatch.setattr(lock_module, "flock_now", flock_now)
     held = acquire(tmp_path)
     monkeypatch.undo()
     assert is_held(tmp_path / "f.lock")
@@ -84,7 +115,7 @@ def test_a_lock_file_that_vanishes_while_it_is_taken_over_is_made_anew(tmp_path:
 
 def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_hard_links(monkeypatch)
-    real = lock_module._flock_now
+    real = lock_module.flock_now
     readers: list[int] = []
 
     def flock_now(fd: int, kind: int) -> bool:
@@ -93,7 +124,7 @@ def test_a_reader_faster_than_the_writer_of_a_new_lock_does_not_stop_it(tmp_path
             fcntl.flock(readers[0], fcntl.LOCK_SH)
         return real(fd, kind)
 
-    monkeypatch.setattr(lock_module, "_flock_now", flock_now)
+    monkeypatch.setattr(lock_module, "flock_now", flock_now)
     held = acquire(tmp_path)
     monkeypatch.undo()
     assert is_held(tmp_path / "f.lock")

@@ -51,6 +51,19 @@ def test_every_import_from_vllm_is_declared() -> None:
     assert imported <= {(point.module, point.path[0]) for point in POINTS}
 
 
+def test_the_frame_of_a_replaced_method_has_a_local_self() -> None:
+    """vLLM's compiler looks for it (compilation/wrapper.py, bytecode_hook)."""
+
+    def find_self(original: Any, self: Any) -> Any:
+        return sys._getframe(1).f_locals["self"]
+
+    model = type("Model", (), {"forward": lambda self: None})
+    point = PatchPoint("a.b", ("Model", "forward"), Use.REPLACED, ("self",), (), "it compiles", ">=0.23", find_self)
+    point.apply(SimpleNamespace(Model=model))
+    made = model()
+    assert made.forward() is made
+
+
 def test_every_declaration_is_used_and_there_is_one_of_each() -> None:
     sources = "\n".join(declaring_sources())
     declared = {point.path[-1] for point in POINTS if not point.replacement} - set(RUNNER_HOOKS)
@@ -198,11 +211,11 @@ def test_a_patch_point_that_is_gone_from_the_installed_packages_is_reported(tmp_
 
 
 def test_a_patch_point_with_other_parameters_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changed = "vllm_ascend.patch.platform.patch_balance_schedule._disable_preemption_on_prefill_node"
-    write_tree(tmp_path, rename=(changed, "vllm_config=scheduler_config"))
+    changed = "vllm.sampling_params.SamplingParams._validate_spec_decode"
+    write_tree(tmp_path, rename=(changed, "speculative_config=config"))
     (problem,) = [each for each in check_tree(tmp_path, monkeypatch) if each.verdict != "ok"]
     assert problem.name == changed
-    assert problem.found.startswith("its parameters are (scheduler_config), not (vllm_config);")
+    assert problem.found.startswith("its parameters are (self, config), not (self, speculative_config);")
 
 
 def test_packages_that_cannot_be_imported_are_one_finding_with_the_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ CONFIG = SimpleNamespace(
     speculative_config=None,
     kv_transfer_config=SimpleNamespace(),
     parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
-    cache_config=SimpleNamespace(block_size=BLOCK, enable_prefix_caching=True, hash_block_size=None),
+    cache_config=SimpleNamespace(block_size=BLOCK, enable_prefix_caching=True, hash_block_size=None, prefix_match_unit=None),
 )
 
 

@@ -87,7 +87,7 @@ def test_only_the_runners_own_collective_is_issued(monkeypatch: pytest.MonkeyPat
     runner = Runner()
     propose(make_proposer(runner), 6, [0, 6])
     assert [name for name, _ in runner.calls] == ["pad", "sync"]
-    assert runner.sync_arguments == [{"is_draft_model": True, "cudagraph_mode": CUDAGraphMode.NONE, "allow_dp_padding": True}]
+    assert runner.sync_arguments == [{"is_draft_model": True, "cudagraph_mode": CUDAGraphMode.NONE}]
 
 
 @given(busy=st.integers(1, 300), idle=st.integers(1, 300), tp_size=st.sampled_from([1, 2, 4, 8]))
@@ -121,7 +121,7 @@ def test_collectives_do_not_depend_on_whether_a_rank_extracts(monkeypatch: pytes
         def __enter__(self) -> None: ...
         def __exit__(self, *error: object) -> None: ...
 
-    monkeypatch.setattr("vllm_ascend_hsx.drafter.proposer.forward_context", Context)
+    monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.forward_context", Context)
     calls = []
     for wanted in ({}, {"b": 9}):
         runner = Runner(tp_size=2)

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from sink_harness import FORMAT, make_rows, open_fds, token_ids, wait_for_sleepers
+from sink_harness import FORMAT, join_sleepers, make_rows, open_fds, token_ids, wait_for_sleepers
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.protocol import lock
+from vllm_ascend_hsx.reader import lock_wait
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load, remove
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -31,10 +31,7 @@ SOURCE = str(Path(vllm_ascend_hsx.__file__).parents[1])
 @pytest.fixture(autouse=True)
 def no_sleeper_outlives_its_test() -> Iterator[None]:
     yield
-    for thread in threading.enumerate():
-        if thread.name.startswith("hsx-lock-"):
-            thread.join(30)
-            assert not thread.is_alive()
+    join_sleepers()
 
 
 def written(sink: FileSink, directory: Path, request_id: str = "cmpl-1", tokens: int = 5) -> RequestFile:
@@ -242,7 +239,7 @@ def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(si
 def test_a_forked_process_waits_with_a_thread_of_its_own(sink: FileSink, tmp_path: Path) -> None:
     """As the workers of torch's DataLoader do, after the parent has begun to wait."""
     file = written(sink, tmp_path)
-    while not lock._sleepers:  # a millisecond may be over before anybody was asked to sleep
+    while not lock_wait._sleepers:  # a millisecond may be over before anybody was asked to sleep
         with pytest.raises(TimeoutError):
             load(file.path, 0.001)
     context = multiprocessing.get_context("fork")

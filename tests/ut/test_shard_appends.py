@@ -15,6 +15,7 @@ from sink_harness import FORMAT, MIB, finite_rows, open_request, publish, put, r
 from test_sink_shard import manifests, members
 from tracing import Calls, Traced, trace
 
+from vllm_ascend_hsx.reader.shard_check import shard_problems
 from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks import storage
 from vllm_ascend_hsx.sinks.base import SinkError
@@ -170,3 +171,29 @@ def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_sile
     with pytest.raises(SinkError, match=r"somebody has removed the shard \(ENOENT\)"):
         publish(sink, tmp_path, "c")
     assert "was removed by somebody" in caplog.text
+
+
+def test_what_two_failures_left_of_a_member_is_in_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        publish(sink, tmp_path, "a")
+        with monkeypatch.context() as patch:
+
+            def refuse(*_: object) -> None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            patch.setattr(f"{SHARD_FILE}.os.ftruncate", refuse)
+            with pytest.raises(SinkError):
+                publish(sink, tmp_path, "b", 50)
+        publish(sink, tmp_path, "c", 1)
+    assert list(shard_problems(tmp_path)) == []
+    assert [member.tokens for member in Shards(tmp_path).members().values()] == [3, 1]
+
+
+def test_a_shard_is_sealed_before_its_index_is_larger_than_readers_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{SHARD_FILE}.INDEX_MAX", 2000)  # a line has some 200 bytes, and a quarter may be there
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        for number in range(9):
+            publish(sink, tmp_path, f"r{number}", 1)
+    assert len(manifests(tmp_path)) >= 3
+    assert all(path.stat().st_size <= 1000 for path in tmp_path.glob("*.jsonl"))
+    assert len(Shards(tmp_path).members()) == 9

@@ -20,7 +20,7 @@ from worker_harness import Engine, started
 from vllm_ascend_hsx.connector import worker as worker_module
 from vllm_ascend_hsx.connector.connector import AscendHiddenStatesConnector
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata
-from vllm_ascend_hsx.protocol.lock import wait_until_released
+from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.storage import Storage

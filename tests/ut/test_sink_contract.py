@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mooncake_master import MooncakeMaster
 from sink_cases import IN_A_DIRECTORY, IN_A_STORE, QUANTIZED, FileCase, MooncakeCase, SinkCase
-from sink_harness import ENDS, FORMAT, end, finite_rows, listing, make_rows, put, run_threads, token_ids, wait_for_sleepers
+from sink_harness import ENDS, FORMAT, end, finite_rows, join_sleepers, listing, make_rows, put, run_threads, token_ids, wait_for_sleepers
 
 from vllm_ascend_hsx.connector.stats import failure_kind
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError
@@ -237,6 +237,7 @@ def test_a_reader_that_waits_is_let_go_when_the_request_ends(case: SinkCase, how
     assert found == [] or how == "discard"
     end(file, how, 3)
     waiting.join(30)
+    join_sleepers()
     (what,) = found
     if how == "commit":
         assert isinstance(what, HiddenStates) and len(what.token_ids) == 3

@@ -38,6 +38,7 @@ from sink_harness import (
 from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.load import load
+from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
@@ -258,3 +259,15 @@ def test_gnu_tar_and_webdataset_read_a_sealed_shard(tmp_path: Path) -> None:
     samples = list(webdataset.WebDataset(str(tar), shardshuffle=False))
     assert [sample["__key__"] for sample in samples] == [path.stem for path in paths]
     assert [sample["safetensors"] for sample in samples] == expected
+
+
+def test_a_name_that_is_used_again_goes_to_another_shard_so_that_webdataset_reads_each(tmp_path: Path) -> None:
+    import webdataset
+
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        for name, tokens in (("a", 1), ("b", 2), ("a", 3), ("c", 4), ("a", 5)):
+            publish(sink, tmp_path, name, tokens)
+    tars = sorted(str(path) for path in tmp_path.glob("*.tar"))
+    keys = [[sample["__key__"] for sample in webdataset.WebDataset(tar, shardshuffle=False)] for tar in tars]
+    assert [[key.partition("-")[0] for key in each] for each in keys] == [["a", "b"], ["a", "c"], ["a"]]
+    assert sorted(member.tokens for member in Shards(tmp_path).members().values()) == [2, 4, 5]

@@ -16,6 +16,7 @@ from worker_harness import Engine, ended, failures, started
 
 from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector import worker as worker_module
+from vllm_ascend_hsx.connector.admission import Cost, RankLoad
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestStart
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import StatsRecorder
@@ -229,7 +230,7 @@ def test_where_nobody_waits_rows_that_have_no_room_fail_and_no_step_is_held_up(
     make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_watch, "_HUNG_S", 30.0)  # it is slow here, not silent
-    monkeypatch.setattr(worker_module, "_OPENS_S", 30.0)  # this is not about opening
+    monkeypatch.setattr(storage_watch, "_OPENS_S", 30.0)  # this is not about opening
     engine = make_engine(ring_rows=24, slow_storage="fail")
     engine.step(started(engine.start("a", 40), engine.start("b", 60)), [])
     storage.clear()
@@ -262,7 +263,7 @@ def test_where_nobody_waits_a_file_that_does_not_open_in_time_fails_alone(
 ) -> None:
     engine = make_engine(slow_storage="fail")
     with monkeypatch.context() as patient:
-        patient.setattr(worker_module, "_OPENS_S", 30.0)
+        patient.setattr(storage_watch, "_OPENS_S", 30.0)
         engine.step(started(engine.start("open", 20)), [])
     storage.clear()
     engine.step(started(engine.start("late", 3)), [("late", 0, 3)])
@@ -305,6 +306,50 @@ def test_the_log_says_while_a_step_waits_where_rows_go_and_what_to_do(
     stats = engine.worker.take_stats()
     assert stats is not None
     assert stats.counter("stall_ns") >= 5e8
+
+
+def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_request_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, open_after = 100.0, 2.0
+    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
+
+    class Opener:
+        def wait(self, timeout: float) -> bool:
+            nonlocal now, open_after
+            passed = min(timeout, open_after)
+            now, open_after = now + passed, open_after - passed
+            return open_after == 0
+
+        def silent_for(self) -> float:
+            return 0.0
+
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    watch = StorageWatch(30.0, "wait", "/data", progress, stats)
+    load, cost = RankLoad(1000, 10), Cost(20, 0)
+
+    def admitted() -> int:
+        news = progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly)
+        if news is not None:
+            load.report(news[0])
+        load.start([])
+        for count in range(5):
+            if not load.admits(cost):
+                return count
+            load.promise(cost)
+        return 5
+
+    assert admitted() == 5
+    assert watch.wait_for_files(Opener())  # type: ignore[arg-type]
+    assert now == 102.0
+    assert admitted() == 0
+    now = 107.8
+    assert admitted() == 0
+    now = 107.9
+    assert admitted() == 1
+    open_after = 0.01
+    assert watch.wait_for_files(Opener())  # type: ignore[arg-type]
+    assert admitted() == 5
 
 
 def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from releases import installed_is
 
 from vllm_ascend_hsx.compat.models import refuse_unservable_target, require_collecting_target
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
 from vllm_ascend_hsx.protocol.errors import UserError
 
-OURS = {"Qwen3NextForCausalLM"}
+OURS = {"Qwen3NextForCausalLM"} if installed_is("<0.26") else set[str]()  # vllm 0.26 has the interface itself
 # Tables of vLLM's registry that list targets; the others have drafts and non-generating models.
 TABLES = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS")
 
@@ -85,10 +86,14 @@ def test_the_reasons_why_nemotron_h_cannot_be_served_still_hold() -> None:
     assert "initialize_mamba_ssu_backend" in function(
         source("vllm", "v1", "worker", "gpu_model_runner.py"), "GPUModelRunner", "initialize_kv_cache"
     )
-    experts = function(source("vllm", "model_executor", "layers", "fused_moe", "layer.py"), "FusedMoE", "__init__")
-    assert "is_act_and_mul=False is supported only for CUDA and XPU" in experts
+    if installed_is("<0.26"):
+        experts = function(source("vllm", "model_executor", "layers", "fused_moe", "layer.py"), "FusedMoE", "__init__")
+    else:
+        experts = function(source("vllm", "model_executor", "layers", "fused_moe", "config.py"), "FusedMoEConfig", "__post_init__")
+    assert "is_act_and_mul=False is supported only for CUDA" in experts
     nemotron = ast.unparse(source("vllm", "model_executor", "models", "nemotron_h.py"))
-    assert "MambaMixer2(" in nemotron and "is_act_and_mul=False" in nemotron
+    assert "MambaMixer2(" in nemotron
+    assert ("is_act_and_mul=False" if installed_is("<0.26") else "activation_without_mul(config.mlp_hidden_act)") in nemotron
 
 
 class Collecting:
@@ -116,12 +121,14 @@ def test_a_target_that_collects_nothing_is_refused_with_the_list_of_those_that_d
         require_collecting_target(model_config(object))
 
 
-def test_qwen3_next_collects_with_our_class_alone() -> None:
+def test_qwen3_next_collects_with_our_class() -> None:
     from vllm.model_executor.models import qwen3_next
     from vllm.model_executor.models.interfaces import supports_eagle3
 
     from vllm_ascend_hsx.compat.qwen3_next import Qwen3NextForCausalLM
 
-    assert not supports_eagle3(qwen3_next.Qwen3NextForCausalLM)
     assert supports_eagle3(Qwen3NextForCausalLM)
     assert issubclass(Qwen3NextForCausalLM, qwen3_next.Qwen3NextForCausalLM)
+    is_needed = "Qwen3NextForCausalLM" in OURS
+    assert is_needed != supports_eagle3(qwen3_next.Qwen3NextForCausalLM)
+    assert is_needed != (Qwen3NextForCausalLM is qwen3_next.Qwen3NextForCausalLM)

@@ -24,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), which write each row's file, "
         "hs_{row}.safetensors. Call it again after any interruption: rows that have a valid file are not sent again.",
-        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input and nothing was generated, 130 interrupted.",
+        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input or an unusable server, 130 interrupted.",
     )
 
     def numbers(name: str, metavar: str = "N") -> dict[str, Any]:

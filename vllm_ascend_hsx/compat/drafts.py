@@ -10,12 +10,13 @@ from typing import Any
 from vllm_ascend_hsx.compat.installed import require_checked
 from vllm_ascend_hsx.compat.models import refuse_unservable_target
 from vllm_ascend_hsx.compat.patch_points import patch, uses
-from vllm_ascend_hsx.compat.versions import SINCE_0_23
+from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_30
 from vllm_ascend_hsx.config import METHOD, read_options
 from vllm_ascend_hsx.protocol.errors import UserError
 
 CONFIG = "vllm.config.vllm"
 RUNNER = "vllm_ascend.worker.model_runner_v1"
+RUNNER_V2 = "vllm_ascend.worker.v2.model_runner"
 
 
 @patch(CONFIG, "VllmConfig.__init__", SINCE_0_23, takes="", why="no draft tokens are scheduled")
@@ -93,7 +94,7 @@ def set_up_proposer(original: Any, self: Any, vllm_config: Any, *args: Any, **kw
     is the base class of ours, and vLLM's runner makes one itself before vllm-ascend's does
     (vllm/v1/worker/gpu_model_runner.py:607).
     """
-    with _one_draft(vllm_config.speculative_config):
+    with _set(vllm_config.speculative_config, "num_speculative_tokens", 1):
         original(self, vllm_config, *args, **kwargs)
 
 
@@ -108,7 +109,7 @@ def set_up_drafter(original: Any, self: Any) -> None:
         original(self)
         return
     require_no_drafts(self.vllm_config)
-    with _one_draft(self.speculative_config):
+    with _set(self.speculative_config, "num_speculative_tokens", 1):
         original(self)
     self.decode_token_per_req = 1
 
@@ -141,14 +142,37 @@ def without_speculative_method(original: Any, self: Any, *args: Any, **kwargs: A
     (vllm/v1/worker/gpu_model_runner.py:871), and has buffers and copies for it
     (gpu_model_runner.py:1016, MR:2187).
     """
-    speculative = self.speculative_config
-    if not _extracts(speculative):
+    if not _extracts(self.speculative_config):
         return original(self, *args, **kwargs)
-    self.speculative_config = None
-    try:
+    with _set(self, "speculative_config", None):
         return original(self, *args, **kwargs)
-    finally:
-        self.speculative_config = speculative
+
+
+_NO_WAIT = "a step of model runner V2 does not wait for the device"
+
+
+@patch(RUNNER_V2, "NPUModelRunner._copy_num_computed_tokens_to_cpu", SINCE_0_30, why=_NO_WAIT)
+def copy_no_counts(original: Any, self: Any) -> None:
+    """Have model runner V2 not copy to the host how many tokens of each request are computed.
+
+    Reason: only drafts that were rejected make the host's own count wrong. The runner copies
+    whenever there is a speculator (worker/v2/model_runner.py:1082), on a stream of its own, while
+    the next step may write the same memory (vllm/v1/worker/gpu/states.py:124).
+    """
+    if not _extracts(self.speculative_config):
+        original(self)
+
+
+@patch(RUNNER_V2, "NPUModelRunner._update_seq_lens_cpu", SINCE_0_30, why=_NO_WAIT)
+def count_without_speculator(original: Any, self: Any, scheduler_output: Any, req_ids: Any) -> None:
+    """Have model runner V2 count computed tokens as on a server without a speculator.
+
+    Reason: with one each step waits for the copy (worker/v2/model_runner.py:1121); see
+    `copy_no_counts`.
+    """
+    speculator = None if _extracts(self.speculative_config) else self.speculator
+    with _set(self, "speculator", speculator):
+        original(self, scheduler_output, req_ids)
 
 
 @patch("vllm.sampling_params", "SamplingParams._validate_spec_decode", SINCE_0_23, why="min_p and logit_bias are taken")
@@ -180,9 +204,11 @@ def _extracts(speculative: Any) -> bool:
 
 
 @contextmanager
-def _one_draft(speculative: Any) -> Iterator[None]:
-    number, speculative.num_speculative_tokens = speculative.num_speculative_tokens, 1
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value for the time of the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        speculative.num_speculative_tokens = number
+        setattr(owner, name, before)

@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,12 +157,14 @@ def examine() -> None:
     print(f"\n{MARK}{json.dumps([_examined(point) for point in POINTS if point.fits])}", flush=True)
 
 
-def _examined(point: PatchPoint, load: Callable[[str], Any] = importlib.import_module) -> Examined:
-    problem = problem_of(point, load)
+def _examined(point: PatchPoint) -> Examined:
+    problem = problem_of(point)
     if problem is not None:
         return Examined(point.name, point.use.value, point.why, problem.text, problem.not_imported, None, None)
-    found = inspect.unwrap(functools.reduce(getattr, point.path, load(point.module)))
-    file, body = Path(load(point.module).__file__ or ""), None
+    module = importlib.import_module(point.module)
+    named: Any = functools.reduce(getattr, point.path, module)
+    found = inspect.unwrap(named)
+    file, body = Path(module.__file__ or ""), None
     if inspect.isfunction(found) or inspect.isclass(found):
         file = Path(inspect.getsourcefile(found) or file)
         body = digest_of_body(inspect.getsource(found)) if inspect.isfunction(found) else None

@@ -103,8 +103,14 @@ class PatchPoint(NamedTuple):
         def replaced(*args: Any, **kwargs: Any) -> Any:
             return replacement(original, *args, **kwargs)
 
+        # vLLM looks for a local named `self` in the frame of a forward that it compiles
+        # (compilation/wrapper.py, bytecode_hook).
+        def replaced_method(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return replacement(original, self, *args, **kwargs)
+
+        function = replaced_method if isinstance(owner, type) else replaced
         updated = () if isinstance(original, type) else functools.WRAPPER_UPDATES
-        setattr(owner, self.path[-1], functools.update_wrapper(replaced, original, updated=updated))
+        setattr(owner, self.path[-1], functools.update_wrapper(function, original, updated=updated))
 
 
 POINTS: list[PatchPoint] = []

@@ -12,12 +12,12 @@ from vllm_ascend_hsx.compat.patch_points import uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, IncompatibleVersionError
 
 RUNNER = "vllm_ascend.worker.model_runner_v1"
-# What HsxProposer calls on the runner; the v2 runner of vllm-ascend 0.23.0 has neither.
+# What HsxProposer calls on the runner; model runner V2 of vllm-ascend has neither.
 RUNNER_HOOKS = ("_pad_for_sequence_parallelism", "_sync_metadata_across_dp")
 
 _PAD, _SYNC = (f"NPUModelRunner.{name}" for name in RUNNER_HOOKS)
 uses(RUNNER, _PAD, SINCE_0_23, takes="self num_scheduled_tokens", why="rows with sequence parallelism")
-_KEYWORDS = "num_tokens is_draft_model cudagraph_mode allow_dp_padding"
+_KEYWORDS = "num_tokens is_draft_model cudagraph_mode"
 uses(RUNNER, _SYNC, SINCE_0_23, takes="self", keywords=_KEYWORDS, why="data-parallel ranks stay in step")
 uses(
     "vllm.forward_context",
@@ -49,7 +49,7 @@ def require_runner_hooks(runner: Any) -> None:
     if missing:
         raise IncompatibleVersionError(
             f"the model runner {type(runner).__name__} has no {' and no '.join(missing)} "
-            "(the v2 runner is not supported: unset VLLM_USE_V2_MODEL_RUNNER)"
+            "(model runner V2 is supported from vllm-ascend 0.30 on: unset VLLM_USE_V2_MODEL_RUNNER)"
         )
 
 
@@ -79,6 +79,22 @@ def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
     positions = input_batch.num_computed_tokens_cpu
     return [
         BatchRow(request_id, int(positions[index]), starts[index + 1] - starts[index], starts[index])
+        for index, request_id in enumerate(input_batch.req_ids)
+    ]
+
+
+def batch_layout_v2(input_batch: Any) -> list[BatchRow]:
+    """Return the requests in a batch of model runner V2, in batch order.
+
+    Without draft tokens `num_computed_tokens_np` is exact also with asynchronous scheduling.
+
+    Args:
+        input_batch: vllm.v1.worker.gpu.input_batch.InputBatch (input_batch.py:44, 0.30).
+    """
+    starts = input_batch.query_start_loc_np.tolist()
+    positions = input_batch.num_computed_tokens_np.tolist()
+    return [
+        BatchRow(request_id, positions[index], starts[index + 1] - starts[index], starts[index])
         for index, request_id in enumerate(input_batch.req_ids)
     ]
 

@@ -135,7 +135,7 @@ def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None)
         deadline = time.monotonic() + min(timeout or 0.0, _LONGEST_SHUTDOWN_S) + seconds + _VLLM_GRACE_S
         while self.output_processor.has_unfinished_requests() and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # vLLM signals no event for it
-    handler = self.output_handler
+    handler = getattr(self, "output_handler", None)  # of a start that failed there is none
     original(self, timeout=timeout)
     if handler is not None:
         from vllm.v1.engine.exceptions import EngineDeadError

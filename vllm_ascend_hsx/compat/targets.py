@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from packaging.specifiers import SpecifierSet
+
+from vllm_ascend_hsx.compat.versions import release_to_patch
+
 _NEMOTRON_H = (
-    "its Mamba-2 layers cannot generate: the runner of vllm-ascend 0.23.0 never initialises vLLM's state update "
-    "(worker/model_runner_v1.py:3841; vllm/v1/worker/gpu_model_runner.py:7301 does), so that the second token of a text stops the engine; "
-    "and experts without a gate, which some of these models have, are for CUDA and XPU only in vllm 0.23.0 "
-    "(model_executor/layers/fused_moe/layer.py:367)"
+    "its Mamba-2 layers cannot generate: NPUModelRunner.initialize_kv_cache of vllm-ascend 0.23.0 and 0.26.0rc1 "
+    "(worker/model_runner_v1.py) never initialises vLLM's state update, as vLLM's own runner does, so that the second token of a text "
+    "stops the engine; and experts without a gate, which some of these models have, are for GPUs only "
+    "(vllm/model_executor/layers/fused_moe)"
 )
-# Targets that collect hidden states but that vllm-ascend 0.23.0 cannot serve.
+# Targets that collect hidden states but that vllm-ascend cannot serve.
 # tests/ut/test_targets.py compares the reasons with the sources.
 UNSERVABLE = {"NemotronHForCausalLM": _NEMOTRON_H, "NemotronHPuzzleForCausalLM": _NEMOTRON_H}
 
@@ -22,21 +26,19 @@ SHOWN = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 
-# The generating models of vllm 0.23.0 that collect hidden states, by themselves or with our
-# patches, and are not UNSERVABLE. tests/ut/test_targets.py compares them with vLLM's sources.
-ARCHITECTURES = (
-    "AfmoeForCausalLM", "ApertusForCausalLM", "AquilaForCausalLM", "AquilaModel",
-    "ArceeForCausalLM", "Cosmos3ForConditionalGeneration", "CwmForCausalLM", "DeepseekForCausalLM",
-    "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
+_IN_ALL_RELEASES = (
+    "AfmoeForCausalLM", "ApertusForCausalLM", "ArceeForCausalLM",
+    "Cosmos3ForConditionalGeneration", "CwmForCausalLM", "DeepseekForCausalLM", "DeepseekV2ForCausalLM",
+    "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
     "Ernie4_5ForCausalLM", "Exaone4_5_ForConditionalGeneration", "Fairseq2LlamaForCausalLM",
     "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
     "GlmForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "GritLM",
     "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HunYuanVLForConditionalGeneration",
-    "IQuestCoderForCausalLM", "InternLM3ForCausalLM", "InternLMForCausalLM",
+    "IQuestCoderForCausalLM", "InternLM3ForCausalLM",
     "InternS1ProForConditionalGeneration", "InternS2PreviewForConditionalGeneration",
     "KimiK25ForConditionalGeneration", "LLaMAForCausalLM", "LagunaForCausalLM",
     "LightOnOCRForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration",
-    "LlamaForCausalLM", "LlavaForConditionalGeneration", "MantisForConditionalGeneration",
+    "LlamaForCausalLM", "LlavaForConditionalGeneration",
     "MellumForCausalLM", "MiMoForCausalLM", "MiniCPM3ForCausalLM", "MiniCPMForCausalLM",
     "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "Mistral3ForConditionalGeneration",
     "MistralForCausalLM", "MistralLarge3ForCausalLM", "OpenCUAForConditionalGeneration",
@@ -44,6 +46,19 @@ ARCHITECTURES = (
     "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM",
     "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration", "Step1ForCausalLM",
-    "TeleChat2ForCausalLM", "TeleChat3ForCausalLM", "TeleChatForCausalLM", "TeleFLMForCausalLM",
-    "XverseForCausalLM",
+    "TeleChat2ForCausalLM", "TeleChat3ForCausalLM", "TeleFLMForCausalLM",
 )  # fmt: skip
+# By releases of vllm.
+_IN_SOME_RELEASES = {
+    "<0.26": (
+        "AquilaForCausalLM", "AquilaModel", "InternLMForCausalLM", "MantisForConditionalGeneration",
+        "TeleChatForCausalLM", "XverseForCausalLM",
+    ),
+    ">=0.26": ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
+}  # fmt: skip
+# The generating models of the installed vllm that collect hidden states, by themselves or with our
+# patches, and are not UNSERVABLE. tests/ut/test_targets.py compares them with vLLM's sources.
+_of_this_release = (
+    name for versions, names in _IN_SOME_RELEASES.items() if release_to_patch("vllm") in SpecifierSet(versions) for name in names
+)
+ARCHITECTURES = tuple(sorted((*_IN_ALL_RELEASES, *_of_this_release)))

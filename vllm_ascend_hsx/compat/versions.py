@@ -20,11 +20,14 @@ CHECKED_PAIRS = (
     Pair("0.23.0", "0.23.0"),
     Pair("0.23.0", "0.23.0.post1"),
     Pair("0.26.0", "0.26.0rc1"),
+    Pair("0.30.0", "0.30.0rc2"),
 )
 # Releases of either package.
 V0_23 = ">=0.23,<0.24"
+V0_26 = ">=0.26,<0.27"
 SINCE_0_23 = ">=0.23"
 SINCE_0_26 = ">=0.26"
+SINCE_0_30 = ">=0.30"
 
 
 class IncompatibleVersionError(RuntimeError):

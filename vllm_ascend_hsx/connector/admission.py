@@ -73,7 +73,7 @@ class RankLoad:
         A request larger than the memory runs once all others need no more and half of the memory is
         free. To wait until all memory is free would leave storage idle until the first rows arrive.
         """
-        if self.state.quiet:
+        if self.state.quiet or (self.state.opens_slowly and (self._unreported or self._promised)):
             return False
         prompt, output, generating = self._future()
         backlog = self.state.backlog

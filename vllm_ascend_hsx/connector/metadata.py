@@ -83,6 +83,7 @@ class RankState:
         step_rate: steps per second.
         quiet: whether storage has been silent for so long that no new request should start.
         stuck: whether it has been silent for so long that the rank refuses new requests.
+        opens_slowly: whether a step had to wait for the files of its new requests.
     """
 
     backlog: int = 0
@@ -95,6 +96,7 @@ class RankState:
     step_rate: float | None = field(default=None, compare=False)
     quiet: bool = False
     stuck: bool = False
+    opens_slowly: bool = False
 
 
 @dataclass

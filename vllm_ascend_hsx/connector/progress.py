@@ -228,13 +228,15 @@ class RankProgress:
         """Return the seconds since storage last made progress, or 0 if it has nothing to write."""
         return time.monotonic() - self._answered_at if self.backlog else 0.0
 
-    def end_step(self, quiet: bool, stuck: bool) -> tuple[RankState, list[tuple[Extraction, str | None]], dict[str, str]] | None:
+    def end_step(
+        self, quiet: bool, stuck: bool, opens_slowly: bool
+    ) -> tuple[RankState, list[tuple[Extraction, str | None]], dict[str, str]] | None:
         """Return the rank's state, and which requests were decided or refused since the last call.
 
         None if nothing has changed. For the main thread only.
 
         Args:
-            quiet, stuck: as in RankState.
+            quiet, stuck, opens_slowly: as in RankState.
         """
         with self._mutex:
             staged, self._staged_bytes = self._staged_bytes, 0
@@ -250,6 +252,7 @@ class RankProgress:
                 step_rate=self.step_rate.steps_per_s,
                 quiet=quiet,
                 stuck=stuck,
+                opens_slowly=opens_slowly,
             )
             if not self._decided and not self._refused and state == self._reported:
                 return None

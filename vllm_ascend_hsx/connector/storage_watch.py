@@ -9,12 +9,16 @@ from typing import Literal
 
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import SILENT_STORAGE, SLOW_STORAGE, StatsRecorder
+from vllm_ascend_hsx.connector.threads import ThreadPool
 
 logger = logging.getLogger(__name__)
 
 _STALLED_S = 0.5  # seconds that a step waits for storage before a log line is due
 _QUIET_S = 1.0  # seconds without an answer, after which no new request starts
 _HUNG_S = 2.0  # ... after which new requests are refused if no step waits for storage
+_OPENS_S = 0.05  # time for files to open after their step, before it counts as waiting for storage
+# Pause between a step that waited for files and the next new request, as a multiple of that wait.
+_REST = 3.0
 _REMIND_S = 10.0  # seconds between two log lines about one problem
 _MIB = 1 << 20
 _TOO_SLOW = (
@@ -72,7 +76,7 @@ class Reminder:
 
 
 class StorageWatch:
-    """Watch the storage of one worker. Only the main thread may call `wait`.
+    """Watch the storage of one worker. Only the main thread may call methods that wait.
 
     Args:
         storage_timeout: seconds that a step waits for storage that makes no progress.
@@ -80,6 +84,10 @@ class StorageWatch:
         where: description of the storage.
         progress: progress of the worker.
         stats: records stalls.
+
+    Attributes:
+        opens_slowly: whether a step had to wait for its files, and none has been opened at once
+            since. Then one new request starts at a time.
     """
 
     def __init__(
@@ -96,11 +104,13 @@ class StorageWatch:
         self._progress = progress
         self._stats = stats
         self._stall = Reminder(_STALLED_S)
+        self._rest_until = 0.0
+        self.opens_slowly = False
 
     @property
     def is_quiet(self) -> bool:
         """True while no new request should start."""
-        return self._progress.silent_for() >= min(_QUIET_S, self._limit)
+        return time.monotonic() < self._rest_until or self._progress.silent_for() >= min(_QUIET_S, self._limit)
 
     @property
     def is_stuck(self) -> bool:
@@ -120,6 +130,26 @@ class StorageWatch:
     @property
     def _limit(self) -> float:
         return self.storage_timeout if self.steps_wait else min(self.storage_timeout, _HUNG_S)
+
+    def wait_for_files(self, opener: ThreadPool) -> bool:
+        """Make the step wait until the files of its new requests are open.
+
+        A step that waited for long is followed by a rest, in which only other requests run: their
+        tokens are late by the time of one file, not of all that wait.
+
+        Returns:
+            False if they are not open in time.
+        """
+        if not self.steps_wait:
+            return opener.wait(max(_OPENS_S, self._progress.step_rate.longest))
+        if opener.wait(_OPENS_S):
+            self.opens_slowly = False
+            return True
+        since = time.monotonic()
+        done = self.wait(opener.wait, opener.silent_for)
+        now = time.monotonic()
+        self.opens_slowly, self._rest_until = True, now + _REST * (now - since)
+        return done
 
     def wait(self, done: Callable[[float], bool], silent_for: Callable[[], float]) -> bool:
         """Make the step wait for storage, count the time, and log it.

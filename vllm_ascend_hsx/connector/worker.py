@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_REASONS = 10_000  # reasons of refused requests that wait for silent storage
 _JOB_BYTES = 1 << 20  # least bytes of a write job, if a chunk has them: outweighs the hand-over
-_OPENS_S = 0.05  # time for files to open after their step, before it counts as waiting for storage
 
 
 class ExtractionWorker:
@@ -165,7 +164,7 @@ class ExtractionWorker:
         """
         if self._opening:
             self._wait_until_open()
-        news = self._progress.end_step(self._watch.is_quiet, self._watch.is_stuck)
+        news = self._progress.end_step(self._watch.is_quiet, self._watch.is_stuck, self._watch.opens_slowly)
         if news is None:
             return None
         state, decided, refused = news
@@ -244,10 +243,7 @@ class ExtractionWorker:
 
     def _wait_until_open(self) -> None:
         """Wait for the files of this step's new requests. Fail those that do not open in time."""
-        if self._watch.steps_wait:
-            done = self._opener.wait(_OPENS_S) or self._watch.wait(self._opener.wait, self._opener.silent_for)
-        else:
-            done = self._opener.wait(max(_OPENS_S, self._progress.step_rate.longest))
+        done = self._watch.wait_for_files(self._opener)
         for extraction in self._opening:
             if not done and not extraction.has_opened:
                 extraction.fail(*self._watch.failure)

@@ -1,4 +1,4 @@
-"""HsxProposer: select rows, keep DP ranks in step, and pass rows to the cache-only layer."""
+"""HsxProposer, for model runner V1: keep DP ranks in step, and stage the rows of each step."""
 
 from __future__ import annotations
 
@@ -8,18 +8,11 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm_ascend.spec_decode.extract_hidden_states_proposer import AscendExtractHiddenStatesProposer
 
-from vllm_ascend_hsx.compat.models import require_collecting_target
-from vllm_ascend_hsx.compat.runner import (
-    batch_layout,
-    find_layers,
-    forward_context,
-    require_runner_hooks,
-)
-from vllm_ascend_hsx.drafter.spans import select_spans
-from vllm_ascend_hsx.settings import read_settings
+from vllm_ascend_hsx.compat.runner import batch_layout, require_runner_hooks
+from vllm_ascend_hsx.drafter.drafter import Drafter, check_start
 
 
-class HsxProposer(AscendExtractHiddenStatesProposer):
+class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
     """Replace vllm-ascend's proposer for the method `extract_hidden_states`.
 
     Args:
@@ -36,8 +29,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
 
     def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
         require_runner_hooks(runner)
-        read_settings(vllm_config)
-        require_collecting_target(vllm_config.model_config)
+        check_start(vllm_config)
         super().__init__(vllm_config, device, runner)
         # Upstream gathers rows and slots in these buffers. Rows are written directly from the
         # target's output into the staging slot instead.
@@ -46,10 +38,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
     def load_model(self, target_model: torch.nn.Module) -> None:
         """Load the drafter, which creates the cache-only layer and its staging slots."""
         super().load_model(target_model)
-        from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
-
-        (layer,) = find_layers(self.vllm_config, AscendCacheOnlyLayer).values()
-        self.staging = layer.staging
+        self.find_staging()
 
     def propose(
         self,
@@ -76,16 +65,9 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         """
         num_tokens = target_hidden_states[0].shape[0]
         _, num_tokens_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(num_tokens)
-        spans = []
         if self.staging.wanted:
             layout = batch_layout(self.runner, common_attn_metadata.query_start_loc_cpu)
-            spans = select_spans(layout, self.staging.wanted)
-        if spans:
-            assert self.model is not None
-            assert self.attn_metadata_builder is not None
-            metadata = self.attn_metadata_builder.build_for_spans(spans)
-            with forward_context(metadata, self.vllm_config, num_tokens_padded, num_tokens_across_dp):
-                self.model(target_hidden_states, next(iter(metadata.values())))
+            self.stage(layout, target_hidden_states, num_tokens_padded, num_tokens_across_dp)
         return sampled_token_ids[:, :0]
 
     def _determine_batch_execution_and_padding(
@@ -111,10 +93,7 @@ class HsxProposer(AscendExtractHiddenStatesProposer):
         if self.vllm_config.parallel_config.data_parallel_size == 1:
             return mode, num_tokens_padded, None
         _, num_tokens_across_dp, _ = self.runner._sync_metadata_across_dp(
-            num_tokens=num_tokens_padded,
-            is_draft_model=True,
-            cudagraph_mode=mode,
-            allow_dp_padding=True,
+            num_tokens=num_tokens_padded, is_draft_model=True, cudagraph_mode=mode
         )
         return mode, int(num_tokens_across_dp[self.dp_rank]), num_tokens_across_dp
 

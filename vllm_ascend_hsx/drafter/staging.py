@@ -22,6 +22,7 @@ import torch
 
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import Span, merge_rows, split_spans
+from vllm_ascend_hsx.protocol.files import OnError
 
 
 def _npu() -> Any:
@@ -291,16 +292,12 @@ class Copier:
                     run = self._ring.acquire(left, slot.settled.set)
                     slot.settled.clear()
                     begin, count = self._delivered, len(run.rows)
-                    try:
+                    # No chunk will free the run of a copy that failed, and a leaked ring blocks
+                    # every later request. The copy may have been issued.
+                    with OnError(self._ring.free, run.first, count), OnError(self._stream.synchronize):
                         run.rows.copy_(slot.rows[begin : begin + count], non_blocking=True)
                         copied = _npu().Event()
                         copied.record(self._stream)
-                    except Exception:
-                        # No chunk will free this run, and a leaked ring blocks every later request.
-                        # The copy may have been issued.
-                        self._stream.synchronize()
-                        self._ring.free(run.first, count)
-                        raise
                     spans = split_spans(slot.spans, begin, begin + count)
                     self._deliver(HostChunk(run.rows, run.data, spans, copied, self._ring, run.first))
                     self._delivered += count

@@ -76,6 +76,9 @@ __all__ = [
 config = SimpleNamespace(allow_internal_format=False)
 
 make_graphed_callables = NotEmulated("torch.npu.make_graphed_callables")
+# vllm-ascend 0.26 calls them to offload KV caches to the host.
+_launch_host_func = NotEmulated("torch.npu._launch_host_func")
+_subscribe_report = NotEmulated("torch.npu._subscribe_report")
 
 
 def set_compile_mode(jit_compile: bool = False) -> None:

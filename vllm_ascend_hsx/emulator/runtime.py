@@ -26,7 +26,9 @@ from vllm_ascend_hsx.emulator import (
 from vllm_ascend_hsx.emulator.missing import NotEmulated, unknown
 from vllm_ascend_hsx.emulator.native import core
 
-VERSION = "2.10.0.post4"  # the version that vllm-ascend 0.23.0 requires
+VERSION = "2.10.0.post4"  # the version that vllm-ascend 0.23.0 to 0.30.0rc2 require
+# Numbers of the types that torch lacks, which operators take as arguments: 256 and the aclDataType.
+DTYPES = {"hifloat8": 290, "float8_e8m0fnu": 293, "float4_e2m1fn_x2": 296}
 
 
 def install(package: ModuleType) -> None:
@@ -63,6 +65,7 @@ def _fill(package: ModuleType) -> None:
         Format=NotEmulated(f"{name}.Format"),
         empty_with_format=NotEmulated(f"{name}.empty_with_format"),
         get_npu_format=NotEmulated(f"{name}.get_npu_format"),
+        **DTYPES,
     )
     _submodule(package, "npu", npu)
     for part in (graphs, memory, random, streams):

@@ -13,10 +13,10 @@ from vllm_ascend_hsx.generate.errors import ForeignRowError, InputError, Request
 from vllm_ascend_hsx.generate.ledger import Ledger, differences, files_of_rows, row_file, row_of_file
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
-from vllm_ascend_hsx.protocol.lock import wait_until_released
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.reader.check import Examination, Expected, check
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
+from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 
 SETTLE_S = 10.0  # for servers to finish or abort their writes
 _STOP_S = 1.0  # until a thread that waits for a server notices that the run is to end

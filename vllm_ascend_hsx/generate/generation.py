@@ -55,6 +55,9 @@ class Generation:
         ledger: locked.
         outcome: filled in here.
         progress: shows messages.
+
+    Attributes:
+        outcome, progress: as given.
     """
 
     def __init__(self, options: Options, dataset: Dataset, ledger: Ledger, outcome: Outcome, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""The lock file `<path>.lock`: a writer holds an flock on it, and readers wait for its release.
+"""The lock file `<path>.lock`: a writer holds an flock on it until there are data or an error.
 
 A writer releases the lock file but does not remove it when it has published data or an error.
 vLLM's `load_hidden_states` opens the lock file without checking that it exists
@@ -13,15 +13,11 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 import time
-from collections.abc import Callable
-from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.arguments import deadline_after
-from vllm_ascend_hsx.protocol.files import OnError, open_regular
+from vllm_ascend_hsx.protocol.files import OnError
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
@@ -31,8 +27,8 @@ _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
 # timeout, and another writer may hold the lock for hours.
 _PAUSES = (0.0, 0.0, 0.0, 0.001, 0.002, 0.004, 0.008, 0.016)
 _CONTENT_MAX = 16 << 20
-# Errors of link(2) on a filesystem without hard links. There the lock file gets its name some
-# microseconds before it is locked.
+# Errors of link(2) on a filesystem without hard links. There, and where locks do not follow links,
+# the lock file gets its name some microseconds before it is locked.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -52,7 +48,9 @@ class HeldLock:
         self._fd = fd
 
     @classmethod
-    def acquire(cls, dir_fd: int, name: str, mode: int, workspace_fd: int, gid: int = -1) -> HeldLock:
+    def acquire(
+        cls, dir_fd: int, name: str, mode: int, workspace_fd: int, gid: int = -1, by_link: bool = True
+    ) -> HeldLock:
         """Create and lock the lock file, or take over an existing one.
 
         Waits for at most some milliseconds; follows no symbolic link. A new file is locked before
@@ -65,6 +63,7 @@ class HeldLock:
             mode: permissions of a new lock file.
             workspace_fd: the caller's hidden directory, in which a new lock file is made.
             gid: group of a new lock file, or -1 for that of files made in the hidden directory.
+            by_link: False if locks do not follow links there; see `locks_follow_links`.
 
         Raises:
             LockHeldError: if another writer holds it.
@@ -76,7 +75,7 @@ class HeldLock:
             for pause in _PAUSES:
                 if pause:
                     time.sleep(pause)
-                held = hidden._link(dir_fd, name, mode) or hidden._take_over(dir_fd, name)
+                held = hidden._link(dir_fd, name, mode, by_link) or hidden._take_over(dir_fd, name)
                 if held is not None:
                     return held
             raise LockHeldError
@@ -99,7 +98,7 @@ class HeldLock:
         fd = os.open(name, _CREATE, mode, dir_fd=dir_fd)
         held = cls(dir_fd, name, fd)
         with OnError(held.remove):
-            if _flock_now(fd, fcntl.LOCK_EX) and _is_named(fd, name, dir_fd):
+            if flock_now(fd, fcntl.LOCK_EX) and has_name(fd, name, dir_fd):
                 os.fchmod(fd, mode)
                 return held
         held.release()
@@ -118,16 +117,16 @@ class HeldLock:
             return None
         held = None
         try:
-            if stat.S_ISREG(os.fstat(fd).st_mode) and _flock_now(fd, fcntl.LOCK_EX) and _is_named(fd, name, dir_fd):
+            if stat.S_ISREG(os.fstat(fd).st_mode) and flock_now(fd, fcntl.LOCK_EX) and has_name(fd, name, dir_fd):
                 held = cls(dir_fd, name, fd)
         finally:
             if held is None:
-                _unlock_and_close(fd)
+                unlock_and_close(fd)
         return held
 
     def is_named(self) -> bool:
         """Return whether the lock file still has its name. Raises OSError."""
-        return _is_named(self._fd, self._name, self._dir_fd)
+        return has_name(self._fd, self._name, self._dir_fd)
 
     def append(self, line: bytes) -> None:
         """Append to the lock file. Raises OSError."""
@@ -141,7 +140,7 @@ class HeldLock:
 
     def release(self) -> None:
         """Wake the readers. The lock file is kept."""
-        _unlock_and_close(self._fd)
+        unlock_and_close(self._fd)
 
     def remove(self) -> None:
         """Remove the lock file if it still has its name, and wake the readers."""
@@ -167,22 +166,16 @@ class HeldLock:
             os.fchmod(fd, mode)
         return hidden
 
-    def _link(self, dir_fd: int, name: str, mode: int) -> HeldLock | None:
-        """Give this hidden lock its name. None: the name exists."""
-        hidden_fd, hidden_name = self._dir_fd, self._name
-        try:
-            os.link(hidden_name, name, src_dir_fd=hidden_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
-        except FileExistsError:
-            return None
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-            with suppress(FileExistsError):
+    def _link(self, dir_fd: int, name: str, mode: int, by_link: bool) -> HeldLock | None:
+        """Give this hidden lock its name, or else lock a new file of that name. None: it exists."""
+        with suppress(FileExistsError):
+            if not by_link or not _link(self._dir_fd, self._name, dir_fd, name):
                 return HeldLock.create(dir_fd, name, mode)
-            return None
-        self._dir_fd, self._name = dir_fd, name
-        os.unlink(hidden_name, dir_fd=hidden_fd)
-        return self
+            hidden_fd, hidden_name = self._dir_fd, self._name
+            self._dir_fd, self._name = dir_fd, name
+            os.unlink(hidden_name, dir_fd=hidden_fd)
+            return self
+        return None
 
     def _take_over(self, dir_fd: int, name: str) -> HeldLock | None:
         """Lock the file `name`, or replace it by this hidden lock. None: it is held or has gone."""
@@ -194,20 +187,20 @@ class HeldLock:
             return self._rename(dir_fd, name)
         held = None
         try:
-            if _flock_now(fd, fcntl.LOCK_EX):
-                if not _is_named(fd, name, dir_fd):
+            if flock_now(fd, fcntl.LOCK_EX):
+                if not has_name(fd, name, dir_fd):
                     return None
                 if stat.S_ISREG(os.fstat(fd).st_mode):
                     held = HeldLock(dir_fd, name, fd)  # keep its mode: it may belong to another user
                     return held
-            elif not _flock_now(fd, fcntl.LOCK_SH):
+            elif not flock_now(fd, fcntl.LOCK_SH):
                 return None
             # Only readers hold it. They keep their locks on the old file, and a new file takes its
             # name. Holding the old one as well keeps other writers from adopting it meanwhile.
             return self._rename(dir_fd, name)
         finally:
             if held is None:
-                _unlock_and_close(fd)
+                unlock_and_close(fd)
 
     def _rename(self, dir_fd: int, name: str) -> HeldLock:
         os.rename(self._name, name, src_dir_fd=self._dir_fd, dst_dir_fd=dir_fd)
@@ -215,7 +208,41 @@ class HeldLock:
         return self
 
 
-def _flock_now(fd: int, kind: int) -> bool:
+def _link(source_fd: int, source: str, dir_fd: int, name: str) -> bool:
+    """Give a file another name; return False without hard links. Raises OSError."""
+    try:
+        os.link(source, name, src_dir_fd=source_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    return True
+
+
+def locks_follow_links(dir_fd: int, name: str) -> bool:
+    """Return whether a lock on a file is seen through a hard link to it.
+
+    It is not on FUSE filesystems that make a node of each name (bindfs), nor where there are no
+    hard links. Raises OSError.
+
+    Args:
+        dir_fd: the directory, in which a link is made and removed.
+        name: a file in it that this process has locked.
+    """
+    link = f"{name}.link"
+    if not _link(dir_fd, name, dir_fd, link):
+        return False
+    fd = -1
+    try:
+        fd = os.open(link, _OPEN, dir_fd=dir_fd)
+        return not flock_now(fd, fcntl.LOCK_SH)
+    finally:
+        if fd >= 0:
+            unlock_and_close(fd)
+        os.unlink(link, dir_fd=dir_fd)
+
+
+def flock_now(fd: int, kind: int) -> bool:
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -223,7 +250,7 @@ def _flock_now(fd: int, kind: int) -> bool:
     return True
 
 
-def _unlock_and_close(fd: int) -> None:
+def unlock_and_close(fd: int) -> None:
     try:
         # Explicitly: a forked child would keep the lock with its copy of the descriptor.
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -231,111 +258,10 @@ def _unlock_and_close(fd: int) -> None:
         os.close(fd)
 
 
-def _is_named(fd: int, name: str | Path, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
+def has_name(fd: int, name: str | Path, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
     """Return whether `name` is still a name of the file open at `fd`."""
     try:
         named = os.stat(name, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
     except FileNotFoundError:
         return False
     return os.path.samestat(named, os.fstat(fd))
-
-
-def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
-    """Return whether the lock at `path` is free and its request was never finished.
-
-    Either its server died, or a consumer kept the lock file. `is_decided` returns whether there
-    are data or an error; no writer can take the lock over meanwhile.
-
-    Raises:
-        OSError: if it cannot be opened, is not a regular file, or its filesystem has no flock.
-    """
-    try:
-        fd = open_regular(path)
-    except FileNotFoundError:
-        return False
-    try:
-        return _flock_now(fd, fcntl.LOCK_SH) and not is_decided() and _is_named(fd, path, follow_symlinks=True)
-    finally:
-        _unlock_and_close(fd)
-
-
-def wait_until_released(path: Path, timeout: float | None) -> bool:
-    """Wait until no writer holds the lock file at `path`; return whether there was one.
-
-    A `timeout` of None or infinity waits forever; others are in seconds.
-
-    Raises:
-        ValueError: if the timeout is not a number of seconds.
-        TimeoutError: if a writer still holds it.
-        OSError: if it cannot be opened, is not a regular file, or its filesystem has no flock.
-    """
-    deadline = deadline_after(timeout)
-    seen = False
-    while True:
-        try:
-            fd = open_regular(path)
-        except FileNotFoundError:
-            return seen
-        try:
-            if not _flock_now(fd, fcntl.LOCK_SH):
-                if deadline is None:
-                    fcntl.flock(fd, fcntl.LOCK_SH)
-                else:
-                    _sleep_until(deadline, path, fd)
-            if _is_named(fd, path, follow_symlinks=True):
-                return True
-            seen = True  # the name was removed or now belongs to another request: look again
-        finally:
-            _unlock_and_close(fd)
-
-
-# flock() has no timeout, so threads sleep in it. One per lock file, however often a reader times
-# out and retries: descriptor and result, by (device, inode).
-_sleepers: dict[tuple[int, int], tuple[int, futures.Future[None]]] = {}
-_sleepers_mutex = threading.Lock()
-
-
-def _sleep_until(deadline: float, path: Path, fd: int) -> None:
-    status = os.fstat(fd)
-    key = status.st_dev, status.st_ino
-    if (left := deadline - time.monotonic()) > 0:
-        with _sleepers_mutex:
-            if key not in _sleepers:
-                _sleepers[key] = _start_sleeper(key, path, fd)
-            _, released = _sleepers[key]
-        with suppress(futures.TimeoutError):
-            return released.result(left)
-    raise TimeoutError(f"{path}: still locked by its writer after the timeout")
-
-
-def _start_sleeper(key: tuple[int, int], path: Path, fd: int) -> tuple[int, futures.Future[None]]:
-    own, released = os.dup(fd), futures.Future[None]()
-
-    def sleep() -> None:
-        # The result comes first, because callers wait for it. A caller that finds this thread in
-        # the table may proceed while the shared lock is held.
-        try:
-            fcntl.flock(own, fcntl.LOCK_SH)
-            released.set_result(None)
-        except OSError as error:
-            released.set_exception(error)
-        finally:
-            with _sleepers_mutex:
-                del _sleepers[key]
-                _unlock_and_close(own)
-
-    with OnError(os.close, own):
-        threading.Thread(target=sleep, name=f"hsx-lock-{path.name}", daemon=True).start()
-    return own, released
-
-
-def _forget_sleepers() -> None:
-    """Close the descriptors in a forked child, which has no such threads."""
-    global _sleepers_mutex
-    _sleepers_mutex = threading.Lock()
-    for own, _ in _sleepers.values():
-        os.close(own)
-    _sleepers.clear()
-
-
-os.register_at_fork(after_in_child=_forget_sleepers)

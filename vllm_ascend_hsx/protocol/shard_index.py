@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.checksum import Digest
+from vllm_ascend_hsx.protocol.files import read_all
 from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, PRODUCER, FormatError, layer_ids_of, read_header
 from vllm_ascend_hsx.protocol.names import INDEX, parse_shard_name, path_refusal
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
@@ -20,6 +22,8 @@ from vllm_ascend_hsx.protocol.tar import BLOCK, is_headed, round_up
 # Most names; the others are examined in path_refusal.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")
 SHARD_FORMAT_VERSION = "1"
+# A server seals a shard long before its index has as many bytes; what has more is not read.
+INDEX_MAX = 256 << 20
 # Metadata of a member that differ between the members of a shard.
 _OF_ONE = (
     "format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "checksum",
@@ -95,6 +99,13 @@ def decode(line: bytes) -> Member | Tombstone | None:
     if not isinstance(request_id, str) or not isinstance(checksum, str):
         return None
     return Member(name, offset, size, tokens, request_id, checksum, time_ns)
+
+
+def read_index(fd: int) -> bytes:
+    """Return the content of an index. Raises OSError, with EFBIG if no server has written it."""
+    if (size := os.fstat(fd).st_size) > INDEX_MAX:
+        raise OSError(errno.EFBIG, f"its index has {size} bytes, more than any server writes")
+    return read_all(fd)
 
 
 def split_lines(content: bytes) -> list[bytes]:

@@ -24,9 +24,9 @@ from functools import partial
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.arguments import require_whole
-from vllm_ascend_hsx.protocol.lock import is_left_over
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
 from vllm_ascend_hsx.reader.load import is_decided
+from vllm_ascend_hsx.reader.lock_wait import is_left_over
 from vllm_ascend_hsx.reader.members import paths_below, shards_of
 
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")

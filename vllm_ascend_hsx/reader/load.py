@@ -29,9 +29,9 @@ from vllm_ascend_hsx.protocol.format import (
     num_prompt_tokens_of,
     read_header,
 )
-from vllm_ascend_hsx.protocol.lock import is_left_over, wait_until_released
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.protocol.strict_json import parse
+from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
 from vllm_ascend_hsx.reader.shards import Place, member_problem
 from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, read_tensor, torch_dtype

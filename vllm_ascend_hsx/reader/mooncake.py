@@ -123,7 +123,7 @@ class MooncakeReader:
         self.close()
 
     def _wait(self, handle: str, timeout: float | None) -> bytes:
-        """Return the manifest as soon as it is in the store."""
+        """Return the manifest as soon as it is in the store, which notifies nobody."""
         deadline = deadline_after(timeout)
         delay = _FIRST_POLL
         failure, complete = handle + ERROR_KEY_SUFFIX, handle + MANIFEST_KEY_SUFFIX

@@ -6,12 +6,12 @@ Only what is around the members is read; `check` reads the members themselves.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_all, read_regular
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name
-from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, decode, end_of_members, shard_manifest, split_lines
+from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, decode, end_of_members, read_index, shard_manifest, split_lines
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.protocol.tar import END
 
@@ -60,15 +60,15 @@ def _unreadable(path: Path, error: OSError) -> str | None:
 
 
 def _removals_problem(path: Path) -> str | None:
-    lines = [decode(line) for line in split_lines(_content(path))]
+    lines = [decode(line) for line in split_lines(_content(path, read_all))]
     bad = [number for number, line in enumerate(lines, 1) if not isinstance(line, Tombstone)]
     return f"{len(bad)} of the {len(lines)} lines of its index cannot be used, first line {bad[0]}" if bad else None
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, read: Callable[[int], bytes] = read_index) -> bytes:
     fd = open_regular(path)
     try:
-        return read_all(fd)
+        return read(fd)
     finally:
         os.close(fd)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, NotAFileError, open_regular
 from vllm_ascend_hsx.protocol.format import TOKEN_IDS, Header, valid_unicode
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name
-from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, decode, encode, split_lines
+from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, Member, Tombstone, decode, encode, split_lines
 from vllm_ascend_hsx.protocol.tar import is_headed
 
 logger = logging.getLogger(__name__)
@@ -204,6 +204,10 @@ class Shards:
                 index.identity = identity
             if index.identity != identity or status.st_size < index.position:
                 return False
+            if status.st_size > INDEX_MAX and stem != _REMOVED:
+                problem = f"{path.name} has {status.st_size} bytes, more than any server writes"
+                self._report(stem, identity, 0, problem)
+                return True
             while index.position < status.st_size:
                 block = os.pread(fd, _BLOCK, index.position)
                 lines = block[: block.rfind(b"\n") + 1]
@@ -244,7 +248,10 @@ def _age(line: Member | Tombstone) -> tuple[int, bool]:
 
 
 def _lock(fd: int, path: Path) -> None:
-    """Lock a file that other processes lock for a moment only. Raises TimeoutError."""
+    """Lock a file that other processes lock for a moment only. Raises TimeoutError.
+
+    It polls, because a flock that blocks has no timeout.
+    """
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     pause = 0.001
     while True:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 
+REFUSED = "refused"  # a kind of failure: the request asks for something unsupported or in use
 # Published in place of every file that is incomplete when its server stops.
-REFUSED = "refused"  # kind of failure: the request asks for what is not supported, or in use
 SERVER_STOPPED = "the server stopped before all rows were written"
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, OnError, describe
 from vllm_ascend_hsx.protocol.format import PAGE
+from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.sinks.data_file import FileOptions, Filesystem
 from vllm_ascend_hsx.sinks.storage import Storage, is_in_memory, open_folder, reserve
 from vllm_ascend_hsx.sinks.workspace import Workspace
@@ -44,7 +45,6 @@ class Session:
         filesystem: what the sink must know about it.
         storage, workspace: the directory, and the hidden one in which files are made.
         token: part of the names of the hidden directory and of shards.
-        lock_mode: permissions of lock files.
         users: the sink, and each request whose file is not closed; counted by the sink.
         tidy: False if a lock or a shard is left for the next server.
 
@@ -55,7 +55,7 @@ class Session:
     def __init__(self, directory: Path, options: FileOptions, memory: memoryview | None = None) -> None:
         self._directory = directory
         # speculators opens the lock for writing, so readers of the data must be able to.
-        self.lock_mode = options.mode | (options.mode & 0o444) >> 1
+        self._lock_mode = options.mode | (options.mode & 0o444) >> 1
         self.tidy = True
         self.users = 1
         self._numbers = itertools.count()
@@ -125,6 +125,11 @@ class Session:
             logger.error("%s", describe(problem, error))
             return True
 
+    def hold_lock(self, storage: Storage, name: str, gid: int) -> HeldLock:
+        """Lock the file `name` in a folder that `enter` returned; see HeldLock.acquire."""
+        workspace = self._workspace
+        return HeldLock.acquire(storage.fd, name, self._lock_mode, workspace.fd, gid, workspace.locks_follow_links)
+
     def enter(self, folders: Sequence[str], durable: bool) -> Storage:
         """Open the folder that the names lead to; see Storage.enter. `leave` closes it.
 
@@ -156,7 +161,7 @@ class Session:
 
     def _make_workspace(self, use_lock: bool) -> Workspace:
         try:
-            return Workspace.make(self.storage.fd, use_lock, self.lock_mode)
+            return Workspace.make(self.storage.fd, use_lock, self._lock_mode)
         except OSError as error:
             if error.errno in _NO_FLOCK:
                 problem = f"is on a filesystem without flock: {error.strerror}"

@@ -9,14 +9,13 @@ import re
 import threading
 from abc import abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.format import FileLayout
-from vllm_ascend_hsx.protocol.lock import HeldLock, LockHeldError
+from vllm_ascend_hsx.protocol.lock import LockHeldError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK, below, file_name, path_refusal
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.shard_index import Tombstone
@@ -123,8 +122,12 @@ class DirectorySink(Sink):
         if not file.storage.has_file(file.name):
             return None
         workspace, hidden = file.session.workspace, file.session.new_name(file.name)
-        with suppress(FileNotFoundError):  # a consumer has just removed it
+        try:
             file.storage.move(file.name, workspace, hidden)
+        except FileNotFoundError:
+            if file.storage.has_file(file.name):  # it is the hidden directory that has gone
+                raise
+            return None  # a consumer has just removed it
         return partial(workspace.unlink, hidden)
 
     def shards_of(self, session: Session) -> SessionShards:
@@ -217,8 +220,7 @@ class DirectorySink(Sink):
         try:
             file.gid = session.workspace.group_in(storage)
             if self.options.use_lock:
-                names = storage.fd, file.name + LOCK_SUFFIX, session.lock_mode
-                file.lock = HeldLock.acquire(*names, session.workspace.fd, file.gid)
+                file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid)
             storage.unlink(file.name + ERROR_SUFFIX)
             file.remove_previous = self.hide_previous(file)
         except LockHeldError:

@@ -52,7 +52,7 @@ class ShardSink(DirectorySink):
         if not is_spare:
             data.withdraw()  # its descriptor keeps the bytes; nothing may fail after the index line
         there = self.shards_of(file.destination.session)
-        with there.current() as shard:
+        with there.current(file.relative) as shard:
             shard.append(data, file.relative, tokens, file.request_id, there.now_ns())
         if is_spare:
             shards.spares.append(data.detach())

@@ -19,15 +19,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Literal
 
-from vllm_ascend_hsx.protocol.files import describe, open_regular, read_all, write_at
+from vllm_ascend_hsx.protocol.files import describe, open_regular, write_at
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, SHARDS_MARK, TAR, parse_shard_name, shard_stem
 from vllm_ascend_hsx.protocol.shard_index import (
+    INDEX_MAX,
     Member,
     Tombstone,
     decode,
     encode,
     end_of_members,
     latest_ns,
+    read_index,
     shard_manifest,
     split_lines,
 )
@@ -54,6 +56,7 @@ class Shard:
 
     Attributes:
         is_sound: False if the index could not be written: no line may be added any more.
+        names: of the members that were appended. webdataset refuses a tar file with two of a name.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class Shard:
     ) -> None:
         self.end = end
         self.is_sound = True
+        self.names: set[str] = set()
+        self._is_cut = True  # nothing follows the last member; if something did, it might stay in a padding
         self._storage = storage
         self._stem = stem
         self._index_fd, self._fd = fds
@@ -79,6 +84,10 @@ class Shard:
             storage.unlink(stem + INDEX)
             raise
 
+    def is_full(self, limit: int) -> bool:
+        """Return whether its tar file has `limit` bytes, or its index as many as it may have."""
+        return self.end >= limit or self._index_end >= INDEX_MAX // 4
+
     def is_there(self) -> bool:
         """Return whether its files have names: writes to a removed file are lost silently."""
         return bool(os.fstat(self._fd).st_nlink and os.fstat(self._index_fd).st_nlink)
@@ -88,6 +97,8 @@ class Shard:
 
         Raises OSError: no reader sees it, and earlier members are unchanged.
         """
+        if not self._is_cut:
+            self._cut()
         head = headers(self.end, name, data.size, self._storage.file_mode, int(time.time()))
         offset = self.end + len(head)
         member = Member(name, offset, data.size, tokens, request_id, data.checksum, time_ns)
@@ -98,11 +109,17 @@ class Shard:
             if self._durable:
                 os.fdatasync(self._fd)
         except OSError:
-            with suppress(OSError):  # the next append and sealing do not need it
-                os.ftruncate(self._fd, self.end)
+            with suppress(OSError):  # the next append tries again
+                self._cut()
             raise
         self.add_line(member)
         self.end = member.end
+        self.names.add(name)
+
+    def _cut(self) -> None:
+        self._is_cut = False
+        os.ftruncate(self._fd, self.end)
+        self._is_cut = True
 
     def add_line(self, line: Member | Tombstone) -> None:
         """Add a line to the index.
@@ -141,12 +158,14 @@ class Shard:
                     os.fdatasync(self._index_fd)
                 self._write_manifest(workspace, sealed_by)
         finally:
-            os.close(self._fd)
-            os.close(self._index_fd)
+            try:
+                os.close(self._fd)
+            finally:
+                os.close(self._index_fd)
 
     def _write_manifest(self, workspace: Storage, sealed_by: str) -> None:
         name = self._stem + MANIFEST
-        text = json.dumps(shard_manifest(self._fd, read_all(self._index_fd), sealed_by), indent=1) + "\n"
+        text = json.dumps(shard_manifest(self._fd, read_index(self._index_fd), sealed_by), indent=1) + "\n"
         workspace.unlink(name)  # of a server that died while it sealed this shard
         with workspace.new_file(name, workspace.group_in(self._storage), self._storage, name) as fd:
             write_at(fd, memoryview(text.encode("ascii")), 0)
@@ -191,16 +210,20 @@ class SessionShards:
         return self._time_ns
 
     @contextmanager
-    def current(self) -> Iterator[Shard]:
-        """Lend the open shard; seal it afterwards if it is full or unsound. Raises OSError."""
+    def current(self, member: str | None = None) -> Iterator[Shard]:
+        """Lend the open shard; seal it afterwards if it is full or unsound. Raises OSError.
+
+        Args:
+            member: name of the member that will be appended; None if none will.
+        """
         with self._appending:
-            if self._shard is not None and not self._shard.is_there():
+            if self._shard is not None and (member in self._shard.names or not self._shard.is_there()):
                 self._seal(self._session.workspace)
             shard = self._shard = self._shard or self._make()
             try:
                 yield shard
             finally:
-                if not shard.is_sound or shard.end >= self._limit:
+                if not shard.is_sound or shard.is_full(self._limit):
                     self._seal(self._session.workspace)
 
     def close(self, workspace: Storage) -> None:
@@ -267,7 +290,7 @@ def recover_shard(dir_fd: int, workspace_fd: int, stem: str) -> int:
     fds = []
     try:
         fds.append(_open(dir_fd, stem + INDEX))
-        content = read_all(fds[0])
+        content = read_index(fds[0])
         lines = content[: content.rfind(b"\n") + 1]
         try:
             fds.append(_open(dir_fd, stem + TAR))

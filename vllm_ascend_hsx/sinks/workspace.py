@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.protocol.lock import HeldLock, locks_follow_links
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, path_refusal, workspace_name
 from vllm_ascend_hsx.sinks.storage import DIRECTORY
 
@@ -27,6 +27,7 @@ class Workspace:
     Attributes:
         token: part of its name.
         fd: the directory.
+        locks_follow_links: whether a lock is seen through a hard link; False without a lock.
     """
 
     def __init__(self, parent_fd: int, name: str, token: str, fd: int, lock: HeldLock | None) -> None:
@@ -36,6 +37,7 @@ class Workspace:
         self._parent_fd = parent_fd
         self._lock = lock
         self._folders: set[str] = set()
+        self.locks_follow_links = False
 
     @classmethod
     def make(cls, parent_fd: int, use_lock: bool, lock_mode: int) -> Workspace:
@@ -71,6 +73,7 @@ class Workspace:
             lock = HeldLock.create(fd, LOCK, lock_mode) if use_lock else None
             if lock is not None or not use_lock:
                 made = cls(parent_fd, name, token, fd, lock)
+                made.locks_follow_links = use_lock and locks_follow_links(fd, LOCK)
             return made
         except OSError:
             with suppress(OSError):

@@ -10,7 +10,7 @@ from emulated import int32, scenarios
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.emulator.ops import cache, sampling
+from vllm_ascend_hsx.emulator.ops import cache, checks, sampling
 
 Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
@@ -42,12 +42,28 @@ def test_row_i_lands_in_slot_i_and_nothing_else_changes(slots: list[int], writer
             assert (values[block, place] == -8).all()
 
 
-def test_slot_minus_one_is_skipped_and_does_not_reach_the_last_block() -> None:
+@pytest.mark.parametrize("writer", [cache._npu_reshape_and_cache, scatter])
+def test_slot_minus_one_is_skipped_and_does_not_reach_the_last_block(writer: Writer) -> None:
     (keys, values), (key, value) = caches(), rows(3)
-    cache._npu_reshape_and_cache(key, value, keys, values, int32(-1, 5, -1))
+    writer(key, value, keys, values, int32(-1, 5, -1))
     assert torch.equal(keys[1, 1], key[1])
     assert (keys == -7).sum() == keys.numel() - 6
     assert (values[2] == -8).all()
+
+
+def test_keys_and_values_of_a_block_may_lie_side_by_side_since_vllm_ascend_0_30(monkeypatch: pytest.MonkeyPatch) -> None:
+    both, key = torch.zeros(3, 2, 4, 2, 3), rows(2)[0]
+    value = key + 20
+    monkeypatch.setattr(checks, "is_at_least", lambda release: False)
+    with pytest.raises(ValueError, match=r"key_cache: strides \(48, 6, 3, 1\) must be contiguous"):
+        scatter(key, value, both[:, 0], both[:, 1], int32(11, 2))
+    monkeypatch.setattr(checks, "is_at_least", lambda release: release == "0.30")
+    scatter(key, value, both[:, 0], both[:, 1], int32(11, 2))
+    assert torch.equal(both[2, :, 3], torch.stack([key[0], value[0]]))
+    assert torch.equal(both[0, :, 2], torch.stack([key[1], value[1]]))
+    assert both.count_nonzero() == key.count_nonzero() + value.count_nonzero()
+    with pytest.raises(ValueError, match="must be contiguous"):
+        scatter(key, value, both[:, 0].transpose(1, 2), both[:, 1].transpose(1, 2), int32(1, 2))
 
 
 def test_a_format_cast_is_a_copy_with_the_same_elements() -> None:
@@ -81,7 +97,6 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: cache._npu_reshape_and_cache(*(row.bfloat16() for row in rows(1)), *caches(), int32(0)), "key: dtype"),
     "another head size than the cache's": (
         lambda: cache._npu_reshape_and_cache(rows(1)[1], rows(1)[1], *caches(), int32(0)), "key: shape"),
-    "slot -1 where the kernel does not skip": (lambda: scatter(*rows(1), *caches(), int32(-1)), r"slot_mapping: \[-1\] lie outside"),
     "rows that are not contiguous": (lambda: scatter(rows(2)[0][:, ::2], rows(2)[1], *caches(), int32(1, 2)), "key: strides"),
     "prefetch of nothing": (lambda: cache.npu_prefetch(torch.ones(2), None, 0), "max_size"),
     "prefetch past the end": (lambda: cache.npu_prefetch(torch.ones(2), None, 8, 9), "offset"),

@@ -7,9 +7,10 @@ import torch
 
 import vllm_ascend_hsx.emulator.ops as ops
 from vllm_ascend_hsx.emulator.ops.registration import REFERENCES
-from vllm_ascend_hsx.emulator.ops.schemas import NAMESPACES, schemas
+from vllm_ascend_hsx.emulator.ops.schemas import NAMESPACES, OF_VLLM_ASCEND, RELEASES, schemas
 
-ALL_REFERENCES = [(namespace, name) for namespace in NAMESPACES for name in REFERENCES[namespace]]
+DECLARED = {(namespace, name, schema) for namespace in NAMESPACES for release in RELEASES
+            for name, schema in schemas(namespace, release).items() if name in REFERENCES[namespace]}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,12 +24,24 @@ def schema_of(namespace: str, name: str) -> torch.FunctionSchema:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")._schema
 
 
-@pytest.mark.parametrize(("namespace", "name"), ALL_REFERENCES)
-def test_a_reference_takes_what_its_schema_declares(namespace: str, name: str) -> None:
+def test_each_reference_has_a_schema_in_a_release() -> None:
+    referred = {(namespace, name) for namespace in NAMESPACES for name in REFERENCES[namespace]}
+    assert {(namespace, name) for namespace, name, _ in DECLARED} == referred
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_schemas_of_each_release_can_be_parsed(release: str) -> None:
+    for name, schema in schemas(OF_VLLM_ASCEND, release).items():
+        parsed = torch._C.parse_schema(f"{OF_VLLM_ASCEND}::{schema}")
+        assert f"{parsed.name.partition('::')[2]}.{parsed.overload_name}".rstrip(".") == name
+
+
+@pytest.mark.parametrize(("namespace", "name", "schema"), sorted(DECLARED), ids=lambda each: each.partition("(")[0])
+def test_a_reference_takes_what_its_schema_declares(namespace: str, name: str, schema: str) -> None:
     """torch drops arguments that equal the schema's default, so another default would show."""
     parameters = dict(inspect.signature(REFERENCES[namespace][name]).parameters)
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    declared = {argument.name: argument for argument in schema_of(namespace, name).arguments}
+    declared = {argument.name: argument for argument in torch._C.parse_schema(f"{namespace}::{schema}").arguments}
     for argument in declared.values():
         if argument.name not in parameters:
             assert takes_any, f"{argument.name} of the schema is not taken"

@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import check, check_dtype, check_rank, refuse_options, unsupported
+from .checks import check, check_blocks, check_dtype, check_rank, refuse_options, unsupported
 
 ACL_FORMATS = {2: "ND", 29: "FRACTAL_NZ"}  # the two that vllm-ascend 0.23.0 asks for (utils.py, ACL_FORMAT_*)
 
@@ -14,12 +14,15 @@ def _store(op: str, name: str, rows: torch.Tensor, cache: torch.Tensor, slots: t
     """
     check_rank(op, name, rows, 3)
     check_rank(op, f"{name}_cache", cache, 4)
-    check(cache.is_contiguous(), op, f"{name}_cache", f"strides {cache.stride()} must be contiguous")
+    check_blocks(op, f"{name}_cache", cache)
     check(rows.dtype == cache.dtype, op, name, f"dtype {rows.dtype} must equal the cache's {cache.dtype}")
     check(rows.shape[1:] == cache.shape[2:], op, name,
           f"shape {tuple(rows.shape)} must end like the cache's {tuple(cache.shape)}")
     check(rows.shape[0] == slots.shape[0], op, name, f"{rows.shape[0]} rows for {slots.shape[0]} slots")
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
+    if cache.is_contiguous():
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
+    else:
+        cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
 
 
 def _npu_reshape_and_cache(
@@ -37,13 +40,20 @@ def _npu_reshape_and_cache(
     op = "_npu_reshape_and_cache"
     check_dtype(op, "slot_indices", slot_indices, (torch.int32,))
     check_rank(op, "slot_indices", slot_indices, 1)
+    _store_all(op, key, value, key_cache, value_cache, slot_indices, "slot_indices")
+
+
+def _store_all(
+    op: str, key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor, argument: str
+) -> None:
+    """Write the rows whose slot is not negative; ``argument`` is the name of ``slots``."""
     capacity = key_cache.shape[0] * key_cache.shape[1]
-    beyond = slot_indices[slot_indices >= capacity]
-    check(beyond.numel() == 0, op, "slot_indices", f"{beyond.tolist()[:8]} lie past the cache's {capacity} slots")
+    beyond = slots[slots >= capacity]
+    check(beyond.numel() == 0, op, argument, f"{beyond.tolist()[:8]} lie past the cache's {capacity} slots")
+    kept = slots >= 0
     for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
-        check(rows.shape[0] == slot_indices.shape[0], op, name, f"{rows.shape[0]} rows for {slot_indices.shape[0]} slots")
-        kept = slot_indices >= 0
-        _store(op, name, rows[kept], cache, slot_indices[kept].long())
+        check(rows.shape[0] == slots.shape[0], op, name, f"{rows.shape[0]} rows for {slots.shape[0]} slots")
+        _store(op, name, rows[kept], cache, slots[kept].long())
 
 
 def npu_scatter_pa_kv_cache(
@@ -60,7 +70,8 @@ def npu_scatter_pa_kv_cache(
 ) -> None:
     """Do the same as ``_npu_reshape_and_cache``, for ``cache_mode`` "Norm".
 
-    ``slot_mapping`` is int32 or int64, and every slot must be in the cache.
+    ``slot_mapping`` is int32 or int64. A negative slot is skipped, as by CANN's published kernels;
+    model runner V2 gives -1 for the tokens of dummy batches.
     """
     op = "npu_scatter_pa_kv_cache"
     refuse_options(op, compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets, seq_lens=seq_lens)
@@ -71,11 +82,7 @@ def npu_scatter_pa_kv_cache(
     check_rank(op, "slot_mapping", slot_mapping, 1)
     for name, tensor in (("key", key), ("value", value), ("slot_mapping", slot_mapping)):
         check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
-    capacity = key_cache.shape[0] * key_cache.shape[1]
-    outside = slot_mapping[(slot_mapping < 0) | (slot_mapping >= capacity)]
-    check(outside.numel() == 0, op, "slot_mapping", f"{outside.tolist()[:8]} lie outside the cache's {capacity} slots")
-    _store(op, "key", key, key_cache, slot_mapping.long())
-    _store(op, "value", value, value_cache, slot_mapping.long())
+    _store_all(op, key, value, key_cache, value_cache, slot_mapping, "slot_mapping")
 
 
 def npu_format_cast(

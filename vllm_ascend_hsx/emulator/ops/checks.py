@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 import torch
 
+from .schemas import is_at_least
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -30,6 +32,16 @@ def check_rank(op: str, argument: str, tensor: torch.Tensor, *ranks: int) -> Non
     """Raise ``ValueError`` unless ``tensor`` has one of the given numbers of dimensions."""
     wanted = " or ".join(str(rank) for rank in ranks)
     check(tensor.dim() in ranks, op, argument, f"shape {tuple(tensor.shape)} must have {wanted} dimensions")
+
+
+def check_blocks(op: str, argument: str, cache: torch.Tensor) -> None:
+    """Raise ``ValueError`` unless a paged cache is contiguous, or of contiguous blocks with gaps.
+
+    Gaps need CANN 9.2: vllm-ascend 0.30 lays K and V of a block side by side (its developer guide,
+    "Non-Contiguous KV Cache").
+    """
+    whole = cache[:1] if is_at_least("0.30") else cache
+    check(whole.is_contiguous(), op, argument, f"strides {cache.stride()} must be contiguous")
 
 
 def unsupported(op: str, option: str, value: object) -> NotImplementedError:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .attention import PagedKeys, check_heads
-from .checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+from .checks import FLOATS, check, check_blocks, check_dtype, check_rank, refuse_options, unsupported
 from .fused_call import FusedCall
 from .latent_attention import latent_attention
 
@@ -75,7 +75,10 @@ def _fused(call: FusedCall) -> Results:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_dtype(op, name, tensor, FLOATS)
         check(tensor.dtype == query.dtype, op, name, f"dtype {tensor.dtype} must equal query's {query.dtype}")
-        check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
+        if table is None or name == "query":
+            check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
+        else:
+            check_blocks(op, name, tensor)
     check(call.inner_precise in (0, 1, 2, 3), op, "inner_precise", f"{call.inner_precise} is not one of 0, 1, 2, 3")
     check_rank(op, "query", query, 3)
     kv_heads, width = check_heads(op, call.heads, call.kv_heads), query.shape[2]

@@ -4,13 +4,21 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+from vllm_ascend_hsx.emulator.missing import NotEmulated
+
 from . import triton_refs, triton_refs_gdn, triton_refs_memory  # noqa: F401  (their import registers the references)
+from .schemas import is_at_least
 from .triton_kernels import make_triton
 
 
 def put_triton(module: ModuleType) -> None:
     """Make ``vllm.triton_utils`` look as on a machine with Triton-Ascend; see triton_kernels.py."""
     triton = make_triton()
+    # vllm 0.30 imports it past vllm.triton_utils (v1/worker/gpu/sample/watermark.py:31). Its parent
+    # is not added: with it torch would take the host for one that has Triton.
+    language = ModuleType("triton.language", "Part of the emulated NPU.")
+    language.math = triton.language  # type: ignore[attr-defined]
+    sys.modules.setdefault(language.__name__, language)
     vars(module).update(HAS_TRITON=True, triton=triton, tl=triton.language, tldevice=triton.language)
 
 
@@ -24,6 +32,27 @@ def put_empty_libraries() -> None:
     if name not in sys.modules:
         module = ModuleType(name, "Empty: its operators are declared by the emulated NPU.")
         sys.modules[name] = module
+
+
+def put_linear_attention() -> None:
+    """Add the package ``fla_npu``, whose kernels vllm-ascend 0.30 uses for linear attention.
+
+    It is installed in the official images only (their Dockerfile). A function that has no reference
+    here raises when it is called.
+    """
+    if not is_at_least("0.30"):
+        return
+    parent: ModuleType | None = None
+    for name in ("fla_npu", "fla_npu.ops", "fla_npu.ops.ascendc"):
+        if name in sys.modules:
+            return
+        module = sys.modules[name] = ModuleType(name, "Part of the emulated NPU.")
+        module.__path__ = []
+        if parent is not None:
+            setattr(parent, name.rpartition(".")[2], module)
+        parent = module
+    assert parent is not None
+    parent.__dict__["__getattr__"] = NotEmulated(parent.__name__).__getattr__
 
 
 def patch_hooks() -> dict[str, Callable[[ModuleType], None]]:

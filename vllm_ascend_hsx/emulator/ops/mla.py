@@ -4,6 +4,7 @@ These are its rotary embedding, its cache, its products, and the merging of part
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -191,7 +192,7 @@ def npu_paged_cache_load(
         if numbers is not None:
             check_dtype(op, name, numbers, (torch.int32,))
             check(numbers.numel() == block_table.shape[0], op, name, f"{numbers.numel()} numbers for {block_table.shape[0]} sequences")
-    heads, size = key_cache.shape[2], key_cache.shape[1]
+    size = key_cache.shape[1]
     lengths = context_lens.tolist()
     starts = [0] * len(lengths) if seq_starts is None else seq_starts.tolist()
     check(all(length >= 0 for length in lengths), op, "context_lens", f"{lengths} must not be negative")
@@ -200,9 +201,7 @@ def npu_paged_cache_load(
     loaded = []
     for cache in (key_cache, value_cache):
         check_dtype(op, "key_cache", cache, _HALVES)
-        pages = PagedKeys(op, cache, block_table, heads)
-        parts = [pages.of(i, end)[start:] for i, (start, end) in enumerate(spans) if end > start]
-        loaded.append(torch.cat(parts) if parts else cache.new_empty(0, heads, cache.shape[3]))
+        loaded.append(_loaded(op, cache, block_table, spans))
     return loaded[0], loaded[1]
 
 
@@ -224,6 +223,71 @@ def npu_paged_cache_load_out(
               f"{target.dtype} {tuple(target.shape)} must be {rows.dtype} {tuple(rows.shape)}")
         target.copy_(rows)
     return key, value
+
+
+def _loaded(op: str, cache: torch.Tensor, table: torch.Tensor, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return rows [first, end) of each sequence, end to end; cache [blocks, block_size, N, D]."""
+    heads = cache.shape[2]
+    pages = PagedKeys(op, cache, table, heads)
+    parts = [pages.of(i, end)[first:] for i, (first, end) in enumerate(spans) if end > first]
+    return torch.cat(parts) if parts else cache.new_empty(0, heads, cache.shape[3])
+
+
+def npu_gather_pa_kv_cache(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    seq_offset: torch.Tensor | None = None,
+    is_seq_lens_cumsum: bool = False,
+) -> None:
+    """Load the rows of many sequences, end to end, into ``key`` and ``value``.
+
+    Rows begin at block ``seq_offset[i] // block_size`` of a sequence's blocks. Every tensor must be
+    contiguous and have elements; a block that does not exist raises, where hardware would read
+    anything. Supported are caches in the format ND, in float16 and bfloat16. (CANN ops-transformer,
+    aclnnGatherPaKvCache; torch_npu 2.10.0.post4 chooses its cache mode by the cache's format.)
+
+    Args:
+        key_cache, value_cache: [blocks, block_size, N, Dk and Dv].
+        block_tables: int32 [sequences, n].
+        seq_lens: int32 [sequences], number of rows of each, T in all; with ``is_seq_lens_cumsum``
+            [sequences + 1], the running totals from 0 on.
+        key, value: [T, N, Dk and Dv], written.
+        seq_offset: int32 [sequences].
+    """
+    op = "npu_gather_pa_kv_cache"
+    given = {"block_tables": block_tables, "seq_lens": seq_lens} | ({} if seq_offset is None else {"seq_offset": seq_offset})
+    rows = {"key_cache": key_cache, "value_cache": value_cache, "key": key, "value": value}
+    for name, tensor in {**rows, **given}.items():
+        check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
+        check(tensor.numel() > 0, op, name, f"shape {tuple(tensor.shape)} must not be empty")
+        check_dtype(op, name, tensor, (torch.int32,) if name in given else _HALVES)
+        check(name in given or tensor.dtype == key_cache.dtype, op, name, f"dtype {tensor.dtype} must equal key_cache's {key_cache.dtype}")
+    check_rank(op, "block_tables", block_tables, 2)
+    sequences = block_tables.shape[0]
+    for name, numbers, count in (("seq_lens", seq_lens, sequences + is_seq_lens_cumsum), ("seq_offset", seq_offset, sequences)):
+        fits = numbers is None or tuple(numbers.shape) == (count,)
+        check(fits, op, name, f"{'' if numbers is None else tuple(numbers.shape)} must be ({count},)")
+    lengths = seq_lens.tolist()
+    if is_seq_lens_cumsum:
+        check(lengths[0] == 0, op, "seq_lens", f"the running totals {lengths} must begin with 0")
+        lengths = [end - first for first, end in pairwise(lengths)]
+    check(all(length >= 0 for length in lengths), op, "seq_lens", f"the lengths {lengths} must not be negative")
+    offsets = [0] * sequences if seq_offset is None else seq_offset.tolist()
+    check(all(offset >= 0 for offset in offsets), op, "seq_offset", f"{offsets} must not be negative")
+    for name, cache, target in (("key", key_cache, key), ("value", value_cache, value)):
+        check_rank(op, f"{name}_cache", cache, 4)
+        check(cache.shape[:3] == key_cache.shape[:3], op, f"{name}_cache",
+              f"shape {tuple(cache.shape)} must begin like key_cache's {tuple(key_cache.shape)}")
+        wanted = (sum(lengths), *cache.shape[2:])
+        check(tuple(target.shape) == wanted, op, name, f"shape {tuple(target.shape)} must be {wanted}")
+        starts = [offset // cache.shape[1] * cache.shape[1] for offset in offsets]
+        spans = [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        target.copy_(_loaded(op, cache, block_tables, spans))
 
 
 def npu_attention_update(

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from .recording import record_launch
-from .triton_language import PROGRAM, Pointer, tl
+from .triton_language import tl
+from .triton_pointers import PROGRAM, Pointer
 
 Arguments = dict[str, Any]
 # Launch options that change only the compiled code (triton-ascend adds multibuffer).
@@ -113,7 +114,6 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return Kernel(function) if function is not None else Kernel
 
 
-
 class Config:
     """``triton.Config``: one choice of constexpr arguments."""
 
@@ -122,14 +122,18 @@ class Config:
         self.options = options
 
 
-def autotune(configs: Sequence[Config], **options: Any) -> Callable[[Kernel], Kernel]:
+class Autotuner(Kernel):
+    """A kernel decorated with ``triton.autotune``. It runs with its first configuration."""
+
+    def __init__(self, kernel: Kernel, configs: Sequence[Config]) -> None:
+        super().__init__(kernel.fn)
+        self.heuristics = kernel.heuristics
+        self.configuration = configs[0].kwargs if configs else {}
+
+
+def autotune(configs: Sequence[Config], **options: Any) -> Callable[[Kernel], Autotuner]:
     """Take the first of ``configs``."""
-
-    def choose(kernel: Kernel) -> Kernel:
-        kernel.configuration = configs[0].kwargs if configs else {}
-        return kernel
-
-    return choose
+    return functools.partial(Autotuner, configs=configs)
 
 
 def heuristics(values: Mapping[str, Callable[[Arguments], Any]]) -> Callable[[Kernel], Kernel]:
@@ -175,5 +179,9 @@ def make_triton() -> Triton:
         next_power_of_2=next_power_of_2,
         cdiv=cdiv,
         language=tl,
-        runtime=SimpleNamespace(driver=SimpleNamespace(active=active)),
+        runtime=SimpleNamespace(
+            driver=SimpleNamespace(active=active),
+            autotuner=SimpleNamespace(Autotuner=Autotuner),
+            jit=SimpleNamespace(JITFunction=Kernel),
+        ),
     )

@@ -1,98 +1,27 @@
 """A Triton language that runs on the host, one program of the grid after the other.
 
 Blocks are torch tensors on the host, and scalars 0-dimensional ones. Only loads and stores touch
-device memory. They use the emulated device's own operators, so a kernel keeps its place in the
-order of its stream.
-
-Every access is checked against the tensor of its pointer. A write outside it raises; hardware would
-overwrite something else. A read close to it returns POISON, as hardware returns whatever is there
-(vllm-ascend's rejection kernels read element -1 and discard it). A read further away raises,
-because hardware may fault. A function of ``tl`` that is missing here raises NotImplementedError
-with its name.
+device memory (triton_pointers.py). They use the emulated device's own operators, so a kernel keeps
+its place in the order of its stream. A function of ``tl`` that is missing here raises
+NotImplementedError with its name.
 """
 
 import builtins
+import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .poison import POISON
-
-# Bytes around a tensor that may be read without a fault: the device aligns allocations to them.
-_NEIGHBOURHOOD = 512
-Value = Any  # a block, a scalar, or a Python number: kernels mix them freely
+from . import triton_random
+from .triton_pointers import PROGRAM, AddressPointer, Pointer, PointerType, Value
 
 
-@dataclass
-class Program:
-    """The program that is running, and its grid. The launcher sets it before each program."""
+class _PropagateNan(enum.Enum):
+    """``tl.PropagateNan``: whether a maximum with NaN is NaN (ALL), or the other value (NONE)."""
 
-    index: tuple[int, int, int] = (0, 0, 0)
-    grid: tuple[int, int, int] = (1, 1, 1)
-    kernel: str = ""
-
-
-PROGRAM = Program()
-
-
-class Pointer:
-    """A pointer argument: a tensor's storage from its first element on, and offsets into it."""
-
-    def __init__(self, tensor: torch.Tensor, name: str, offsets: Value = 0) -> None:
-        size = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
-        self._memory = torch.as_strided(tensor.detach(), (size,), (1,))
-        self._name = name
-        self._offsets = torch.as_tensor(offsets)
-        self.dtype = tensor.dtype
-
-    def __add__(self, offsets: Value) -> "Pointer":
-        moved = object.__new__(Pointer)
-        moved._memory, moved._name, moved.dtype = self._memory, self._name, self.dtype
-        moved._offsets = self._offsets + offsets
-        return moved
-
-    __radd__ = __add__
-
-    def __sub__(self, offsets: Value) -> "Pointer":
-        return self + (-offsets)
-
-    def _places(self, mask: Value, what: str, margin: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return offsets, mask and whether they are inside, all of one shape.
-
-        Raises IndexError for an active offset more than ``margin`` elements outside the tensor.
-        """
-        active = torch.as_tensor(True if mask is None else mask, dtype=torch.bool)
-        offsets, active = torch.broadcast_tensors(self._offsets.long(), active)
-        size = self._memory.numel()
-        far = offsets[active & ((offsets < -margin) | (offsets >= size + margin))]
-        if far.numel():
-            raise IndexError(
-                f"Triton kernel {PROGRAM.kernel}, program {PROGRAM.index}: {what} {self._name} at {far.tolist()[:8]}, "
-                f"which lies outside its {size} elements"
-            )
-        return offsets, active, (offsets >= 0) & (offsets < size)
-
-    def read(self, mask: Value, other: Value) -> torch.Tensor:
-        """Return the block; ``other``, or 0 as in Ascend's backend, where the mask is not set."""
-        offsets, active, inside = self._places(mask, "reads", _NEIGHBOURHOOD // self.dtype.itemsize)
-        filler = torch.as_tensor(0 if other is None else other).to(self.dtype)
-        found = torch.as_tensor(POISON).to(self.dtype).expand(offsets.shape).clone()
-        there = active & inside
-        if bool(there.any()):
-            found[there] = self._memory.index_select(0, offsets[there].to(self._memory.device)).cpu()
-        return torch.where(active, found, filler)
-
-    def write(self, value: Value, mask: Value, accumulate: bool = False) -> None:
-        offsets, active, _ = self._places(mask, "writes", 0)
-        block = torch.as_tensor(value)
-        shape = torch.broadcast_shapes(offsets.shape, block.shape)
-        offsets, active, block = offsets.expand(shape), active.expand(shape), block.expand(shape)
-        if bool(active.any()):
-            device = self._memory.device
-            places, values = offsets[active].to(device), block[active].to(self.dtype).to(device)
-            self._memory.index_put_((places,), values, accumulate=accumulate)
+    NONE = 0
+    ALL = 0xFFFF
 
 
 class _Language:
@@ -103,6 +32,10 @@ class _Language:
     uint8, uint16, uint32, uint64 = torch.uint8, torch.uint16, torch.uint32, torch.uint64
     dtype = torch.dtype
     tensor = torch.Tensor
+    pointer_type = PointerType
+    PropagateNan = _PropagateNan
+    rand = staticmethod(triton_random.rand)
+    randint = staticmethod(triton_random.randint)
 
     @staticmethod
     def constexpr(value: Value) -> Value:
@@ -132,6 +65,20 @@ class _Language:
         pointer.write(val, mask, accumulate=True)
         return before
 
+    @staticmethod
+    def debug_barrier() -> None:
+        """Do nothing: a program has one thread here."""
+
+    # ---- for the compiler ----
+    @staticmethod
+    def multiple_of(input: Value, values: Value) -> Value:
+        return input
+
+    @staticmethod
+    def static_assert(cond: Value, msg: str = "") -> None:
+        if not cond:
+            raise AssertionError(f"Triton kernel {PROGRAM.kernel}: {msg}")
+
     # ---- making blocks ----
     @staticmethod
     def arange(start: int, end: int) -> torch.Tensor:
@@ -145,24 +92,33 @@ class _Language:
     def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype)
 
+    @staticmethod
+    def cast(input: Value, dtype: Any, bitcast: bool = False) -> Any:
+        if isinstance(dtype, PointerType):
+            return AddressPointer(int(input), dtype)
+        block = torch.as_tensor(input)
+        return block.view(dtype) if bitcast else block.to(dtype)
+
     # ---- element by element ----
     @staticmethod
     def where(condition: Value, x: Value, y: Value) -> torch.Tensor:
         return torch.where(torch.as_tensor(condition).bool(), x, y)
 
     @staticmethod
-    def maximum(x: Value, y: Value) -> torch.Tensor:
-        return torch.maximum(*_alike(x, y))
+    def maximum(x: Value, y: Value, propagate_nan: _PropagateNan = _PropagateNan.NONE) -> torch.Tensor:
+        return (torch.maximum if propagate_nan is _PropagateNan.ALL else torch.fmax)(*_alike(x, y))
 
     @staticmethod
-    def minimum(x: Value, y: Value) -> torch.Tensor:
-        return torch.minimum(*_alike(x, y))
+    def minimum(x: Value, y: Value, propagate_nan: _PropagateNan = _PropagateNan.NONE) -> torch.Tensor:
+        return (torch.minimum if propagate_nan is _PropagateNan.ALL else torch.fmin)(*_alike(x, y))
 
     exp = staticmethod(torch.exp)
     log = staticmethod(torch.log)
     sqrt = staticmethod(torch.sqrt)
     rsqrt = staticmethod(torch.rsqrt)
     sigmoid = staticmethod(torch.sigmoid)
+    abs = staticmethod(torch.abs)
+    floor = staticmethod(torch.floor)
 
     @staticmethod
     def cdiv(x: Value, div: Value) -> Value:
@@ -175,8 +131,24 @@ class _Language:
         return total.to(input.dtype) if input.dtype != torch.bool else total.to(torch.int32)
 
     @staticmethod
-    def max(input: torch.Tensor, axis: int | None = None, keep_dims: bool = False) -> torch.Tensor:
-        return input.amax() if axis is None else input.amax(axis, keepdim=keep_dims)
+    def max(
+        input: torch.Tensor,
+        axis: int | None = None,
+        return_indices: bool = False,
+        return_indices_tie_break_left: bool = True,
+        keep_dims: bool = False,
+    ) -> Any:
+        if not return_indices:
+            return input.amax() if axis is None else input.amax(axis, keepdim=keep_dims)
+        if axis is None or keep_dims or not return_indices_tie_break_left:
+            raise NotImplementedError(f"tl.max with these options is not part of the emulated Triton (kernel {PROGRAM.kernel})")
+        return input.amax(axis), _Language.argmax(input, axis)
+
+    @staticmethod
+    def cumsum(input: torch.Tensor, axis: int = 0, reverse: bool = False) -> torch.Tensor:
+        block = input.flip(axis) if reverse else input
+        total = block.cumsum(axis, dtype=torch.int32 if block.dtype == torch.bool else block.dtype)
+        return total.flip(axis) if reverse else total
 
     @staticmethod
     def min(input: torch.Tensor, axis: int | None = None, keep_dims: bool = False) -> torch.Tensor:
@@ -190,6 +162,14 @@ class _Language:
 
     # ---- shapes ----
     @staticmethod
+    def reshape(input: torch.Tensor, *shape: Any) -> torch.Tensor:
+        return input.reshape(shape[0] if isinstance(shape[0], tuple | list) else shape)
+
+    @staticmethod
+    def trans(input: torch.Tensor, *dims: int) -> torch.Tensor:
+        return input.permute(dims) if dims else input.transpose(0, 1)
+
+    @staticmethod
     def broadcast_to(input: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return input.expand(tuple(shape))
 
@@ -200,6 +180,10 @@ class _Language:
     @staticmethod
     def join(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.stack(torch.broadcast_tensors(a, b), -1)
+
+    @staticmethod
+    def gather(src: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:
+        return src.gather(axis, index.long())
 
     @staticmethod
     def get_element(src: torch.Tensor, indice: Sequence[Value]) -> torch.Tensor:

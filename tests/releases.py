@@ -1,0 +1,28 @@
+"""Marks tests of what is so only with certain releases of vllm-ascend and its vllm."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from vllm_ascend_hsx.compat.versions import release_to_patch
+
+VLLM_ASCEND = "vllm_ascend"
+
+
+def installed_is(versions: str) -> bool:
+    """Return True if the installed vllm-ascend is one of `versions`, such as ">=0.26"."""
+    return release_to_patch(VLLM_ASCEND) in SpecifierSet(versions)
+
+
+def only_with(versions: str, why: str) -> pytest.MarkDecorator:
+    """Skip a test unless the installed vllm-ascend is one of `versions`.
+
+    Args:
+        versions: releases without suffixes (0.26.0rc1 counts as 0.26.0), such as "<0.26".
+        why: what the other releases do instead, or lack.
+    """
+    reason = f"about vllm-ascend {versions}, and {version(VLLM_ASCEND)} is installed: {why}"
+    return pytest.mark.skipif(not installed_is(versions), reason=reason)

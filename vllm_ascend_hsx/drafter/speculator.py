@@ -1,0 +1,91 @@
+"""HsxSpeculator, for model runner V2 of vllm 0.30: stage the rows of each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from vllm_ascend_hsx.compat.drafts import require_no_drafts
+from vllm_ascend_hsx.compat.runner import batch_layout_v2
+from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyMetadataBuilder
+from vllm_ascend_hsx.drafter.drafter import Drafter, check_start
+
+
+class HsxSpeculator(Drafter, DraftModelSpeculator):
+    """Replace vLLM's speculator for the method `extract_hidden_states`, which vllm-ascend uses too.
+
+    There is no collective in it: this runner agrees with the other DP ranks once per step, before
+    the target's forward pass, and gives busy and idle ranks what they agreed on.
+
+    Args:
+        vllm_config: vllm.config.VllmConfig.
+        device: the worker's NPU.
+
+    Raises:
+        UserError: if a setting or the target cannot be used. Raised before weights are loaded.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        check_start(vllm_config)
+        require_no_drafts(vllm_config)
+        super().__init__(vllm_config, device)
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        """Load the drafter, which creates the cache-only layer and its staging slots."""
+        return get_model(vllm_config=self.vllm_config, model_config=self.draft_model_config)
+
+    def load_model(self, target_model: nn.Module) -> None:
+        super().load_model(target_model)
+        self.find_staging()
+        names = sorted(self.draft_attn_layer_names)
+        self.attn_metadata_builder = AscendCacheOnlyMetadataBuilder(None, names, self.vllm_config, self.device)
+
+    def set_attn(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the cache-only layer is in no KV cache group."""
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Keep the drafter out of all graphs, whatever the target's mode is."""
+
+    def capture(self) -> None:
+        """Capture nothing."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: Any,
+        num_rejected: Any,
+        last_sampled: torch.Tensor,
+        *args: Any,
+        dp_sync: Any = None,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Stage the rows of this step.
+
+        Args:
+            input_batch: AscendInputBatch of the step.
+            aux_hidden_states: one [tokens with padding, hidden] per extracted layer, in ascending
+                layer order.
+            last_sampled: int [requests of the engine, 1], by request state.
+            dp_sync: what the DP ranks agreed on, or None with one DP rank.
+            dummy_run: whether the batch is one of an idle DP rank, or of a profile run.
+
+        Other arguments are for drafters that compute.
+
+        Returns:
+            int [requests, 0]: no drafts.
+        """
+        if not dummy_run and self.staging.wanted:
+            assert aux_hidden_states is not None
+            across_dp = None if dp_sync is None else dp_sync.num_tokens_across_dp
+            self.stage(batch_layout_v2(input_batch), aux_hidden_states, input_batch.num_tokens_after_padding, across_dp)
+        return last_sampled[input_batch.idx_mapping, :0]

@@ -1,0 +1,117 @@
+"""Wait for the lock of a request: until its writer releases it, or finds that none holds it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent import futures
+from contextlib import suppress
+from pathlib import Path
+
+from vllm_ascend_hsx.protocol.arguments import deadline_after
+from vllm_ascend_hsx.protocol.files import OnError, open_regular
+from vllm_ascend_hsx.protocol.lock import flock_now, has_name, unlock_and_close
+
+
+def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
+    """Return whether the lock at `path` is free and its request was never finished.
+
+    Either its server died, or a consumer kept the lock file. `is_decided` returns whether there
+    are data or an error; no writer can take the lock over meanwhile.
+
+    Raises:
+        OSError: if it cannot be opened, is not a regular file, or its filesystem has no flock.
+    """
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError:
+        return False
+    try:
+        return flock_now(fd, fcntl.LOCK_SH) and not is_decided() and has_name(fd, path, follow_symlinks=True)
+    finally:
+        unlock_and_close(fd)
+
+
+def wait_until_released(path: Path, timeout: float | None) -> bool:
+    """Wait until no writer holds the lock file at `path`; return whether there was one.
+
+    A `timeout` of None or infinity waits forever; others are in seconds.
+
+    Raises:
+        ValueError: if the timeout is not a number of seconds.
+        TimeoutError: if a writer still holds it.
+        OSError: if it cannot be opened, is not a regular file, or its filesystem has no flock.
+    """
+    deadline = deadline_after(timeout)
+    seen = False
+    while True:
+        try:
+            fd = open_regular(path)
+        except FileNotFoundError:
+            return seen
+        try:
+            if not flock_now(fd, fcntl.LOCK_SH):
+                if deadline is None:
+                    fcntl.flock(fd, fcntl.LOCK_SH)
+                else:
+                    _sleep_until(deadline, path, fd)
+            if has_name(fd, path, follow_symlinks=True):
+                return True
+            seen = True  # the name was removed or now belongs to another request: look again
+        finally:
+            unlock_and_close(fd)
+
+
+# flock() has no timeout, so threads sleep in it. One per lock file, however often a reader times
+# out and retries: descriptor and result, by (device, inode).
+_sleepers: dict[tuple[int, int], tuple[int, futures.Future[None]]] = {}
+_sleepers_mutex = threading.Lock()
+
+
+def _sleep_until(deadline: float, path: Path, fd: int) -> None:
+    status = os.fstat(fd)
+    key = status.st_dev, status.st_ino
+    if (left := deadline - time.monotonic()) > 0:
+        with _sleepers_mutex:
+            if key not in _sleepers:
+                _sleepers[key] = _start_sleeper(key, path, fd)
+            _, released = _sleepers[key]
+        with suppress(futures.TimeoutError):
+            return released.result(left)
+    raise TimeoutError(f"{path}: still locked by its writer after the timeout")
+
+
+def _start_sleeper(key: tuple[int, int], path: Path, fd: int) -> tuple[int, futures.Future[None]]:
+    own, released = os.dup(fd), futures.Future[None]()
+
+    def sleep() -> None:
+        # The result comes first, because callers wait for it. A caller that finds this thread in
+        # the table may proceed while the shared lock is held.
+        try:
+            fcntl.flock(own, fcntl.LOCK_SH)
+            released.set_result(None)
+        except OSError as error:
+            released.set_exception(error)
+        finally:
+            with _sleepers_mutex:
+                del _sleepers[key]
+                unlock_and_close(own)
+
+    with OnError(os.close, own):
+        threading.Thread(target=sleep, name=f"hsx-lock-{path.name}", daemon=True).start()
+    return own, released
+
+
+def _forget_sleepers() -> None:
+    """Close the descriptors in a forked child, which has no such threads."""
+    global _sleepers_mutex
+    _sleepers_mutex = threading.Lock()
+    for own, _ in _sleepers.values():
+        os.close(own)
+    _sleepers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_sleepers)
