@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,19 @@ def test_the_hybrid_kv_cache_manager_stays_on_unless_the_sibling_knows_one_group
     assert len(run.result["kv_groups"]) == groups
     assert ("Turning off hybrid kv cache manager" in run.log) == (groups == 1)
     assert load(run.path("r")).token_ids.tolist() == tokens(20)
+
+RECOMPUTES = {"additional_config": {"recompute_scheduler_enable": True}}
+
+
+def test_a_decode_node_with_vllm_ascends_own_scheduler_names_a_file_that_could_not_be_opened(tmp_path: Path, float32_qwen3: Path) -> None:
+    config = {**multi_config(tmp_path / "hidden_states"), "kv_role": "kv_consumer"}
+    options = {"layer_ids": LAYER_IDS, "dtype": "float32", "kv_transfer_config": config, "instruments": INSTRUMENTS}
+    with EngineSession(tmp_path, float32_qwen3, **options, **RECOMPUTES) as session:
+        right = session.add(PROMPT, {"max_tokens": 2}, name="right")
+        session.drain()
+        shutil.rmtree(session.storage)
+        failed = session.add(tokens(30), {"max_tokens": 1}, name="failed")  # in one step
+        session.drain()
+    assert "AsyncRecomputeScheduler" in session.log
+    assert right.kv_transfer_params == {"hidden_states_path": str(session.paths(right)[0])}
+    assert "ENOENT" in failed.kv_transfer_params["hidden_states_error"]

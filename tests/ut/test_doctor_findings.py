@@ -121,8 +121,9 @@ class Change:
 
 
 CHANGES = {
-    "vllm": Change("vllm", "0.24.0", "pip install vllm==0.23.0", {"vllm": "0.24.0"}),
-    "vllm-ascend": Change("vllm-ascend", "0.23.1", "pip install vllm-ascend==0.23.0", {"vllm-ascend": "0.23.1"}),
+    "a pair of two releases": Change(
+        "vllm-ascend", "vllm 0.30.0 is for 0.30.0rc2", "Run pip install vllm-ascend==0.30.0rc2.", {"vllm": "0.30.0"}
+    ),
     "torch": Change("torch", "2.11.0", "pip install torch==2.10.0", {"torch": "2.11.0"}),
     "torch-npu": Change("torch-npu", "2.10.0", "pip install torch-npu==2.10.0.post4", {"torch-npu": "2.10.0"}),
     "no torch-npu": Change("torch-npu", "", "Install it: pip install torch-npu==2.10.0.post4.", {"torch-npu": None}),
@@ -147,6 +148,28 @@ def test_what_differs_is_one_problem_that_names_what_is_right(installed: Path, m
     (problem,) = [each for each in check_software(environ_of(machine, **change.environ), machine) if each.verdict == "problem"]
     assert problem.name == change.name
     assert change.found in problem.found and change.what_to_do in problem.what_to_do
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "others"),
+    [("vllm", "0.24.0", "0.23.0, 0.26.0, 0.30.0 were"), ("vllm-ascend", "0.23.1", "0.23.0, 0.23.0.post1 were")],
+)
+def test_a_release_that_was_not_checked_is_no_problem_as_its_patch_points_decide(
+    installed: Path, machine: Path, name: str, version: str, others: str
+) -> None:
+    without(installed, name)
+    install(installed, name, version, VLLM_ASCEND if name == "vllm-ascend" else "")
+    found = by_name(check_software(environ_of(machine), machine))
+    assert "problem" not in {each.verdict for each in found.values()}
+    assert found[name] == Finding(
+        "software", name, "note", f"{version}; not checked, as {others}", f"If a patch point does not hold: pip install {name}==0.23.0."
+    )
+
+
+def test_model_runner_v2_is_no_problem_from_0_30_on(installed: Path, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "has_model_runner_v2", lambda: True)
+    found = by_name(check_software(environ_of(machine, VLLM_USE_V2_MODEL_RUNNER="1"), machine))
+    assert "model runner" not in found
 
 
 def test_what_is_not_installed_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -261,6 +261,12 @@ def test_a_patch_point_that_fails_is_a_consequence_of_what_is_installed_or_has_a
     assert (finding.verdict, finding.what_to_do[: len(remedy)]) == (verdict, remedy)
 
 
+def test_a_patch_point_that_fails_in_a_release_that_was_not_checked_is_told_of_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patch_points, "installed_pair", lambda: ("0.31.0", "0.31.0"))
+    (finding,) = check_patch_points(command=(sys.executable, "-c", f"print({MARK + json.dumps(OTHER_CODE)!r})"))
+    assert finding.verdict == "problem" and '"allow_unchecked_versions": true' in finding.what_to_do
+
+
 def test_a_process_that_hangs_is_a_finding() -> None:
     (found,) = check_patch_points(command=(sys.executable, "-c", "import signal; signal.pause()"), timeout=0.5)
     assert found.verdict == "problem" and "0.5 seconds" in found.found

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_ascend_hsx.compat.patch_points import patch, uses
-from vllm_ascend_hsx.compat.versions import SINCE_0_23, V0_23, V0_26
+from vllm_ascend_hsx.compat.versions import BEFORE_0_30, SINCE_0_23, V0_23, V0_26
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 from vllm_ascend_hsx.protocol.api import ERROR_KEY
 
@@ -16,6 +16,7 @@ OUTPUTS = "vllm.v1.engine.output_processor"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 KV_DELIVERY = "vllm_ascend.patch.platform.patch_kv_delivery_preemption"
 KV_TRANSFER = "vllm.distributed.kv_transfer"
+RECOMPUTE = "vllm_ascend.core.recompute_scheduler"
 
 _NAMES_FAILURE = "a response names the failure of its file"
 
@@ -67,6 +68,7 @@ def compute_extracted_tokens(original: Any, self: Any, request: Any, num_compute
 
 @patch(SCHEDULER, "Scheduler.update_from_output", SINCE_0_23, why=_NAMES_FAILURE)
 @patch(KV_DELIVERY, "KVDeliveryScheduler.update_from_output", V0_26, why=_NAMES_FAILURE)
+@patch(RECOMPUTE, "RecomputeScheduler.update_from_output", BEFORE_0_30, why=_NAMES_FAILURE)
 def report_before_answers(original: Any, self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
     """Give our connector the workers' report of a step before requests that end in it are answered.
 
@@ -74,7 +76,8 @@ def report_before_answers(original: Any, self: Any, scheduler_output: Any, model
     before it passes on the report of the workers (v1/core/sched/scheduler.py:1526 and 1597 in
     0.23.0). A prompt of one step whose file could not be opened would be answered as if it had one.
     vllm-ascend 0.26 puts a scheduler with a copy of the method in place of vLLM's
-    (patch/platform/patch_kv_delivery_preemption.py:833).
+    (patch/platform/patch_kv_delivery_preemption.py:833). Before 0.30 the scheduler of decoding
+    nodes that recompute has a copy, too (core/recompute_scheduler.py:831 in 0.23.0).
     The report is then passed on twice; the second time it changes nothing.
     """
     output = model_runner_output.kv_connector_output

@@ -182,10 +182,11 @@ def problem_of(point: PatchPoint, load: Callable[[str], Any] = importlib.import_
         signature = inspect.signature(found)
     except (TypeError, ValueError) as error:
         return Problem(f"it has no signature: {_one_line(error)}")
-    return _mismatch(point, signature)
+    return mismatch(point, signature)
 
 
-def _mismatch(point: PatchPoint, signature: inspect.Signature) -> Problem | None:
+def mismatch(point: PatchPoint, signature: inspect.Signature) -> Problem | None:
+    """Return how a signature differs from the declaration; None if it does not."""
     parameters = signature.parameters
     names, expected = tuple(parameters), point.takes
     # An argument given by position does not depend on the parameter's name, but another name mostly

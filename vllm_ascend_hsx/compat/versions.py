@@ -6,6 +6,7 @@ import functools
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 
@@ -25,6 +26,7 @@ CHECKED_PAIRS = (
 # Releases of either package.
 V0_23 = ">=0.23,<0.24"
 V0_26 = ">=0.26,<0.27"
+BEFORE_0_30 = ">=0.23,<0.30"
 SINCE_0_23 = ">=0.23"
 SINCE_0_26 = ">=0.26"
 SINCE_0_30 = ">=0.30"
@@ -72,6 +74,11 @@ def release_to_patch(package: str) -> Version:
     except PackageNotFoundError:  # its modules are never imported
         return checked[-1]
     return max((each for each in checked if each <= installed), default=checked[0])
+
+
+def has_model_runner_v2() -> bool:
+    """Return True if the drafter works on the installed release's model runner V2."""
+    return release_to_patch("vllm_ascend") in SpecifierSet(SINCE_0_30)
 
 
 def _release(text: str) -> Version:

@@ -6,8 +6,8 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 
-from vllm_ascend_hsx.compat.installed import EXAMINE, Examined, difference_of, examined
-from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
+from vllm_ascend_hsx.compat.installed import EXAMINE, OPTION, Examined, difference_of, examined
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, IncompatibleVersionError, installed_pair
 from vllm_ascend_hsx.doctor.findings import Finding, Verdict
 
 TOPIC = "patch points"
@@ -16,6 +16,7 @@ _CHANGED = (
     "Its version is right, so something has changed it: leave other plugins out (VLLM_PLUGINS), or compare the installed files "
     "with the release's."
 )
+_NOT_CHECKED = f'Install a release that was checked, or set "{OPTION}": true at the risk of wrong or missing rows.'
 
 
 def check_patch_points(
@@ -45,7 +46,9 @@ def _finding(point: Examined, software_is_right: bool) -> Finding:
     difference = difference_of(point)
     if difference is None:
         return Finding(TOPIC, point.name, "ok", f"{point.use} so that: {point.why}")
-    remedy = _CHANGED if software_is_right else _FIRST
+    remedy = _FIRST
+    if software_is_right:
+        remedy = _CHANGED if installed_pair() in CHECKED_PAIRS else _NOT_CHECKED
     return Finding(TOPIC, point.name, "problem", f"{difference}; {point.use} so that: {point.why}", remedy)
 
 

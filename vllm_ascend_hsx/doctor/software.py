@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
-from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, has_model_runner_v2
 from vllm_ascend_hsx.config import PLUGIN_NAME
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.emulator.launch import SITE
@@ -41,9 +41,9 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
     if foreign:
         problem = "this machine has none: no /dev/davinci0 or the like, no driver, no CANN, no torch-npu"
         yield _problem("NPUs", problem, "Use a machine with an Ascend NPU, or see how it works without one: hsx emulate -- hsx doctor.")
-    yield _package("vllm", [pair.vllm for pair in CHECKED_PAIRS])
+    yield _package("vllm", [pair.vllm for pair in CHECKED_PAIRS], "vllm-ascend")
     partners = [pair.vllm_ascend for pair in CHECKED_PAIRS if pair.vllm == _release("vllm")]
-    yield _package("vllm-ascend", partners or [pair.vllm_ascend for pair in CHECKED_PAIRS])
+    yield _package("vllm-ascend", partners or [pair.vllm_ascend for pair in CHECKED_PAIRS], "vllm")
     for name in ("torch", "torch-npu"):
         yield _torch(name, wanted.get(name), emulated, foreign)
     if emulated:
@@ -56,8 +56,8 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
     yield _plugin(environ)
     # An integer (vllm/envs.py:1921, 0.23.0). compat/runner.py has the reason against this runner.
     chosen = environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
-    if chosen.strip() != "0":
-        problem = f"VLLM_USE_V2_MODEL_RUNNER={chosen}: the v2 model runner is not supported"
+    if chosen.strip() != "0" and not has_model_runner_v2():
+        problem = f"VLLM_USE_V2_MODEL_RUNNER={chosen}: extraction needs vllm-ascend 0.30 or later for this model runner"
         yield _problem("model runner", problem, "Unset VLLM_USE_V2_MODEL_RUNNER.")
 
 
@@ -128,14 +128,18 @@ def _problem(name: str, found: str, remedy: str) -> Finding:
     return Finding(TOPIC, name, "problem", found, remedy)
 
 
-def _package(name: str, checked: list[str]) -> Finding:
-    version = installed_version(name)
-    remedy = f"Install it: pip install {name}=={checked[0]}."
+def _package(name: str, checked: list[str], partner: str) -> Finding:
+    """Check a package's release against those that go with the installed release of `partner`."""
+    version, release = installed_version(name), _release(name)
+    remedy = f"pip install {name}=={checked[0]}"
     if version is None:
-        return _problem(name, "not installed", remedy)
-    if _release(name) not in checked:
-        return _problem(name, f"{version}; vllm-ascend-hsx was checked against {' and '.join(dict.fromkeys(checked))}", remedy)
-    return _ok(name, version)
+        return _problem(name, "not installed", f"Install it: {remedy}.")
+    if release in checked:
+        return _ok(name, version)
+    if any(release in pair for pair in CHECKED_PAIRS):
+        return _problem(name, f"{version}; {partner} {installed_version(partner)} is for {' or '.join(checked)}", f"Run {remedy}.")
+    found = f"{version}; not checked, as {', '.join(dict.fromkeys(checked))} {'was' if len(set(checked)) == 1 else 'were'}"
+    return Finding(TOPIC, name, "note", found, f"If a patch point does not hold: {remedy}.")
 
 
 def _torch(name: str, wanted: str | None, emulated: bool, foreign: bool) -> Finding:
