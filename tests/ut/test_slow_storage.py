@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sink_harness import reason_of as reason
-from worker_harness import Engine, ended, failures, started
+from worker_harness import FORMAT, Engine, ended, failures, started
 
 from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector import worker as worker_module
@@ -22,6 +23,8 @@ from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.reader.load import load
+from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 PATIENCE = 0.3
@@ -170,20 +173,47 @@ def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_stil
     assert len(left) == len(refused) - dropped
 
 
-def test_a_reason_does_not_take_the_place_of_what_a_client_has_chosen_or_already_has(
+def publish(engine: Engine, name: str) -> None:
+    """Publish a row under a name, as another server does in the same directory."""
+    with FileSink(engine.directory, FORMAT) as sink:
+        file = sink.open("other", engine.path(name))
+        file.write(0, memoryview(bytes(FORMAT.row_bytes)))
+        file.commit(np.arange(1, dtype=np.int64), 1)
+
+
+def chosen(engine: Engine, *names: str) -> list[RequestStart]:
+    return [RequestStart(f"{name}-0", str(engine.path(name)), 0, np.arange(3, dtype=np.int64)) for name in names]
+
+
+def test_no_earlier_rows_are_taken_for_those_of_a_request_that_hanging_storage_failed(
     make_engine: Callable[..., Engine], storage: threading.Event
 ) -> None:
-    """The name may be another request's by the time the storage answers."""
     engine = make_engine()
+    publish(engine, "earlier")
     fill_ring(engine, storage)
-    chosen = RequestStart("c-0", str(engine.path("mine")), 0, np.arange(3, dtype=np.int64))
-    engine.step(started(chosen, engine.start("first", 3), engine.start("again", 3)), [])
-    engine.path("again").write_text("rows of a later request")
+    engine.step(started(*chosen(engine, "earlier", "new", "later")), [])
+    shutil.copyfile(engine.path("earlier"), engine.path("later"))  # from another machine
     answer(engine, storage)
     engine.close()
-    assert engine.outcomes["c-0"] == engine.outcomes["again"] == SILENT
-    assert not Path(f"{engine.path('mine')}.error").exists()
-    assert engine.path("again").exists()
+    assert {engine.outcomes[f"{name}-0"] for name in ("earlier", "new", "later")} == {SILENT}
+    assert not engine.path("earlier").exists()
+    assert reason(engine.path("earlier")) == reason(engine.path("new")) == SILENT
+    assert load(engine.path("later")).hidden_states.shape[0] == 1, "a later request's rows stay"
+    assert not Path(f"{engine.path('later')}.error").exists()
+
+
+def test_nor_of_one_that_failed_while_another_file_was_opened(make_engine: Callable[..., Engine], locks: threading.Event) -> None:
+    engine = make_engine()
+    publish(engine, "earlier")
+    silence(engine, locks)
+    engine.step(started(engine.start("first", 3), *chosen(engine, "earlier", "later")), [])
+    shutil.copyfile(engine.path("earlier"), engine.path("later"))
+    answer(engine, locks)
+    engine.close()
+    assert {engine.outcomes[name] for name in ("first", "earlier-0", "later-0")} == {SILENT}
+    assert reason(engine.path("first")) == reason(engine.path("earlier")) == SILENT
+    assert not engine.path("earlier").exists()
+    assert load(engine.path("later")).hidden_states.shape[0] == 1
 
 
 def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
