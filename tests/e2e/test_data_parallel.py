@@ -15,7 +15,6 @@ import pytest
 from harness import compare_file, read_trace, tokens
 from launch import FLASHCOMM, START_SECONDS, tiny_server
 from prometheus_client.parser import text_string_to_metric_families
-from releases import only_with
 
 from vllm_ascend_hsx.demo.metrics import Metrics, parse, settle
 from vllm_ascend_hsx.demo.server import Server
@@ -216,7 +215,7 @@ def check_collectives(trace: Mapping[int, list[dict[str, Any]]], metadata: Colle
         pytest.param("coordinate", r"op\.preamble\.length <= op\.nbytes\. 8 vs 4", id="vLLM's own collective"),
         # The runner's collective without padding, and none from idle ranks: they wait for each
         # other. (#9689's assertion of reduce_scatter: 0.23.0 pads first, ops/linear_op.py:556.)
-        pytest.param("unpadded", r"timed out", id="idle ranks are silent", marks=only_with("<0.30", "the server goes on")),
+        pytest.param("unpadded", r"timed out", id="idle ranks are silent"),
     ],
 )
 def test_with_upstreams_method_in_place_of_ours_the_server_stops(tiny_minimax_m2: Path, tmp_path: Path, how: str, symptom: str) -> None:

@@ -134,7 +134,7 @@ def unfixed_proposer(how: str) -> None:
     def unpadded(self: Any, num_tokens: int, use_cudagraphs: bool = True) -> Any:
         from vllm.config import CUDAGraphMode
 
-        _, across_dp, mode = self.runner._sync_metadata_across_dp(num_tokens=num_tokens, is_draft_model=True)
+        _, across_dp, mode = self.runner._sync_metadata_across_dp(num_tokens=num_tokens)
         assert mode == CUDAGraphMode.NONE
         return mode, int(across_dp[self.dp_rank]), across_dp
 

@@ -98,6 +98,14 @@ def test_without_out_an_update_writes_its_input() -> None:
     torch.testing.assert_close(x.cpu(), before * weight[-1])
 
 
+def test_without_a_null_block_row_0_is_one_like_others() -> None:
+    x, weight = random(1, CHANNELS, dtype=BF16), random(WIDTH, CHANNELS, seed=1, dtype=BF16)
+    state = torch.zeros(2, WIDTH - 1, CHANNELS, dtype=BF16, device=NPU)
+    places = {"conv_state_indices": int32(0), "query_start_loc": int32(0, 1), "max_query_len": 1}
+    call("causal_conv1d_update", x, state, weight, null_block_id=None, **places)
+    assert torch.equal(state[0, -1].cpu(), x[0])
+
+
 # ---- the rule ----
 
 

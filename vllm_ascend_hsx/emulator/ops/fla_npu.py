@@ -18,7 +18,7 @@ from .gated_delta_rule import CHUNK, chunk_fwd_o, chunk_gated_delta_rule_fwd_h, 
 _MOST_TOKENS = 8  # of one sequence that the recurrent kernel takes
 _PREFILL, _UPDATE = 0, 1
 _ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}
-_NO_PAD = -(1 << 63)  # no row has this number
+_NO_PAD = -(1 << 31)  # no row has this number
 _NO_ROW = -1
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -145,10 +145,11 @@ def _conv1d(
 ) -> None:
     """Refuse what both functions refuse, and what has no reference."""
     check(activation in _ACTIVATIONS, op, "activation", f"{activation!r} is not None, 'silu' or 'swish'")
-    for name, given in (("x", x.dim() == 2), ("states", states is not None), ("query_start_loc", query_start_loc is not None),
-                        ("cache_indices", rows is not None)):  # fmt: skip
-        if not given:
-            raise unsupported(op, name, None if name != "x" else x)
+    if x.dim() != 2:
+        raise unsupported(op, "x", x)
+    for name, given in (("conv_states", states), ("query_start_loc", query_start_loc), ("cache_indices", rows)):
+        if given is None:
+            raise unsupported(op, name, None)
     assert query_start_loc is not None and rows is not None
     for name, tensor in {"query_start_loc": query_start_loc, "cache_indices": rows, **metadata}.items():
         if tensor is not None:
