@@ -131,9 +131,7 @@ CHANGES = {
     "a plugin that is left out": Change(
         "plugin", "", "Add ascend_hsx to VLLM_PLUGINS, or unset it.", environ={"VLLM_PLUGINS": "ascend,ascend_model"}
     ),
-    "model runner V2 of an older release": Change(
-        "model runner", "from vllm-ascend 0.30 on", "Unset VLLM_USE_V2_MODEL_RUNNER.", environ={"VLLM_USE_V2_MODEL_RUNNER": "1"}
-    ),
+    "the V2 runner": Change("model runner", "", "", environ={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
 }
 
 
@@ -149,15 +147,6 @@ def test_what_differs_is_one_problem_that_names_what_is_right(installed: Path, m
     (problem,) = [each for each in check_software(environ_of(machine, **change.environ), machine) if each.verdict == "problem"]
     assert problem.name == change.name
     assert change.found in problem.found and change.what_to_do in problem.what_to_do
-
-
-@pytest.mark.parametrize("chosen", ["0", "1"])
-def test_both_model_runners_of_vllm_ascend_0_30_are_right(installed: Path, machine: Path, chosen: str) -> None:
-    for name, version, rest in (("vllm", "0.30.0", ""), ("vllm-ascend", "0.30.0rc2", VLLM_ASCEND)):
-        without(installed, name)
-        install(installed, name, version, rest)
-    found = check_software(environ_of(machine, VLLM_USE_V2_MODEL_RUNNER=chosen), machine)
-    assert {each.verdict for each in found} == {"ok"}
 
 
 def test_what_is_not_installed_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

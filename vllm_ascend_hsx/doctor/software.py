@@ -9,10 +9,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import Version
-
-from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, SINCE_0_30
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
 from vllm_ascend_hsx.config import PLUGIN_NAME
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.emulator.launch import SITE
@@ -58,9 +55,9 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
         yield _npus(root)
     yield _plugin(environ)
     # An integer (vllm/envs.py:1921, 0.23.0). compat/runner.py has the reason against this runner.
-    chosen, release = environ.get("VLLM_USE_V2_MODEL_RUNNER", "0"), _release("vllm-ascend")
-    if chosen.strip() != "0" and release is not None and Version(Version(release).base_version) not in SpecifierSet(SINCE_0_30):
-        problem = f"VLLM_USE_V2_MODEL_RUNNER={chosen}: model runner V2 is supported from vllm-ascend 0.30 on"
+    chosen = environ.get("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if chosen.strip() != "0":
+        problem = f"VLLM_USE_V2_MODEL_RUNNER={chosen}: the v2 model runner is not supported"
         yield _problem("model runner", problem, "Unset VLLM_USE_V2_MODEL_RUNNER.")
 
 
