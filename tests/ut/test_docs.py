@@ -149,7 +149,8 @@ def test_every_option_is_one_of_vllms(command: Command) -> None:
     spec = find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations
     vllm = Path(spec.submodule_search_locations[0])
-    known = (vllm / "engine" / "arg_utils.py").read_text() + (vllm / "entrypoints" / "openai" / "cli_args.py").read_text()
+    server = "openai" if installed_is("<0.30") else "launchers"
+    known = (vllm / "engine" / "arg_utils.py").read_text() + (vllm / "entrypoints" / server / "cli_args.py").read_text()
     for option in {*command.options, *command.switches}:
         field = option.removeprefix("--").replace("-", "_")
         assert f'"{option}"' in known or re.search(rf"^    {field}: ", known, re.MULTILINE), option
