@@ -19,6 +19,7 @@ from launch import SPAWN, START_SECONDS, process_environment
 from safetensors.torch import load_file
 
 from vllm_ascend_hsx import load, remove
+from vllm_ascend_hsx.checkpoint import find_checkpoint, fingerprint
 from vllm_ascend_hsx.demo.server import Server, free_port
 
 LAYER_IDS = (4, 1, 3)
@@ -117,6 +118,9 @@ def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     assert {row: line["attempts"] for row, line in lines.items() if line["status"] == "done"} == {
         row: 1 for row, line in lines.items() if line["status"] == "done"
     }
+    checkpoint = find_checkpoint(serving.model, "auto")
+    assert checkpoint is not None
+    assert {load(serving.path("tokens", row)).metadata["weights"] for row in range(10)} == {fingerprint(checkpoint)}
     # Everything that is there is as it was written.
     code, printed = serving.generate("tokens", records, "--validate")
     assert code == 0, printed
