@@ -83,7 +83,8 @@ def _local_place(model: str, revision: str | None, cache: str | None) -> Path | 
     if envs.VLLM_USE_MODELSCOPE:
         from modelscope.hub.snapshot_download import snapshot_download as of_modelscope
 
-        return Path(of_modelscope(model, cache_dir=cache, revision=revision, local_files_only=True))
+        # vLLM passes no download_dir on (model_loader/default_loader.py:109, vLLM 0.23.0).
+        return Path(of_modelscope(model, revision=revision, local_files_only=True))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

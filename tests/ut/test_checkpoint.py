@@ -209,7 +209,7 @@ def test_a_model_of_modelscope_is_looked_up_there(tmp_path: Path, monkeypatch: p
         monkeypatch.setitem(__import__("sys").modules, name, SimpleNamespace(**values))
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
     assert weights_of(config("somebody/model", revision="v2", download_dir="/cache")) == of(place)
-    assert asked == [("somebody/model", {"cache_dir": "/cache", "revision": "v2", "local_files_only": True})]
+    assert asked == [("somebody/model", {"revision": "v2", "local_files_only": True})]
 
 
 @pytest.mark.parametrize("damage", ["no index", "index", "unreadable"])
