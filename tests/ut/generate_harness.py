@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class FakeServer:
         behave: what to do about a request: the name of a method do_*, or an HTTP status.
         at: called at the stages of a request: "asked", "begun" (its lock is held), "written" (its
             file exists), "answered".
+        tls: of its HTTPS; None for HTTP.
         seen: requests for rows.
     """
 
@@ -50,6 +52,7 @@ class FakeServer:
     make_sink: Callable[[Path, RowFormat, FileOptions], DirectorySink] = FileSink
     api_key: str | None = None
     allow_path: bool = True
+    tls: ssl.SSLContext | None = None
     seen: list[Seen] = field(default_factory=list)
     probes: int = 0
     most_at_once: int = 0
@@ -71,7 +74,8 @@ class FakeServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fake-server")
         self._thread.start()
-        self._server = asyncio.run_coroutine_threadsafe(asyncio.start_server(self._serve, "127.0.0.1", self.port), self._loop).result()
+        start = asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result()
         self.port = self._server.sockets[0].getsockname()[1]
         return self
 
@@ -90,7 +94,7 @@ class FakeServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self.port}"
 
     @property
     def asked(self) -> Counter[int]:

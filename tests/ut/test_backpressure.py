@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scheduler_harness import ROW_BYTES, make_request, make_scheduler, report, schedule
@@ -206,3 +207,33 @@ def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting(
     scheduler.on_finished(others[2])
     scheduler.on_worker_report(WorkerReport({"a": None}, {0: RankState(started=1)}))
     assert (scheduler._undecided, scheduler._writing) == ({}, {})
+
+
+@pytest.mark.parametrize("state", [{"quiet": True}, {"quiet": True, "stuck": True}])
+def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does(state: dict[str, bool]) -> None:
+    scheduler = make_scheduler()
+    report(scheduler, rank=0, backlog=1, **state)
+    for request in (make_request(f"r{index}", 1, arrival_time=index) for index in range(3)):
+        scheduler.on_new_request(request)
+        assert not scheduler.must_wait(request)
+        (start,) = schedule(scheduler, request).started
+        assert start.owner == 1
+
+
+def test_a_rank_whose_storage_is_stuck_refuses_requests_only_if_all_are() -> None:
+    """Its load falls with each request that it refuses."""
+    scheduler = make_scheduler()
+    requests = [make_request(f"r{index}", 1, arrival_time=index) for index in range(6)]
+
+    def owners(some: list[Any]) -> list[int]:
+        for request in some:
+            scheduler.on_new_request(request)
+            assert not scheduler.must_wait(request)
+        return [start.owner for start in schedule(scheduler, *some).started]
+
+    report(scheduler, rank=0, backlog=1, quiet=True, stuck=True)
+    assert owners(requests[:3]) == [1, 1, 1]
+    report(scheduler, rank=1, started=3, backlog=1, quiet=True, stuck=True)
+    assert owners(requests[3:5]) == [0, 0]
+    report(scheduler, rank=1, started=3)
+    assert owners(requests[5:]) == [1]

@@ -16,10 +16,12 @@ from written_files import FORMAT, rows_of, write
 
 from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.cli.main import main
+from vllm_ascend_hsx.protocol.names import INDEX
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.shard import ShardSink
 
 
 def a_directory(tmp_path: Path) -> Path:
@@ -75,6 +77,33 @@ def test_verify_names_a_folder_that_it_cannot_read(
     monkeypatch.setattr(os, "scandir", refuse)
     assert verify.main([str(directory), "--jobs", "1"]) == 1
     assert f"bad: {directory}/closed: it cannot be read: Permission denied" in capsys.readouterr().out
+    assert verify.main([str(directory / "closed")]) == 2
+    assert capsys.readouterr().out.endswith("Call it as a user who may read it.\n")
+
+
+@pytest.mark.parametrize("folder", ["shards", "."])
+def test_verify_names_an_index_that_it_cannot_read_and_goes_on(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = a_directory(tmp_path)
+    with ShardSink(directory / folder, FORMAT, FileOptions(), shard_bytes=1 << 20) as sink:
+        file = sink.open("s", directory / folder / "s.safetensors")
+        file.write(0, rows_of(3).view(torch.uint8).numpy())
+        file.commit(np.arange(3), 3)
+    real_open = os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if os.fspath(path).endswith(INDEX):
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return real_open(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert verify.main([str(directory), "--jobs", "1", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    (bad,) = found["bad"]
+    assert bad["path"].startswith(str(directory)) and bad["path"].endswith(INDEX)
+    assert bad["problem"].startswith("it cannot be read: Permission denied; its folder's shards were not checked: let this user read")
+    assert found["good"] == 3
 
 
 def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

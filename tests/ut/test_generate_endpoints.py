@@ -44,9 +44,9 @@ def balancer(count: int, proven: bool = True) -> Balancer:
     return made
 
 
-async def acquired_at_once(made: Balancer) -> Endpoint | None:
+async def acquired_at_once(made: Balancer, failed_at: Endpoint | None = None) -> Endpoint | None:
     """An endpoint, if there is one without a rest."""
-    task = asyncio.ensure_future(made.acquire())
+    task = asyncio.ensure_future(made.acquire(failed_at))
     for _ in range(20):
         await asyncio.sleep(0)
     if task.done():
@@ -148,16 +148,43 @@ def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(f
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    ("states", "chosen"),
+    [
+        pytest.param([{}, {"in_flight": 50}], 1, id="another, however busy"),
+        pytest.param([{}, {"downs": 1}], 1, id="another on trial"),
+        pytest.param([{}, {"downs": 1}, {"in_flight": 50}], 2, id="one that works before one on trial"),
+        pytest.param([{}, {"proven": False}, {"in_flight": 50}], 2, id="one that works before an unknown one"),
+        pytest.param([{}, {"faults": 1}, {"in_flight": 50}], 2, id="one without faults"),
+        pytest.param([{}, {"in_flight": 5}, {"in_flight": 4}], 2, id="the least busy of those that work"),
+        pytest.param([{}, {"resting_until": 9.0}], 0, id="the same while the other rests"),
+        pytest.param([{}, {"downs": 1, "in_flight": 1}], 0, id="the same while the trial of the other is not over"),
+        pytest.param([{"resting_until": 5.0}, {"resting_until": 9.0}], 0, id="the first whose rest ends"),
+        pytest.param([{}], 0, id="the only one"),
+    ],
+)
+def test_a_row_that_has_failed_goes_to_another_endpoint(states: list[dict[str, Any]], chosen: int) -> None:
+    async def scenario() -> None:
+        made = balancer(len(states))
+        for endpoint, state in zip(made.endpoints, states, strict=True):
+            vars(endpoint).update(state)
+        assert (await made.acquire(made.endpoints[0])).url == f"http://{chosen}"
+
+    run(scenario)
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from([*Fault, None])), max_size=60), st.integers(1, 3))
 def test_whatever_happens_requests_are_counted_and_none_is_lost(events: list[tuple[int, Fault | None]], count: int) -> None:
     async def scenario() -> None:
         made = balancer(count)
         held: list[Endpoint] = []
+        failed_at: Endpoint | None = None
         for which, fault in events:
             if which < len(held):
-                made.release(held.pop(which), fault)
-            elif (endpoint := await acquired_at_once(made)) is not None:
+                failed_at = held.pop(which)
+                made.release(failed_at, fault)
+            elif (endpoint := await acquired_at_once(made, failed_at)) is not None:
                 held.append(endpoint)
             assert Counter(each.url for each in held) == Counter({each.url: each.in_flight for each in made.endpoints if each.in_flight})
         for endpoint in held:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import json
 import re
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
 from generate_bench import Bench
 from generate_files import Exchange, contents, token_rows, write_jsonl
 from generate_harness import FakeServer
@@ -33,6 +41,39 @@ def test_a_server_that_cannot_be_reached_is_named_before_anything_is_sent(bench:
         code, printed = bench.run(endpoint=url)
     assert code == 1
     assert f"stopped: {url}/v1/models: All connection attempts failed" in printed
+
+
+def test_a_server_whose_certificate_is_not_trusted_is_refused_at_once_and_the_remedy_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate = tmp_path / "server.pem"
+    certificate.write_bytes(self_signed("127.0.0.1"))
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(certificate)
+    with FakeServer(tmp_path / "out", tls=tls) as server:
+        bench = Bench(tmp_path, server, capsys)
+        code, printed = bench.run()
+        assert (code, server.probes) == (2, 0)
+        assert f"{server.url}/v1/models: its certificate is not trusted: self-signed certificate; " in printed
+        assert "name it, or that of its authority, in SSL_CERT_FILE or SSL_CERT_DIR" in printed
+        assert "left alone" not in printed
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert bench.run("--limit", 1)[0] == 0
+        code, printed = bench.run(endpoint=server.url.replace("127.0.0.1", "localhost"))
+        assert code == 2 and "Hostname mismatch" in printed and "the endpoint by a name that it has" in printed
+
+
+def self_signed(address: str) -> bytes:
+    """A certificate for an IP address, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "a server of a test")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+    builder = builder.not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+    made = builder.add_extension(names, critical=False).sign(key, hashes.SHA256())
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return made.public_bytes(Encoding.PEM) + private
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from vllm_ascend_hsx.cli.arguments import whole
 from vllm_ascend_hsx.cli.output import OneConsole, deferred_interrupt, ended_by_sigterm, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
 from vllm_ascend_hsx.protocol.format import WEIGHTS
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, INDEX
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine
 from vllm_ascend_hsx.reader.find import files_in, orphaned_locks
 from vllm_ascend_hsx.reader.load import failure_reason
@@ -83,8 +83,11 @@ class Tally:
         self.bad.append({"path": str(path), "problem": problem})
 
     def add_unreadable(self, error: OSError) -> None:
-        """Record a folder that cannot be read."""
-        self.add_bad(error.filename, f"it cannot be read: {error.strerror}")
+        """Record a folder, or the index of a shard, that cannot be read."""
+        problem = f"it cannot be read: {error.strerror}"
+        if os.fspath(error.filename).endswith(INDEX):
+            problem += "; its folder's shards were not checked: let this user read them, or call as their owner"
+        self.add_bad(error.filename, problem)
 
     def add_failure(self, path: Path) -> None:
         """Record an error file."""
@@ -124,14 +127,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         paths = files_in(options.directory, tally.add_unreadable)
         tally.orphaned_locks = [str(path) for path in orphaned_locks(options.directory)]
     except OSError as error:
-        console.tell(f"hsx verify: {error}. Name the directory that holds the files.", "red")
+        remedy = "Call it as a user who may read it" if isinstance(error, PermissionError) else "Name the directory that holds the files"
+        console.tell(f"hsx verify: {error}. {remedy}.", "red")
         return 2
     data = [path for path in paths if not path.name.endswith(ERROR_SUFFIX)]
     for path in paths:
         if path.name.endswith(ERROR_SUFFIX):
             tally.add_failure(path)
+    unreadable = {each["path"] for each in tally.bad}
     for path, problem in shard_problems(options.directory):
-        tally.add_bad(path, problem)
+        if not unreadable & {str(path), str(path.with_suffix(INDEX))}:
+            tally.add_bad(path, problem)
     if not paths and not tally.bad and not tally.orphaned_locks:
         console.tell(f"hsx verify: {options.directory} has no files of hidden states.", "red")
         return 2

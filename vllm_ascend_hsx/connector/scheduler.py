@@ -307,7 +307,9 @@ class ExtractionScheduler:
                 del self._writing[request.path]
 
     def _least_loaded(self) -> int:
-        return min(range(len(self._outstanding)), key=self._outstanding.__getitem__)
+        """Return the rank that owes least, of those whose storage answers if there are any."""
+        states = [load.state for load in self._loads]
+        return min(range(len(states)), key=lambda rank: (states[rank].stuck, states[rank].quiet, self._outstanding[rank]))
 
 
 def _stopped_by_string(request: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import ssl
 from typing import Any
 
 import httpx
@@ -125,6 +126,8 @@ class Client:
         except (asyncio.TimeoutError, httpx.ReadTimeout) as error:
             raise RequestError(f"{url} did not answer within {seconds:g} s", lost=True) from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            if (distrust := _distrust_of(error)) is not None:
+                raise InputError(f"{url}: {distrust}") from error
             raise _unreached(f"{url}: {_words(error)}") from error
         except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
             raise InputError(f"--endpoint {url}: {error}") from error
@@ -143,6 +146,18 @@ def _environment_problem(error: Exception) -> str:
     names = _CERTIFICATES if isinstance(error, OSError) else {*_PROXIES, *map(str.upper, _PROXIES)}
     found = ", ".join(sorted(name for name in names if os.environ.get(name)))
     return f"{found}: {_words(error)}; correct or unset it"
+
+
+def _distrust_of(error: BaseException) -> str | None:
+    """Return why a server's certificate is not accepted, and what to do; None for other errors."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
+        cause = cause.__cause__ or cause.__context__
+    if cause is None:
+        return None
+    names = " or ".join(_CERTIFICATES)
+    remedy = f"name it, or that of its authority, in {names}, and the endpoint by a name that it has"
+    return f"its certificate is not trusted: {cause.verify_message}; {remedy}"
 
 
 def _unreached(reason: str, retry_after: float | None = None) -> RequestError:

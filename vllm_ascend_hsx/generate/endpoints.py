@@ -43,6 +43,11 @@ class Endpoint:
         """True while the server gets one request at a time, until one succeeds."""
         return not self.proven or self.downs > 0
 
+    @property
+    def is_well(self) -> bool:
+        """True if it has answered well, and nothing is known against it."""
+        return not (self.is_on_trial or self.faults or self.rest_left())
+
     def rest_left(self) -> float:
         """Return the seconds until the server gets requests again."""
         return max(0.0, self.resting_until - asyncio.get_running_loop().time())
@@ -62,10 +67,15 @@ class Balancer:
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
 
-    async def acquire(self) -> Endpoint:
-        """Wait for an endpoint that may get a request. First come, first served."""
+    async def acquire(self, failed_at: Endpoint | None = None) -> Endpoint:
+        """Wait for an endpoint that may get a request. First come, first served.
+
+        Args:
+            failed_at: where the row has just failed. It gets another endpoint if one may have it,
+                and the one about which least is known to be wrong.
+        """
         async with self._turn:
-            while (endpoint := self._choose()) is None:
+            while (endpoint := self._choose(failed_at)) is None:
                 self._changed.clear()
                 rests = [rest for each in self.endpoints if (rest := each.rest_left())]
                 with suppress(asyncio.TimeoutError):
@@ -107,6 +117,16 @@ class Balancer:
             endpoint.resting_until = max(endpoint.resting_until, until)
         return begins
 
-    def _choose(self) -> Endpoint | None:
+    def has_another_well(self, endpoint: Endpoint) -> bool:
+        return any(each.is_well for each in self.endpoints if each is not endpoint)
+
+    def _choose(self, failed_at: Endpoint | None) -> Endpoint | None:
         free = [each for each in self.endpoints if not each.rest_left() and not (each.is_on_trial and each.in_flight)]
-        return min(free, key=lambda each: (each.in_flight, each.answered + each.failed), default=None)
+
+        def order(each: Endpoint) -> tuple[int, ...]:
+            least_busy = each.in_flight, each.answered + each.failed
+            if failed_at is None:
+                return least_busy
+            return (each is failed_at, each.is_on_trial, each.faults, *least_busy)
+
+        return min(free, key=order, default=None)

@@ -34,14 +34,18 @@ class Work:
         row: of the dataset.
         expected: tokens of its file, as far as they are known.
         attempts: requests sent.
+        spared: those of them that were trials of an endpoint, and do not count.
         endpoint: of the last request.
+        failed_at: where the last attempt failed, if one did.
         problem: why the row's existing file cannot be used, or None.
     """
 
     row: Row
     expected: Expected
     attempts: int = 0
+    spared: int = 0
     endpoint: Endpoint | None = None
+    failed_at: Endpoint | None = None
     problem: str | None = None
     started: float = field(default_factory=time.monotonic)
 
@@ -129,7 +133,7 @@ class Generation:
             except RequestError as error:
                 if error.is_unreached:
                     continue
-                last = not error.again or work.attempts > self._options.max_retries
+                last = not error.again or work.attempts - work.spared > self._options.max_retries
                 if not last:
                     self.outcome.retries += 1
                     await self._unless_stopped(asyncio.sleep(self._delay(work, error)))
@@ -153,7 +157,8 @@ class Generation:
 
     async def _attempt(self, work: Work) -> Examination:
         """Request the row and check its file. Raises RequestError, InputError."""
-        async with self._leased_endpoint() as endpoint:
+        async with self._leased_endpoint(work.failed_at) as endpoint:
+            work.failed_at, is_trial = endpoint, endpoint.is_on_trial
             if endpoint.model is None:
                 endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
             work.attempts, work.endpoint = work.attempts + 1, endpoint
@@ -168,8 +173,18 @@ class Generation:
                     self._refuse(endpoint, error)
                 elif error.missing:  # a server without locks may publish after its answer
                     error.fault = Fault.NONE
+                if is_trial and error.fault is not Fault.NONE and not error.is_unreached:
+                    self._spare(work, endpoint)
                 raise
             return found
+
+    def _spare(self, work: Work, endpoint: Endpoint) -> None:
+        """Do not count an attempt that was a trial of its endpoint, if another endpoint is well.
+
+        At most once for each endpoint, so that a row that fails everywhere ends.
+        """
+        if work.spared < len(self._balancer.endpoints) and self._balancer.has_another_well(endpoint):
+            work.spared += 1
 
     def _refuse(self, endpoint: Endpoint, error: RequestError) -> None:
         """Raise InputError if a new server is misconfigured, or a known one has other weights."""
@@ -180,8 +195,8 @@ class Generation:
             raise InputError(error.reason) from error
 
     @asynccontextmanager
-    async def _leased_endpoint(self) -> AsyncIterator[Endpoint]:
-        endpoint = await self._unless_stopped(self._balancer.acquire())
+    async def _leased_endpoint(self, failed_at: Endpoint | None) -> AsyncIterator[Endpoint]:
+        endpoint = await self._unless_stopped(self._balancer.acquire(failed_at))
         fault: Fault | None = None
         retry_after, problem = None, ""
         try:

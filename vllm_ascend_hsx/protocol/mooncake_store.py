@@ -21,16 +21,24 @@ _CONNECT_TIMEOUT = 5.0  # seconds
 _NO_ROOM = -200
 _NOT_FOUND = -704
 _LEASE_EXPIRED = -707
+_TRANSFER_FAILED = -800
 _NO_ANSWER = -900
 _ANSWER_TOO_LATE = -901
 _MASTER_UNREACHABLE = 2  # of health_check
 
+_HOLDER_GONE = (
+    errno.EHOSTUNREACH,
+    "the process whose memory holds it, or was to, cannot be reached: it has ended, or is not at the address that it gave "
+    "(mooncake.local_hostname)",
+)
 _MEANINGS = {
     _NO_ROOM: (
         errno.ENOSPC,
         "the store has no room for it: have consumers remove what they have read, or give the store more memory "
         "(mooncake.global_segment_size)",
     ),
+    _NOT_FOUND: _HOLDER_GONE,  # of a put: its memory went while it was written
+    _TRANSFER_FAILED: _HOLDER_GONE,
     _LEASE_EXPIRED: (errno.ETIMEDOUT, "it took longer than the store's lease: start mooncake_master with a longer -default_kv_lease_ttl"),
     _NO_ANSWER: (errno.ENOTCONN, "mooncake_master does not answer: see that it runs and can be reached"),
     _ANSWER_TOO_LATE: (errno.ETIMEDOUT, "mooncake_master did not answer in time: see that it runs and is not overloaded"),
@@ -78,6 +86,11 @@ class MooncakeError(OSError):
         super().__init__(code, meaning)
         self.status = status
         self.meaning = meaning
+
+    @property
+    def is_of_its_place(self) -> bool:
+        """True if a put failed for the place that the master chose, and nothing is left of it."""
+        return self.status in (_NOT_FOUND, _TRANSFER_FAILED)
 
     def __str__(self) -> str:
         return self.meaning
@@ -162,6 +175,9 @@ class MooncakeClient:
             problem = f"takes connections, but Mooncake's set-up failed with status {status}; its log, on stderr, says more"
             remedy = "See that it is a mooncake_master of this version, and that protocol, device_name and metadata_server fit."
             raise UserError(f"{OPTION}.master_server_address", options.master_server_address, problem, remedy)
+        # While there is room, objects are lost with this process alone. Without a segment it is the
+        # name of none, and has no effect.
+        self._pinned.preferred_segment = self._may_go.preferred_segment = self._store.get_hostname()
 
     def register(self, address: int, size: int) -> None:
         """Let data move to and from this memory without another copy."""

@@ -120,8 +120,9 @@ def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | 
 def files_in(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
     """Return the data and error files below a directory and the members of shards there, sorted.
 
-    Hidden names are left out. A folder that cannot be read is passed to `on_error` and skipped.
-    Raises OSError if `directory` is no directory, or a folder cannot be read without `on_error`.
+    Hidden names are left out. A folder, or the shards of one, that cannot be read is passed to
+    `on_error` and skipped. Raises OSError if `directory` is no directory, or something cannot be
+    read without `on_error`.
     """
     directory = Path(directory)
     if not directory.is_dir():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -88,19 +88,28 @@ def paths_below(
     Args:
         directory: where to look.
         suffixes: of files; members are returned whatever their names.
-        on_error: called for each folder that cannot be read, which is passed over; None to raise.
+        on_error: called for each folder that cannot be read, and for an index, whose folder's
+            members are passed over; None to raise.
 
     Raises:
-        OSError: the directory, an index, or, without `on_error`, a folder cannot be read.
+        OSError: the directory, or, without `on_error`, an index or a folder cannot be read.
     """
+
+    def members(shards: Shards) -> Iterable[str]:
+        try:
+            return shards.members()
+        except OSError as error:
+            (on_error or _raise)(error)
+            return ()
+
     found: set[str] = set()  # Path objects sort three times slower
     for folder, inside, names in os.walk(directory, onerror=on_error or _raise):
         inside[:] = [name for name in inside if not name.startswith(".")]
         found.update(os.path.join(folder, name) for name in (*inside, *names) if name.endswith(suffixes) and name[0] != ".")
         if SHARDS_MARK in names and folder != os.fspath(directory):
-            found.update(os.path.join(folder, name) for name in shards_of(folder).members())
+            found.update(os.path.join(folder, name) for name in members(shards_of(folder)))
     shards_of(directory)  # from now on it is searched even without its mark, which a copy may lack
-    found.update(os.path.join(directory, name) for name in _members_above(Path(directory)))
+    found.update(os.path.join(directory, name) for name in _members_above(Path(directory), members))
     return [Path(path) for path in sorted(found)]
 
 
@@ -114,11 +123,11 @@ def members_in(directory: Path) -> list[str]:
 
     Raises OSError.
     """
-    return [name for name in _members_above(directory) if "/" not in name]
+    return [name for name in _members_above(directory, Shards.members) if "/" not in name]
 
 
-def _members_above(directory: Path) -> Iterator[str]:
+def _members_above(directory: Path, members: Callable[[Shards], Iterable[str]]) -> Iterator[str]:
     """Yield the paths, below a directory, of members in its shards or those of one above."""
     for shards, name in _shards_above(directory / "_"):
         folder = name[:-1]
-        yield from (each.removeprefix(folder) for each in shards.members() if each.startswith(folder))
+        yield from (each.removeprefix(folder) for each in members(shards) if each.startswith(folder))

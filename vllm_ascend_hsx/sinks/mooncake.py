@@ -7,7 +7,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Literal
 
 from vllm_ascend_hsx.protocol.checksum import Digest
@@ -32,6 +34,10 @@ from vllm_ascend_hsx.sinks.encoder import Scales, encoder_for
 logger = logging.getLogger(__name__)
 
 _TIDIED = 16  # handles that are checked with each one that is published
+# Seconds for which puts are repeated. mooncake_master takes 10 to notice that a process has ended
+# (-client_ttl), and places objects in its memory until then.
+PATIENCE_S = 12.0
+_LONGEST_PAUSE = 0.5  # seconds between two tries
 NO_ROOM = "ENOSPC"  # kind of a failure for lack of memory, as of one for lack of disk space
 
 
@@ -56,11 +62,11 @@ class MooncakeFile(SinkFile):
             self._sink.client.remove(keys_of(self.handle))
             self._reserve(packed_layout(self._format, expected_tokens).size)
         except MooncakeError as error:
-            problem = "what an earlier request left under its handle could not be removed"
-            self.fail(f"{problem}: {error}")
-            raise self._error(f"{problem}: {error}") from error
+            reason = f"what an earlier request left under its handle could not be removed: {error}"
+            self._fail_to_begin(reason)
+            raise self._error(reason) from error
         except SinkError as error:
-            self.fail(error.reason)
+            self._fail_to_begin(error.reason)
             raise
 
     def write(self, first: int, rows: Rows) -> None:
@@ -83,8 +89,8 @@ class MooncakeFile(SinkFile):
         self.close()
 
     def fail(self, reason: str, close: bool = True) -> None:
-        key, marker = self.handle + ERROR_KEY_SUFFIX, error_marker(reason)
-        self._attempt("publish the reason of the failure", lambda: self._sink.client.put(key, marker, may_go=True))
+        put = partial(self._sink.retries.run, partial(self._put_reason, reason))
+        self._attempt("publish the reason of the failure", put)
         self._sink.forget(self)
         if close:
             self.close()
@@ -95,6 +101,14 @@ class MooncakeFile(SinkFile):
 
     def close(self) -> None:
         self._buffer.free()
+
+    def _fail_to_begin(self, reason: str) -> None:
+        """Fail in one try: a step waits for this, and the response will have the reason."""
+        self._attempt("publish the reason of the failure", partial(self._put_reason, reason))
+        self.discard()
+
+    def _put_reason(self, reason: str) -> None:
+        self._sink.client.put(self.handle + ERROR_KEY_SUFFIX, error_marker(reason), may_go=True)
 
     def _reserve(self, size: int) -> None:
         try:
@@ -125,10 +139,10 @@ class MooncakeFile(SinkFile):
             for part in self._buffer.views(layout.size):
                 digest.update(part)
             content, _ = digest.stamp(content)
-        client = self._sink.client
-        client.put_parts(self.handle, self._buffer.parts(layout.size))
+        client, retries = self._sink.client, self._sink.retries
+        retries.run(partial(client.put_parts, self.handle, self._buffer.parts(layout.size)))
         try:
-            client.put(self.handle + MANIFEST_KEY_SUFFIX, content)
+            retries.run(partial(client.put, self.handle + MANIFEST_KEY_SUFFIX, content))
         except MooncakeError:
             self._attempt("remove data that has no manifest", lambda: client.remove([self.handle]))
             raise
@@ -181,6 +195,7 @@ class MooncakeSink(Sink):
             option, problem = f"{OPTION}.local_buffer_size", f"cannot be registered: {error}"
             remedy = "Give less, or let the server lock more memory (ulimit -l)."
             raise UserError(option, self.buffer_pool.size, problem, remedy) from error
+        self.retries = Retries()
         self.published = Published(self.client)
         self._mutex = threading.Lock()
         self._files: dict[str, MooncakeFile] = {}
@@ -216,6 +231,43 @@ class MooncakeSink(Sink):
         with self._mutex:
             if self._files.get(file.handle) is file:
                 del self._files[file.handle]
+
+
+class Retries:
+    """Repeats puts that fail because a process that lends the store memory has ended. Thread-safe.
+
+    The next try mostly finds another place. If none succeeds for PATIENCE_S, puts are no longer
+    repeated until one does, so that no thread is kept for longer.
+    """
+
+    def __init__(self) -> None:
+        self._failing_since: float | None = None
+
+    def run(self, put: Callable[[], None]) -> None:
+        """Raises MooncakeError."""
+        since: float | None = None
+        pause = 0.0
+        while True:
+            try:
+                put()
+            except MooncakeError as error:
+                if not error.is_of_its_place:
+                    self._failing_since = None
+                    raise
+                since = self._note_failure() if since is None else since
+                if monotonic() - since >= PATIENCE_S:
+                    raise
+            else:
+                self._failing_since = None
+                return
+            sleep(pause)  # nothing tells when the master has noticed
+            pause = min(_LONGEST_PAUSE, 2 * pause or 0.01)
+
+    def _note_failure(self) -> float:
+        since = self._failing_since
+        if since is None:
+            since = self._failing_since = monotonic()
+        return since
 
 
 class Published:

@@ -3,7 +3,7 @@
 As a script: `mooncake_process.py write MASTER` stores a request, prints its kv_transfer_params and
 the digest of its rows, and lends the store memory until its input ends. `mooncake_process.py read
 MASTER` reads kv_transfer_params from its input and prints the digests of what both readers find,
-ours and speculators'.
+ours and speculators'. `mooncake_process.py lend MASTER` lends the store memory, and says when.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of, transfer_params
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions, own_address
+from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeOptions, own_address
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
@@ -44,6 +44,13 @@ def write(master: str) -> None:
         sys.stdin.read()
 
 
+def lend(master: str) -> None:
+    client = MooncakeClient(MooncakeOptions(master_server_address=master), segment=64 << 20)
+    print("ready", flush=True)
+    sys.stdin.read()
+    client.close()
+
+
 def read(master: str) -> None:
     from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
     from hs_connectors.transfer import MooncakeTransfer
@@ -59,4 +66,4 @@ def read(master: str) -> None:
 
 
 if __name__ == "__main__":
-    {"write": write, "read": read}[sys.argv[1]](sys.argv[2])
+    {"write": write, "lend": lend, "read": read}[sys.argv[1]](sys.argv[2])
