@@ -13,7 +13,7 @@ LONG ?=
 # Each emulated NPU is a process; more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all lint ut emulator e2e mutants benchmark docs clean
+.PHONY: setup demo test test-all releases scenarios lint ut emulator e2e mutants benchmark docs clean
 
 setup:
 	@$(PYTHON) tools/setup_emulated.py
@@ -50,8 +50,21 @@ emulator: setup
 mutants: setup
 	$(BIN)/python tests/mutations/run.py $(MUTANTS)
 
+# The scenario table and the demo on the other releases, which have environments of their own, and on both model runners.
+OTHERS ?= 0.23.0.post1 0.26.0rc1 0.30.0rc2
+V2 ?= 0.30.0rc2
+releases:
+	@for release in $(OTHERS); do $(MAKE) --no-print-directory VLLM_ASCEND=$$release scenarios demo || exit; done
+	@for release in $(V2); do \
+	  VLLM_USE_V2_MODEL_RUNNER=1 $(MAKE) --no-print-directory VLLM_ASCEND=$$release scenarios demo || exit; \
+	done
+
+scenarios: setup
+	$(PYTEST) --no-loadscope-reorder tests/e2e/test_scenarios.py
+
 test-all:
 	$(MAKE) test LONG=--long
+	$(MAKE) releases
 	$(MAKE) mutants MUTANTS=--tenth
 
 # Prints the tables and writes docs/performance.md, .json and .png.
