@@ -32,8 +32,7 @@ def blocks(name: str, label: str) -> list[str]:
 
 
 def parse_serve(block: str) -> Command:
-    *exports, serve = block.replace("\\\n", " ").strip().splitlines()
-    assert set(exports) <= {"export VLLM_ASCEND_ENABLE_FLASHCOMM1=1"}
+    (serve,) = block.replace("\\\n", " ").strip().splitlines()
     words = shlex.split(serve)
     assert words[:2] == ["vllm", "serve"]
     options, switches = {}, set()

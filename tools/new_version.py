@@ -46,7 +46,7 @@ _KINDS: Mapping[Any, Any] = {
     griffe.ParameterKind.keyword_only: inspect.Parameter.KEYWORD_ONLY,
     griffe.ParameterKind.var_keyword: inspect.Parameter.VAR_KEYWORD,
 }
-_OPERATOR = re.compile(r"\btorch_npu\.(npu_\w+)|\btorch\.ops\.(_C_ascend|npu|vllm)\.(\w+)")
+_OPERATOR = re.compile(r"\btorch_npu\.(npu_\w+)|\btorch\.ops\.(_C_ascend|npu)\.(\w+)")
 _SCHEMA = re.compile(r'\bdef\(\s*((?:"(?:[^"\\]|\\.)*"\s*)+)')
 _TEXT = re.compile(r'"((?:[^"\\]|\\.)*)"')
 

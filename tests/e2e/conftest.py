@@ -22,6 +22,7 @@ LONGEST = (
     "test_hybrid_targets.py",
     "test_tensor_parallel.py",
     "test_any_traffic.py",
+    "test_model_runner_v2.py",
     "test_shutdown.py",
     "test_two_machines.py",
     "test_readme_commands.py",

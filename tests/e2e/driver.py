@@ -42,6 +42,10 @@ class Driver:
             "mamba_cache_mode": self.core.vllm_config.cache_config.mamba_cache_mode,
         }
 
+    def runner(self) -> str:
+        """Return the module of the model runner, whose worker is in this process."""
+        return type(self.core.model_executor.driver_worker.worker.model_runner).__module__
+
     def shutdown(self) -> None:
         if self.engine is not None:
             self.engine.engine_core.shutdown()

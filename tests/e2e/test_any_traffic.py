@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,15 @@ ENGINES: dict[str, dict[str, Any]] = {
 def stage(engine: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
     moe = engine == "moe"
     model = request.getfixturevalue("tiny_minimax_m2" if moe else "float32_qwen3")
-    dtype = torch.bfloat16 if moe else torch.float32
+    with start_stage(tmp_path, model, torch.bfloat16 if moe else torch.float32, **ENGINES[engine]) as stage:
+        yield stage
+
+
+@contextmanager
+def start_stage(directory: Path, model: Path, dtype: torch.dtype, **engine: Any) -> Iterator[Stage]:
+    """Start an engine for traffic; `engine` has further options of EngineSession."""
     options = {"layer_ids": LAYER_IDS, "dtype": str(dtype).removeprefix("torch."), "max_num_batched_tokens": CHUNK, "max_num_seqs": 6}
-    with EngineSession(tmp_path, model, **options, **ENGINES[engine]) as session:
+    with EngineSession(directory, model, **options, **engine) as session:
         yield Stage(session, Reference(model, NUM_LAYERS, dtype))
 
 
@@ -160,8 +167,12 @@ class Traffic(RuleBasedStateMachine):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("engine", ["cramped", pytest.param("synchronous", marks=pytest.mark.long), "moe"])
 def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(engine: str, stage: Stage, request: pytest.FixtureRequest) -> None:
-    asked = request.config.getoption("traffic_runs")
-    runs = asked or RUNS[engine]
+    play_traffic(stage, RUNS[engine], asked=request.config.getoption("traffic_runs"))
+
+
+def play_traffic(stage: Stage, runs: int, *, asked: int) -> None:
+    """Play runs on a stage: `runs` with the same traffic each time, or else as many as asked."""
+    runs = asked or runs
 
     class OnThisStage(Traffic):
         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,10 @@ ENGINES = ("0", "1")
 MOST_SETTLED = 100
 
 
-def serve(directory: Path, model: Path, instruments: dict[str, Any], *, late: bool) -> Server:
-    parallel = {"data_parallel": 2, "tensor_parallel": 2, "environ": FLASHCOMM}
+def serve(
+    directory: Path, model: Path, instruments: dict[str, Any], *, late: bool, environ: Mapping[str, str] | None = None
+) -> Server:
+    parallel = {"data_parallel": 2, "tensor_parallel": 2, "environ": FLASHCOMM | dict(environ or {})}
     return tiny_server(directory, model, LAYER_IDS, instruments=instruments, late=late, **parallel)
 
 
@@ -67,19 +70,23 @@ TOGETHER = {f"together-{length}": tokens(length, seed=1) for length in (1, 5, 7,
 
 @pytest.fixture(scope="module")
 def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    directory = tmp_path_factory.mktemp("dp2tp2")
+    return serve_requests(tmp_path_factory.mktemp("dp2tp2"), tiny_minimax_m2)
+
+
+def serve_requests(directory: Path, model: Path, environ: Mapping[str, str] | None = None) -> Served:
+    """Send requests to a traced server, whose environment has `environ` added."""
     traces = directory / "traces"
     traces.mkdir()
-    with serve(directory, tiny_minimax_m2, {"trace_collectives": str(traces)}, late=True) as server:
+    with serve(directory, model, {"trace_collectives": str(traces)}, late=True, environ=environ) as server:
         server.wait_ready(START_SECONDS)
         try:
-            answers = {name: complete(server, tiny_minimax_m2, prompt) for name, prompt in ALONE.items()}
+            answers = {name: complete(server, model, prompt) for name, prompt in ALONE.items()}
             hostile = {"X-Request-Id": "a/b/../../c"}
-            answers["hostile-id"] = complete(server, tiny_minimax_m2, tokens(12), headers=hostile)
+            answers["hostile-id"] = complete(server, model, tokens(12), headers=hostile)
             generating = {"max_tokens": 9, "ignore_eos": True, "kv_transfer_params": {"include_output_tokens": True}}
             jobs = [(prompt, generating) for prompt in WITH_OUTPUT.values()] + [(prompt, {}) for prompt in TOGETHER.values()]
             with ThreadPoolExecutor(len(jobs)) as pool:
-                found = pool.map(lambda job: complete(server, tiny_minimax_m2, job[0], **job[1]), jobs)
+                found = pool.map(lambda job: complete(server, model, job[0], **job[1]), jobs)
                 answers |= dict(zip([*WITH_OUTPUT, *TOGETHER], found, strict=True))
             for answer in answers.values():
                 # Rows of generated tokens are published with the step after the answer.
@@ -98,7 +105,7 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
     with_output = {name: prompt + answers[name]["choices"][0]["token_ids"][:-1] for name, prompt in WITH_OUTPUT.items()}
     assert {len(with_output[name]) - len(prompt) for name, prompt in WITH_OUTPUT.items()} == {8}
     return Served(
-        tiny_minimax_m2,
+        model,
         directory / "hidden_states",
         {**ALONE, "hostile-id": tokens(12), **TOGETHER, **with_output},
         answers,
@@ -111,10 +118,15 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
 
 @pytest.mark.parametrize("name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT])
 def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
+    check_file(served, name)
+
+
+def check_file(served: Served, name: str) -> None:
+    """Compare a request's file with transformers."""
     path = Path(served.answers[name]["kv_transfer_params"]["hidden_states_path"])
     assert path.parent == served.storage
     comparison = compare_file(path, served.model, served.prompts[name], LAYER_IDS)
-    assert comparison.matches, comparison
+    assert comparison.matches, f"{name}: {comparison}"
 
 
 def test_metrics_count_what_each_dp_rank_wrote(served: Served) -> None:
@@ -170,8 +182,13 @@ def batches(events: list[dict[str, Any]]) -> list[Batch]:
 
 
 def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
+    check_collectives(served.trace, METADATA)
+
+
+def check_collectives(trace: Mapping[int, list[dict[str, Any]]], metadata: Collective) -> None:
+    """Check that each batch of each rank, busy or idle, issued `metadata` and nothing else."""
     by_rank: dict[tuple[int, int], list[Batch]] = {}
-    for events in served.trace.values():
+    for events in trace.values():
         if events:
             first = next(event for event in events if "batch" in event)
             by_rank[first["dp_rank"], first["tp_rank"]] = batches(events)
@@ -180,8 +197,8 @@ def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
         assert {batch.kind for batch in found} == {"busy", "idle"}
         # The server is killed during idle steps: only a rank's last one may be cut off.
         *whole, last = found
-        assert all(batch.issued == [METADATA] and batch.completed == 1 for batch in whole)
-        assert last.issued in ([], [METADATA])
+        assert all(batch.issued == [metadata] and batch.completed == 1 for batch in whole)
+        assert last.issued in ([], [metadata])
     for tp_rank in (0, 1):
         one, other = (by_rank[dp_rank, tp_rank] for dp_rank in (0, 1))
         issued = [sum(len(batch.issued) for batch in found) for found in (one, other)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ import httpx
 import pytest
 from harness import compare_file, tokens
 from launch import SPAWN, START_SECONDS, process_environment
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from vllm_ascend_hsx import load, remove
+from vllm_ascend_hsx.checkpoint import find_checkpoint, fingerprint
 from vllm_ascend_hsx.demo.server import Server, free_port
 
 LAYER_IDS = (4, 1, 3)
@@ -64,17 +66,25 @@ class Serving:
 @pytest.fixture(scope="module")
 def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     directory = tmp_path_factory.mktemp("generate")
-    storage, port = directory / "hidden_states", free_port()
+    with serve(tiny_minimax_m2, directory / "hidden_states", directory) as started:
+        yield started
+
+
+@contextmanager
+def serve(model: Path, storage: Path, directory: Path, *options: str) -> Iterator[Serving]:
+    """Start a server; its log and datasets are in `directory`."""
+    port = free_port()
     command = [
-        *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(tiny_minimax_m2)),
+        *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(model)),
         *("--layers", ",".join(map(str, LAYER_IDS)), "--out", str(storage), "--option", "extract=requested", "--"),
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--gpu-memory-utilization", "0.4"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
+        *options,
     ]
     server = Server(command, port=port, log=directory / "server.log", environment=process_environment(npus=1) | SPAWN)
     with server:
         server.wait_ready(START_SECONDS)
-        yield Serving(server, tiny_minimax_m2, storage, directory)
+        yield Serving(server, model, storage, directory)
 
 
 def cached_tokens(server: Server) -> float:
@@ -117,9 +127,29 @@ def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     assert {row: line["attempts"] for row, line in lines.items() if line["status"] == "done"} == {
         row: 1 for row, line in lines.items() if line["status"] == "done"
     }
+    checkpoint = find_checkpoint(serving.model, "auto")
+    assert checkpoint is not None
+    assert {load(serving.path("tokens", row)).metadata["weights"] for row in range(10)} == {fingerprint(checkpoint)}
     # Everything that is there is as it was written.
     code, printed = serving.generate("tokens", records, "--validate")
     assert code == 0, printed
+
+
+def test_a_checkpoint_that_was_trained_further_is_refused_under_the_same_name(serving: Serving, tmp_path: Path) -> None:
+    records = [{"token_ids": tokens(length)} for length in LENGTHS]
+    assert serving.generate("replaced", records, "--validate", "--limit", "4")[0] == 0
+    model = Path(shutil.copytree(serving.model, tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"] *= 1.01
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    before = {name: (serving.storage / "replaced" / name).read_bytes() for name in serving.left("replaced")}
+    with serve(model, serving.storage, tmp_path, "--served-model-name", str(serving.model)) as other:
+        code, printed = other.generate("replaced", records, "--validate")
+    assert code == 2 and "holds rows of another server: weights was " in printed, printed
+    assert serving.left("replaced") == list(before)
+    ledger = before.pop("ledger.jsonl")
+    assert (serving.storage / "replaced" / "ledger.jsonl").read_bytes() == ledger
+    assert {name: (serving.storage / "replaced" / name).read_bytes() for name in before} == before
 
 
 def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(serving: Serving) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness import Run, run_engine, tokens
-from releases import only_with
+from releases import installed_is
 from session import NOT_EXTRACTED, WITH_OUTPUT
 from tiny_deepseek_v3 import DENSE_LAYERS, EXPERTS_PER_TOKEN, NUM_EXPERTS, build_deepseek_v3
 from tiny_model_claims import TOLERANCE, assert_rows_lie_apart
@@ -135,12 +135,16 @@ def test_queries_without_a_latent_of_their_own_are_served_too(tmp_path: Path) ->
 
 
 @pytest.mark.long
-@only_with("<0.26", "it starts")
-def test_defect_11_upstream_does_not_start(model: Path, tmp_path: Path) -> None:
+def test_defect_11_upstream_does_not_start_before_0_26(model: Path, tmp_path: Path) -> None:
     # The planner merges its spec with those of latent attention (core/kv_cache_interface.py:200).
-    broken = run_engine(tmp_path, model, [["drain"]], ours=False)
-    assert broken.error is not None
-    assert "AttributeError: 'HiddenStateCacheSpec' object has no attribute 'scale_dim'" in broken.error
+    script = [["real_events"], ["add", "short", tokens(20), {"max_tokens": 1}], ["drain"], ["step", 2]]
+    theirs = run_engine(tmp_path, model, script, ours=False, late=False)
+    if installed_is(">=0.26"):
+        assert theirs.error is None, theirs.error
+        assert theirs.compare("short").matches
+    else:
+        assert theirs.error is not None
+        assert "AttributeError: 'HiddenStateCacheSpec' object has no attribute 'scale_dim'" in theirs.error
 
 
 # The tiny model: what would make the comparisons above say too little.

@@ -27,6 +27,7 @@ import pytest
 import torch
 from harness import compare_file, tokens
 from launch import START_SECONDS, process_environment
+from releases import installed_is
 
 from vllm_ascend_hsx.demo.server import Server, free_port
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
@@ -43,6 +44,8 @@ WAIT_S = 60
 EPOCHS = 3
 # What the README's server has instead of a tiny one's.
 SMALL = "--host 127.0.0.1 --max-model-len 512 --max-num-seqs 16 --max-num-batched-tokens 64 --enforce-eager --gpu-memory-utilization 0.4"
+if installed_is(">=0.30"):
+    SMALL += " --enable-scale-out"  # as the document says
 
 
 def command(label: str, names: Mapping[str, object]) -> list[str]:

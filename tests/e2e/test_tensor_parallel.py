@@ -10,6 +10,9 @@ from harness import Run, read_trace, run_engine, tokens
 from launch import SPAWN
 from releases import installed_is
 
+from vllm_ascend_hsx import load
+from vllm_ascend_hsx.checkpoint import find_checkpoint, fingerprint
+
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 # Lengths that TP does not divide: padding rows follow the last real one.
 LENGTHS = (1, 7, 33, 101, 64, 6)
@@ -60,6 +63,13 @@ def run(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def test_rows_are_those_of_the_request(run: tuple[Run, dict[str, set[int]]], length: int) -> None:
     comparison = run[0].compare(f"r{length}")
     assert comparison.matches, comparison
+
+
+def test_all_ranks_tell_the_same_weights(run: tuple[Run, dict[str, set[int]]], tiny_minimax_m2: Path) -> None:
+    checkpoint = find_checkpoint(tiny_minimax_m2, "auto")
+    assert checkpoint is not None
+    told = {load(run[0].path(f"r{length}")).metadata["weights"] for length in LENGTHS}
+    assert told == {fingerprint(checkpoint)}
 
 
 def test_defect_20_one_rank_writes_a_file_and_all_ranks_share_the_work(

@@ -65,7 +65,7 @@ class Cluster:
 def cluster(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     directory = tmp_path_factory.mktemp("cluster")
     storage = directory / "hidden_states"
-    environment = process_environment(npus=TP, late=True) | {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1", "GLOO_SOCKET_IFNAME": CABLE}
+    environment = process_environment(npus=TP, late=True) | {"GLOO_SOCKET_IFNAME": CABLE}
     with ExitStack() as stack:
         machines = stack.enter_context(two_machines())
         servers = []

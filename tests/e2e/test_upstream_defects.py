@@ -1,7 +1,8 @@
 """Defects of vLLM's connector: tests that fail there and pass with ours, on the same stack.
 
-The numbers are those of docs/design.md. "Upstream" is vllm 0.23.0's ExampleHiddenStatesConnector
-and vllm-ascend 0.23.0's proposer, unmodified, without our plugin.
+The numbers are those of docs/design.md. "Upstream" is vllm's ExampleHiddenStatesConnector and
+vllm-ascend's proposer, unmodified, without our plugin. Where a release has mended a defect, its
+test shows that.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Run, run_engine, tokens
-from releases import only_with
+from harness import Run, compare_file, run_engine, tokens
+from releases import installed_is, only_with
 from safetensors.torch import load_file
 from session import upstream_transfer_config
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from vllm_ascend_hsx.demo.tiny_models import build_model, draw_weights
 
-pytestmark = [pytest.mark.long, only_with("<0.26", "vLLM has rewritten its connector, and nobody has looked at these defects there")]
+pytestmark = [pytest.mark.long, only_with("!=0.26", "nobody has looked at these defects there")]
+# Since 0.26 vLLM's connector reads rows from the KV cache when a request has ended.
+MENDED = installed_is(">=0.26")
 
 SINGLE = [["add", "single", tokens(20), {"max_tokens": 1}], ["drain"]]
 DECODE_AND_PREFILL = [
@@ -35,6 +38,9 @@ CHUNKED = [["add", "chunked", tokens(200), {"max_tokens": 1}], ["drain"]]
 ABORTED = [["add", "aborted", tokens(200, seed=1), {"max_tokens": 1}], ["step", 2], ["abort", "aborted"]]
 BEHIND_IT = [["add", "behind-it", tokens(9), {"max_tokens": 1}], ["drain"]]
 SLASH = [["add", "a/b", tokens(9), {"max_tokens": 1}], ["drain"]]
+OUTSIDE = [["add", "../outside", tokens(9), {"max_tokens": 1}], ["drain"]]
+# Steps after the last request, without tokens: since 0.26 upstream writes with the first.
+WRITTEN = [["step", 2]]
 
 
 def upstream(directory: Path, model: Path, script: list, **options: Any) -> Run:
@@ -44,7 +50,7 @@ def upstream(directory: Path, model: Path, script: list, **options: Any) -> Run:
 @pytest.fixture(scope="module")
 def broken(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Upstream without defect 1: real events, and no late mode."""
-    script = [["real_events"], *SINGLE, *DECODE_AND_PREFILL, *REPEAT]
+    script = [["real_events"], *SINGLE, *DECODE_AND_PREFILL, *REPEAT, *WRITTEN]
     run = upstream(tmp_path_factory.mktemp("upstream"), tiny_qwen3, script, late=False)
     assert run.error is None, run.error
     return run
@@ -52,21 +58,21 @@ def broken(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def chunking(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The same with chunks of 64 tokens, which vLLM refuses for its connector by name."""
+    """The same with chunks of 64 tokens, which vLLM 0.23 refuses for its connector by name."""
     directory = tmp_path_factory.mktemp("chunking")
     transfer = upstream_transfer_config(directory / "hidden_states") | {
         "kv_connector": "RenamedHiddenStatesConnector",
         "kv_connector_module_path": "renamed_connector",
     }
     options = {"kv_transfer_config": transfer, "enable_chunked_prefill": True, "max_num_batched_tokens": 64}
-    run = upstream(directory, tiny_qwen3, [["real_events"], *CHUNKED, *ABORTED, *BEHIND_IT], late=False, **options)
+    run = upstream(directory, tiny_qwen3, [["real_events"], *CHUNKED, *ABORTED, *BEHIND_IT, *WRITTEN], late=False, **options)
     assert run.error is None, run.error
     return run
 
 
 @pytest.fixture(scope="module")
 def ours(tiny_qwen3: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    script = [*SINGLE, *DECODE_AND_PREFILL, *REPEAT, *CHUNKED, *ABORTED, *BEHIND_IT, *SLASH]
+    script = [*SINGLE, *DECODE_AND_PREFILL, *REPEAT, *CHUNKED, *ABORTED, *BEHIND_IT, *SLASH, *OUTSIDE]
     run = run_engine(tmp_path_factory.mktemp("ours"), tiny_qwen3, script)
     assert run.error is None, run.error
     return run
@@ -84,7 +90,11 @@ def test_control_upstream_is_right_in_the_simplest_case_without_late_mode(broken
 
 
 def test_defect_1_placeholder_events_order_nothing(ours: Run, tiny_qwen3: Path, tmp_path: Path) -> None:
-    late = upstream(tmp_path, tiny_qwen3, SINGLE)
+    late = upstream(tmp_path, tiny_qwen3, [*SINGLE, *WRITTEN])
+    if MENDED:
+        assert late.error is None, late.error
+        assert is_right(late, "single")
+        return
     assert late.error is not None
     # The copy stream reads slots and rows before any event says that they were written.
     assert re.search(r"NPU stream race: .* that aten::copy_ on the default stream .* wrote, and nothing orders the two", late.error)
@@ -92,24 +102,24 @@ def test_defect_1_placeholder_events_order_nothing(ours: Run, tiny_qwen3: Path, 
 
 
 def test_defect_5_a_new_prompt_gets_the_rows_of_a_running_decode(broken: Run, ours: Run) -> None:
-    assert not broken.compare("new").matches
+    assert broken.compare("new").matches == MENDED
     assert is_right(ours, "new")
 
 
 def test_defect_6_rows_of_a_cached_prefix_are_missing(broken: Run, ours: Run) -> None:
     assert is_right(broken, "first")
-    assert "shape [5, 3, 256], expected [261, 3, 256]" in broken.compare("again").reason
+    assert is_right(broken, "again") if MENDED else "shape [5, 3, 256], expected [261, 3, 256]" in broken.compare("again").reason
     assert is_right(ours, "again")
 
 
 def test_defect_6_rows_of_later_chunks_are_missing(chunking: Run, ours: Run) -> None:
-    assert "shape [64, 3, 256], expected [200, 3, 256]" in chunking.compare("chunked").reason
+    assert is_right(chunking, "chunked") if MENDED else "shape [64, 3, 256], expected [200, 3, 256]" in chunking.compare("chunked").reason
     assert is_right(ours, "chunked")
 
 
 @pytest.mark.parametrize("layer_ids", [(2, 99), (4, 2)])
 def test_defect_7_layer_ids_are_not_checked(tiny_qwen3: Path, tmp_path: Path, layer_ids: tuple[int, ...]) -> None:
-    broken = upstream(tmp_path / "upstream", tiny_qwen3, [["real_events"], *SINGLE], layer_ids=layer_ids, late=False)
+    broken = upstream(tmp_path / "upstream", tiny_qwen3, [["real_events"], *SINGLE, *WRITTEN], layer_ids=layer_ids, late=False)
     right = run_engine(tmp_path / "ours", tiny_qwen3, SINGLE, layer_ids=layer_ids)
     if 99 in layer_ids:
         assert "99" not in (broken.error or "")  # it is not told that there is no such layer
@@ -137,7 +147,7 @@ def one_kv_head_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_defect_8_with_decode_context_parallelism_each_rank_stores_its_own_part(one_kv_head_qwen3: Path, tmp_path: Path) -> None:
     parallel = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "cp_kv_cache_interleave_size": 128}
-    broken = upstream(tmp_path / "upstream", one_kv_head_qwen3, [["real_events"], *CHUNKED], late=False, **parallel)
+    broken = upstream(tmp_path / "upstream", one_kv_head_qwen3, [["real_events"], *CHUNKED, *WRITTEN], late=False, **parallel)
     assert broken.error is None, broken.error
     assert not broken.compare("chunked").matches
     # The emulated NPU has no kernel for its decodes, so ours is not shown to be right, and says so.
@@ -157,10 +167,10 @@ def test_defect_9_the_next_step_overwrites_what_the_copy_reads(tiny_qwen3: Path,
         instruments={"held_writers": True},
         async_scheduling=False,
     )
-    assert broken.error is not None
-    assert re.search(r"NPU stream race: aten::copy_ on the default stream .*long int.* that aten::[\w.]+ on stream", broken.error), (
-        broken.error
-    )
+    race = re.search(r"NPU stream race: aten::copy_ on the default stream .*long int.* that aten::[\w.]+ on stream", broken.error or "")
+    # Since 0.26 the copy has slots of its own. The detector still takes the blocks of two requests
+    # for one tensor, and reports that: upstream keeps a request's blocks until its copy is done.
+    assert (race is None) == MENDED, broken.error
     right = run_engine(tmp_path / "ours", tiny_qwen3, [*steps, ["drain"]], async_scheduling=False)
     assert right.error is None, right.error
     assert is_right(right, "first")
@@ -169,14 +179,27 @@ def test_defect_9_the_next_step_overwrites_what_the_copy_reads(tiny_qwen3: Path,
 
 def test_defect_10_an_abort_in_the_middle_of_a_prompt_leaves_a_file_without_the_rest(chunking: Run, ours: Run) -> None:
     (left_over,) = chunking.storage.glob("aborted-*.safetensors")
-    assert {name: len(tensor) for name, tensor in load_file(left_over).items()} == {"token_ids": 200, "hidden_states": 64}
+    if MENDED:  # it has the tokens of the whole prompt, and whatever lay in its blocks
+        assert len(load_file(left_over)["token_ids"]) == 200
+        assert not compare_file(left_over, chunking.model, ABORTED[0][2], chunking.layer_ids).matches
+    else:
+        assert {name: len(tensor) for name, tensor in load_file(left_over).items()} == {"token_ids": 200, "hidden_states": 64}
     assert list(ours.storage.glob("*aborted*")) == []
     assert is_right(ours, "behind-it")
 
 
-def test_defect_14_a_slash_in_the_request_id_stops_the_engine(ours: Run, tiny_qwen3: Path, tmp_path: Path) -> None:
-    broken = upstream(tmp_path, tiny_qwen3, [["real_events"], *SLASH], late=False)
-    assert broken.error is not None
-    assert "No such file or directory" in broken.error
-    assert ours.path("a/b").parent == ours.storage
-    assert is_right(ours, "a/b")
+def test_defect_14_a_slash_in_the_request_id_stops_the_engine_or_leads_out_of_the_directory(
+    ours: Run, tiny_qwen3: Path, tmp_path: Path
+) -> None:
+    script = [["real_events"], *(OUTSIDE if MENDED else SLASH), *WRITTEN]
+    broken = upstream(tmp_path / "upstream", tiny_qwen3, script, late=False)
+    if MENDED:
+        assert broken.error is None, broken.error
+        (outside,) = broken.storage.parent.glob("outside-*.safetensors")
+        assert set(load_file(outside)) == {"hidden_states", "token_ids"}
+    else:
+        assert broken.error is not None
+        assert "No such file or directory" in broken.error
+    for name in ("a/b", "../outside"):
+        assert ours.path(name).parent == ours.storage
+        assert is_right(ours, name)

@@ -1,7 +1,6 @@
-"""Kills sinks and checks what they leave. test_crash.py starts it as a process, which forks.
+"""Kills sinks and checks what they leave: `crash_harness.py run|sweep DIRECTORY JSON`.
 
-Usage: crash_harness.py run|sweep DIRECTORY JSON, where the JSON has arguments of Arena and of its
-method. Prints what that returns.
+test_crash.py starts it, and it forks. JSON: arguments of Arena and of its method.
 """
 
 from __future__ import annotations

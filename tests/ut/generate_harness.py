@@ -47,6 +47,7 @@ class FakeServer:
     model: str = MODEL
     layer_ids: tuple[int, ...] = LAYER_IDS
     quantization: Literal["none", "fp8"] = "none"
+    weights: str = ""
     options: FileOptions = field(default_factory=FileOptions)
     make_sink: Callable[[Path, RowFormat, FileOptions], DirectorySink] = FileSink
     api_key: str | None = None
@@ -58,7 +59,7 @@ class FakeServer:
     port: int = 0
 
     def __enter__(self) -> FakeServer:
-        row_format = RowFormat(self.layer_ids, HIDDEN, "BF16", self.model, self.quantization)
+        row_format = RowFormat(self.layer_ids, HIDDEN, "BF16", self.model, self.quantization, self.weights)
         self._sink = self.make_sink(self.storage, row_format, self.options)
         self._times: Counter[int] = Counter()
         self._unanswered = 0

@@ -17,6 +17,7 @@ from written_files import FORMAT, rows_of, write
 from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.protocol.names import INDEX
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -110,6 +111,22 @@ def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[
     write(directory, "other", torch.zeros(3, 4, 8, dtype=torch.bfloat16))
     assert verify.main([str(directory), "--jobs", "1"]) == 1
     assert "files of different kinds" in capsys.readouterr().out
+
+
+def test_weights_are_shown_and_those_of_two_checkpoints_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, weights in (("a", "0a" * 16), ("b", ""), ("c", "0a" * 16), ("d", "b1" * 16)):
+        with FileSink(tmp_path, RowFormat((1,), 4, "BF16", "tiny", weights=weights)) as sink:
+            file = sink.open(name, tmp_path / f"{name}.safetensors")
+            file.write(0, torch.ones(1, 1, 4, dtype=torch.bfloat16).view(torch.uint16).numpy())
+            file.commit(np.arange(1), 1)
+    assert inspect.main([str(tmp_path / "a.safetensors")]) == 0
+    assert "0a" * 16 in capsys.readouterr().out
+    assert verify.main([str(tmp_path), "--jobs", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert f"note: these are files of 2 checkpoints, by their weights: 2 of {'0a' * 16}, 1 of {'b1' * 16}" in printed
+    (tmp_path / "d.safetensors").unlink()
+    assert verify.main([str(tmp_path), "--jobs", "1"]) == 0
+    assert "checkpoints" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("make", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -168,3 +169,19 @@ def test_an_earlier_file_that_cannot_be_hidden_fails_the_request(tmp_path: Path,
         monkeypatch.setattr(Storage, "move", lose_the_hidden_directory)
         with pytest.raises(SinkError, match="it cannot be opened: .*ENOENT"):
             begin(sink, tmp_path, tokens=3)
+
+
+@EVERY_SINK
+@pytest.mark.parametrize("later", [False, True], ids=["earlier rows", "later rows"])
+def test_a_reason_that_comes_late_hides_what_was_published_before_its_request_began(
+    tmp_path: Path, make: Callable[..., Sink], later: bool
+) -> None:
+    began = time.time_ns()
+    with make(tmp_path) as sink:
+        begin(sink, tmp_path).commit(token_ids(2), 2)
+        sink.leave_reason("cmpl-2-0-0123abcd", tmp_path / CHOSEN, "why", began if later else time.time_ns())
+    if later:
+        assert tokens_at(tmp_path / CHOSEN) == 2
+    else:
+        with pytest.raises(HiddenStatesError if make is file_sink else FileNotFoundError, match="why" if make is file_sink else None):
+            load(tmp_path / CHOSEN, 0)

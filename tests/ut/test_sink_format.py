@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,17 @@ def test_the_header_always_fits_in_the_space_reserved_before_the_length_was_know
 def test_an_ordinary_header_takes_one_page() -> None:
     layers = tuple(range(62))
     assert FileLayout(RowFormat(layers, 3072, "BF16", "/models/MiniMax-M2"), "cmpl-" + "f" * 60).data_start == PAGE
+
+
+def test_weights_are_told_only_if_they_are_known(tmp_path: Path) -> None:
+    told = []
+    for weights in ("", "0a" * 16):
+        layout = FileLayout(replace(FORMAT, weights=weights), "a")
+        path = tmp_path / "f"
+        path.write_bytes(layout.header(2, 1).ljust(layout.file_size(2), b"\1"))
+        with safe_open(path, "pt") as file:
+            told.append(file.metadata().get("weights"))
+    assert told == [None, "0a" * 16]
 
 
 @pytest.mark.parametrize("request_id", ["cmpl-1", "a\0b", "\ud800", 'quote"back\\slash', "雪", "x" * 10_000], ids=ascii)

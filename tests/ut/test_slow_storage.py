@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,16 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from sink_harness import reason_of as reason
-from worker_harness import Engine, ended, failures, started
+from worker_harness import FORMAT, Engine, ended, failures, started
 
 from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector import worker as worker_module
-from vllm_ascend_hsx.connector.admission import Cost, RankLoad
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestStart
-from vllm_ascend_hsx.connector.progress import RankProgress
-from vllm_ascend_hsx.connector.stats import StatsRecorder
-from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.reader.load import load
+from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
 PATIENCE = 0.3
@@ -170,20 +169,47 @@ def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_stil
     assert len(left) == len(refused) - dropped
 
 
-def test_a_reason_does_not_take_the_place_of_what_a_client_has_chosen_or_already_has(
+def publish(engine: Engine, name: str) -> None:
+    """Publish a row under a name, as another server does in the same directory."""
+    with FileSink(engine.directory, FORMAT) as sink:
+        file = sink.open("other", engine.path(name))
+        file.write(0, memoryview(bytes(FORMAT.row_bytes)))
+        file.commit(np.arange(1, dtype=np.int64), 1)
+
+
+def chosen(engine: Engine, *names: str) -> list[RequestStart]:
+    return [RequestStart(f"{name}-0", str(engine.path(name)), 0, np.arange(3, dtype=np.int64)) for name in names]
+
+
+def test_no_earlier_rows_are_taken_for_those_of_a_request_that_hanging_storage_failed(
     make_engine: Callable[..., Engine], storage: threading.Event
 ) -> None:
-    """The name may be another request's by the time the storage answers."""
     engine = make_engine()
+    publish(engine, "earlier")
     fill_ring(engine, storage)
-    chosen = RequestStart("c-0", str(engine.path("mine")), 0, np.arange(3, dtype=np.int64))
-    engine.step(started(chosen, engine.start("first", 3), engine.start("again", 3)), [])
-    engine.path("again").write_text("rows of a later request")
+    engine.step(started(*chosen(engine, "earlier", "new", "later")), [])
+    shutil.copyfile(engine.path("earlier"), engine.path("later"))  # from another machine
     answer(engine, storage)
     engine.close()
-    assert engine.outcomes["c-0"] == engine.outcomes["again"] == SILENT
-    assert not Path(f"{engine.path('mine')}.error").exists()
-    assert engine.path("again").exists()
+    assert {engine.outcomes[f"{name}-0"] for name in ("earlier", "new", "later")} == {SILENT}
+    assert not engine.path("earlier").exists()
+    assert reason(engine.path("earlier")) == reason(engine.path("new")) == SILENT
+    assert load(engine.path("later")).hidden_states.shape[0] == 1, "a later request's rows stay"
+    assert not Path(f"{engine.path('later')}.error").exists()
+
+
+def test_nor_of_one_that_failed_while_another_file_was_opened(make_engine: Callable[..., Engine], locks: threading.Event) -> None:
+    engine = make_engine()
+    publish(engine, "earlier")
+    silence(engine, locks)
+    engine.step(started(engine.start("first", 3), *chosen(engine, "earlier", "later")), [])
+    shutil.copyfile(engine.path("earlier"), engine.path("later"))
+    answer(engine, locks)
+    engine.close()
+    assert {engine.outcomes[name] for name in ("first", "earlier-0", "later-0")} == {SILENT}
+    assert reason(engine.path("first")) == reason(engine.path("earlier")) == SILENT
+    assert not engine.path("earlier").exists()
+    assert load(engine.path("later")).hidden_states.shape[0] == 1
 
 
 def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(
@@ -306,72 +332,3 @@ def test_the_log_says_while_a_step_waits_where_rows_go_and_what_to_do(
     stats = engine.worker.take_stats()
     assert stats is not None
     assert stats.counter("stall_ns") >= 5e8
-
-
-def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_request_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, open_after = 100.0, 2.0
-    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
-
-    class Opener:
-        def wait(self, timeout: float) -> bool:
-            nonlocal now, open_after
-            passed = min(timeout, open_after)
-            now, open_after = now + passed, open_after - passed
-            return open_after == 0
-
-        def silent_for(self) -> float:
-            return 0.0
-
-    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
-    watch = StorageWatch(30.0, "wait", "/data", progress, stats)
-    load, cost = RankLoad(1000, 10), Cost(20, 0)
-
-    def admitted() -> int:
-        news = progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly)
-        if news is not None:
-            load.report(news[0])
-        load.start([])
-        for count in range(5):
-            if not load.admits(cost):
-                return count
-            load.promise(cost)
-        return 5
-
-    assert admitted() == 5
-    assert watch.wait_for_files(Opener())  # type: ignore[arg-type]
-    assert now == 102.0
-    assert admitted() == 0
-    now = 107.8
-    assert admitted() == 0
-    now = 107.9
-    assert admitted() == 1
-    open_after = 0.01
-    assert watch.wait_for_files(Opener())  # type: ignore[arg-type]
-    assert admitted() == 5
-
-
-def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
-    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
-    waits, fails = (StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail"))
-    now = 100.0
-    assert progress.silent_for() == 0.0, "nobody has asked it for anything"
-    progress.staged(1)
-    now = 100.5
-    progress.staged(1)
-    now = 100.75
-    assert progress.silent_for() == 0.75, "more work is no answer"
-    assert [watch.is_quiet for watch in (waits, fails)] == [False, False]
-    now = 101.0
-    assert [(watch.is_quiet, watch.is_stuck) for watch in (waits, fails)] == [(True, False), (True, False)]
-    now = 102.0
-    assert [watch.is_stuck for watch in (waits, fails)] == [False, True]
-    assert fails.failure == ("the storage did not answer for 2 s", "silent_storage")
-    progress.left_memory(1)
-    now = 131.75
-    assert not waits.is_stuck
-    now = 132.0
-    assert waits.is_stuck

@@ -39,7 +39,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--data-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
     add("--tensor-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
     add("--no-expert-parallel", action="store_true", help="for a model without experts")
-    add("--no-sequence-parallel", action="store_true", help="do not set VLLM_ASCEND_ENABLE_FLASHCOMM1=1")
+    add("--no-sequence-parallel", action="store_true", help="without enable_flashcomm1")
     add("--no-reference", action="store_true", help="check shapes, token ids and finiteness only; for large models")
     add("--late", action="store_true", help="emulated NPUs run work on other streams as late as allowed")
     add("--output", type=Path, metavar="DIR", help="directory of log and hidden states (default: a new temporary directory)")
@@ -115,6 +115,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         data_parallel_size=options.data_parallel_size,
         tensor_parallel_size=options.tensor_parallel_size,
         expert_parallel=not options.no_expert_parallel,
+        sequence_parallel=not options.no_sequence_parallel,
         extra=(*_device_options(options.device), *options.serve_options),
     )
     title = f"vllm serve, DP={options.data_parallel_size} x TP={options.tensor_parallel_size} on {options.device} NPUs"
@@ -154,8 +155,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """Return the variables to add to the server's environment."""
     environment = {"PYTHONUNBUFFERED": "1"}
-    if not options.no_sequence_parallel:
-        environment["VLLM_ASCEND_ENABLE_FLASHCOMM1"] = "1"
     if options.device == "emulated":
         from vllm_ascend_hsx.emulator.launch import environment as emulated
 

@@ -22,6 +22,7 @@ from rich.progress import track
 from vllm_ascend_hsx.cli.arguments import whole
 from vllm_ascend_hsx.cli.output import OneConsole, deferred_interrupt, ended_by_sigterm, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
+from vllm_ascend_hsx.protocol.format import WEIGHTS
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, INDEX
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine
 from vllm_ascend_hsx.reader.find import files_in, orphaned_locks
@@ -42,6 +43,7 @@ class Tally:
         failed: error files.
         orphaned_locks: free locks without data or error.
         kinds: number of valid files of each kind.
+        weights: number of valid files of each fingerprint of the model's weights, if they tell it.
         tokens, bytes: of the valid files.
         tiny_tokens: quantised rows at the smallest scale.
         tiny_files: the files that have some.
@@ -54,6 +56,7 @@ class Tally:
     failed: list[dict[str, str]] = field(default_factory=list)
     orphaned_locks: list[str] = field(default_factory=list)
     kinds: Counter[Kind] = field(default_factory=Counter)
+    weights: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     bytes: int = 0
     tiny_tokens: int = 0
@@ -73,6 +76,8 @@ class Tally:
         self.tokens += found.tokens
         self.bytes += found.num_bytes
         self.kinds[found.kind] += 1
+        if WEIGHTS in found.metadata:
+            self.weights[found.metadata[WEIGHTS]] += 1
 
     def add_bad(self, path: Path, problem: str) -> None:
         self.bad.append({"path": str(path), "problem": problem})
@@ -195,6 +200,9 @@ def _show(console: OneConsole, tally: Tally, directory: Path) -> None:
         console.tell(f"lock without data: {path}")
     for kind, count in tally.kinds.most_common():
         console.tell(f"{count} files of {kind}")
+    if len(tally.weights) > 1:
+        counts = ", ".join(f"{count} of {weights}" for weights, count in tally.weights.most_common(_SHOWN))
+        console.tell(f"note: these are files of {len(tally.weights)} checkpoints, by their weights: {counts}", "yellow")
     if tally.tiny_tokens:
         some = f"{tally.tiny_tokens:,} tokens in {tally.tiny_files:,} files"
         console.tell(f"warning: {some} have rows below 4.5e-10, of which fp8 keeps little or nothing: docs/quantization.md", "yellow")

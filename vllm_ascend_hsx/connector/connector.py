@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from dataclasses import replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm_ascend_hsx.checkpoint import weights_of
 from vllm_ascend_hsx.compat.drafts import require_no_drafts
 from vllm_ascend_hsx.compat.runner import find_layers, tensor_parallel_rank
 from vllm_ascend_hsx.connector.limits import RequestLimits
@@ -71,7 +73,8 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
         layers = find_layers(self._vllm_config, AscendCacheOnlyLayer)
         ((self._layer_name, layer),) = layers.items()
-        config, row_format = settings.config, settings.row_format
+        # The target is loaded, so its checkpoint is on this machine.
+        config, row_format = settings.config, replace(settings.row_format, weights=weights_of(self._vllm_config))
         parallel = self._vllm_config.parallel_config
         self._drain_timeout, self._process = config.drain_timeout_s, os.getpid()
         ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, settings.dtype)

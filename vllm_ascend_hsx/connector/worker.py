@@ -23,8 +23,7 @@ from vllm_ascend_hsx.connector.write_order import EVERY_POSITION
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import ALL_ROWS, Span
 from vllm_ascend_hsx.drafter.staging import Copier, HostChunk, StagingCache, StagingSlot
-from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, file_name
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.sinks.base import REFUSED, Sink
 
 logger = logging.getLogger(__name__)
@@ -131,14 +130,15 @@ class ExtractionWorker:
         self._stats.failed(kind)
         logger.error("request %r, %s: %s", start.request_id, start.path, reason)
         self._progress.refuse(start.request_id, reason)
+        if kind != SILENT_STORAGE:
+            return
+        # Storage has been silent since the last answer; clocks may differ by half of that time.
+        begun_ns = time.time_ns() - int(self._progress.silent_for() * 1e9 / 2)
         path = Path(start.path)
-        # Only if the server named the file. A name that the client chose may belong to another
-        # request by the time storage answers.
-        if kind == SILENT_STORAGE and path.name in (file_name(start.request_id), handle_of(start.request_id)):
-            if self._reasons.pending < _MAX_REASONS:
-                self._reasons.submit(partial(leave_reason, self._sink, start.request_id, path, reason))
-            else:
-                logger.error("%s%s will not be there: %d others wait for the storage", path, ERROR_SUFFIX, _MAX_REASONS)
+        if self._reasons.pending < _MAX_REASONS:
+            self._reasons.submit(partial(leave_reason, self._sink, start.request_id, path, reason, begun_ns))
+        else:
+            logger.error("%s%s will not be there: %d others wait for the storage", path, ERROR_SUFFIX, _MAX_REASONS)
 
     def save(self) -> None:
         """Pass on the slot that this step filled, if it filled one."""

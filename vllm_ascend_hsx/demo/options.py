@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
+SEQUENCE_PARALLEL = {"enable_flashcomm1": True}  # of vllm-ascend's --additional-config
+
 
 class ServeOptions(NamedTuple):
     """Options of the demo's server.
@@ -21,6 +23,7 @@ class ServeOptions(NamedTuple):
     data_parallel_size: int = 2
     tensor_parallel_size: int = 2
     expert_parallel: bool = True
+    sequence_parallel: bool = False
     max_model_len: int = 512
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
@@ -35,6 +38,7 @@ class ServeOptions(NamedTuple):
             *("--data-parallel-size", str(self.data_parallel_size), "--api-server-count", "1"),
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *(("--enable-expert-parallel",) if self.expert_parallel else ()),
+            *(("--additional-config", json.dumps(SEQUENCE_PARALLEL)) if self.sequence_parallel else ()),
             *("--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)),
             *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
             *("--enable-chunked-prefill", "--enable-prefix-caching"),

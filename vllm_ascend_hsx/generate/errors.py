@@ -65,3 +65,7 @@ class RequestError(Exception):
 
 class ForeignRowError(RequestError):
     """A server wrote a row of another model or other layers than the other rows."""
+
+
+class OtherWeightsError(ForeignRowError):
+    """A server wrote a row of other weights than the other rows: all that follow would be, too."""

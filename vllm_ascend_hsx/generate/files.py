@@ -9,10 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.generate.errors import ForeignRowError, InputError, RequestError, RunError, StoppedError
-from vllm_ascend_hsx.generate.ledger import Ledger, differences, files_of_rows, row_file, row_of_file
+from vllm_ascend_hsx.generate.errors import ForeignRowError, InputError, OtherWeightsError, RequestError, RunError, StoppedError
+from vllm_ascend_hsx.generate.ledger import Ledger, files_of_rows, have_other_weights, row_file, row_of_file, server_differences
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
+from vllm_ascend_hsx.protocol.format import WEIGHTS
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.reader.check import Examination, Expected, check
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
@@ -27,7 +28,7 @@ class RowFiles:
 
     Args:
         options: of the run.
-        ledger: has model and layers of the rows, or receives them.
+        ledger: has model, layers and weights of the rows, or receives them.
 
     Attributes:
         stopped: set when the run is to end: then nothing waits for a server any longer.
@@ -62,7 +63,7 @@ class RowFiles:
 
         Raises:
             RequestError: the row has no file, or not the right one.
-            InputError: an older file has another model or other layers than the rest.
+            InputError: an older file has another model, other layers or weights than the rest.
             RunError: the file cannot be read, so it may be valid.
             StoppedError: a server is still writing it, and the run is to end.
         """
@@ -91,12 +92,13 @@ class RowFiles:
             raise RequestError(error.reason) from error
         except OSError as error:
             raise RunError(describe(f"{path} cannot be read", error)) from error
-        self._compare(found, is_new)
-        if found.problem is not None:
-            raise RequestError(found.problem)
         # Known tokens tell rows apart. Of a text only the ledger does: the file may be another
         # dataset's, copied here or left behind by a folder of shards that was renamed.
-        if not is_new and None in (expected.prompt, expected.output) and not self._ledger.knows(row, identity_of(found)):
+        is_ours = is_new or None not in (expected.prompt, expected.output) or self._ledger.knows(row, identity_of(found))
+        self._compare(found, is_new, is_ours and found.problem is None)
+        if found.problem is not None:
+            raise RequestError(found.problem)
+        if not is_ours:
             raise RequestError("the ledger does not name this file")
         return found
 
@@ -114,25 +116,33 @@ class RowFiles:
                 if left <= 0:
                     raise
 
-    def _compare(self, found: Examination, is_new: bool) -> None:
-        """Compare a file's model and layers with those of the other rows. Raises like `check`."""
+    def _compare(self, found: Examination, is_new: bool, counts: bool) -> None:
+        """Compare a file's model, layers and weights with the other rows'. Raises like `check`.
+
+        If the file `counts`, log what nothing was known of.
+        """
         server = _server_of(found)
         with self._mutex:
-            if self._ledger.server is None and found.problem is None:
+            if self._ledger.server is None and counts:
                 # The run that wrote the first rows may have died before it logged this.
                 older = self._server_of_rows(found.path) if is_new else None
                 self._ledger.note_server(older or server)
-        before = self._ledger.server
-        if before is None or before == server:
-            return
-        changes = differences(before, server)
+            before = self._ledger.server
+            if before is None:
+                return
+            changes = server_differences(before, server)
+            if not changes:
+                if counts and server.keys() - before.keys():  # the first to tell its weights
+                    self._ledger.note_server(server)
+                return
         if is_new:
-            raise ForeignRowError(f"{self._output} holds rows of another server: {changes}")
+            kind = OtherWeightsError if have_other_weights(before, server) else ForeignRowError
+            raise kind(f"{self._output} holds rows of another server: {changes}")
         remedy = "nothing was changed: name the right --output, or remove what is wrong"
         raise InputError(f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}")
 
     def _server_of_rows(self, new: Path) -> dict[str, Any] | None:
-        """Return model and layers of the other rows, from the first readable one."""
+        """Return model, layers and weights of the other rows, from the first readable one."""
         for path in files_of_rows(self._output):
             if path != new:
                 with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
@@ -182,4 +192,5 @@ def identity_of(found: Examination) -> str:
 
 def _server_of(found: Examination) -> dict[str, Any]:
     kind = {**found.kind._asdict(), "layer_ids": list(found.kind.layer_ids)}
-    return {"model": found.metadata.get("model"), **kind}
+    weights = found.metadata.get(WEIGHTS)
+    return {"model": found.metadata.get("model"), **kind, **({} if weights is None else {WEIGHTS: weights})}

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Client
 from vllm_ascend_hsx.generate.dataset import Dataset
 from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint
-from vllm_ascend_hsx.generate.errors import Fault, ForeignRowError, InputError, RequestError, RunError, StoppedError
+from vllm_ascend_hsx.generate.errors import Fault, ForeignRowError, InputError, OtherWeightsError, RequestError, RunError, StoppedError
 from vllm_ascend_hsx.generate.files import RowFiles, identity_of
 from vllm_ascend_hsx.generate.ledger import REMEDY, Ledger, Status
 from vllm_ascend_hsx.generate.options import Options
@@ -169,7 +169,7 @@ class Generation:
                 found = await self._in_pool(self._check, work)
             except RequestError as error:
                 work.attempts -= error.is_unreached
-                if not endpoint.proven:
+                if not endpoint.proven or isinstance(error, OtherWeightsError):
                     self._refuse(endpoint, error)
                 elif error.missing:  # a server without locks may publish after its answer
                     error.fault = Fault.NONE
@@ -187,9 +187,9 @@ class Generation:
             work.spared += 1
 
     def _refuse(self, endpoint: Endpoint, error: RequestError) -> None:
-        """Raise InputError if a new server is misconfigured."""
+        """Raise InputError if a new server is misconfigured, or a known one has other weights."""
         if isinstance(error, ForeignRowError):
-            remedy = f"serve the same model and layers, or {REMEDY}"
+            remedy = f"serve the same model and layers, or {REMEDY}, or remove {self._options.output}"
             raise InputError(f"{endpoint.url}: {error.reason}; {remedy}") from error
         if error.missing and endpoint.failed >= self._options.max_retries:
             raise InputError(error.reason) from error

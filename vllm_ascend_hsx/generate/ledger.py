@@ -1,13 +1,14 @@
 """The ledger: an append-only log of JSON lines beside the rows.
 
     {"ledger": 2, "dataset": {...}, "request": {...}, "world_size": ..., "rank": ...}
-    {"server": {"model": ..., "layer_ids": ..., ...}}
+    {"server": {"model": ..., "layer_ids": ..., "weights": ..., ...}}
     {"row": 0, "status": "done", "file": ..., "tokens": ..., "seconds": ..., "endpoint": ..., ...}
 
-The first line identifies dataset and options; other ones are refused. Only the existence of a valid
-file makes its row finished. The tokens of a text are not known: `file`, a checksum, tells its file
-from others. A killed run may leave half a line; lines that are not JSON are ignored. An flock on
-the ledger excludes a second run.
+The first line identifies dataset and options; other ones are refused. Of lines about the server the
+last counts: there is another when a file is the first to tell its weights. Only the existence of a
+valid file makes its row finished. The tokens of a text are not known: `file`, a checksum, tells its
+file from others. A killed run may leave half a line; lines that are not JSON are ignored. An flock
+on the ledger excludes a second run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_ascend_hsx.generate.errors import InputError, RunError
 from vllm_ascend_hsx.protocol.files import OnError, describe, open_regular
+from vllm_ascend_hsx.protocol.format import WEIGHTS
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.reader.check import Kind
@@ -55,7 +57,8 @@ class Ledger:
 
     Attributes:
         path: of the file.
-        server: model and layers of the rows; None if no ledger of the directory has them.
+        server: model, layers and weights of the rows, the latter if known; None if no ledger of
+            the directory has them.
         logged: for each row, 1 if the ledger has a line for its file.
     """
 
@@ -76,7 +79,7 @@ class Ledger:
         self._log({"row": row, "status": status, **known})
 
     def note_server(self, server: dict[str, Any]) -> None:
-        """Log model and layers of the rows durably. Raises RunError."""
+        """Log model, layers and weights of the rows durably. Raises RunError."""
         self.server = server
         self._log({"server": server}, durable=True)
 
@@ -139,7 +142,7 @@ def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledge
             content = _read_at(output / name, rows, files)
             if content is not None:
                 _compare(output / name, content.header, identity)
-                server, is_new = server or content.server, False
+                server, is_new = _common_server(output / name, server, content.server), False
     if is_new and next(files_of_rows(output), None) is not None:
         raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
     path = output / ledger_name(world_size, rank)
@@ -156,7 +159,7 @@ def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledge
         _compare(path, content.header, identity)
         if not content.ends_whole:
             os.write(fd, b"\n")
-        return Ledger(path, fd, content.server or server, content.logged, files)
+        return Ledger(path, fd, _common_server(path, server, content.server), content.logged, files)
 
 
 def _compare(path: Path, header: dict[str, Any], identity: Identity) -> None:
@@ -175,6 +178,27 @@ def differences(before: Any, now: dict[str, Any]) -> str:
     before = before if isinstance(before, dict) else {}
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys)
+
+
+def server_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Name what differs between two servers. Weights that one of them does not tell do not."""
+    if not have_other_weights(before, now):
+        before, now = before | {WEIGHTS: None}, now | {WEIGHTS: None}
+    return differences(before, now)
+
+
+def have_other_weights(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether two servers tell their weights, and they differ."""
+    return WEIGHTS in before and WEIGHTS in now and bool(before[WEIGHTS] != now[WEIGHTS])
+
+
+def _common_server(path: Path, before: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what two ledgers say about the server. Raises InputError if they contradict."""
+    if before is None or now is None:
+        return before or now
+    if changes := server_differences(before, now):
+        raise InputError(f"{path.parent} holds rows of two servers: {changes} ({path.name}); {REMEDY}")
+    return before | now
 
 
 def _lock(path: Path, fd: int) -> None:
@@ -218,7 +242,7 @@ def _read(fd: int, rows: int, files: set[int]) -> _Content | None:
         while text := file.readline(_LONGEST_LINE):
             last, line = text, _parse(text)
             row = line.get("row")
-            if isinstance(found := line.get("server"), dict) and found.keys() == _SERVER_KEYS:
+            if isinstance(found := line.get("server"), dict) and found.keys() - {WEIGHTS} == _SERVER_KEYS:
                 server = found
             elif type(row) is int and 0 <= row < rows:
                 logged[row] = line.get("status") != "failed"

@@ -26,6 +26,7 @@ PRODUCER = "vllm-ascend-hsx"
 HIDDEN_STATES = "hidden_states"
 TOKEN_IDS = "token_ids"
 SCALES = "hidden_states_scales"
+WEIGHTS = "weights"
 QUANTIZATIONS = {"fp8": "fp8_e4m3_per_token"}  # names in the metadata
 LAYER_ID_MEANING = "residual stream after i layers, before the final norm (0: embedding output)"
 
@@ -180,6 +181,7 @@ def _fixed_metadata(row_format: RowFormat) -> dict[str, str]:
         "producer": PRODUCER,
         "producer_version": __version__,
         "model": valid_unicode(row_format.model),
+        **({WEIGHTS: row_format.weights} if row_format.weights else {}),
         "layer_ids": json.dumps(list(row_format.layer_ids)),
         "layer_id_meaning": LAYER_ID_MEANING,
         "dtype": row_format.dtype,

@@ -29,6 +29,7 @@ class RowFormat:
         model: name of the target model, for the metadata.
         quantization: "fp8" stores float8_e4m3fn with a scale per row; "none" stores the model's
             values.
+        weights: fingerprint of the target's weights, for the metadata; empty if it is unknown.
 
     Raises:
         ValueError: if there are no layers, the size is not positive, the dtype is unknown, or
@@ -41,6 +42,7 @@ class RowFormat:
     dtype: str
     model: str = ""
     quantization: Literal["none", "fp8"] = "none"
+    weights: str = ""
 
     def __post_init__(self) -> None:
         if not self.layer_ids:

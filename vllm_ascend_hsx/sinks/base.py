@@ -121,6 +121,23 @@ class Sink(ABC):
             SinkError: if the path cannot be used, or is being written.
         """
 
+    def leave_reason(self, request_id: str, path: Path, reason: str, begun_ns: int) -> None:
+        """Publish why a request has no file, long after it failed.
+
+        What an earlier request published at `path` is hidden. What was published since the request
+        began stays: it is a later request's.
+
+        Args:
+            request_id: the request.
+            path: path of the file that will not come.
+            reason: one sentence for the user who sent the request.
+            begun_ns: when the request began, in nanoseconds since the epoch.
+
+        Raises:
+            SinkError: if the path cannot be used, or is being written.
+        """
+        self.open(request_id, path).fail(reason)
+
     @abstractmethod
     def close(self) -> None:
         """Fail the files that have not ended with `SERVER_STOPPED`, and free everything.

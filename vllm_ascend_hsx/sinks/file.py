@@ -33,6 +33,10 @@ _DEFAULTS = FileOptions()
 _RANDOM_ID = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
 
 
+class _LaterRequest(Exception):
+    """What is at the path was published after the request began."""
+
+
 class DirectorySink(Sink):
     """Publishes requests in one directory.
 
@@ -109,16 +113,20 @@ class DirectorySink(Sink):
             data: its hidden file, complete and open.
         """
 
-    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None:
+    def hide_previous(self, file: RequestFile, before_ns: int | None = None) -> Callable[[], None] | None:
         """Hide what an earlier request of this name published; return what to call at the end.
 
         Otherwise a server that dies now would leave the earlier rows as the answer to this request.
         Raises OSError.
+
+        Args:
+            file: the request.
+            before_ns: hide only members that were published before this time.
         """
         if self._may_be_member(file):
             shards = self.shards_of(file.session)
             with shards.current() as shard:
-                shard.add_line(Tombstone(file.relative, shards.now_ns()))
+                shard.add_line(Tombstone(file.relative, before_ns or shards.now_ns()))
         if not file.storage.has_file(file.name):
             return None
         workspace, hidden = file.session.workspace, file.session.new_name(file.name)
@@ -138,6 +146,21 @@ class DirectorySink(Sink):
             return self._shards[session]
 
     def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> RequestFile:
+        return self._open(request_id, path, expected_tokens)
+
+    def leave_reason(self, request_id: str, path: Path, reason: str, begun_ns: int) -> None:
+        try:
+            file = self._open(request_id, path, begun_ns=begun_ns)
+        except _LaterRequest:
+            return
+        # An error file would also hide a later request's member, which cannot be told from here.
+        if self._may_be_member(file):
+            file.discard()
+        else:
+            file.fail(reason)
+
+    def _open(self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None) -> RequestFile:
+        """Open a file. Raises SinkError, and _LaterRequest: one has published since `begun_ns`."""
         relative = self._relative(path)
         if relative is None:
             raise SinkError(request_id, path, f"it is not inside {self._directory}")
@@ -151,7 +174,7 @@ class DirectorySink(Sink):
                 # Refused at once: trying its lock takes some milliseconds.
                 if relative in self._files:
                     raise SinkError(request_id, path, "another request is writing this file")
-            file = self._announce(request_id, path, relative, expected_tokens)
+            file = self._announce(request_id, path, relative, expected_tokens, begun_ns)
             with self._mutex:
                 self._files[relative] = file
             return file
@@ -202,8 +225,10 @@ class DirectorySink(Sink):
             return False
         return self.makes_members or file.session.storage.has_name(SHARDS_MARK)
 
-    def _announce(self, request_id: str, path: Path, relative: str, expected_tokens: int = 0) -> RequestFile:
-        """Make readers wait for a request. Raises SinkError."""
+    def _announce(
+        self, request_id: str, path: Path, relative: str, expected_tokens: int = 0, begun_ns: int | None = None
+    ) -> RequestFile:
+        """Make readers wait for a request. Raises as `_open`."""
         try:
             session = self._current_session()
         except UserError as error:
@@ -221,8 +246,11 @@ class DirectorySink(Sink):
             file.gid = session.workspace.group_in(storage)
             if self.options.use_lock:
                 file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid)
+            if begun_ns is not None and storage.changed_ns(file.name) > begun_ns:
+                file.withdraw()
+                raise _LaterRequest
             storage.unlink(file.name + ERROR_SUFFIX)
-            file.remove_previous = self.hide_previous(file)
+            file.remove_previous = self.hide_previous(file, begun_ns)
         except LockHeldError:
             session.leave(storage)
             reason = "another request or server is writing this file"

@@ -153,6 +153,12 @@ class RequestFile(SinkFile):
             self._attempt("remove the lock", self.lock.remove)
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
 
+    def withdraw(self) -> None:
+        """Leave what is at the path as it is, instead of opening the file."""
+        if self.lock is not None:
+            self._attempt("release the lock", self.lock.release)
+        self._attempt("close the directory", lambda: self.session.leave(self.storage))
+
     def _made_data(self) -> DataFile:
         """Return its hidden file, made by the first call.
 

@@ -55,11 +55,10 @@ def trace_collectives(directory: str) -> None:
     """
     trace = _Trace(directory)
 
-    def wrap(runner_module: Any) -> None:
+    def trace_reductions(_: Any) -> None:
         import torch.distributed as dist
-        from vllm.distributed import get_dp_group, get_tensor_model_parallel_rank, parallel_state
+        from vllm.distributed import parallel_state
 
-        runner = runner_module.NPUModelRunner
         original_reduce = dist.all_reduce
 
         @functools.wraps(original_reduce)
@@ -76,19 +75,26 @@ def trace_collectives(directory: str) -> None:
 
         dist.all_reduce = all_reduce
 
+    def mark_batches(runner_module: Any) -> None:
+        from vllm.distributed import get_dp_group, get_tensor_model_parallel_rank
+
         def marked(method: Any, kind: str) -> Any:
             @functools.wraps(method)
             def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if kind == "idle" or args[0].total_num_scheduled_tokens:
+                # An idle batch of model runner V2 runs through execute_model, too.
+                if kind == "idle" or (args[0].total_num_scheduled_tokens and not kwargs.get("dummy_run")):
                     trace.write(batch=kind, dp_rank=get_dp_group().rank_in_group, tp_rank=get_tensor_model_parallel_rank())
                 return method(self, *args, **kwargs)
 
             return call
 
+        runner = runner_module.NPUModelRunner
         runner.execute_model = marked(runner.execute_model, "busy")
         runner._dummy_run = marked(runner._dummy_run, "idle")
 
-    _after_import("vllm_ascend.worker.model_runner_v1", wrap)
+    _after_import("vllm_ascend.worker.worker", trace_reductions)
+    for runner_module in ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner"):
+        _after_import(runner_module, mark_batches)
 
 
 def trace_files(directory: str) -> None:
@@ -128,7 +134,7 @@ def unfixed_proposer(how: str) -> None:
     def unpadded(self: Any, num_tokens: int, use_cudagraphs: bool = True) -> Any:
         from vllm.config import CUDAGraphMode
 
-        _, across_dp, mode = self.runner._sync_metadata_across_dp(num_tokens=num_tokens, is_draft_model=True)
+        _, across_dp, mode = self.runner._sync_metadata_across_dp(num_tokens=num_tokens)
         assert mode == CUDAGraphMode.NONE
         return mode, int(across_dp[self.dp_rank]), across_dp
 

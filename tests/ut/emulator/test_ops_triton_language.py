@@ -57,6 +57,22 @@ def test_shapes_sums_and_choices() -> None:
         tl.static_assert(2 > 3, "too narrow")
 
 
+def test_atomic_or_sets_every_bit_where_several_elements_meet() -> None:
+    @triton.jit
+    def set_bits(memory: Any, tokens: Any, before: Any, count: Any, SIZE: tl.constexpr) -> None:
+        lanes = tl.arange(0, SIZE)
+        token = tl.load(tokens + lanes, mask=lanes < count)
+        bit = tl.full((SIZE,), 1, tl.int32) << (token % 32)
+        tl.store(before + lanes, tl.atomic_or(memory + token // 32, bit, mask=lanes < count), mask=lanes < count)
+
+    tokens = torch.tensor([0, 3, 31, 3, 40, 33, 95, 63], dtype=torch.int32)
+    memory = torch.tensor([1 << 5, 0, 1, 7], dtype=torch.int32)
+    before = torch.full((8,), 99, dtype=torch.int32)
+    set_bits[(1,)](memory, tokens, before, 6, SIZE=8)  # the last two are masked
+    assert memory.tolist() == [(1 << 5 | 1 << 0 | 1 << 3 | 1 << 31) - (1 << 32), 1 << 8 | 1 << 1, 1, 7]
+    assert before.tolist() == [1 << 5] * 4 + [0, 0, 99, 99]
+
+
 def test_a_maximum_with_nan_is_the_other_value_unless_nan_is_asked_for() -> None:
     x, y = torch.tensor([float("nan"), 1.0]), torch.tensor([2.0, 3.0])
     assert tl.maximum(x, y).tolist() == [2.0, 3.0]

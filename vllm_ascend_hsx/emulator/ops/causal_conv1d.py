@@ -49,35 +49,58 @@ def npu_causal_conv1d_custom(
             sequence's last update. Its state begins that number less one places further on, and
             then receives the last inputs of the accepted and all new tokens, if they fit.
     """
-    check_dtype(_OP, "x", x, FLOATS)
-    check_rank(_OP, "x", x, 2)
-    check_rank(_OP, "weight", weight, 2)
     check_rank(_OP, "conv_state", conv_state, 3)
-    width, channels = weight.shape
-    check(2 <= width <= 4, _OP, "weight", f"width {width} is not 2, 3 or 4")
-    check(channels % _CHANNELS == 0, _OP, "x", f"{channels} channels are not a multiple of {_CHANNELS}")
-    for name, tensor in (("x", x), ("conv_state", conv_state)):
-        check(tensor.shape[-1] == channels, _OP, name, f"last dimension {tensor.shape[-1]} must equal weight's {channels}")
-    for name, tensor in (("output", output), ("weight", weight), ("conv_state", conv_state)):
-        check(tensor.dtype == x.dtype, _OP, name, f"dtype {tensor.dtype} must equal x's {x.dtype}")
-    check(output.shape == x.shape and output.is_contiguous(), _OP, "output", f"must be contiguous and have x's shape {tuple(x.shape)}")
     check(conv_state.is_contiguous(), _OP, "conv_state", f"strides {conv_state.stride()} must be contiguous: it is written in place")
-    check(conv_state.shape[1] >= width - 1, _OP, "conv_state", f"{conv_state.shape[1]} places are too few for width {width}")
-    check(run_mode in (_PREFILL, _UPDATE), _OP, "run_mode", f"{run_mode} is not 0 or 1")
-    check(activation_mode in (0, 1), _OP, "activation_mode", f"{activation_mode} is not 0 or 1")
+    return convolve(
+        _OP, output, x, weight, conv_state, bias_opt, query_start_loc_opt, cache_indices_opt, initial_state_mode_opt,
+        num_accepted_tokens_opt, activation_mode, pad_slot_id, run_mode,
+    )  # fmt: skip
+
+
+def convolve(
+    op: str,
+    output: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    conv_state: torch.Tensor,
+    bias_opt: torch.Tensor | None,
+    query_start_loc_opt: torch.Tensor | None,
+    cache_indices_opt: torch.Tensor | None,
+    initial_state_mode_opt: torch.Tensor | None,
+    num_accepted_tokens_opt: torch.Tensor | None,
+    activation_mode: int,
+    pad_slot_id: int,
+    run_mode: int,
+) -> torch.Tensor:
+    """Do what npu_causal_conv1d_custom does, for the operator `op`, with a state of any strides."""
+    check_dtype(op, "x", x, FLOATS)
+    check_rank(op, "x", x, 2)
+    check_rank(op, "weight", weight, 2)
+    check_rank(op, "conv_state", conv_state, 3)
+    width, channels = weight.shape
+    check(2 <= width <= 4, op, "weight", f"width {width} is not 2, 3 or 4")
+    check(channels % _CHANNELS == 0, op, "x", f"{channels} channels are not a multiple of {_CHANNELS}")
+    for name, tensor in (("x", x), ("conv_state", conv_state)):
+        check(tensor.shape[-1] == channels, op, name, f"last dimension {tensor.shape[-1]} must equal weight's {channels}")
+    for name, tensor in (("output", output), ("weight", weight), ("conv_state", conv_state)):
+        check(tensor.dtype == x.dtype, op, name, f"dtype {tensor.dtype} must equal x's {x.dtype}")
+    check(output.shape == x.shape and output.is_contiguous(), op, "output", f"must be contiguous and have x's shape {tuple(x.shape)}")
+    check(conv_state.shape[1] >= width - 1, op, "conv_state", f"{conv_state.shape[1]} places are too few for width {width}")
+    check(run_mode in (_PREFILL, _UPDATE), op, "run_mode", f"{run_mode} is not 0 or 1")
+    check(activation_mode in (0, 1), op, "activation_mode", f"{activation_mode} is not 0 or 1")
     with_drafts = num_accepted_tokens_opt is not None
-    check(not with_drafts or (run_mode == _UPDATE and width == 4), _OP, "num_accepted_tokens_opt", "is for updates (run_mode 1) of width 4")
+    check(not with_drafts or (run_mode == _UPDATE and width == 4), op, "num_accepted_tokens_opt", "is for updates (run_mode 1) of width 4")
     rows = cache_indices_opt if cache_indices_opt is None or cache_indices_opt.dim() == 1 else cache_indices_opt[:, 0]
     if run_mode == _UPDATE:
-        check(initial_state_mode_opt is None, _OP, "initial_state_mode_opt", "is for prefill (run_mode 0)")
+        check(initial_state_mode_opt is None, op, "initial_state_mode_opt", "is for prefill (run_mode 0)")
         sequences = x.shape[0] if query_start_loc_opt is None else query_start_loc_opt.shape[0] - 1
         if sequences == x.shape[0] and not with_drafts:
-            _update(output, x, weight, conv_state, bias_opt, rows, activation_mode, pad_slot_id)
+            _update(op, output, x, weight, conv_state, bias_opt, rows, activation_mode, pad_slot_id)
             return output
-    check(query_start_loc_opt is not None, _OP, "query_start_loc_opt", "is needed: x has the tokens of several sequences")
+    check(query_start_loc_opt is not None, op, "query_start_loc_opt", "is needed: x has the tokens of several sequences")
     assert query_start_loc_opt is not None
     bounds = list(range(x.shape[0] + 1)) if query_start_loc_opt.shape[0] == x.shape[0] + 1 and with_drafts else query_start_loc_opt.tolist()
-    check(rows is None or rows.shape[0] == len(bounds) - 1, _OP, "cache_indices_opt", f"{len(bounds) - 1} sequences need as many rows")
+    check(rows is None or rows.shape[0] == len(bounds) - 1, op, "cache_indices_opt", f"{len(bounds) - 1} sequences need as many rows")
     places = range(len(bounds) - 1) if rows is None else rows.tolist()
     if run_mode == _UPDATE:
         has_state = [True] * len(places)
@@ -100,6 +123,7 @@ def npu_causal_conv1d_custom(
 
 
 def _update(
+    op: str,
     output: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -112,7 +136,7 @@ def _update(
     """Convolve one token per sequence. Read nothing on the host, so that a graph can capture it."""
     width = weight.shape[0]
     rows = torch.arange(x.shape[0], device=x.device) if rows is None else rows.long()
-    check(rows.shape[0] == x.shape[0], _OP, "cache_indices_opt", f"{x.shape[0]} sequences need as many rows, got {rows.shape[0]}")
+    check(rows.shape[0] == x.shape[0], op, "cache_indices_opt", f"{x.shape[0]} sequences need as many rows, got {rows.shape[0]}")
     written = ((rows != pad_slot_id) & (rows >= 0) & (rows < conv_state.shape[0])).view(-1, 1)
     rows = rows.clamp(0, conv_state.shape[0] - 1)
     before = conv_state[rows, : width - 1]

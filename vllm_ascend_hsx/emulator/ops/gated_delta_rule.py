@@ -70,6 +70,34 @@ def npu_recurrent_gated_delta_rule(
             own instead, counted from 1.
     """
     op = "npu_recurrent_gated_delta_rule"
+    check_rank(op, "state", state, 4)
+    check(state.is_contiguous(), op, "state", f"strides {state.stride()} must be contiguous: it is written in place")
+    return recur(
+        op, _MOST_TOKENS, query, key, value, state, beta=beta, scale=scale, actual_seq_lengths=actual_seq_lengths,
+        ssm_state_indices=ssm_state_indices, num_accepted_tokens=num_accepted_tokens, g=g, gk=gk,
+    )  # fmt: skip
+
+
+def recur(
+    op: str,
+    most_tokens: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    state: torch.Tensor,
+    *,
+    beta: torch.Tensor | None,
+    scale: float | None,
+    actual_seq_lengths: torch.Tensor | None,
+    ssm_state_indices: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
+    g: torch.Tensor | None,
+    gk: torch.Tensor | None,
+) -> torch.Tensor:
+    """Do what npu_recurrent_gated_delta_rule does, for the operator `op`.
+
+    A sequence has at most `most_tokens`, and the state may have any strides.
+    """
     refuse_options(op, gk=gk)
     for name, tensor, dtypes in (
         ("query", query, (torch.bfloat16,)),
@@ -96,7 +124,6 @@ def npu_recurrent_gated_delta_rule(
     check(heads % key_heads == 0, op, "value", f"{heads} heads are not a multiple of the keys' {key_heads}")
     check(state.shape[1:] == (heads, value_size, key_size), op, "state",
           f"shape {tuple(state.shape)} must be [rows, {heads}, {value_size}, {key_size}]")
-    check(state.is_contiguous(), op, "state", f"strides {state.stride()} must be contiguous: it is written in place")
     for name, tensor in (("beta", beta), ("g", g)):
         check(tensor.shape == (tokens, heads), op, name, f"shape {tuple(tensor.shape)} must be [{tokens}, {heads}]")
     check(ssm_state_indices.dim() == 1, op, "ssm_state_indices", f"shape {tuple(ssm_state_indices.shape)} must have one dimension")
@@ -128,7 +155,7 @@ def npu_recurrent_gated_delta_rule(
         return out
     first, *lengths = actual_seq_lengths.tolist()
     firsts = [first + sum(lengths[:index]) for index in range(sequences)]
-    check(max(lengths) <= _MOST_TOKENS, op, "actual_seq_lengths", f"{max(lengths)} tokens of one sequence; the kernel takes {_MOST_TOKENS}")
+    check(max(lengths) <= most_tokens, op, "actual_seq_lengths", f"{max(lengths)} tokens of one sequence; the kernel takes {most_tokens}")
     rows, accepted = ssm_state_indices.tolist(), [1] * sequences
     if num_accepted_tokens is not None:
         check_dtype(op, "num_accepted_tokens", num_accepted_tokens, (torch.int32,))

@@ -6,7 +6,7 @@ from types import ModuleType
 
 from vllm_ascend_hsx.emulator.missing import NotEmulated
 
-from . import triton_refs, triton_refs_gdn, triton_refs_memory  # noqa: F401  (their import registers the references)
+from . import fla_npu, triton_refs, triton_refs_gdn, triton_refs_memory  # noqa: F401  (their import registers the references)
 from .schemas import is_at_least
 from .triton_kernels import make_triton
 
@@ -52,7 +52,7 @@ def put_linear_attention() -> None:
             setattr(parent, name.rpartition(".")[2], module)
         parent = module
     assert parent is not None
-    parent.__dict__["__getattr__"] = NotEmulated(parent.__name__).__getattr__
+    vars(parent).update(fla_npu.FUNCTIONS, __getattr__=NotEmulated(parent.__name__).__getattr__)
 
 
 def patch_hooks() -> dict[str, Callable[[ModuleType], None]]:

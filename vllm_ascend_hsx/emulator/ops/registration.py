@@ -9,6 +9,7 @@ from . import (
     cache,
     causal_conv1d,
     collectives,
+    fla_npu,
     fused_attention,
     gated_delta_rule,
     matmul,
@@ -71,6 +72,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             gated_delta_rule.chunk_gated_delta_rule_fwd_h, gated_delta_rule.chunk_fwd_o,
         ),
     },
+    "fla_npu": _by_name(fla_npu.causal_conv1d, fla_npu.chunk_gated_delta_rule_fwd, fla_npu.recurrent_gated_delta_rule),
 }  # fmt: skip
 # References that launch a collective of their own.
 COMPOSITES = frozenset({"npu::npu_mm_reduce_scatter_base"})

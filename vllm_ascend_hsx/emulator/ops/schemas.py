@@ -12,7 +12,7 @@ from importlib.resources import files
 
 from packaging.version import Version
 
-NAMESPACES = ("npu", "atb", "_C_ascend")
+NAMESPACES = ("npu", "atb", "_C_ascend", "fla_npu")
 OF_VLLM_ASCEND = "_C_ascend"
 RELEASES = ("0.23.0", "0.26.0", "0.30.0")  # of vllm-ascend, those with a file; a later one has the last
 _QUALIFIED_NAME = re.compile(r"(\w+(?:\.\w+)?)\(")

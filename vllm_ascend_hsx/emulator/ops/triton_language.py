@@ -66,6 +66,12 @@ class _Language:
         return before
 
     @staticmethod
+    def atomic_or(pointer: Pointer, val: Value, mask: Value = None) -> torch.Tensor:
+        before = pointer.read(mask, None)
+        pointer.write_or(val, mask)
+        return before
+
+    @staticmethod
     def debug_barrier() -> None:
         """Do nothing: a program has one thread here."""
 

@@ -111,6 +111,18 @@ class Pointer:
             places, values = offsets[active].to(device), block[active].to(self.dtype.element_ty).to(device)
             self._memory.index_put_((places,), values, accumulate=accumulate)
 
+    def write_or(self, value: Value, mask: Value) -> None:
+        """Set the bits of ``value``, also where several elements of the block meet in a place."""
+        offsets, active, block = torch.broadcast_tensors(*self._places(mask, "writes", 0)[:2], torch.as_tensor(value))
+        places, which = offsets[active].unique(return_inverse=True)
+        if not places.numel():
+            return
+        shifts = torch.arange(8 * self.dtype.element_ty.itemsize)
+        bits = (block[active].long().unsqueeze(1) >> shifts) & 1
+        found = torch.zeros(places.shape[0], shifts.shape[0], dtype=torch.int64).index_add_(0, which, bits)
+        total, places = (found.clamp(max=1) << shifts).sum(1).to(self.dtype.element_ty), places.to(self._memory.device)
+        self._memory.index_put_((places,), self._memory.index_select(0, places) | total.to(self._memory.device))
+
 
 class AddressPointer(Pointer):
     """A pointer that a kernel has made of an address.

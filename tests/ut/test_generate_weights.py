@@ -1,0 +1,188 @@
+"""`hsx generate` keeps rows of different weights apart: a checkpoint may change under its name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from generate_bench import Bench
+from generate_files import SINKS, Exchange, right, tensors_of, token_rows
+from generate_harness import FakeServer
+from test_generate_ledger import IDENTITY, SERVER, opened
+from test_generate_refusals import keep_lines, other_layers
+
+from vllm_ascend_hsx.generate.errors import InputError
+from vllm_ascend_hsx.generate.ledger import open_ledger
+from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.sinks.data_file import FileOptions
+
+OLD, NEW = "0a" * 16, "b1" * 16
+
+
+def serving(bench: Bench, weights: str, sink: str = "files") -> FakeServer:
+    """Another server of the same storage, model, layers and shape."""
+    return FakeServer(bench.output, weights=weights, make_sink=SINKS[sink])
+
+
+def run_with(bench: Bench, weights: str, *arguments: object, sink: str = "files", fails: int | None = None) -> tuple[int, str, int]:
+    """(exit code, what was printed, requests)."""
+    with serving(bench, weights, sink) as server:
+        server.behave = lambda seen: 400 if seen.row == fails else "ok"
+        code, printed = bench.run("--validate", *arguments, endpoint=server.url)
+        server.wait_idle()
+        return code, printed, len(server.seen)
+
+
+def noted(bench: Bench) -> list[dict[str, Any]]:
+    lines = map(json.loads, (bench.output / "ledger.jsonl").read_text().splitlines())
+    return [line["server"] for line in lines if "server" in line]
+
+
+@pytest.mark.parametrize("sink", SINKS)
+@pytest.mark.parametrize("ledger", ["whole", "of a run that was killed before it noted the server"])
+def test_rows_of_a_replaced_checkpoint_are_refused_at_the_first_and_not_kept(bench: Bench, sink: str, ledger: str) -> None:
+    assert run_with(bench, OLD, sink=sink, fails=3)[0] == 1
+    if ledger != "whole":
+        keep_lines(bench, lambda line: "ledger" in line)
+    code, printed, requests = run_with(bench, NEW, sink=sink)
+    assert (code, requests) == (2, 1), printed
+    assert f"{bench.output} holds rows of another server: weights was {OLD}, is {NEW}; " in printed
+    assert f"name another --output, such as a new folder below this one, or remove {bench.output}" in printed
+    bench.check([0, 1, 2, 4, 5])
+    assert run_with(bench, OLD, sink=sink)[0] == 0
+    bench.check(list(range(6)))
+
+
+def test_a_restarted_server_with_the_same_weights_goes_on(bench: Bench) -> None:
+    assert run_with(bench, OLD, fails=3)[0] == 1
+    code, _, requests = run_with(bench, OLD)
+    assert (code, requests) == (0, 1)
+    assert [each["weights"] for each in noted(bench)] == [OLD]
+
+
+@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("ledger", ["whole", "of an earlier version"])
+def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(bench: Bench, ledger: str, validate: bool) -> None:
+    assert run_with(bench, OLD)[0] == 0
+    with bench.server.make_sink(bench.output, RowFormat((2, 0, 3), 8, "BF16", "tiny", weights=NEW), FileOptions()) as sink:
+        replace_row(bench, 5, sink)
+    if ledger != "whole":
+        write_ledger(bench, without_weights)
+    code, printed = bench.run(*["--validate"] * validate, "--concurrency", 1)
+    assert (code, len(bench.server.seen)) == (2, 0), printed
+    path = bench.output / "hs_5.safetensors"
+    assert f"{path} is a row of another server than " in printed and f"weights was {OLD}, is {NEW}; nothing was changed" in printed
+    assert tensors_of(path) == right(token_rows(6)[5]["token_ids"])
+
+
+def without_weights(line: dict[str, Any]) -> dict[str, Any]:
+    line.get("server", {}).pop("weights", None)
+    return line
+
+
+def replace_row(bench: Bench, row: int, sink: Any) -> None:
+    """As a server with that sink writes it."""
+    import numpy as np
+    from generate_files import expected_rows
+
+    ids = token_rows(6)[row]["token_ids"]
+    path = bench.output / f"hs_{row}.safetensors"
+    path.unlink()
+    file = sink.open("another", path, len(ids))
+    file.write(0, expected_rows(ids))
+    file.commit(np.asarray(ids, dtype=np.int64), len(ids))
+    Path(f"{path}.lock").unlink()
+
+
+def write_ledger(bench: Bench, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    ledger = bench.output / "ledger.jsonl"
+    lines = [json.dumps(change(json.loads(line)), separators=(",", ":")) + "\n" for line in ledger.read_text().splitlines()]
+    ledger.write_text("".join(lines))
+
+
+def test_two_endpoints_of_different_weights_are_refused(bench: Bench) -> None:
+    with serving(bench, OLD) as one, serving(bench, NEW) as other:
+        code, printed = bench.run(endpoint=f"{one.url},{other.url}", records=40)
+        assert code == 2 and "holds rows of another server: weights was " in printed and OLD in printed and NEW in printed, printed
+        for server in (one, other):
+            server.wait_idle()
+        done = {row for row, line in bench.lines().items() if line["status"] == "done"}
+    assert len({weights_in(bench, row) for row in done}) <= 1
+    assert {weights_in(bench, row) for row in done} <= {each["weights"] for each in noted(bench)}
+
+
+def weights_in(bench: Bench, row: int) -> str | None:
+    from vllm_ascend_hsx import load
+
+    return load(bench.output / f"hs_{row}.safetensors").metadata.get("weights")
+
+
+def test_a_server_that_comes_back_with_other_weights_ends_the_run(bench: Bench) -> None:
+    """It is known by then, so its other mistakes are repeated."""
+    with serving(bench, OLD) as server:
+
+        async def do_other(exchange: Exchange) -> None:
+            await other_layers(exchange, server, weights=NEW)
+
+        server.do_other = do_other  # type: ignore[attr-defined]
+        server.behave = lambda seen: "other" if seen.row >= 20 else "ok"  # type: ignore[operator]
+        code, printed = bench.run("--concurrency", 1, endpoint=server.url, records=40)
+        server.wait_idle()
+        assert (code, server.asked[20], max(server.asked)) == (2, 1, 20), printed
+    assert f"weights was {OLD}, is {NEW}" in printed
+    bench.check(list(range(20)), records=40)
+
+
+def test_weights_that_are_not_told_are_accepted_and_the_first_that_are_count(bench: Bench) -> None:
+    assert bench.run("--limit", 2)[0] == 0
+    assert run_with(bench, OLD, "--limit", 4)[0] == 0
+    assert [each.get("weights") for each in noted(bench)] == [None, OLD]
+    assert run_with(bench, "", "--limit", 5)[0] == 0
+    code, printed, requests = run_with(bench, NEW)
+    assert (code, requests) == (2, 1) and f"weights was {OLD}, is {NEW}" in printed
+    bench.check(list(range(5)))
+    assert run_with(bench, OLD)[0] == 0
+
+
+def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(tmp_path: Path) -> None:
+    for rank, weights in enumerate([{}, {"weights": OLD}, {"weights": NEW}]):
+        ledger = opened(tmp_path / str(min(rank, 1)), world_size=3, rank=rank)
+        ledger.note_server(SERVER | weights)
+        ledger.close()
+    alone = tmp_path / "0"
+    (alone / "ledger-1-of-3.jsonl").write_bytes((tmp_path / "1/ledger-1-of-3.jsonl").read_bytes())
+    for rank in (0, 2):
+        ledger = opened(alone, world_size=3, rank=rank)
+        ledger.close()
+        assert ledger.server == SERVER | {"weights": OLD}
+    for world_size, rank in ((3, 0), (3, 1), (3, 2), (1, 0)):
+        with pytest.raises(InputError, match=f"1 holds rows of two servers: weights was {OLD}, is {NEW} .*name another --output"):
+            open_ledger(tmp_path / "1", IDENTITY, world_size, rank)
+
+
+def test_weights_of_a_text_s_file_that_the_ledger_does_not_name_do_not_count(bench: Bench) -> None:
+    """Such a file is replaced, so its weights refuse nobody."""
+    records = [{"prompt": text} for text in ("one", "two", "three")]
+    assert bench.run(records=records)[0] == 0
+    with serving(bench, NEW) as server:
+        (bench.output / "hs_1.safetensors").unlink()
+        keep_lines(bench, lambda line: line.get("row") != 1)
+        bench.root = bench.root / "other"
+        bench.root.mkdir()
+        bench.output = bench.output / "below"
+        assert bench.run("--limit", 2, records=records, endpoint=server.url)[0] == 0
+    bench.root, below = bench.root.parent, bench.output
+    bench.output = below.parent
+    (below / "hs_1.safetensors").rename(bench.output / "hs_1.safetensors")
+    code, printed, requests = run_with_records(bench, OLD, records)
+    assert (code, requests) == (0, 1) and "the ledger does not name this file" in printed
+    assert weights_in(bench, 1) == OLD
+
+
+def run_with_records(bench: Bench, weights: str, records: list[dict[str, Any]]) -> tuple[int, str, int]:
+    with serving(bench, weights) as server:
+        code, printed = bench.run(records=records, endpoint=server.url)
+        return code, printed, len(server.seen)

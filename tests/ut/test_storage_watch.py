@@ -1,0 +1,80 @@
+"""When storage counts as silent, and what a step that waited for files holds back."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_ascend_hsx.connector import storage_watch
+from vllm_ascend_hsx.connector.admission import Cost, RankLoad
+from vllm_ascend_hsx.connector.progress import RankProgress
+from vllm_ascend_hsx.connector.stats import StatsRecorder
+from vllm_ascend_hsx.connector.storage_watch import StorageWatch
+
+
+def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_request_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, open_after = 100.0, 2.0
+    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
+
+    class Opener:
+        def wait(self, timeout: float) -> bool:
+            nonlocal now, open_after
+            passed = min(timeout, open_after)
+            now, open_after = now + passed, open_after - passed
+            return open_after == 0
+
+        def silent_for(self) -> float:
+            return 0.0
+
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    watch = StorageWatch(30.0, "wait", "/data", progress, stats)
+    load, cost = RankLoad(1000, 10), Cost(20, 0)
+
+    def admitted() -> int:
+        news = progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly)
+        if news is not None:
+            load.report(news[0])
+        load.start([])
+        for count in range(5):
+            if not load.admits(cost):
+                return count
+            load.promise(cost)
+        return 5
+
+    assert admitted() == 5
+    assert watch.wait_for_files(Opener())  # type: ignore[arg-type]
+    assert now == 102.0
+    assert admitted() == 0
+    now = 107.8
+    assert admitted() == 0
+    now = 107.9
+    assert admitted() == 1
+    open_after = 0.01
+    assert watch.wait_for_files(Opener())  # type: ignore[arg-type]
+    assert admitted() == 5
+
+
+def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    waits, fails = (StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail"))
+    now = 100.0
+    assert progress.silent_for() == 0.0, "nobody has asked it for anything"
+    progress.staged(1)
+    now = 100.5
+    progress.staged(1)
+    now = 100.75
+    assert progress.silent_for() == 0.75, "more work is no answer"
+    assert [watch.is_quiet for watch in (waits, fails)] == [False, False]
+    now = 101.0
+    assert [(watch.is_quiet, watch.is_stuck) for watch in (waits, fails)] == [(True, False), (True, False)]
+    now = 102.0
+    assert [watch.is_stuck for watch in (waits, fails)] == [False, True]
+    assert fails.failure == ("the storage did not answer for 2 s", "silent_storage")
+    progress.left_memory(1)
+    now = 131.75
+    assert not waits.is_stuck
+    now = 132.0
+    assert waits.is_stuck
