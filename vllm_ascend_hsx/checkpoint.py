@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_ascend_hsx.protocol.files import open_regular
+from vllm_ascend_hsx.protocol.files import open_regular, read_regular
 from vllm_ascend_hsx.protocol.strict_json import is_count, parse
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def find_checkpoint(place: Path, load_format: str) -> Checkpoint | None:
         return None
     if place.is_file():
         return Checkpoint([place], [])
-    names = sorted(os.listdir(place))
+    names = sorted(path.name for path in place.iterdir() if not path.is_dir())
     weights: list[str] = []
     for pattern in patterns:
         weights = [name for name in fnmatch.filter(names, pattern) if name not in _STATE_OF_TRAINING]
@@ -120,7 +120,7 @@ def find_checkpoint(place: Path, load_format: str) -> Checkpoint | None:
                 wanted = set(parse((place / index).read_bytes())["weight_map"].values())
                 weights = [name for name in weights if name in wanted]
             break
-    described = [name for pattern in _DESCRIPTIONS for name in fnmatch.filter(names, pattern)]
+    described = [name for pattern in _DESCRIPTIONS for name in fnmatch.filter(names, pattern) if (place / name).is_file()]
     return Checkpoint([place / name for name in weights], [place / name for name in described]) if weights else None
 
 
@@ -139,7 +139,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
             digest.update(len(part).to_bytes(8, "little") + part)
 
     for path in checkpoint.descriptions:
-        add(path.name.encode(), path.read_bytes())
+        add(path.name.encode(), read_regular(path))
     pieces = max(1, MOST_PIECES // len(checkpoint.weights))
     for path in checkpoint.weights:
         fd = open_regular(path)

@@ -209,6 +209,19 @@ def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting(
     assert (scheduler._undecided, scheduler._writing) == ({}, {})
 
 
+def test_a_name_that_a_stuck_rank_is_writing_is_refused_by_that_rank() -> None:
+    """It leaves the reason when the file has ended; the other rank does not know when that is."""
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=1000, allow_path=True)
+    first, second = (make_request(name, kv_transfer_params={"hidden_states_path": "a.safetensors"}) for name in "ab")
+    scheduler.on_new_request(first)
+    (start,) = schedule(scheduler, first).started
+    scheduler.on_finished(first)
+    report(scheduler, rank=start.owner, started=1, backlog=1, stuck=True)
+    scheduler.on_new_request(second)
+    assert not scheduler.must_wait(second)
+    assert [each.owner for each in schedule(scheduler, second).started] == [start.owner]
+
+
 @pytest.mark.parametrize("state", [{"quiet": True}, {"quiet": True, "stuck": True}])
 def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does(state: dict[str, bool]) -> None:
     scheduler = make_scheduler()

@@ -76,6 +76,19 @@ def test_it_depends_neither_on_the_place_nor_on_times_nor_on_who_asks(tmp_path: 
     assert len(of(first)) == 32 and set(of(first)) <= set("0123456789abcdef")
 
 
+def test_what_is_no_file_is_left_out_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+    place = make(tmp_path / "a")
+    before = of(place)
+    os.mkfifo(place / "params.json")
+    os.mkfifo(place / "quant_model_description_w8a8.json")
+    (place / "zz.safetensors").mkdir()
+    (place / "model.safetensors.index.json").unlink()
+    assert weights_of(config(place)) == before
+    (place / "params.json").unlink()
+    (place / "params.json").symlink_to("nowhere")
+    assert weights_of(config(place)) == before
+
+
 @WHOLE_FILES
 @given(st.sampled_from([*SHARDS, "config.json", DESCRIPTION]), st.data())
 def test_any_byte_of_a_small_checkpoint_changes_it(tmp_path: Path, name: str, data: st.DataObject) -> None:
@@ -257,5 +270,5 @@ def test_what_is_read_has_a_bound(tmp_path: Path, files: int, tensors: int, monk
     original = os.pread
     monkeypatch.setattr(os, "pread", pread)
     of(tmp_path)
-    assert read <= files * (8 + len(text)) + max(files, MOST_PIECES) * PIECE
+    assert read <= len("{}") + files * (8 + len(text)) + max(files, MOST_PIECES) * PIECE
     assert read >= files * (8 + len(text) + min(tensors, max(1, MOST_PIECES // files)) * PIECE)

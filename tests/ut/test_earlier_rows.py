@@ -14,7 +14,7 @@ from sink_harness import FORMAT, make_rows, token_ids
 from test_startup import serve
 
 from vllm_ascend_hsx.cli.verify import main as verify
-from vllm_ascend_hsx.reader.load import HiddenStatesError, load
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
 from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.settings import read_settings
 from vllm_ascend_hsx.sinks.base import SinkError
@@ -173,15 +173,35 @@ def test_an_earlier_file_that_cannot_be_hidden_fails_the_request(tmp_path: Path,
 
 @EVERY_SINK
 @pytest.mark.parametrize("later", [False, True], ids=["earlier rows", "later rows"])
+@pytest.mark.parametrize("name", [CHOSEN, "gr\u00fcn/\u5c42.safetensors"])
 def test_a_reason_that_comes_late_hides_what_was_published_before_its_request_began(
-    tmp_path: Path, make: Callable[..., Sink], later: bool
+    tmp_path: Path, make: Callable[..., Sink], later: bool, name: str
 ) -> None:
     began = time.time_ns()
     with make(tmp_path) as sink:
-        begin(sink, tmp_path).commit(token_ids(2), 2)
-        sink.leave_reason("cmpl-2-0-0123abcd", tmp_path / CHOSEN, "why", began if later else time.time_ns())
+        begin(sink, tmp_path, name).commit(token_ids(2), 2)
+        sink.leave_reason("cmpl-2-0-0123abcd", tmp_path / name, "why", began if later else time.time_ns())
     if later:
-        assert tokens_at(tmp_path / CHOSEN) == 2
+        assert tokens_at(tmp_path / name) == 2
     else:
-        with pytest.raises(HiddenStatesError if make is file_sink else FileNotFoundError, match="why" if make is file_sink else None):
-            load(tmp_path / CHOSEN, 0)
+        with pytest.raises(HiddenStatesError, match="why"):
+            load(tmp_path / name, 0)
+
+
+@EVERY_SINK
+@pytest.mark.parametrize("hidden", [False, True], ids=["published", "published and removed"])
+def test_a_file_that_opens_late_is_refused_if_a_later_request_has_published_its_name(
+    tmp_path: Path, make: Callable[..., Sink], hidden: bool
+) -> None:
+    began = time.time_ns() - 10**9
+    with make(tmp_path) as sink:
+        begin(sink, tmp_path, tokens=5).commit(token_ids(5), 5)
+        if hidden:
+            remove(tmp_path / CHOSEN)
+            sink.open("cmpl-2-0-0123abcd", tmp_path / CHOSEN, begun_ns=began).discard()
+            return
+        with pytest.raises(SinkError, match="a later request has published this file"):
+            sink.open("cmpl-2-0-0123abcd", tmp_path / CHOSEN, begun_ns=began)
+        assert tokens_at(tmp_path / CHOSEN) == 5
+        begin(sink, tmp_path).commit(token_ids(2), 2)
+    assert tokens_at(tmp_path / CHOSEN) == 2

@@ -20,6 +20,7 @@ from vllm_ascend_hsx.connector import worker as worker_module
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestStart
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.reader.load import load
+from vllm_ascend_hsx.sinks import file as sink_module
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
@@ -128,6 +129,11 @@ def fill_ring(engine: Engine, storage: threading.Event) -> None:
     """Silence the storage until the worker takes it for stuck."""
     engine.step(started(engine.start("filler", 200)), [("filler", 0, 8)])
     silence(engine, storage)
+    fill_up(engine)
+
+
+def fill_up(engine: Engine) -> None:
+    """Stage rows of "filler", of which there are 8, until a step finds no slot."""
     position = 8
     while "filler" not in engine.outcomes:
         engine.step(NOTHING, [("filler", position, 16)])
@@ -187,29 +193,52 @@ def test_no_earlier_rows_are_taken_for_those_of_a_request_that_hanging_storage_f
     engine = make_engine()
     publish(engine, "earlier")
     fill_ring(engine, storage)
-    engine.step(started(*chosen(engine, "earlier", "new", "later")), [])
-    shutil.copyfile(engine.path("earlier"), engine.path("later"))  # from another machine
+    shutil.copyfile(engine.path("earlier"), engine.path("meanwhile"))  # as another rank publishes
+    engine.step(started(*chosen(engine, "earlier", "meanwhile", "new", "later")), [])
+    shutil.copyfile(engine.path("earlier"), engine.path("later"))
     answer(engine, storage)
     engine.close()
-    assert {engine.outcomes[f"{name}-0"] for name in ("earlier", "new", "later")} == {SILENT}
-    assert not engine.path("earlier").exists()
-    assert reason(engine.path("earlier")) == reason(engine.path("new")) == SILENT
+    assert {engine.outcomes[f"{name}-0"] for name in ("earlier", "meanwhile", "new", "later")} == {SILENT}
+    assert [reason(engine.path(name)) for name in ("earlier", "meanwhile", "new")] == [SILENT] * 3
+    assert not engine.path("earlier").exists() and not engine.path("meanwhile").exists()
     assert load(engine.path("later")).hidden_states.shape[0] == 1, "a later request's rows stay"
     assert not Path(f"{engine.path('later')}.error").exists()
 
 
-def test_nor_of_one_that_failed_while_another_file_was_opened(make_engine: Callable[..., Engine], locks: threading.Event) -> None:
+def test_a_file_that_opens_after_its_request_has_failed_hides_earlier_rows_and_no_later_ones(
+    make_engine: Callable[..., Engine], locks: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     publish(engine, "earlier")
     silence(engine, locks)
-    engine.step(started(engine.start("first", 3), *chosen(engine, "earlier", "later")), [])
-    shutil.copyfile(engine.path("earlier"), engine.path("later"))
+    monkeypatch.setattr(sink_module, "_LATE_NS", 0)
+    engine.step(started(*chosen(engine, "first", "earlier", "later")), [])
+    for name in ("first", "later"):  # the first one is being opened
+        shutil.copyfile(engine.path("earlier"), engine.path(name))
     answer(engine, locks)
     engine.close()
-    assert {engine.outcomes[name] for name in ("first", "earlier-0", "later-0")} == {SILENT}
-    assert reason(engine.path("first")) == reason(engine.path("earlier")) == SILENT
+    assert {engine.outcomes[f"{name}-0"] for name in ("first", "earlier", "later")} == {SILENT}
+    assert reason(engine.path("earlier")) == SILENT
     assert not engine.path("earlier").exists()
-    assert load(engine.path("later")).hidden_states.shape[0] == 1
+    for name in ("first", "later"):
+        assert load(engine.path(name)).hidden_states.shape[0] == 1
+        assert not Path(f"{engine.path(name)}.error").exists()
+
+
+def test_a_request_that_was_refused_while_another_one_of_its_name_was_written_leaves_its_reason_after_it(
+    make_engine: Callable[..., Engine], storage: threading.Event
+) -> None:
+    engine = make_engine()
+    engine.step(started(engine.start("mine", 3), engine.start("filler", 200)), [])
+    silence(engine, storage)
+    engine.step(NOTHING, [("mine", 0, 3), ("filler", 0, 8)])
+    fill_up(engine)
+    engine.step(started(*chosen(engine, "mine")), [])
+    answer(engine, storage)
+    engine.close()
+    assert engine.outcomes["mine"] is None and engine.outcomes["mine-0"] == SILENT
+    assert reason(engine.path("mine")) == SILENT
+    assert not engine.path("mine").exists()
 
 
 def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(

@@ -56,7 +56,7 @@ class Extraction:
         self.request_id = start.request_id
         self.order = WriteOrder(side_by_side)
         self._writers = writers
-        self._path = start.path
+        self.path = start.path
         self._prompt = start.token_ids
         self._include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
@@ -82,12 +82,12 @@ class Extraction:
     def open(self, sink: Sink) -> None:
         """Open the file. If the request has failed meanwhile, leave the reason in its place."""
         if self._failure is not None:
-            leave_reason(sink, self.request_id, Path(self._path), self._failure, self._begun_ns)
+            leave_reason(sink, self.request_id, Path(self.path), self._failure, self._begun_ns)
             self._opened_or_failed.set()
             self._on_ended(self)
             return
         try:
-            file = sink.open(self.request_id, Path(self._path), len(self._prompt))
+            file = sink.open(self.request_id, Path(self.path), len(self._prompt), self._begun_ns)
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
             with self._mutex:
                 undecided, self._decided = not self._decided, True
@@ -123,7 +123,7 @@ class Extraction:
         count, failure = 0, None
         try:
             if check is not None and (problem := describe_not_finite(first, check)):
-                raise SinkError(self.request_id, Path(self._path), problem, NOT_FINITE)
+                raise SinkError(self.request_id, Path(self.path), problem, NOT_FINITE)
             began = time.perf_counter()
             file.write(first, rows)
             count = len(rows) // self._row_bytes
@@ -162,7 +162,7 @@ class Extraction:
         elif missing:
             spans = describe_missing(missing, len(token_ids))
             reason = f"the request ended without rows of token positions {spans}"
-            self._fail_file(file, SinkError(self.request_id, Path(self._path), reason, MISSING_ROWS))
+            self._fail_file(file, SinkError(self.request_id, Path(self.path), reason, MISSING_ROWS))
         else:
             self._commit(file, token_ids)
 
@@ -236,7 +236,7 @@ class Extraction:
 
     def _report(self, reason: str, kind: str) -> None:
         self._stats.failed(kind)
-        logger.error("request %r, %s: %s", self.request_id, self._path, reason)
+        logger.error("request %r, %s: %s", self.request_id, self.path, reason)
         self._on_decided(self, reason)
 
 

@@ -159,8 +159,10 @@ class ExtractionScheduler:
             assert before.owner is not None
             if not self._loads[before.owner].state.stuck:
                 return True
+            rank = before.owner  # refuses it, and leaves the reason when that file has ended
+        else:
+            rank = self._least_loaded()
         place = (request.priority, request.arrival_time, request.request_id)
-        rank = self._least_loaded()
         load = self._loads[rank]
         # Requests start in order. If small ones could overtake, large ones would wait forever. vLLM
         # asks about new requests before held ones.

@@ -85,7 +85,9 @@ class ExtractionWorker:
         self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._progress.backlog, write_rate)
         self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
         self._not_ended: set[Extraction] = set()
-        self._ended = threading.Condition()  # guards `_not_ended`; notified when one is removed
+        # Requests that were refused while another one of their name had not ended, and why.
+        self._reasons_after: dict[Extraction, list[tuple[RequestStart, str]]] = {}
+        self._ended = threading.Condition()  # guards the former two; notified when a file has ended
         self._opener = ThreadPool(1, "hsx-opener")
         self._reasons = ThreadPool(1, "hsx-reasons")
         self._writers = ThreadPool(num_writers, "hsx-writer")
@@ -132,13 +134,20 @@ class ExtractionWorker:
         self._progress.refuse(start.request_id, reason)
         if kind != SILENT_STORAGE:
             return
-        # Storage has been silent since the last answer; clocks may differ by half of that time.
-        begun_ns = time.time_ns() - int(self._progress.silent_for() * 1e9 / 2)
-        path = Path(start.path)
-        if self._reasons.pending < _MAX_REASONS:
-            self._reasons.submit(partial(leave_reason, self._sink, start.request_id, path, reason, begun_ns))
-        else:
-            logger.error("%s%s will not be there: %d others wait for the storage", path, ERROR_SUFFIX, _MAX_REASONS)
+        with self._ended:
+            waiting = self._reasons.pending + sum(map(len, self._reasons_after.values()))
+            if waiting >= _MAX_REASONS:
+                logger.error("%s%s will not be there: %d others wait for the storage", start.path, ERROR_SUFFIX, _MAX_REASONS)
+                return
+            before = next((each for each in self._not_ended if each.path == start.path), None)
+            if before is not None:  # the name is free when that file has ended
+                self._reasons_after.setdefault(before, []).append((start, reason))
+                return
+        self._leave_reason(start, reason)
+
+    def _leave_reason(self, start: RequestStart, reason: str) -> None:
+        place = start.request_id, Path(start.path)
+        self._reasons.submit(partial(leave_reason, self._sink, *place, reason, time.time_ns()))
 
     def save(self) -> None:
         """Pass on the slot that this step filled, if it filled one."""
@@ -313,4 +322,7 @@ class ExtractionWorker:
     def _on_ended(self, extraction: Extraction) -> None:
         with self._ended:
             self._not_ended.discard(extraction)
+            refused = self._reasons_after.pop(extraction, [])
             self._ended.notify_all()
+        for start, reason in refused:
+            self._leave_reason(start, reason)

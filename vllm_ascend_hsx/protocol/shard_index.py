@@ -13,9 +13,9 @@ from typing import Any
 
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.checksum import Digest
-from vllm_ascend_hsx.protocol.files import read_all
+from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_all
 from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, PRODUCER, FormatError, layer_ids_of, read_header
-from vllm_ascend_hsx.protocol.names import INDEX, parse_shard_name, path_refusal
+from vllm_ascend_hsx.protocol.names import INDEX, REMOVED, parse_shard_name, path_refusal
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
 from vllm_ascend_hsx.protocol.tar import BLOCK, is_headed, round_up
 
@@ -30,6 +30,7 @@ _OF_ONE = (
 )  # fmt: skip
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _TICK_NS = 50_000_000  # largest lag of a filesystem's clock against the system's
+_SKEW_NS = 60 * 10**9  # by which the clocks of two machines may differ
 # Later file times, within three years of the latest possible line, are no server's. Ignore them.
 _LATEST_NS = LARGEST - 10**17
 
@@ -150,6 +151,32 @@ def latest_ns(dir_fd: int) -> int:
                     changed = os.stat(entry.name, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns
                     latest = max(latest, changed if changed < _LATEST_NS else 0)
     return latest + _TICK_NS if latest > time.time_ns() else 0
+
+
+def has_member_since(dir_fd: int, name: str, since_ns: int) -> bool:
+    """Return whether the newest line of `name` in a directory's indexes is a member since then.
+
+    Reads only the indexes that have changed since, or are new. Raises OSError if the directory or
+    one of them cannot be read.
+    """
+    newest = since_ns, True  # time, and whether the line hides the members before it
+    text = _ENCODER.encode(name).encode("ascii")
+    with os.scandir(dir_fd) as entries:
+        names = [entry.name for entry in entries]
+    indexes = [each for each in names if each == REMOVED or ((parts := parse_shard_name(each)) is not None and parts[2] == INDEX)]
+    for index in indexes:
+        with suppress(FileNotFoundError, NotAFileError):
+            if os.stat(index, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns < since_ns - _SKEW_NS:
+                continue
+            fd = open_regular(index, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
+            try:
+                lines = [decode(line) for line in split_lines(read_index(fd)) if text in line]
+            finally:
+                os.close(fd)
+            for line in lines:
+                if line is not None and line.name == name:
+                    newest = max(newest, (line.time_ns, isinstance(line, Tombstone)))
+    return not newest[1]
 
 
 def shard_manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:

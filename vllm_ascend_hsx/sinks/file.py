@@ -7,8 +7,10 @@ import logging
 import os
 import re
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.lock import LockHeldError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK, below, file_name, path_refusal
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.protocol.shard_index import Tombstone
+from vllm_ascend_hsx.protocol.shard_index import Tombstone, has_member_since
 from vllm_ascend_hsx.sinks.base import REFUSED, SERVER_STOPPED, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory import Session
@@ -29,6 +31,7 @@ from vllm_ascend_hsx.sinks.shard_file import SessionShards
 logger = logging.getLogger(__name__)
 
 _DEFAULTS = FileOptions()
+_LATE_NS = 500_000_000  # after which a file that opens may meet one of a later request
 # How ids that vLLM makes unique end (v1/engine/input_processor.py:240, vLLM 0.23.0).
 _RANDOM_ID = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
 
@@ -113,20 +116,16 @@ class DirectorySink(Sink):
             data: its hidden file, complete and open.
         """
 
-    def hide_previous(self, file: RequestFile, before_ns: int | None = None) -> Callable[[], None] | None:
+    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None:
         """Hide what an earlier request of this name published; return what to call at the end.
 
         Otherwise a server that dies now would leave the earlier rows as the answer to this request.
         Raises OSError.
-
-        Args:
-            file: the request.
-            before_ns: hide only members that were published before this time.
         """
         if self._may_be_member(file):
             shards = self.shards_of(file.session)
             with shards.current() as shard:
-                shard.add_line(Tombstone(file.relative, before_ns or shards.now_ns()))
+                shard.add_line(Tombstone(file.relative, shards.now_ns()))
         if not file.storage.has_file(file.name):
             return None
         workspace, hidden = file.session.workspace, file.session.new_name(file.name)
@@ -145,22 +144,21 @@ class DirectorySink(Sink):
                 self._shards[session] = SessionShards(session, self.shard_bytes, self.options.durable)
             return self._shards[session]
 
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0) -> RequestFile:
-        return self._open(request_id, path, expected_tokens)
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None) -> RequestFile:
+        try:
+            return self._open(request_id, path, expected_tokens, begun_ns, _LATE_NS)
+        except _LaterRequest:
+            reason = "it could not be opened for long, and a later request has published this file"
+            raise SinkError(request_id, path, reason, REFUSED) from None
 
     def leave_reason(self, request_id: str, path: Path, reason: str, begun_ns: int) -> None:
-        try:
-            file = self._open(request_id, path, begun_ns=begun_ns)
-        except _LaterRequest:
-            return
-        # An error file would also hide a later request's member, which cannot be told from here.
-        if self._may_be_member(file):
-            file.discard()
-        else:
-            file.fail(reason)
+        with suppress(_LaterRequest):
+            self._open(request_id, path, begun_ns=begun_ns).fail(reason)
 
-    def _open(self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None) -> RequestFile:
-        """Open a file. Raises SinkError, and _LaterRequest: one has published since `begun_ns`."""
+    def _open(
+        self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None, late_ns: int = -1
+    ) -> RequestFile:
+        """Open a file. Raises SinkError; and _LaterRequest, only `late_ns` after `begun_ns`."""
         relative = self._relative(path)
         if relative is None:
             raise SinkError(request_id, path, f"it is not inside {self._directory}")
@@ -174,7 +172,7 @@ class DirectorySink(Sink):
                 # Refused at once: trying its lock takes some milliseconds.
                 if relative in self._files:
                     raise SinkError(request_id, path, "another request is writing this file")
-            file = self._announce(request_id, path, relative, expected_tokens, begun_ns)
+            file = self._announce(request_id, path, relative, expected_tokens, begun_ns, late_ns)
             with self._mutex:
                 self._files[relative] = file
             return file
@@ -225,8 +223,20 @@ class DirectorySink(Sink):
             return False
         return self.makes_members or file.session.storage.has_name(SHARDS_MARK)
 
+    def _is_published_since(self, file: RequestFile, begun_ns: int) -> bool:
+        """Return whether the file or member of this name is younger than a time. Raises OSError."""
+        if file.storage.changed_ns(file.name) > begun_ns:
+            return True
+        return self._may_be_member(file) and has_member_since(file.session.storage.fd, file.relative, begun_ns)
+
     def _announce(
-        self, request_id: str, path: Path, relative: str, expected_tokens: int = 0, begun_ns: int | None = None
+        self,
+        request_id: str,
+        path: Path,
+        relative: str,
+        expected_tokens: int = 0,
+        begun_ns: int | None = None,
+        late_ns: int = -1,
     ) -> RequestFile:
         """Make readers wait for a request. Raises as `_open`."""
         try:
@@ -246,11 +256,13 @@ class DirectorySink(Sink):
             file.gid = session.workspace.group_in(storage)
             if self.options.use_lock:
                 file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid)
-            if begun_ns is not None and storage.changed_ns(file.name) > begun_ns:
+            # From here on no other request can publish under this name.
+            is_late = begun_ns is not None and time.time_ns() - begun_ns > late_ns
+            if is_late and begun_ns is not None and self._is_published_since(file, begun_ns):
                 file.withdraw()
                 raise _LaterRequest
             storage.unlink(file.name + ERROR_SUFFIX)
-            file.remove_previous = self.hide_previous(file, begun_ns)
+            file.remove_previous = self.hide_previous(file)
         except LockHeldError:
             session.leave(storage)
             reason = "another request or server is writing this file"
