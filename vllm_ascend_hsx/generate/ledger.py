@@ -62,9 +62,7 @@ class Ledger:
         logged: for each row, 1 if the ledger has a line for its file.
     """
 
-    def __init__(
-        self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray, files: set[int], done: bytearray
-    ) -> None:
+    def __init__(self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray, files: set[int], done: bytearray) -> None:
         self.path = path
         self.server = server
         self.logged = logged
