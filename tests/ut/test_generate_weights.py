@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from test_generate_refusals import keep_lines, other_layers
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import open_ledger
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.reader.load import remove
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
 OLD, NEW = "0a" * 16, "b1" * 16
@@ -90,11 +93,11 @@ def replace_row(bench: Bench, row: int, sink: Any) -> None:
 
     ids = token_rows(6)[row]["token_ids"]
     path = bench.output / f"hs_{row}.safetensors"
-    path.unlink()
+    path.unlink(missing_ok=True)
     file = sink.open("another", path, len(ids))
     file.write(0, expected_rows(ids))
     file.commit(np.asarray(ids, dtype=np.int64), len(ids))
-    Path(f"{path}.lock").unlink()
+    Path(f"{path}.lock").unlink(missing_ok=True)
 
 
 def write_ledger(bench: Bench, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
@@ -186,3 +189,105 @@ def run_with_records(bench: Bench, weights: str, records: list[dict[str, Any]]) 
     with serving(bench, weights) as server:
         code, printed = bench.run(records=records, endpoint=server.url)
         return code, printed, len(server.seen)
+
+
+def leave(bench: Bench, *rows: int, weights: str = NEW, sink: str = "files") -> None:
+    """Rows that a server wrote after its run had ended."""
+    with SINKS[sink](bench.output, RowFormat((2, 0, 3), 8, "BF16", "tiny", weights=weights), FileOptions()) as other:
+        for row in rows:
+            replace_row(bench, row, other)
+
+
+@pytest.mark.parametrize("sink", SINKS)
+def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink: str) -> None:
+    """The server publishes them, and their answers never come. Two were done once, and lost."""
+    with serving(bench, OLD, sink) as server:
+        assert bench.run("--limit", 10, endpoint=server.url, records=40)[0] == 0
+    for row in (3, 9):
+        remove(bench.output / f"hs_{row}.safetensors")
+    written = threading.Barrier(4)
+    with serving(bench, OLD, sink) as server, serving(bench, NEW, sink) as other:
+
+        async def do_other(exchange: Exchange) -> None:
+            path = await server.publish(exchange, await server.begin(exchange, other._sink))
+            turn = await asyncio.get_running_loop().run_in_executor(None, written.wait, 30)
+            await (exchange.gone() if turn else server.answer(exchange, path))
+
+        server.do_other = do_other  # type: ignore[attr-defined]
+        server.behave = lambda seen: "other" if len(server.seen) > 1 else "ok"
+        code, printed = bench.run("--concurrency", 4, endpoint=server.url, records=40)
+    assert code == 2 and f"weights was {OLD}, is {NEW}" in printed
+    assert "removed 3 files of other weights that unfinished requests had left" in printed
+    assert len(bench.rows) == 9
+    assert len(server.seen) == 5 and {weights_in(bench, row) for row in bench.rows} == {OLD}
+    with serving(bench, OLD, sink) as server:
+        assert bench.run(endpoint=server.url, records=40)[0] == 0
+    bench.check(list(range(40)), records=40)
+
+
+@pytest.mark.parametrize("records", [6, [{"prompt": text} for text in "abcdef"]], ids=["token ids", "texts"])
+@pytest.mark.parametrize("sink", SINKS)
+def test_a_refused_server_s_files_are_removed_and_their_rows_generated_again(bench: Bench, sink: str, records: Any) -> None:
+    with serving(bench, OLD, sink) as server:
+        server.behave = lambda seen: 400 if seen.row == 3 else "ok"
+        assert bench.run(records=records, endpoint=server.url)[0] == 1
+        keep_lines(bench, lambda line: line.get("row") != 5)
+        remove(bench.output / "hs_5.safetensors")
+        leave(bench, 3, 5, sink=sink)
+        server.behave = lambda seen: "ok"
+        server.seen.clear()
+        code, printed = bench.run(records=records, endpoint=server.url)
+    assert (code, sorted(server.asked)) == (0, [3, 5]), printed
+    assert printed.count("other weights") == 1 and "removed 2 files of other weights that unfinished requests had left" in printed
+    assert {weights_in(bench, row) for row in range(6)} == {OLD}
+
+
+def test_rows_of_the_right_weights_that_no_ledger_names_are_kept(bench: Bench) -> None:
+    assert run_with(bench, OLD, fails=3)[0] == 1
+    leave(bench, 3, weights=OLD)
+    keep_lines(bench, lambda line: line.get("row") != 5)
+    code, printed, requests = run_with(bench, OLD)
+    assert (code, requests) == (0, 0) and "removed" not in printed
+    bench.check(list(range(6)))
+
+
+def test_other_ranks_rows_are_neither_checked_nor_removed(bench: Bench) -> None:
+    assert run_with(bench, OLD, "--world-size", 2, "--rank", 0)[0] == 0
+    leave(bench, 3)
+    assert run_with(bench, OLD, "--world-size", 2, "--rank", 0)[0] == 0
+    assert weights_in(bench, 3) == NEW
+    code, printed, requests = run_with(bench, OLD, "--world-size", 2, "--rank", 1)
+    assert (code, requests) == (0, 3) and "removed 1 files of other weights" in printed
+
+
+def test_a_row_that_another_rank_s_ledger_names_as_done_is_refused(bench: Bench) -> None:
+    assert run_with(bench, OLD)[0] == 0
+    leave(bench, 3)
+    code, printed, requests = run_with(bench, OLD, "--world-size", 2, "--rank", 1)
+    assert (code, requests) == (2, 0) and "is a row of another server than " in printed
+    assert weights_in(bench, 3) == NEW
+
+
+def test_a_file_of_another_model_that_no_ledger_names_is_refused(bench: Bench) -> None:
+    assert run_with(bench, OLD, fails=3)[0] == 1
+    with SINKS["files"](bench.output, RowFormat((2, 0, 3), 8, "BF16", "other", weights=OLD), FileOptions()) as sink:
+        replace_row(bench, 3, sink)
+    code, printed, requests = run_with(bench, OLD)
+    assert (code, requests) == (2, 0) and "model was tiny, is other; nothing was changed" in printed
+
+
+def test_finished_rows_tell_the_weights_that_a_ledger_of_an_earlier_version_lacks(bench: Bench) -> None:
+    """Some tell none, and a leftover of a refused server is not asked."""
+    assert run_with(bench, "", "--limit", 3, fails=0)[0] == 1
+    assert run_with(bench, OLD, fails=0)[0] == 1
+    leave(bench, 0)
+    write_ledger(bench, without_weights)
+    code, printed, requests = run_with(bench, OLD, "--concurrency", 1)
+    assert (code, requests) == (0, 1) and "removed 1 files of other weights" in printed
+    (bench.output / "hs_0.safetensors").unlink()
+    write_ledger(bench, without_weights)
+    code, printed, requests = run_with(bench, NEW, "--concurrency", 1)
+    assert (code, requests) == (2, 1) and f"weights was {OLD}, is {NEW}" in printed
+    assert noted(bench)[-1]["weights"] == OLD
+    bench.check(list(range(1, 6)))
+    assert run_with(bench, OLD, "--concurrency", 1)[0] == 0

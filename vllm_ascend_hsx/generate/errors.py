@@ -67,5 +67,9 @@ class ForeignRowError(RequestError):
     """A server wrote a row of another model or other layers than the other rows."""
 
 
+class LeftoverError(RequestError):
+    """A row that no ledger names as done has a file of other weights than the other rows."""
+
+
 class OtherWeightsError(ForeignRowError):
     """A server wrote a row of other weights than the other rows: all that follow would be, too."""

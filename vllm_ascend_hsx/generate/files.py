@@ -5,11 +5,20 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.generate.errors import ForeignRowError, InputError, OtherWeightsError, RequestError, RunError, StoppedError
+from vllm_ascend_hsx.generate.errors import (
+    ForeignRowError,
+    InputError,
+    LeftoverError,
+    OtherWeightsError,
+    RequestError,
+    RunError,
+    StoppedError,
+)
 from vllm_ascend_hsx.generate.ledger import Ledger, files_of_rows, have_other_weights, row_file, row_of_file, server_differences
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
@@ -32,6 +41,7 @@ class RowFiles:
 
     Attributes:
         stopped: set when the run is to end: then nothing waits for a server any longer.
+        leftovers: number of files of other weights, of rows that were not done, removed.
     """
 
     def __init__(self, options: Options, ledger: Ledger) -> None:
@@ -41,6 +51,7 @@ class RowFiles:
         self._ledger = ledger
         self._mutex = threading.Lock()
         self.stopped = threading.Event()
+        self.leftovers = 0
 
     def path(self, row: int) -> Path:
         """Return the path of a row's file here."""
@@ -63,7 +74,8 @@ class RowFiles:
 
         Raises:
             RequestError: the row has no file, or not the right one.
-            InputError: an older file has another model, other layers or weights than the rest.
+            InputError: an older file has another model, other layers or weights than the rest; of
+                other weights, only if the ledger names the row as done.
             RunError: the file cannot be read, so it may be valid.
             StoppedError: a server is still writing it, and the run is to end.
         """
@@ -95,7 +107,7 @@ class RowFiles:
         # Known tokens tell rows apart. Of a text only the ledger does: the file may be another
         # dataset's, copied here or left behind by a folder of shards that was renamed.
         is_ours = is_new or None not in (expected.prompt, expected.output) or self._ledger.knows(row, identity_of(found))
-        self._compare(found, is_new, is_ours and found.problem is None)
+        self._compare(row, found, is_new, is_ours and found.problem is None)
         if found.problem is not None:
             raise RequestError(found.problem)
         if not is_ours:
@@ -116,38 +128,62 @@ class RowFiles:
                 if left <= 0:
                     raise
 
-    def _compare(self, found: Examination, is_new: bool, counts: bool) -> None:
+    def _compare(self, row: int, found: Examination, is_new: bool, counts: bool) -> None:
         """Compare a file's model, layers and weights with the other rows'. Raises like `check`.
 
         If the file `counts`, log what nothing was known of.
         """
         server = _server_of(found)
         with self._mutex:
-            if self._ledger.server is None and counts:
-                # The run that wrote the first rows may have died before it logged this.
-                older = self._server_of_rows(found.path) if is_new else None
-                self._ledger.note_server(older or server)
+            if counts:
+                self._note(server, found.path, is_done=not is_new and self._ledger.is_done(row))
             before = self._ledger.server
             if before is None:
                 return
             changes = server_differences(before, server)
             if not changes:
-                if counts and server.keys() - before.keys():  # the first to tell its weights
-                    self._ledger.note_server(server)
                 return
         if is_new:
             kind = OtherWeightsError if have_other_weights(before, server) else ForeignRowError
             raise kind(f"{self._output} holds rows of another server: {changes}")
+        if have_other_weights(before, server) and not self._ledger.is_done(row):
+            raise LeftoverError(f"it is of another server: {changes}")  # which wrote it after it was refused
         remedy = "nothing was changed: name the right --output, or remove what is wrong"
         raise InputError(f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}")
 
-    def _server_of_rows(self, new: Path) -> dict[str, Any] | None:
-        """Return model, layers and weights of the other rows, from the first readable one."""
-        for path in files_of_rows(self._output):
+    def _note(self, server: dict[str, Any], path: Path, is_done: bool) -> None:
+        """Log what nothing was known of, and `server`, of the file `path`, tells.
+
+        Unless the ledger names the file's row as done, the other rows know better: the run that
+        wrote them may have died before it logged this, or have been of an earlier version.
+        """
+        before = self._ledger.server
+        if before is not None and not (server.keys() - before.keys() and not server_differences(before, server)):
+            return
+        known = before if is_done else self._server_of_rows(path, before, server)
+        if known is None or not server_differences(known, server):
+            known = server | (known or {})
+        if known != before:
+            self._ledger.note_server(known)
+
+    def _server_of_rows(self, new: Path, known: dict[str, Any] | None, server: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what is known, with what the other rows' files tell beyond it.
+
+        Rows that the ledger names come first. The first readable file tells model and layers; if
+        `server` tells its weights, the first file of these that does, too, tells the weights.
+        """
+        rows = [(not self._ledger.is_done(row_of_file(path.name) or 0), path) for path in files_of_rows(self._output)]
+        for _, path in sorted(rows):
+            if known is not None and (WEIGHTS in known or WEIGHTS not in server):
+                break
+            if self.stopped.is_set():
+                raise StoppedError
             if path != new:
                 with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
-                    return _server_of(check(path, data=False))
-        return None
+                    each = _server_of(check(path, data=False))
+                    if known is None or not server_differences(known, each):
+                        known = each
+        return known
 
     def _remove(self, row: int, wrong: RequestError) -> None:
         """Remove a wrong file, once no server writes it; `wrong` says if that fails."""
@@ -157,6 +193,31 @@ class RowFiles:
             remove(self.path(row))
         except OSError as error:
             wrong.reason += describe("; it cannot be removed", error)
+        else:
+            if isinstance(wrong, LeftoverError):  # they are counted, not told one by one
+                wrong.missing = True
+                self._count_leftover()
+
+    def _count_leftover(self) -> None:
+        with self._mutex:
+            self.leftovers += 1
+
+    def remove_leftovers(self, rows: Iterable[int]) -> None:
+        """Remove files of other weights that requests of this run have left behind.
+
+        Args:
+            rows: requested, and not done when the run was stopped. What they had before the
+                request was not valid, whatever the ledger says.
+
+        Raises:
+            OSError: a file cannot be read or removed.
+        """
+        for row in rows:
+            with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
+                found = check(self.path(row), data=False)
+                if have_other_weights(self._ledger.server or {}, _server_of(found)):
+                    remove(self.path(row))
+                    self._count_leftover()
 
     def remove_companions(self) -> list[Path]:
         """Remove locks and errors beside this run's rows, once servers have released them.

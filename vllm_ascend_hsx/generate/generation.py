@@ -75,6 +75,7 @@ class Generation:
         self._mutex = threading.Lock()  # guards rows and counts of rows that were there
         self._errors_in_a_row = 0
         self._cancelled_by_stop: set[asyncio.Future[Any]] = set()
+        self._asked: set[int] = set()  # rows requested, neither done nor failed
         outcome.endpoints = self._balancer.endpoints
 
     async def run(self) -> None:
@@ -163,6 +164,7 @@ class Generation:
                 endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
             work.attempts, work.endpoint = work.attempts + 1, endpoint
             path = self._files.server_path(work.row.index)
+            self._asked.add(work.row.index)
             request = self._client.ask(endpoint.url, endpoint.model, work.row, path)
             try:
                 work.expected = await self._unless_stopped(request)
@@ -250,6 +252,7 @@ class Generation:
             self._count_error(error.reason)
 
     def _log(self, work: Work, status: Status, **facts: Any) -> None:
+        self._asked.discard(work.row.index)
         self.outcome.requests += work.attempts
         seconds = round(time.monotonic() - work.started, 3)
         url = None if work.endpoint is None else work.endpoint.url
@@ -267,11 +270,14 @@ class Generation:
             )
 
     async def _tidy(self) -> None:
-        """Remove locks and errors that servers left beside the rows of this run."""
+        """Remove what servers left: locks and errors, and rows of other weights."""
         try:
             self.outcome.left = await self._in_pool(self._files.remove_companions)
+            await self._in_pool(self._files.remove_leftovers, self._asked)
         except OSError as error:
             self.progress.say(f"locks and errors of this run could not be removed: {error}")
+        if self._files.leftovers:
+            self.progress.say(f"removed {self._files.leftovers} files of other weights that unfinished requests had left")
 
     # Waiting
 

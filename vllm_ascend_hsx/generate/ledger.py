@@ -62,19 +62,25 @@ class Ledger:
         logged: for each row, 1 if the ledger has a line for its file.
     """
 
-    def __init__(self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray, files: set[int]) -> None:
+    def __init__(self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray, files: set[int], done: bytearray) -> None:
         self.path = path
         self.server = server
         self.logged = logged
         self._fd = fd
         self._files = files
+        self._done = done
 
     def knows(self, row: int, file: str) -> bool:
         """Return whether a ledger of the directory names this file of a row."""
         return hash((row, file)) in self._files
 
+    def is_done(self, row: int) -> bool:
+        """Return whether a ledger of the directory names a row as done, or as found."""
+        return row < len(self._done) and bool(self._done[row])
+
     def append(self, row: int, status: Status, **facts: Any) -> None:
         """Log what happened to a row, without facts that are None. Raises RunError."""
+        self._done[row] |= status != "failed"
         known = {key: value for key, value in facts.items() if value is not None}
         self._log({"row": row, "status": status, **known})
 
@@ -137,11 +143,13 @@ def open_ledger(output: Path, identity: Identity, world_size: int, rank: int) ->
 def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledger:
     rows, server, is_new = identity.dataset["rows"], None, True
     files: set[int] = set()  # hashes of (row, file), of all ledgers
+    done = 0  # a byte for each row: 1 if a ledger names it as done
     for name in sorted(os.listdir(output)):
         if _NAME.fullmatch(name):
             content = _read_at(output / name, rows, files)
             if content is not None:
                 _compare(output / name, content.header, identity)
+                done |= int.from_bytes(content.logged, "little")
                 server, is_new = _common_server(output / name, server, content.server), False
     if is_new and next(files_of_rows(output), None) is not None:
         raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
@@ -155,11 +163,16 @@ def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledge
             _write(fd, {"ledger": VERSION, **identity._asdict(), "world_size": world_size, "rank": rank})
             os.fdatasync(fd)
             _sync_directory(output)
-            return Ledger(path, fd, server, bytearray(rows), files)
+            return Ledger(path, fd, server, bytearray(rows), files, _bytes(done, rows))
         _compare(path, content.header, identity)
         if not content.ends_whole:
             os.write(fd, b"\n")
-        return Ledger(path, fd, _common_server(path, server, content.server), content.logged, files)
+        done |= int.from_bytes(content.logged, "little")
+        return Ledger(path, fd, _common_server(path, server, content.server), content.logged, files, _bytes(done, rows))
+
+
+def _bytes(number: int, length: int) -> bytearray:
+    return bytearray(number.to_bytes(length, "little"))
 
 
 def _compare(path: Path, header: dict[str, Any], identity: Identity) -> None:
