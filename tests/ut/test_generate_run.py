@@ -258,6 +258,18 @@ def test_a_row_that_fails_at_a_bad_server_is_next_sent_to_a_good_one(bench: Benc
     bench.check(list(range(60)), records=60)
 
 
+@pytest.mark.parametrize("bad", [4, 10])
+def test_one_row_at_a_time_finds_the_one_server_that_works(bench: Bench, bad: int) -> None:
+    with ExitStack() as servers:
+        bench.server.behave = lambda seen: 502
+        others = [servers.enter_context(FakeServer(bench.output, lambda seen: 502)) for _ in range(bad - 1)]
+        good = servers.enter_context(FakeServer(bench.output))
+        endpoints = ",".join(each.url for each in (*others, good))
+        code, printed = bench.run("--endpoint", endpoints, "--concurrency", 1, records=2)
+        assert code == 0, printed
+    bench.check([0, 1], records=2)
+
+
 def test_a_trial_of_a_server_costs_no_row_its_attempts(bench: Bench) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

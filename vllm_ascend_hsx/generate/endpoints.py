@@ -43,11 +43,6 @@ class Endpoint:
         """True while the server gets one request at a time, until one succeeds."""
         return not self.proven or self.downs > 0
 
-    @property
-    def is_well(self) -> bool:
-        """True if it has answered well, and nothing is known against it."""
-        return not (self.is_on_trial or self.faults or self.rest_left())
-
     def rest_left(self) -> float:
         """Return the seconds until the server gets requests again."""
         return max(0.0, self.resting_until - asyncio.get_running_loop().time())
@@ -117,8 +112,9 @@ class Balancer:
             endpoint.resting_until = max(endpoint.resting_until, until)
         return begins
 
-    def has_another_well(self, endpoint: Endpoint) -> bool:
-        return any(each.is_well for each in self.endpoints if each is not endpoint)
+    def may_do_elsewhere(self, endpoint: Endpoint) -> bool:
+        """Return whether nothing is known against another endpoint: it is well, or not yet tried."""
+        return any(not (each.faults or each.rest_left()) for each in self.endpoints if each is not endpoint)
 
     def _choose(self, failed_at: Endpoint | None) -> Endpoint | None:
         free = [each for each in self.endpoints if not each.rest_left() and not (each.is_on_trial and each.in_flight)]

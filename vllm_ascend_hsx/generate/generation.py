@@ -181,11 +181,11 @@ class Generation:
             return found
 
     def _spare(self, work: Work, endpoint: Endpoint) -> None:
-        """Do not count an attempt that was a trial of its endpoint, if another endpoint is well.
+        """Do not count an attempt that was a trial of its endpoint, if another one may be well.
 
         At most once for each endpoint, so that a row that fails everywhere ends.
         """
-        if work.spared < len(self._balancer.endpoints) and self._balancer.has_another_well(endpoint):
+        if work.spared < len(self._balancer.endpoints) and self._balancer.may_do_elsewhere(endpoint):
             work.spared += 1
 
     def _refuse(self, endpoint: Endpoint, error: RequestError) -> None:
