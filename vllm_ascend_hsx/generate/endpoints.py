@@ -113,7 +113,7 @@ class Balancer:
         return begins
 
     def may_do_elsewhere(self, endpoint: Endpoint) -> bool:
-        """Return whether nothing is known against another endpoint: it is well, or not yet tried."""
+        """Return whether nothing is known against another endpoint, which may be untried."""
         return any(not (each.faults or each.rest_left()) for each in self.endpoints if each is not endpoint)
 
     def _choose(self, failed_at: Endpoint | None) -> Endpoint | None:
