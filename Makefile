@@ -13,7 +13,7 @@ LONG ?=
 # Each emulated NPU is a process; more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-all releases scenarios lint ut emulator e2e mutants benchmark docs clean
+.PHONY: setup demo test test-all releases matrix lint ut emulator e2e mutants benchmark docs clean
 
 setup:
 	@$(PYTHON) tools/setup_emulated.py
@@ -29,9 +29,11 @@ lint: setup
 ut: setup
 	$(PYTEST) tests/ut
 
-# Files in the order of tests/e2e/conftest.py, longest first.
+# Files in the order of tests/e2e/conftest.py, longest first; `make matrix` reads the reports.
+REPORTS := build/e2e
+RUN := $(VLLM_ASCEND)$(if $(filter 1,$(VLLM_USE_V2_MODEL_RUNNER)),-v2)
 e2e: setup
-	$(PYTEST) --no-loadscope-reorder tests/e2e
+	$(PYTEST) --no-loadscope-reorder --junitxml $(REPORTS)/$(RUN).xml tests/e2e
 
 # One after the other, each with the time that it took.
 test:
@@ -50,17 +52,18 @@ emulator: setup
 mutants: setup
 	$(BIN)/python tests/mutations/run.py $(MUTANTS)
 
-# The scenario table and the demo on the other releases, which have environments of their own, and on both model runners.
+# Engines and the demo on the other releases, which have environments of their own, and on both model runners.
 OTHERS ?= 0.23.0.post1 0.26.0rc1 0.30.0rc2
 V2 ?= 0.30.0rc2
 releases:
-	@for release in $(OTHERS); do $(MAKE) --no-print-directory VLLM_ASCEND=$$release scenarios demo || exit; done
+	@for release in $(OTHERS); do $(MAKE) --no-print-directory VLLM_ASCEND=$$release e2e demo || exit; done
 	@for release in $(V2); do \
-	  VLLM_USE_V2_MODEL_RUNNER=1 $(MAKE) --no-print-directory VLLM_ASCEND=$$release scenarios demo || exit; \
+	  VLLM_USE_V2_MODEL_RUNNER=1 $(MAKE) --no-print-directory VLLM_ASCEND=$$release e2e demo || exit; \
 	done
 
-scenarios: setup
-	$(PYTEST) --no-loadscope-reorder tests/e2e/test_scenarios.py
+# Writes what passed on which release, by the reports of `make e2e`, into docs/compatibility.md.
+matrix: setup
+	$(BIN)/python tools/compatibility.py $(REPORTS)/*.xml
 
 test-all:
 	$(MAKE) test LONG=--long

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 
 import vllm_ascend_hsx
+from benchmarks import vllm_planner
 from benchmarks.peers import Contestant
 from benchmarks.rows import DTYPE, MINIMAX_M2, STEP_TOKENS, Load, Source, Step, assert_files_are_right, npu, token_ids
 from vllm_ascend_hsx.config import HsxConfig
@@ -234,6 +235,7 @@ class MainThread:
 
         from vllm_ascend_hsx.drafter.proposer import HsxProposer
 
+        vllm_planner.load()  # vLLM 0.30 chooses model runner V2, vllm-ascend's patches V1
         settled = server_settings(row_format, directory)
         staging = StagingCache(
             num_slots=settled.config.staging_slots,

@@ -1,7 +1,8 @@
 """A stand-in for VllmConfig as vLLM's planner reads it; the real one needs a server's model.
 
-Checked against vllm 0.23.0 and vllm-ascend 0.23.0. It has the fields of VllmConfig that are read
-on the way to a KV cache. Imports are deferred because vLLM takes seconds.
+Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with its vllm. It has the fields
+of VllmConfig that any of them reads on the way to a KV cache. Where the releases differ, vLLM is
+asked instead. Imports are deferred because vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from enum import Enum
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from benchmarks.model_shape import ModelShape
 from vllm_ascend_hsx.config import METHOD
 
 MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"
 MAMBA_CONFIG = "vllm_ascend.patch.platform.patch_mamba_config"
+CHECKED = "vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2"
 
 
 class Layout(Enum):
@@ -44,9 +47,7 @@ class _Fields(SimpleNamespace):
     """A part of VllmConfig. What it lacks must not pass for a configuration that vLLM refuses."""
 
     def __getattr__(self, name: str) -> Any:
-        raise UnknownFieldError(
-            f"vLLM reads {name!r}, which this lacks; it was checked against vllm 0.23.0 and vllm-ascend 0.23.0: install these"
-        )
+        raise UnknownFieldError(f"vLLM reads {name!r}, which this lacks; it was checked against {CHECKED}: install one of these")
 
 
 def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> Any:
@@ -54,27 +55,37 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
 
     * `speculative_config`: none without extraction. Upstream has one draft token, hence one more
       Mamba state per request; our plugin sets it to 0 (compat.drafts.schedule_no_drafts).
-    * Upstream has no chunked prefill (vllm/config/vllm.py:764), so a step takes a whole request.
-    * Prefix caching is vLLM's default: off for hybrid models (vllm/config/model.py:1852,
-      is_prefix_caching_supported).
-    * `block_size`: vllm-ascend's refresh_block_size (utils.py:1369) makes it 128; that of a hybrid
-      model follows from its state.
+    * Prefix caching is vLLM's default; chunked prefill is too, if upstream's connector takes it.
+      Without, a step takes a whole request.
+    * The order of the KV cache in memory is the one that vLLM 0.30 resolves: upstream's connector
+      demands LBNHC (example_hidden_states_connector.py:610), and it is vLLM's own choice where, as
+      on Ascend, no attention backend asks for another (vllm/v1/attention/backends/utils.py:189).
+    * `block_size`: vllm-ascend's refresh_block_size (utils.py:1369 in 0.23, :1405 in 0.30) makes it
+      128; that of a hybrid model follows from its state.
     """
     torch = importlib.import_module("torch")
     upstream, batched = layout is Layout.UPSTREAM, options.max_num_batched_tokens
     drafts = {Layout.PLAIN: None, Layout.HSX: 0, Layout.UPSTREAM: 1}[layout]
+    chunks = not upstream or _upstream_takes_chunks()
     config = _Fields(
+        attention_config=_Fields(hisparse_config=None),
         cache_config=_Fields(
             block_size=None,
             cache_dtype="auto",
-            enable_prefix_caching=not shape.is_hybrid,
+            enable_prefix_caching=_caches_prefixes(shape),
+            get_resolved_kv_cache_layout=lambda: importlib.import_module("vllm.v1.kv_cache_layout").KVCacheLayout.LBNHC,
+            kv_cache_dtype_skip_layers=[],
             mamba_block_size=None,
             mamba_cache_dtype="auto",
             mamba_cache_mode="none",
             mamba_page_size_padded=None,
             mamba_ssm_cache_dtype="auto",
             num_gpu_blocks_override=None,
+            prefix_cache_retention_interval=None,
+            user_specified_block_size=False,
+            user_specified_mamba_block_size=False,
         ),
+        compilation_config=_Fields(static_forward_context={}),
         model_config=_Fields(
             architecture=shape.architecture,
             dtype=getattr(torch, shape.dtype),
@@ -93,12 +104,19 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
         ),
         scheduler_config=_Fields(
             disable_hybrid_kv_cache_manager=False,
-            enable_chunked_prefill=not upstream,
-            max_num_batched_tokens=max(batched, options.max_model_len) if upstream else batched,
+            enable_chunked_prefill=chunks,
+            max_num_batched_tokens=batched if chunks else max(batched, options.max_model_len),
         ),
         speculative_config=None
         if drafts is None
-        else _Fields(method=METHOD, num_speculative_tokens=drafts, use_eagle=lambda: False),
+        else _Fields(
+            draft_model_config=None,
+            method=METHOD,
+            num_speculative_tokens=drafts,
+            use_eagle=lambda: False,
+            use_eagle_block_drop=lambda: False,
+            use_multi_module_mtp=lambda: False,
+        ),
         kv_transfer_config=None,  # read for AscendStoreConnector alone
         max_concurrent_batches=2,  # asynchronous scheduling, vLLM's default, with extraction too
     )
@@ -109,15 +127,53 @@ def server_config(shape: ModelShape, options: EngineOptions, layout: Layout) -> 
     return config
 
 
-def _align(shape: ModelShape, config: Any) -> None:
-    """Let vllm-ascend choose block size and page of a hybrid model.
+def _caches_prefixes(shape: ModelShape) -> bool:
+    """Return vLLM's default: with a hybrid model False before 0.30.
 
-    Reason: its patch_mamba_config.verify_and_update_config replaces vLLM's
-    HybridAttentionMambaModelConfig. It looks up the model's class in vLLM's registry, which would
-    import the model, and asks it for the state's shapes; here they are passed in instead. Before
-    it, vLLM takes the recurrent state's dtype from config.json for some classes
-    (models/config.py:536, in MODELS_CONFIG_MAP).
+    Reason: vllm/engine/arg_utils.py:2374 in 0.23, :2520 in 0.26 and :2798 in 0.30.
     """
+    model = SimpleNamespace(
+        attn_type="hybrid" if shape.is_hybrid else "decoder",
+        is_chunked_prefill_supported=True,
+        is_hybrid=shape.is_hybrid,
+        pooler_config=None,
+    )
+    model.is_prefix_caching_supported = importlib.import_module("vllm.config").ModelConfig.is_prefix_caching_supported.fget(model)
+    arguments = SimpleNamespace(enable_chunked_prefill=None, enable_prefix_caching=None)
+    engine_args = importlib.import_module("vllm.engine.arg_utils").EngineArgs
+    engine_args._set_default_chunked_prefill_and_prefix_caching_args(arguments, model)
+    return bool(arguments.enable_prefix_caching)
+
+
+def _upstream_takes_chunks() -> bool:
+    """Return whether a server with upstream's connector may have chunked prefill.
+
+    Reason: 0.23 refuses to start (vllm/config/vllm.py:764); 0.26 and 0.30 do not.
+    """
+    asked = SimpleNamespace(
+        cache_config=SimpleNamespace(kv_offloading_size=None),
+        kv_transfer_config=SimpleNamespace(kv_connector="ExampleHiddenStatesConnector"),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=True),
+    )
+    try:
+        importlib.import_module("vllm.config").VllmConfig._post_init_kv_transfer_config(asked)
+    except ValueError:
+        return False
+    return True
+
+
+def _align(shape: ModelShape, config: Any) -> None:
+    """Let vLLM and vllm-ascend choose block size and page of a hybrid model.
+
+    Reason: vllm-ascend's patch_mamba_config.verify_and_update_config replaces vLLM's
+    HybridAttentionMambaModelConfig; since 0.30 it leaves the sizes to the platform, which a worker
+    asks with its layers (vllm/v1/executor/uniproc_executor.py:75, vllm/platforms/interface.py:609).
+    Both look up the model's class in vLLM's registry, which would import the model, and ask it for
+    the state's shapes; here they are passed in instead. Before that, vLLM takes the recurrent
+    state's dtype from config.json for some classes (models/config.py:536 in 0.23, in
+    MODELS_CONFIG_MAP).
+    """
+    models = importlib.import_module("vllm.model_executor.models")
     per_class = importlib.import_module("vllm.model_executor.models.config").MODELS_CONFIG_MAP.get(shape.architecture)
     if per_class is not None:
         per_class.verify_and_update_config(config)
@@ -125,20 +181,27 @@ def _align(shape: ModelShape, config: Any) -> None:
     model_class = SimpleNamespace(
         get_mamba_state_shape_from_config=lambda _: shapes, get_mamba_state_dtype_from_config=lambda _: dtypes
     )
-    module: Any = importlib.import_module(MAMBA_CONFIG)
-    registry = module.ModelRegistry
-    module.ModelRegistry = SimpleNamespace(resolve_model_cls=lambda *_, **__: (model_class, shape.architecture))
-    try:
-        module.verify_and_update_config.__func__(None, config)
-    finally:
-        module.ModelRegistry = registry
+    config.compilation_config.static_forward_context["attention"] = _attention_layer()
+    with mock.patch.object(models.ModelRegistry, "resolve_model_cls", return_value=(model_class, shape.architecture)):
+        importlib.import_module(MAMBA_CONFIG).verify_and_update_config.__func__(None, config)
+        importlib.import_module("vllm.platforms").current_platform.update_block_size_for_backend(config)
+
+
+def _attention_layer() -> Any:
+    """Return a layer of which the platform asks nothing but its backend, and that only in 0.30."""
+    base: Any = importlib.import_module("vllm.model_executor.layers.attention_layer_base").AttentionLayerBase
+
+    def get_attn_backend(self: Any) -> Any:
+        return importlib.import_module("vllm_ascend.attention.attention_v1").AscendAttentionBackend
+
+    return type("Attention", (base,), {"get_attn_backend": get_attn_backend, "get_kv_cache_spec": lambda *_: None})()
 
 
 def delta_net_state(shape: ModelShape, config: Any) -> tuple[Any, Any]:
     """Shapes and dtypes of GatedDeltaNet's convolution and recurrent state on one NPU.
 
-    Reason: vllm/model_executor/models/qwen3_5.py:678-708 and qwen3_next.py ask the same
-    calculators, and so does the layer (vllm_ascend/ops/gdn.py:45).
+    Reason: vllm/model_executor/models/qwen3_5.py:678-708 in 0.23 (:399 in 0.30) and qwen3_next.py
+    ask the same calculators, and so does the layer (vllm_ascend/ops/gdn.py:45, :275).
     """
     utils = importlib.import_module(MAMBA_UTILS)
     net = shape.delta_net

@@ -1,10 +1,10 @@
 """The KV cache that vLLM's planner, patched by vllm-ascend, gives a server not yet started.
 
-Checked against vllm 0.23.0 and vllm-ascend 0.23.0. A server builds its VllmConfig and its model,
-asks each layer for a KVCacheSpec, and hands the specs to vLLM's planner. Here the specs are made
-as the layers make them, from a stand-in (server_config.py). KCU below is
-vllm/v1/core/kv_cache_utils.py, MR vllm_ascend/worker/model_runner_v1.py. Imports are deferred
-because vLLM takes seconds.
+Checked against vllm-ascend 0.23.0, 0.26.0rc1 and 0.30.0rc2, each with its vllm. A server builds its
+VllmConfig and its model, asks each layer for a KVCacheSpec, and hands the specs to vLLM's planner.
+Here the specs are made as the layers make them, from a stand-in (server_config.py). KCU below is
+vllm/v1/core/kv_cache_utils.py, MR vllm_ascend/worker/model_runner_v1.py; lines are those of 0.23
+unless another release is named. Imports are deferred because vLLM takes seconds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.server_config import EngineOptions, Layout, UnknownFieldError, d
 PLANNER = "vllm.v1.core.kv_cache_utils"
 SPECS = "vllm.v1.kv_cache_interface"
 ASCEND_SPECS = "vllm_ascend.core.kv_cache_interface"
-# The name of the drafter's layer (vllm/model_executor/models/extract_hidden_states.py:361).
+# The drafter's layer (vllm/model_executor/models/extract_hidden_states.py:361, :364 in 0.30).
 CACHE_ONLY = "model.cache_only_layers.{}"
 
 
@@ -31,7 +31,7 @@ class Capacity:
     Attributes:
         block_size: tokens per block of the attention layers.
         num_blocks: blocks; vLLM calls it num_gpu_blocks.
-        block_bytes: bytes per NPU that a block takes in all tensors together.
+        block_bytes: bytes per NPU that a block takes: those of the largest group's layers.
         groups: layers and tokens per block of each KV cache group.
         tokens: what requests of max_model_len tokens can hold together; the server logs it as
             "GPU KV cache size".
@@ -64,7 +64,7 @@ def plan_layout(shape: ModelShape, options: EngineOptions, layout: Layout, num_e
 
     Reason: KCU:1956 (get_kv_cache_configs) groups layers, unifies their pages, checks that a
     request fits and counts the blocks; KCU:899 (get_max_concurrency_for_kv_cache_config) times
-    max_model_len is the size that the server logs (KCU:1720).
+    max_model_len is the size that the server logs (KCU:1720). In 0.30: KCU:2617, :1067 and :2373.
 
     Args:
         shape: the target.
@@ -90,7 +90,7 @@ def plan_layout(shape: ModelShape, options: EngineOptions, layout: Layout, num_e
     return Capacity(
         block_size=config.cache_config.block_size,
         num_blocks=cache.num_blocks,
-        block_bytes=sum(tensor.size for tensor in cache.kv_cache_tensors) // max(cache.num_blocks, 1),
+        block_bytes=max(map(_group_bytes, cache.kv_cache_groups)),
         groups=tuple((len(group.layer_names), group.kv_cache_spec.block_size) for group in cache.kv_cache_groups),
         tokens=int(concurrency * options.max_model_len),
     )
@@ -100,7 +100,7 @@ def _specs(shape: ModelShape, config: Any, layout: Layout, num_extracted: int) -
     """KVCacheSpecs of all layers in the order of MR:4907: attention, the drafter's layer, Mamba.
 
     Attention pages smaller than those of Mamba are padded (MR:5021). Upstream's drafter layer has a
-    HiddenStateCacheSpec (MR:5003); ours has none.
+    HiddenStateCacheSpec (MR:5003); ours has none. In 0.30: MR:6144, :6343 and :6308.
     """
     specs: dict[str, Any] = {}
     states: dict[str, Any] = {}
@@ -112,7 +112,8 @@ def _specs(shape: ModelShape, config: Any, layout: Layout, num_extracted: int) -
             specs[name] = _attention_spec(shape, kind, config)
     if layout is Layout.UPSTREAM:
         interface = importlib.import_module(SPECS)
-        # vllm/model_executor/models/extract_hidden_states.py:285: a head per extracted layer.
+        # vllm/model_executor/models/extract_hidden_states.py:285 (:316 in 0.30): a head per
+        # extracted layer.
         specs[CACHE_ONLY.format(len(shape.layers))] = interface.HiddenStateCacheSpec(
             block_size=config.cache_config.block_size,
             num_kv_heads=num_extracted,
@@ -127,7 +128,10 @@ def _specs(shape: ModelShape, config: Any, layout: Layout, num_extracted: int) -
 
 
 def _attention_spec(shape: ModelShape, kind: LayerKind, config: Any) -> Any:
-    """As vllm/model_executor/layers/attention/attention.py:566; latent attention as MR:4991."""
+    """As vllm/model_executor/layers/attention/attention.py:566; latent attention as MR:4991.
+
+    In 0.30: attention.py:663 and MR:6258.
+    """
     sizes: dict[str, Any] = {
         "block_size": config.cache_config.block_size,
         "num_kv_heads": config.model_config.get_num_kv_heads(config.parallel_config),
@@ -151,6 +155,16 @@ def _state_spec(shape: ModelShape, config: Any) -> Any:
         mamba_cache_mode=cache.mamba_cache_mode,
         num_speculative_blocks=num_drafts(config),
     )
+
+
+def _group_bytes(group: Any) -> int:
+    """Bytes of a block in the layers of a group; groups use the same memory in turn.
+
+    Reason: a spec for several kinds of layers has their pages summed up; any other is each layer's.
+    """
+    spec = group.kv_cache_spec
+    alike = not isinstance(spec, importlib.import_module(SPECS).UniformTypeKVCacheSpecs)
+    return int(spec.page_size_bytes * (len(group.layer_names) if alike else 1))
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,8 @@
-"""Marks tests of what is so only with certain releases of vllm-ascend and its vllm."""
+"""Marks tests of what is so only with certain releases of vllm-ascend, or a model runner."""
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import version
 
 import pytest
@@ -26,3 +27,8 @@ def only_with(versions: str, why: str) -> pytest.MarkDecorator:
     """
     reason = f"about vllm-ascend {versions}, and {version(VLLM_ASCEND)} is installed: {why}"
     return pytest.mark.skipif(not installed_is(versions), reason=reason)
+
+
+def only_on_v1(why: str) -> pytest.MarkDecorator:
+    """Skip a test where all engines use model runner V2."""
+    return pytest.mark.skipif(os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1", reason=f"about model runner V1: {why}")

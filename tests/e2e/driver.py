@@ -216,7 +216,7 @@ class Driver:
     def record_all_stats(self) -> None:
         """Record stats of steps without outputs, too, as the API server does (async_llm.py:697).
 
-        LLMEngine drops them (v1/engine/llm_engine.py:316 in 0.23.0).
+        LLMEngine drops them before 0.30 (v1/engine/llm_engine.py:316 in 0.23.0).
         """
         client, loggers = self.engine.engine_core, self.engine.logger_manager
         get_output = client.get_output

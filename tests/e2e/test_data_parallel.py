@@ -15,6 +15,7 @@ import pytest
 from harness import compare_file, read_trace, tokens
 from launch import FLASHCOMM, START_SECONDS, tiny_server
 from prometheus_client.parser import text_string_to_metric_families
+from releases import only_on_v1
 
 from vllm_ascend_hsx.demo.metrics import Metrics, parse, settle
 from vllm_ascend_hsx.demo.server import Server
@@ -181,6 +182,7 @@ def batches(events: list[dict[str, Any]]) -> list[Batch]:
     return found
 
 
+@only_on_v1("test_model_runner_v2.py has V2's collectives")
 def test_busy_and_idle_ranks_issue_the_same_collectives(served: Served) -> None:
     check_collectives(served.trace, METADATA)
 

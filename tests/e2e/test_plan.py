@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from launch import run_module
+from releases import installed_is
 from session import EngineSession
 from tiny_hybrid import build_qwen3_5_moe
 
@@ -70,7 +71,8 @@ def test_an_engine_has_the_blocks_that_the_benchmark_says_for_the_same_memory(ki
         facts = engine_facts(tmp_path / name, models[kind], kv_cache_memory_bytes=memory, **MODELS[kind], **more)
         capacity = counted["capacities"][name]
         assert facts["num_gpu_blocks"] == capacity["num_blocks"], name
-        assert facts["kv_bytes"] == capacity["num_blocks"] * capacity["block_bytes"], name
+        if installed_is("<0.30"):  # since then each tensor has the size of the whole pool
+            assert facts["kv_bytes"] == capacity["num_blocks"] * capacity["block_bytes"], name
         assert sorted(map(len, facts["kv_groups"])) == sorted(layers for layers, _ in capacity["groups"]), name
 
 
@@ -108,18 +110,20 @@ def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchm
         shape, planned = shape_of(CONFIGS[name]), read_shape(name)
         assert read_shape(directory) == replace(planned, name=name), "with the text part on top"
         capacity = made["capacities"]["plain"]
-        assert made["block_size"] == capacity["block_size"], name
-        assert made["enable_prefix_caching"] is not shape.is_hybrid, name
+        # Since 0.30 the worker chooses those of a hybrid, by the backends of its layers.
+        final = installed_is("<0.30") or not shape.is_hybrid
+        assert made["block_size"] == capacity["block_size"] or not final, name
+        assert made["enable_prefix_caching"] is (installed_is(">=0.30") or not shape.is_hybrid), name
         assert (made["hidden_size"], made["num_layers"], made["dtype"]) == (planned.hidden_size, planned.num_layers, planned.dtype), name
         assert made["head_size"] == shape.head_dim, name
         assert made["attention_layers"] == sum(kind is not LayerKind.LINEAR for kind in shape.layers), name
         assert made["max_num_batched_tokens"] == defaults.max_num_batched_tokens
         assert made["max_concurrent_batches"] == 2
-        if shape.is_hybrid:
+        if shape.is_hybrid and final:
             layers = capacity["groups"][0][0]
             assert made["mamba_page_size_padded"] * layers == capacity["block_bytes"], name
             assert made["mamba_block_size"] == capacity["groups"][1][1], name
-        else:
+        elif final:
             pairs = 1 if shape.is_latent else 2
             page = made["block_size"] * made["num_kv_heads"] * made["head_size"] * pairs * 2
             assert page * planned.num_layers == capacity["block_bytes"], name

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    import threading
+
     from generate_bench import Bench
     from mooncake_master import MooncakeMaster
     from worker_harness import Engine
@@ -98,3 +100,24 @@ def any_bench(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.Cap
 
     with FakeServer(tmp_path / "out", make_sink=SINKS[request.param]) as server:
         yield Bench(tmp_path, server, capsys)
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Answers while it is set; a write begins and an opened lock comes back only then."""
+    from worker_harness import waiting
+
+    from vllm_ascend_hsx.protocol.lock import HeldLock
+    from vllm_ascend_hsx.sinks.request_file import RequestFile
+
+    yield from waiting(monkeypatch, (RequestFile, "_made_data"), (HeldLock, "acquire"))
+
+
+@pytest.fixture
+def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """As `storage`, for locks alone."""
+    from worker_harness import waiting
+
+    from vllm_ascend_hsx.protocol.lock import HeldLock
+
+    yield from waiting(monkeypatch, (HeldLock, "acquire"))

@@ -156,7 +156,16 @@ def test_the_options_of_a_run_have_the_same_bounds_in_python(name: str, bounds: 
 
 @pytest.mark.parametrize(
     ("command", "option"),
-    [([*GENERATE, "--data"], "--data/--preprocessed-data"), ([*GENERATE, "--output"], "--output"), (["serve", "M", "--out"], "--out")],
+    [
+        ([*GENERATE, "--data"], "--data/--preprocessed-data"),
+        ([*GENERATE, "--output"], "--output"),
+        (["serve", "M", "--out"], "--out"),
+        (["clean"], "directory"),
+        (["verify"], "directory"),
+        (["inspect"], "FILE|DIR"),
+        (["inspect", "F", "--plot"], "--plot"),
+        (["doctor", "--out"], "--out"),
+    ],
 )
 def test_an_empty_path_is_refused_and_not_taken_for_the_current_directory(
     command: list[str], option: str, capsys: pytest.CaptureFixture[str]

@@ -20,22 +20,29 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.openai.engine.protocol import RequestResponseMetadata
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import core as core_module
 
 from vllm_ascend_hsx.compat import shutdown as patches
+
+if installed_is("<0.30"):
+    from vllm.entrypoints.openai.engine.protocol import RequestResponseMetadata
+else:
+    from vllm.entrypoints.generate.base.protocol import RequestResponseMetadata
 
 # The modules that wrap every chat's stream, and where they keep the original.
 if installed_is("<0.26"):
     from vllm_ascend.patch.platform import patch_glm_tool_call_streaming as wrapping
 
     ORIGINAL = "_ascend_glm_original_chat_completion_stream_generator"
-else:
+elif installed_is("<0.30"):
     from vllm_ascend.patch.platform import patch_kimi_k3_parsers as wrapping
 
     ORIGINAL = wrapping._ORIGINAL_CHAT_STREAM_ATTR
+else:  # nothing wraps it
+    ORIGINAL = "chat_completion_stream_generator"
 
+WRAPPED = ["chat that vllm-ascend wrapped first", "chat that vllm-ascend wrapped later"] if installed_is("<0.30") else []
 STATE = core_module.EngineShutdownState
 
 
@@ -175,7 +182,7 @@ def test_what_a_stopping_core_leaves_unanswered_or_refuses_is_answered_by_an_err
 
 
 @pytest.mark.parametrize("generated", [0, 1], ids=["before its first token", "after its first token"])
-@pytest.mark.parametrize("kind", ["completion", "chat", "chat that vllm-ascend wrapped first", "chat that vllm-ascend wrapped later"])
+@pytest.mark.parametrize("kind", ["completion", "chat", *WRAPPED])
 def test_a_stream_that_the_end_of_the_server_cuts_off_ends_with_an_error(kind: str, generated: int) -> None:
     if kind == "completion":
         serving_class = fresh(OpenAIServingCompletion, "completion_stream_generator")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from releases import installed_is
 
 from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
 from vllm_ascend_hsx.doctor import software, storage
@@ -132,7 +133,6 @@ CHANGES = {
     "a plugin that is left out": Change(
         "plugin", "", "Add ascend_hsx to VLLM_PLUGINS, or unset it.", environ={"VLLM_PLUGINS": "ascend,ascend_model"}
     ),
-    "the V2 runner": Change("model runner", "", "", environ={"VLLM_USE_V2_MODEL_RUNNER": "1"}),
 }
 
 
@@ -148,6 +148,11 @@ def test_what_differs_is_one_problem_that_names_what_is_right(installed: Path, m
     (problem,) = [each for each in check_software(environ_of(machine, **change.environ), machine) if each.verdict == "problem"]
     assert problem.name == change.name
     assert change.found in problem.found and change.what_to_do in problem.what_to_do
+
+
+def test_model_runner_v2_is_a_problem_before_vllm_ascend_0_30(installed: Path, machine: Path) -> None:
+    found = check_software(environ_of(machine, VLLM_USE_V2_MODEL_RUNNER="1"), machine)
+    assert [each.name for each in found if each.verdict == "problem"] == ([] if installed_is(">=0.30") else ["model runner"])
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_rows_of_a_replaced_checkpoint_are_refused_at_the_first_and_not_kept(ben
     code, printed, requests = run_with(bench, NEW, sink=sink)
     assert (code, requests) == (2, 1), printed
     assert f"{bench.output} holds rows of another server: weights was {OLD}, is {NEW}; " in printed
-    assert f"name another --output, such as a new folder below this one, or remove {bench.output}" in printed
+    assert "name another --output, such as a new folder below this one" in printed
     bench.check([0, 1, 2, 4, 5])
     assert run_with(bench, OLD, sink=sink)[0] == 0
     bench.check(list(range(6)))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import runpy
 from pathlib import Path
 from typing import Any
 
+import new_version
 import pytest
 from packaging.version import Version
 
 from vllm_ascend_hsx.compat.installed import Sources, digest_of_body
 from vllm_ascend_hsx.compat.patch_points import PatchPoint, Use
 
-TOOL = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "new_version.py"))
 RELEASES = {"vllm": Version("0.31.0"), "vllm_ascend": Version("0.31.0rc1")}
 STEP = "def step(self, batch, *, force=False):\n        return batch"
 SOURCES = {
@@ -33,7 +32,7 @@ def tree(folder: Path, changes: dict[str, tuple[str, str]] | None = None) -> Any
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.replace(before, after) if before else text)
-    return TOOL["Tree"]({name: folder / name for name in RELEASES})
+    return new_version.Tree({name: folder / name for name in RELEASES})
 
 
 def point(name: str, takes: str = "self batch", use: Use = Use.PASSED_ON, versions: str = ">=0.23") -> PatchPoint:
@@ -56,10 +55,9 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Patch points whose code is that of SOURCES, and the methods that we override."""
     bodies = {each.name: digest_of_body(STEP) for each in POINTS if each.path[-1] == "step"}
     bodies["vllm_ascend.patch.Base.other"] = digest_of_body("def _other(self, batch):\n    return [batch]")
-    scope = TOOL["patch_points"].__globals__
-    monkeypatch.setitem(scope, "POINTS", POINTS)
-    monkeypatch.setitem(scope, "recorded", lambda: {"0.30.0": Sources({}, bodies)})
-    monkeypatch.setitem(scope, "overrides", lambda folder: [TOOL["Override"]("Ours.step", "vllm.core", ("Engine", "step"))])
+    monkeypatch.setattr(new_version, "POINTS", POINTS)
+    monkeypatch.setattr(new_version, "recorded", lambda: {"0.30.0": Sources({}, bodies)})
+    monkeypatch.setattr(new_version, "overrides", lambda folder: [new_version.Override("Ours.step", "vllm.core", ("Engine", "step"))])
 
 
 Change = tuple[str, str, str]
@@ -87,7 +85,7 @@ def test_a_change_is_named_with_its_place_and_nothing_else_is(
 ) -> None:
     changes = {change[0]: change[1:]} if change else {}
     old, new = tree(tmp_path / "old"), tree(tmp_path / "new", changes)
-    report = {title.split()[0]: lines for title, lines in TOOL["sections"](old, new, RELEASES, None).items() if lines}
+    report = {title.split()[0]: lines for title, lines in new_version.sections(old, new, RELEASES, None).items() if lines}
     assert {title: len(lines) for title, lines in report.items()} == {title: number for title, (number, _) in named.items()}
     for title, (_, text) in named.items():
         assert text in report[title][0]
@@ -96,7 +94,7 @@ def test_a_change_is_named_with_its_place_and_nothing_else_is(
 def test_the_overridden_methods_are_those_of_our_classes_with_a_base_of_vllm(tmp_path: Path) -> None:
     text = "from vllm.core import Engine as E\nfrom ours import Mixin\n\n\nclass Ours(Mixin, E[int]):\n    def step(self): ...\n"
     (tmp_path / "ours.py").write_text(text + "\n\nclass Other(Mixin):\n    def step(self): ...\n")
-    assert list(TOOL["overrides"](tmp_path)) == [("Ours.step", "vllm.core", ("Engine", "step"))]
+    assert list(new_version.overrides(tmp_path)) == [("Ours.step", "vllm.core", ("Engine", "step"))]
 
 
 def test_schemas_of_the_extension_are_compared_with_the_emulators(tmp_path: Path) -> None:
@@ -104,15 +102,15 @@ def test_schemas_of_the_extension_are_compared_with_the_emulators(tmp_path: Path
     code += 'ops.def("fresh() -> ()");\nops.def("plain");\n'
     (tmp_path / "torch_binding.cpp").write_text(code)
     known = {"same": "same(Tensor x)  -> Tensor", "other": "other(Tensor x) -> ()", "gone": "gone() -> ()"}
-    assert list(TOOL["schemas"](tmp_path, known)) == [
+    assert list(new_version.schemas(tmp_path, known)) == [
         "`fresh() -> ()`: new",
         "`gone`: not there",
         "`other(Tensor x, int n) -> ()`: was `other(Tensor x) -> ()`",
     ]
-    assert len(TOOL["known_schemas"]()) > 50
+    assert len(new_version.known_schemas()) > 50
 
 
 def test_a_release_that_pip_does_not_find_is_told_with_what_pip_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(TOOL["UnavailableError"], match=r"vllm==0\.0\.1 cannot be downloaded:\n(.*\n)*.*No matching distribution"):
-        TOOL["download"]("vllm", "0.0.1", tmp_path)
+    with pytest.raises(new_version.UnavailableError, match=r"vllm==0\.0\.1 cannot be downloaded:\n(.*\n)*.*No matching distribution"):
+        new_version.download("vllm", "0.0.1", tmp_path)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -76,6 +77,7 @@ def test_this_environment_is_the_pinned_one() -> None:
     """In a process of its own: the emulator's torch_npu may be on this one's path."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, str(ROOT / "tools" / "setup_emulated.py"), "--check"]
+    environment["VLLM_ASCEND"] = version("vllm_ascend")
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -133,6 +133,15 @@ def test_what_are_no_rows_is_the_callers_mistake_and_the_request_goes_on(case: S
 # What is left
 
 
+def test_no_rows_are_left_where_a_later_request_of_the_name_has_failed(case: SinkCase) -> None:
+    file = case.open("superseded")
+    file.write(0, finite_rows(0, 3))
+    file.later_failure = "the later one's reason"
+    with pytest.raises(SinkError, match="a later request of this name has failed: the later one's reason"):
+        file.commit(token_ids(3), 3)
+    assert "the later one's reason" in case.outcome("superseded")
+
+
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("rows", [0, 3])
 def test_nothing_is_seen_before_the_end_and_then_all_rows_or_the_reason_or_nothing(case: SinkCase, how: str, rows: int) -> None:

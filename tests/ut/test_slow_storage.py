@@ -4,67 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from sink_harness import reason_of as reason
-from worker_harness import FORMAT, Engine, ended, failures, started
+from worker_harness import NOTHING, SILENT, Engine, answer, ended, failures, fill_ring, silence, started
 
 from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector import worker as worker_module
-from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestStart
-from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.reader.load import load
-from vllm_ascend_hsx.sinks import file as sink_module
-from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.request_file import RequestFile
-
-PATIENCE = 0.3
-SILENT = f"the storage did not answer for {PATIENCE:g} s"
-NOTHING = HsxConnectorMetadata()
-
-
-@pytest.fixture
-def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Answers while it is set; a write begins and an opened lock comes back only then."""
-    yield from waiting(monkeypatch, (RequestFile, "_made_data"), (HeldLock, "acquire"))
-
-
-@pytest.fixture
-def locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """As `storage`, for locks alone."""
-    yield from waiting(monkeypatch, (HeldLock, "acquire"))
-
-
-def waiting(monkeypatch: pytest.MonkeyPatch, *calls: tuple[type, str]) -> Iterator[threading.Event]:
-    answers = threading.Event()
-    answers.set()
-    for owner, name in calls:
-        original = getattr(owner, name)
-
-        def wait(*args: Any, _original: Any = original) -> Any:
-            answers.wait()
-            return _original(*args)
-
-        monkeypatch.setattr(owner, name, wait)
-    yield answers
-    answers.set()
-
-
-def silence(engine: Engine, storage: threading.Event) -> None:
-    """Shorten the patience only while the storage is silent: a slow disk may need more."""
-    storage.clear()
-    engine.worker._watch.storage_timeout = PATIENCE
-
-
-def answer(engine: Engine, storage: threading.Event) -> None:
-    engine.worker._watch.storage_timeout = 30.0
-    storage.set()
 
 
 def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their_own_step(
@@ -125,21 +74,6 @@ def test_storage_that_hangs_while_rows_are_written_stops_no_step_and_fails_only_
     assert engine.worker._progress.backlog == 0
 
 
-def fill_ring(engine: Engine, storage: threading.Event) -> None:
-    """Silence the storage until the worker takes it for stuck."""
-    engine.step(started(engine.start("filler", 200)), [("filler", 0, 8)])
-    silence(engine, storage)
-    fill_up(engine)
-
-
-def fill_up(engine: Engine) -> None:
-    """Stage rows of "filler", of which there are 8, until a step finds no slot."""
-    position = 8
-    while "filler" not in engine.outcomes:
-        engine.step(NOTHING, [("filler", position, 16)])
-        position += 16
-
-
 def test_a_request_that_was_never_opened_is_in_the_log_at_once_and_leaves_its_reason_when_the_storage_answers(
     make_engine: Callable[..., Engine], storage: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,72 +107,6 @@ def test_requests_without_a_reason_in_their_place_are_limited_in_memory_and_stil
     engine.close()
     left = [name for name in refused if Path(f"{engine.path(name)}.error").exists()]
     assert len(left) == len(refused) - dropped
-
-
-def publish(engine: Engine, name: str) -> None:
-    """Publish a row under a name, as another server does in the same directory."""
-    with FileSink(engine.directory, FORMAT) as sink:
-        file = sink.open("other", engine.path(name))
-        file.write(0, memoryview(bytes(FORMAT.row_bytes)))
-        file.commit(np.arange(1, dtype=np.int64), 1)
-
-
-def chosen(engine: Engine, *names: str) -> list[RequestStart]:
-    return [RequestStart(f"{name}-0", str(engine.path(name)), 0, np.arange(3, dtype=np.int64)) for name in names]
-
-
-def test_no_earlier_rows_are_taken_for_those_of_a_request_that_hanging_storage_failed(
-    make_engine: Callable[..., Engine], storage: threading.Event
-) -> None:
-    engine = make_engine()
-    publish(engine, "earlier")
-    fill_ring(engine, storage)
-    shutil.copyfile(engine.path("earlier"), engine.path("meanwhile"))  # as another rank publishes
-    engine.step(started(*chosen(engine, "earlier", "meanwhile", "new", "later")), [])
-    shutil.copyfile(engine.path("earlier"), engine.path("later"))
-    answer(engine, storage)
-    engine.close()
-    assert {engine.outcomes[f"{name}-0"] for name in ("earlier", "meanwhile", "new", "later")} == {SILENT}
-    assert [reason(engine.path(name)) for name in ("earlier", "meanwhile", "new")] == [SILENT] * 3
-    assert not engine.path("earlier").exists() and not engine.path("meanwhile").exists()
-    assert load(engine.path("later")).hidden_states.shape[0] == 1, "a later request's rows stay"
-    assert not Path(f"{engine.path('later')}.error").exists()
-
-
-def test_a_file_that_opens_after_its_request_has_failed_hides_earlier_rows_and_no_later_ones(
-    make_engine: Callable[..., Engine], locks: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = make_engine()
-    publish(engine, "earlier")
-    silence(engine, locks)
-    monkeypatch.setattr(sink_module, "_LATE_NS", 0)
-    engine.step(started(*chosen(engine, "first", "earlier", "later")), [])
-    for name in ("first", "later"):  # the first one is being opened
-        shutil.copyfile(engine.path("earlier"), engine.path(name))
-    answer(engine, locks)
-    engine.close()
-    assert {engine.outcomes[f"{name}-0"] for name in ("first", "earlier", "later")} == {SILENT}
-    assert reason(engine.path("earlier")) == SILENT
-    assert not engine.path("earlier").exists()
-    for name in ("first", "later"):
-        assert load(engine.path(name)).hidden_states.shape[0] == 1
-        assert not Path(f"{engine.path(name)}.error").exists()
-
-
-def test_a_request_that_was_refused_while_another_one_of_its_name_was_written_leaves_its_reason_after_it(
-    make_engine: Callable[..., Engine], storage: threading.Event
-) -> None:
-    engine = make_engine()
-    engine.step(started(engine.start("mine", 3), engine.start("filler", 200)), [])
-    silence(engine, storage)
-    engine.step(NOTHING, [("mine", 0, 3), ("filler", 0, 8)])
-    fill_up(engine)
-    engine.step(started(*chosen(engine, "mine")), [])
-    answer(engine, storage)
-    engine.close()
-    assert engine.outcomes["mine"] is None and engine.outcomes["mine-0"] == SILENT
-    assert reason(engine.path("mine")) == SILENT
-    assert not engine.path("mine").exists()
 
 
 def test_files_that_cannot_be_opened_keep_no_writer_from_the_rows_of_others(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
 import torch_npu  # noqa: F401 - brings torch.npu
 from safetensors.torch import load_file
@@ -24,6 +26,9 @@ from vllm_ascend_hsx.sinks.file import FileSink
 LAYERS, HIDDEN, MAX_TOKENS = 2, 4, 16
 FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=HIDDEN, dtype="F32", model="tiny")
 DEVICE = torch.device("npu:0")
+PATIENCE = 0.3
+SILENT = f"the storage did not answer for {PATIENCE:g} s"
+NOTHING = HsxConnectorMetadata()
 
 
 class Engine:
@@ -146,3 +151,45 @@ def failures(engine: Engine) -> dict[str, int]:
     stats = engine.worker.take_stats()
     assert stats is not None
     return dict(stats.failures)
+
+
+def waiting(monkeypatch: pytest.MonkeyPatch, *calls: tuple[type, str]) -> Iterator[threading.Event]:
+    """Let methods wait for an event, which is set at first and at the end."""
+    answers = threading.Event()
+    answers.set()
+    for owner, name in calls:
+        original = getattr(owner, name)
+
+        def wait(*args: Any, _original: Any = original) -> Any:
+            answers.wait()
+            return _original(*args)
+
+        monkeypatch.setattr(owner, name, wait)
+    yield answers
+    answers.set()
+
+
+def silence(engine: Engine, storage: threading.Event) -> None:
+    """Shorten the patience only while the storage is silent: a slow disk may need more."""
+    storage.clear()
+    engine.worker._watch.storage_timeout = PATIENCE
+
+
+def answer(engine: Engine, storage: threading.Event) -> None:
+    engine.worker._watch.storage_timeout = 30.0
+    storage.set()
+
+
+def fill_ring(engine: Engine, storage: threading.Event) -> None:
+    """Silence the storage until the worker takes it for stuck."""
+    engine.step(started(engine.start("filler", 200)), [("filler", 0, 8)])
+    silence(engine, storage)
+    fill_up(engine)
+
+
+def fill_up(engine: Engine) -> None:
+    """Stage rows of "filler", of which there are 8, until a step finds no slot."""
+    position = 8
+    while "filler" not in engine.outcomes:
+        engine.step(NOTHING, [("filler", position, 16)])
+        position += 16

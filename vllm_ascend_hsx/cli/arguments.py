@@ -14,7 +14,7 @@ _SIZE = re.compile(r"^(\d{1,30}(?:\.\d{1,30})?)\s*(B|[KMGT]i?B?)?$", re.ASCII | 
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
-def path(text: str) -> Path:
+def non_empty_path(text: str) -> Path:
     """Parse a path. An unset variable of the shell does not stand for the current directory."""
     if not text:
         raise argparse.ArgumentTypeError("it is empty; give a path, such as . for the current directory")

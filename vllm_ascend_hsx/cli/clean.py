@@ -8,8 +8,8 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
+from vllm_ascend_hsx.cli.arguments import non_empty_path
 from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
 from vllm_ascend_hsx.sinks.orphans import Cleaning, Done
@@ -30,7 +30,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "waits for are never touched, so servers may keep running. Exit code 0: done; 1: "
         "something could not be removed; 2: the directory cannot be read.",
     )
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=non_empty_path)
     parser.add_argument("--errors-older-than", metavar="AGE", help="remove errors of this age, such as 7d, 12h, 30m or 45s (default: none)")
     parser.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     options = parser.parse_args(argv)

@@ -8,12 +8,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from vllm_ascend_hsx.cli.arguments import non_empty_path
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.doctor import patch_points, storage
 from vllm_ascend_hsx.doctor.findings import Finding
@@ -33,7 +33,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         description="Checks whether extraction of hidden states will work on this machine, and shows what to do if not: versions, NPUs, "
         "patch points in vllm and vllm-ascend, a storage directory, a model. Exit code 0: no problems; 1: problems; 2: invalid options.",
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="the storage directory: use it as a server does, and write 256 MiB to it")
+    parser.add_argument("--out", type=non_empty_path, metavar="DIR", help="storage directory: use it like a server, writing 256 MiB to it")
     parser.add_argument("--io", choices=("buffered", "direct"), default="buffered", help="of the files in --out (default: buffered)")
     parser.add_argument("--durability", choices=("none", "fdatasync"), default="none", help="of the files in --out (default: none)")
     parser.add_argument("--no-lock", action="store_true", help="as with use_synchronization_lock false")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.cli.arguments import path, seconds, whole
+from vllm_ascend_hsx.cli.arguments import non_empty_path, seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, make_console, say
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.options import BOUNDS, Options, base_url, path_map
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("what is sent").add_argument
     formats = "a file of JSON lines, Arrow or parquet; a folder of the two latter, or one from `datasets`' save_to_disk"
-    add("--data", "--preprocessed-data", type=path, required=True, metavar="PATH", help=formats)
+    add("--data", "--preprocessed-data", type=non_empty_path, required=True, metavar="PATH", help=formats)
     columns = "token_ids, input_ids, messages, conversations, prompt"
     add("--column", metavar="NAME", help=f"what to send (default: the first that exists of {columns})")
     add("--limit", "--max-samples", **numbers("limit"), help="only the first N rows of the dataset")
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-consecutive-errors", **numbers("max_consecutive_errors"), help=errors)
     add = parser.add_argument_group("files").add_argument
     output = "the servers' storage directory (--out of `hsx serve`), or a folder below it, for the files and the ledger"
-    add("--output", type=path, required=True, metavar="DIR", help=output)
+    add("--output", type=non_empty_path, required=True, metavar="DIR", help=output)
     paths = "a directory that has another path on the servers' machines; may be repeated"
     add("--map-path", action="append", default=[], metavar="SERVER=HERE", help=paths)
     validate = "read every file once, existing ones too: all numbers are finite, the checksum is right"

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_hsx.cli.arguments import whole
+from vllm_ascend_hsx.cli.arguments import non_empty_path, whole
 from vllm_ascend_hsx.cli.output import make_console
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine
@@ -29,9 +29,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         description="Shows tokens, layers, dtype, norms of the rows, metadata and verdict of a file of hidden states, or of all files and "
         "members of shards below a directory. Exit code 0: all are valid; 1: one is not; 2: nothing could be read.",
     )
-    parser.add_argument("path", type=Path, metavar="FILE|DIR")
+    parser.add_argument("path", type=non_empty_path, metavar="FILE|DIR")
     parser.add_argument("--limit", type=whole(1, 10**9), default=50, metavar="N", help="files of a directory to show (default: 50)")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw the norms of a file's rows, by layer and by token; needs matplotlib")
+    plot = "draw the norms of a file's rows, by layer and by token; needs matplotlib"
+    parser.add_argument("--plot", type=non_empty_path, metavar="PNG", help=plot)
     options = parser.parse_args(argv)
     if options.plot is not None and find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")

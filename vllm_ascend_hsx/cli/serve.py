@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.cli.arguments import path
+from vllm_ascend_hsx.cli.arguments import non_empty_path
 from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -47,7 +47,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "layers; or eagle3 or dflash (2, L/2, L-3 and L of L layers), or mtp (L) (default: eagle3)",
     )
     out = "directory of the files (default: %(default)s)"
-    parser.add_argument("--out", type=path, default=Path("hidden_states"), metavar="DIR", help=out)
+    parser.add_argument("--out", type=non_empty_path, default=Path("hidden_states"), metavar="DIR", help=out)
     option = "a further key of kv_connector_extra_config, such as io=direct or include_output_tokens=true; may be repeated"
     parser.add_argument("--option", action="append", default=[], type=_option, metavar="KEY=VALUE", help=option)
     parser.add_argument("--dry-run", action="store_true", help="print the command and do not start it")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from vllm_ascend_hsx.cli.arguments import whole
+from vllm_ascend_hsx.cli.arguments import non_empty_path, whole
 from vllm_ascend_hsx.cli.output import OneConsole, deferred_interrupt, ended_by_sigterm, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
 from vllm_ascend_hsx.protocol.format import WEIGHTS
@@ -109,7 +109,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         "checksum, and all are of one kind. Index, tar file and manifest of each shard agree. "
         "Exit code 0: all are good; 1: some are not, or requests failed; 2: nothing could be checked.",
     )
-    parser.add_argument("directory", type=Path)
+    parser.add_argument("directory", type=non_empty_path)
     processors = len(os.sched_getaffinity(0))
     parser.add_argument("--jobs", type=whole(1, 1024), default=processors, metavar="N", help="processes (default: one per processor)")
     parser.add_argument("--no-checksum", action="store_true", help="do not compare checksums")

@@ -30,9 +30,9 @@ _IN_ALL_RELEASES = (
     "AfmoeForCausalLM", "ApertusForCausalLM", "ArceeForCausalLM",
     "Cosmos3ForConditionalGeneration", "CwmForCausalLM", "DeepseekForCausalLM", "DeepseekV2ForCausalLM",
     "DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM",
-    "Ernie4_5ForCausalLM", "Exaone4_5_ForConditionalGeneration", "Fairseq2LlamaForCausalLM",
+    "Ernie4_5ForCausalLM", "Exaone4_5_ForConditionalGeneration",
     "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
-    "GlmForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "GritLM",
+    "GlmForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM",
     "HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM", "HunYuanVLForConditionalGeneration",
     "IQuestCoderForCausalLM", "InternLM3ForCausalLM",
     "InternS1ProForConditionalGeneration", "InternS2PreviewForConditionalGeneration",
@@ -54,7 +54,14 @@ _IN_SOME_RELEASES = {
         "AquilaForCausalLM", "AquilaModel", "InternLMForCausalLM", "MantisForConditionalGeneration",
         "TeleChatForCausalLM", "XverseForCausalLM",
     ),
+    "<0.30": ("Fairseq2LlamaForCausalLM", "GritLM"),
     ">=0.26": ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM"),
+    ">=0.30": (
+        "CohereCompassForConditionalGeneration", "InternS2MobiusForConditionalGeneration",
+        "K2HorizonForCausalLM", "MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration",
+        "Plamo3ForCausalLM", "Qwen3OmniMoeForConditionalGeneration", "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM", "SarvamMLAForCausalLM",
+    ),
 }  # fmt: skip
 # The generating models of the installed vllm that collect hidden states, by themselves or with our
 # patches, and are not UNSERVABLE. tests/ut/test_targets.py compares them with vLLM's sources.

@@ -71,6 +71,8 @@ class Extraction:
         self._decided = False
         self._failure: str | None = None  # published in place of the file by the thread that takes the file
         self._file: SinkFile | None = None  # open, and not being ended
+        self._opened: SinkFile | None = None  # the same, and afterwards
+        self._later_failure: str | None = None
         self._writing = 0  # writes in flight
         self._closed_by_writer = False
 
@@ -96,7 +98,8 @@ class Extraction:
             self._on_ended(self)
         else:
             with self._mutex:
-                self._file, failed = file, self._failure is not None
+                self._file, self._opened, failed = file, file, self._failure is not None
+                file.later_failure = self._later_failure
             if failed:
                 self.stop()
         finally:
@@ -176,6 +179,13 @@ class Extraction:
         self._report(reason, kind)
         if opened:
             self._writers.submit(self.stop)
+
+    def give_way(self, reason: str) -> None:
+        """Publish no rows from now on, because a later request of this name has failed."""
+        with self._mutex:
+            self._later_failure = reason
+            if self._opened is not None:
+                self._opened.later_failure = reason
 
     def give_up(self) -> bool:
         """Write no more rows, because the server stops. False: the request was decided before."""

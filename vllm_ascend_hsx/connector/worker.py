@@ -142,6 +142,7 @@ class ExtractionWorker:
             before = next((each for each in self._not_ended if each.path == start.path), None)
             if before is not None:  # the name is free when that file has ended
                 self._reasons_after.setdefault(before, []).append((start, reason))
+                before.give_way(reason)
                 return
         self._leave_reason(start, reason)
 

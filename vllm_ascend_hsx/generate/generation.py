@@ -191,7 +191,7 @@ class Generation:
     def _refuse(self, endpoint: Endpoint, error: RequestError) -> None:
         """Raise InputError if a new server is misconfigured, or a known one has other weights."""
         if isinstance(error, ForeignRowError):
-            remedy = f"serve the same model and layers, or {REMEDY}, or remove {self._options.output}"
+            remedy = f"serve the same model and layers, or {REMEDY}"
             raise InputError(f"{endpoint.url}: {error.reason}; {remedy}") from error
         if error.missing and endpoint.failed >= self._options.max_retries:
             raise InputError(error.reason) from error

@@ -52,6 +52,6 @@ def _ask_vllm(name: str, trust_remote_code: bool, revision: str | None) -> tuple
     except ModuleNotFoundError as error:
         raise UserError(MODEL, name, f"can only be fetched by vLLM, and {error.name} is not installed", "Give a directory.") from None
     except (OSError, ValueError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        remedy = "Give a directory, or a name that vllm serve takes."
+        first_line = str(error).strip().partition("\n")[0].rstrip(".")
+        remedy = "The log above may tell more. Give a directory, or a name that vllm serve takes."
         raise UserError(MODEL, name, f"has no config.json that vLLM can read: {first_line}", remedy) from None

@@ -39,10 +39,21 @@ class SinkFile(ABC):
     * One call ends the file: `commit`, `fail` or `discard`.
     * No write is in flight when the file ends, unless `fail` is told so: storage may hang in one.
     * Each position of the tokens has been written when `commit` is called.
+
+    Attributes:
+        later_failure: why a later request of this name has failed, if one has. Its readers must
+            find this reason, so `commit` leaves it in place of the rows. Any thread may set it.
     """
 
     request_id: str
     path: Path
+    later_failure: str | None = None
+
+    def give_way(self) -> None:
+        """Raise SinkError if a later request of this name has failed."""
+        if self.later_failure is not None:
+            reason = f"a later request of this name has failed: {self.later_failure}"
+            raise SinkError(self.request_id, self.path, reason, REFUSED)
 
     @abstractmethod
     def write(self, first: int, rows: Rows) -> None:
@@ -71,8 +82,8 @@ class SinkFile(ABC):
             num_prompt_tokens: number of prompt tokens among them.
 
         Raises:
-            SinkError: if it could not be published. The file has ended, with the reason in its
-                place.
+            SinkError: if it could not be published, or a later request has failed. The file has
+                ended, with the reason in its place.
         """
 
     @abstractmethod

@@ -223,8 +223,13 @@ class DirectorySink(Sink):
             return False
         return self.makes_members or file.session.storage.has_name(SHARDS_MARK)
 
-    def _is_published_since(self, file: RequestFile, begun_ns: int) -> bool:
-        """Return whether the file or member of this name is younger than a time. Raises OSError."""
+    def _is_superseded(self, file: RequestFile, begun_ns: int | None, late_ns: int) -> bool:
+        """Return whether a later request has published this name. Raises OSError.
+
+        Only looked for `late_ns` after the request began; that spares the others the time.
+        """
+        if begun_ns is None or time.time_ns() - begun_ns <= late_ns:
+            return False
         if file.storage.changed_ns(file.name) > begun_ns:
             return True
         return self._may_be_member(file) and has_member_since(file.session.storage.fd, file.relative, begun_ns)
@@ -257,8 +262,7 @@ class DirectorySink(Sink):
             if self.options.use_lock:
                 file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid)
             # From here on no other request can publish under this name.
-            is_late = begun_ns is not None and time.time_ns() - begun_ns > late_ns
-            if is_late and begun_ns is not None and self._is_published_since(file, begun_ns):
+            if self._is_superseded(file, begun_ns, late_ns):
                 file.withdraw()
                 raise _LaterRequest
             storage.unlink(file.name + ERROR_SUFFIX)

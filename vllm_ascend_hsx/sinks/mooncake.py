@@ -142,8 +142,9 @@ class MooncakeFile(SinkFile):
         client, retries = self._sink.client, self._sink.retries
         retries.run(partial(client.put_parts, self.handle, self._buffer.parts(layout.size)))
         try:
+            self.give_way()
             retries.run(partial(client.put, self.handle + MANIFEST_KEY_SUFFIX, content))
-        except MooncakeError:
+        except (MooncakeError, SinkError):
             self._attempt("remove data that has no manifest", lambda: client.remove([self.handle]))
             raise
         self._attempt("tidy up the store", lambda: self._sink.published.tidy(self.handle))

@@ -35,6 +35,7 @@ class Owner(Protocol):
     def make_data(self, file: RequestFile) -> DataFile: ...
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None: ...
     def follow(self, file: RequestFile) -> RequestFile | None: ...
+    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None: ...
     def forget(self, file: RequestFile) -> None: ...
     def release(self, session: Session) -> None: ...
 
@@ -103,6 +104,11 @@ class RequestFile(SinkFile):
             # First: a request that fails here must have no rows in the former directory.
             self._successor = self._sink.follow(self)
             self._sink.publish(self, data, len(token_ids))
+            if self.later_failure is not None:  # readers wait for the lock and have not seen the rows
+                remove = self._sink.hide_previous(self.destination)
+                if remove is not None:
+                    self._attempt("remove its rows", remove)
+                self.give_way()
         except SinkError as error:
             self.fail(error.reason)
             raise

@@ -157,12 +157,10 @@ def trace_graph_mode(directory: str) -> None:
     trace = _Trace(directory)
 
     def wrap(runner_module: Any) -> None:
-        import torch
         from vllm.forward_context import get_forward_context
 
         runner = runner_module.NPUModelRunner
         resolve, forward = runner._check_and_update_cudagraph_mode, runner._model_forward
-        end, replay = torch.npu.NPUGraph.capture_end, torch.npu.NPUGraph.replay
 
         @functools.wraps(resolve)
         def resolved(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -176,6 +174,35 @@ def trace_graph_mode(directory: str) -> None:
             trace.write(forward=get_forward_context().cudagraph_runtime_mode.name, tokens=num_tokens)
             return forward(self, num_tokens, *args, **kwargs)
 
+        runner._check_and_update_cudagraph_mode, runner._model_forward = resolved, run
+
+    def wrap_v2(_: Any) -> None:
+        from vllm.v1.worker.gpu import cudagraph_utils
+        from vllm.v1.worker.gpu import model_runner as runner_module
+
+        manager, dispatch = cudagraph_utils.CudaGraphManager, runner_module.dispatch_cg_and_sync_dp
+        choose = manager._init_candidates
+
+        @functools.wraps(choose)
+        def chosen(self: Any) -> None:
+            choose(self)
+            captures = {mode.name: [each.num_tokens for each in descs] for mode, descs in self._capture_descs.items()}
+            sizes = self.compilation_config.cudagraph_capture_sizes
+            trace.write(resolved=self.cudagraph_mode.name, capture_sizes=sizes, captures=captures)
+
+        @functools.wraps(dispatch)
+        def dispatched(*args: Any, **kwargs: Any) -> Any:
+            found = dispatch(*args, **kwargs)
+            trace.write(forward=found[0].cg_mode.name, tokens=found[0].num_tokens)
+            return found
+
+        manager._init_candidates, runner_module.dispatch_cg_and_sync_dp = chosen, dispatched
+
+    def wrap_graphs(_: Any) -> None:
+        import torch
+
+        end, replay = torch.npu.NPUGraph.capture_end, torch.npu.NPUGraph.replay
+
         def captured(self: Any) -> None:
             end(self)
             trace.write(captured=True)
@@ -184,10 +211,11 @@ def trace_graph_mode(directory: str) -> None:
             trace.write(replayed=True)
             replay(self)
 
-        runner._check_and_update_cudagraph_mode, runner._model_forward = resolved, run
         torch.npu.NPUGraph.capture_end, torch.npu.NPUGraph.replay = captured, replayed
 
+    _after_import("vllm_ascend.worker.worker", wrap_graphs)
     _after_import("vllm_ascend.worker.model_runner_v1", wrap)
+    _after_import("vllm_ascend.patch.worker.patch_v2.patch_model_runner", wrap_v2)  # replaces that function, too
 
 
 release_writers = threading.Event()

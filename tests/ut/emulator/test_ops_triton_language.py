@@ -105,6 +105,22 @@ def test_a_kernel_makes_pointers_of_addresses_and_uses_them(cast: bool, dtype: t
         assert source.cpu().tolist() == [*was[:3].tolist(), 9.0, float(was[4])]
 
 
+@triton.jit
+def move_kernel(addresses_ptr, row, stride: tl.int64):
+    source = tl.load(addresses_ptr) + row.to(tl.int64) * stride
+    target = (tl.load(addresses_ptr + 1) + 8).to(tl.pointer_type(tl.uint64))
+    offsets = tl.arange(0, 4)
+    tl.store(target + offsets, tl.load(source.to(tl.pointer_type(tl.uint64)) + offsets, mask=offsets < 3), mask=offsets < 3)
+
+
+def test_a_kernel_makes_pointers_of_addresses_that_it_has_computed() -> None:
+    """And moves eight bytes at a time, whatever they are."""
+    source, target = torch.arange(24.0).view(3, 8).to("npu"), torch.zeros(10, device="npu")
+    addresses = torch.tensor([source.data_ptr(), target.data_ptr()]).to("npu")
+    move_kernel[(1,)](addresses, 2, 32)
+    assert target.cpu().tolist() == [0.0, 0.0, *range(16, 22), 0.0, 0.0]
+
+
 def test_an_autotuned_kernel_can_be_told_from_a_plain_one_and_runs_with_its_first_configuration() -> None:
     @triton.autotune([Config({"BLOCK": 3}), Config({"BLOCK": 5})], key=["count"])
     @triton.jit

@@ -1,9 +1,9 @@
 """References for the package fla_npu, whose kernels vllm-ascend 0.30 uses for GatedDeltaNet.
 
-The functions of `FUNCTIONS` stand in for fla_npu.ops.ascendc. They check what that package checks
-in Python, and call operators, which have the references of this module. The package's sources are
-at github.com/flashserve/flash-linear-attention-npu; with CANN 9.1 and later states may have gaps
-between their rows (fla/ops/ascendc/gdn/*/README.md).
+`FUNCTIONS` replaces the module fla_npu.ops.ascendc. Each function validates its arguments like the
+original and calls an operator; this module has the references of these operators. The original's
+sources are at github.com/flashserve/flash-linear-attention-npu. From CANN 9.1 on, rows of states
+need not be contiguous (fla/ops/ascendc/gdn/*/README.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -39,15 +39,13 @@ class PointerType:
 
 
 class Address(torch.Tensor):
-    """A scalar of 64 bits that was loaded. A kernel may make a pointer of it."""
+    """A scalar of 64 bits that was loaded, or was computed from one.
 
-    # Results are ordinary tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    A kernel may make a pointer of it.
+    """
 
     def to(self, dtype: Any, **options: Any) -> Any:  # type: ignore[override]
-        if isinstance(dtype, PointerType):
-            return AddressPointer(int(self), dtype)
-        return self.as_subclass(torch.Tensor).to(dtype, **options)
+        return AddressPointer(int(self), dtype) if isinstance(dtype, PointerType) else super().to(dtype, **options)
 
 
 class Pointer:
@@ -132,7 +130,8 @@ class AddressPointer(Pointer):
     """
 
     def __init__(self, address: int, dtype: PointerType, offsets: Value = 0) -> None:
-        self._address, self._name, self.dtype = address, hex(address), dtype
+        self._address, self._name = address, hex(address)
+        self.dtype = PointerType(torch.int64) if dtype.element_ty == torch.uint64 else dtype
         self._offsets = torch.as_tensor(offsets)
 
     def __add__(self, offsets: Value) -> "AddressPointer":

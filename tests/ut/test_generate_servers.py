@@ -1,0 +1,99 @@
+"""`hsx generate` shares rows between servers; a bad one costs time and no row."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from generate_bench import Bench
+from generate_files import Seen
+from generate_harness import FakeServer
+
+
+def test_several_servers_share_the_rows_and_a_dead_one_loses_none(bench: Bench, tmp_path: Path) -> None:
+    with FakeServer(bench.output) as second, socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        code, printed = bench.run("--endpoint", f"{dead},{second.url}/v1/", records=30)
+        assert code == 0
+        assert f"{dead}/v1/models: All connection attempts failed; {dead} is left alone for" in printed
+        both = bench.server.asked + second.asked
+        assert both == Counter(range(30))
+        assert min(len(bench.server.seen), len(second.seen)) > 5
+        assert re.search(rf"{second.url} │ {len(second.seen)} answered, 0 failed", printed)
+    bench.check(list(range(30)), records=30)
+
+
+def test_a_server_that_comes_up_later_gets_rows_too(bench: Bench) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    second = FakeServer(bench.output, port=port)
+
+    def start(seen: Seen, stage: str) -> None:
+        if seen.row == 5 and stage == "asked":
+            second.__enter__()
+
+    bench.server.at = start
+    try:
+        assert bench.run("--endpoint", f"http://127.0.0.1:{port}", "--concurrency", 2, records=400)[0] == 0
+        assert second.seen
+    finally:
+        second.__exit__(None, None, None)
+    bench.check(list(range(400)), records=400)
+
+
+def test_a_row_that_fails_at_a_bad_server_is_next_sent_to_a_good_one(bench: Bench) -> None:
+    with ExitStack() as servers:
+        bad = [servers.enter_context(FakeServer(bench.output, lambda seen: 502)) for _ in range(5)]
+        code, printed = bench.run("--endpoint", ",".join(each.url for each in bad), "--max-retries", 1, records=60)
+        assert code == 0, printed
+        assert sum(len(each.seen) for each in bad) > 5
+    bench.check(list(range(60)), records=60)
+
+
+@pytest.mark.parametrize("bad", [4, 10])
+def test_one_row_at_a_time_finds_the_one_server_that_works(bench: Bench, bad: int) -> None:
+    with ExitStack() as servers:
+        bench.server.behave = lambda seen: 502
+        others = [servers.enter_context(FakeServer(bench.output, lambda seen: 502)) for _ in range(bad - 1)]
+        good = servers.enter_context(FakeServer(bench.output))
+        endpoints = ",".join(each.url for each in (*others, good))
+        code, printed = bench.run("--endpoint", endpoints, "--concurrency", 1, records=2)
+        assert code == 0, printed
+    bench.check([0, 1], records=2)
+
+
+def test_a_trial_of_a_server_costs_no_row_its_attempts(bench: Bench) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    bad = FakeServer(bench.output, lambda seen: "drop" if seen.row % 2 else 502, port=port)
+
+    def start(seen: Seen, stage: str) -> None:
+        if seen.row == 5 and stage == "asked":
+            bad.__enter__()
+
+    bench.server.at = start
+    try:
+        code, printed = bench.run("--endpoint", f"http://127.0.0.1:{port}", "--max-retries", 0, records=400)
+        assert code == 0, printed
+        assert bad.seen
+    finally:
+        bad.__exit__(None, None, None)
+    bench.check(list(range(400)), records=400)
+
+
+def test_servers_that_all_go_bad_end_the_run(bench: Bench) -> None:
+    with FakeServer(bench.output) as second:
+        for server in (bench.server, second):
+            server.behave = lambda seen: 502 if seen.row >= 10 else "ok"  # type: ignore[operator]
+        code, printed = bench.run("--endpoint", second.url, "--max-consecutive-errors", 4, records=60)
+    assert code == 1
+    assert "stopped: 4 errors in a row" in printed
+    assert max(bench.lines()) < 20
+    bench.check(list(range(10)), records=60)

@@ -1,0 +1,109 @@
+"""Write which tests ran on each release into docs/compatibility.md: `make matrix`.
+
+`python tools/compatibility.py REPORT.xml ...` takes pytest's JUnit reports of tests/e2e, each named
+after the release of vllm-ascend and the model runner, as 0.30.0rc2-v2.xml. It keeps their counts in
+docs/compatibility.json, in which other releases stay as they are. A test compares page and counts.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests" / "e2e"
+PAGE = ROOT / "docs" / "compatibility.md"
+COUNTS = ROOT / "docs" / "compatibility.json"
+BEGIN, END = "<!-- written by tools/compatibility.py -->\n", "<!-- end -->\n"
+_FAILED = ("failure", "error")
+
+
+class Counts(TypedDict):
+    """What became of the tests of a file: how many passed, and the names of those that failed."""
+
+    passed: int
+    failed: list[str]
+
+
+Runs = Mapping[str, Mapping[str, Counts]]
+
+
+def read_report(report: Path) -> dict[str, Counts]:
+    """Return the counts of each file of tests; one whose tests were all skipped is left out."""
+    files: dict[str, Counts] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        if case.find("skipped") is not None:
+            continue
+        # The class of a module that cannot be collected is empty, and its name is the module's.
+        module = (case.get("classname") or case.get("name", "")).rpartition(".")[2]
+        counts = files.setdefault(module, Counts(passed=0, failed=[]))
+        if any(case.find(kind) is not None for kind in _FAILED):
+            counts["failed"].append(case.get("name", ""))
+        else:
+            counts["passed"] += 1
+    return dict(sorted(files.items()))
+
+
+def table(runs: Runs) -> str:
+    """Return the table, and the names of tests that failed, as Markdown."""
+    head = ["tests", "claim", *(title(run) for run in runs)]
+    lines = [_row(head), "|" + "---|" * len(head)]
+    for file in sorted({file for run in runs.values() for file in run}):
+        lines.append(_row([f"`{file}.py`", claim(file), *(_cell(run.get(file)) for run in runs.values())]))
+    failed = [
+        f"* {title(run)}: `{file}.py`, `{name}`"
+        for run, files in runs.items()
+        for file, counts in files.items()
+        for name in counts["failed"]
+    ]
+    return "\n".join(lines) + "\n" + ("\nFailed:\n\n" + "\n".join(failed) + "\n" if failed else "")
+
+
+def title(run: str) -> str:
+    """Return the title of a column: `0.30.0rc2-v2` is "0.30.0rc2, V2"."""
+    release, _, runner = run.partition("-")
+    return f"{release}, {runner.upper()}" if runner else release
+
+
+def claim(file: str) -> str:
+    """Return the first line of a file's docstring."""
+    path = TESTS / f"{file}.py"
+    text = ast.get_docstring(ast.parse(path.read_text())) if path.exists() else None
+    return (text or "").partition("\n")[0].replace("|", "\\|")
+
+
+def _cell(counts: Counts | None) -> str:
+    if counts is None:
+        return ""
+    failed = len(counts["failed"])
+    return f"{counts['passed']}, {failed} failed" if failed else str(counts["passed"])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def page(text: str, runs: Runs) -> str:
+    """Return the page with the table between its two comments replaced."""
+    before, _, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{PAGE}: the comments that enclose the table are missing")
+    return before + BEGIN + "\n" + table(runs) + "\n" + END + after
+
+
+def main(reports: Sequence[str]) -> None:
+    runs = json.loads(COUNTS.read_text()) if COUNTS.exists() else {}
+    runs.update({Path(report).stem: read_report(Path(report)) for report in reports})
+    runs = dict(sorted(runs.items()))
+    COUNTS.write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
