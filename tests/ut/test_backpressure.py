@@ -222,6 +222,25 @@ def test_a_name_that_a_stuck_rank_is_writing_is_refused_by_that_rank() -> None:
     assert [each.owner for each in schedule(scheduler, second).started] == [start.owner]
 
 
+def test_a_request_whose_id_a_stuck_rank_is_writing_is_refused_and_generates() -> None:
+    """The rank could not tell the two apart."""
+    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000)
+    first, second = make_request("r"), make_request("r")
+    scheduler.on_new_request(first)
+    schedule(scheduler, first)
+    scheduler.on_finished(first)
+    scheduler.on_new_request(second)
+    assert scheduler.must_wait(second)
+    report(scheduler, started=1, backlog=1, stuck=True)
+    assert not scheduler.must_wait(second)
+    assert schedule(scheduler, second).started == []
+    scheduler.on_worker_report(WorkerReport({"r": None}, {0: RankState(started=1)}))
+    assert scheduler.on_finished(second) == {
+        "hidden_states_error": "an earlier request of this id has not ended, because the storage does not answer"
+    }
+    assert (scheduler._undecided, scheduler._writing, scheduler._outstanding) == ({}, {}, [0])
+
+
 @pytest.mark.parametrize("state", [{"quiet": True}, {"quiet": True, "stuck": True}])
 def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does(state: dict[str, bool]) -> None:
     scheduler = make_scheduler()

@@ -13,6 +13,7 @@ from sink_harness import reason_of as reason
 from worker_harness import FORMAT, NOTHING, SILENT, Engine, answer, fill_ring, fill_up, silence, started, waiting
 
 from vllm_ascend_hsx.connector.metadata import RequestStart
+from vllm_ascend_hsx.connector.worker import NAME_IN_USE
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks import file as sink_module
@@ -70,9 +71,10 @@ def test_a_file_that_opens_after_its_request_has_failed_hides_earlier_rows_and_n
         assert not Path(f"{engine.path(name)}.error").exists()
 
 
+@pytest.mark.parametrize("noticed", [True, False], ids=["silence is noticed", "it is not yet"])
 @pytest.mark.parametrize("hanging", [(RequestFile, "_made_data"), (FileSink, "publish")], ids=["rows", "publishing"])
 def test_a_request_that_was_refused_while_another_one_of_its_name_was_written_leaves_its_reason_and_no_rows(
-    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, hanging: tuple[type, str]
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, hanging: tuple[type, str], noticed: bool
 ) -> None:
     """A reader that waits for the refused request wakes up when the other one's lock is free."""
     seen: list[str] = []
@@ -90,15 +92,19 @@ def test_a_request_that_was_refused_while_another_one_of_its_name_was_written_le
     for storage in waiting(monkeypatch, hanging):
         engine = make_engine()
         engine.step(started(engine.start("mine", 3), engine.start("other", 3), engine.start("filler", 200)), [])
-        silence(engine, storage)
+        if noticed:
+            silence(engine, storage)
+        storage.clear()
         engine.step(NOTHING, [("mine", 0, 3), ("other", 0, 3), ("filler", 0, 8)])
-        fill_up(engine)
+        if noticed:
+            fill_up(engine)
         engine.step(started(*chosen(engine, "mine")), [])
         answer(engine, storage)
         engine.close()
-    assert engine.outcomes["mine"] == f"a later request of this name has failed: {SILENT}"
-    assert engine.outcomes["mine-0"] == SILENT
+    refused = SILENT if noticed else NAME_IN_USE
+    assert engine.outcomes["mine"] == f"a later request of this name has failed: {refused}"
+    assert engine.outcomes["mine-0"] == refused
     assert engine.outcomes["other"] is None
-    assert seen and all(SILENT in reason for reason in seen)
-    assert reason(engine.path("mine")) == SILENT
+    assert seen and all(refused in reason for reason in seen)
+    assert reason(engine.path("mine")) == refused
     assert not engine.path("mine").exists()

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,9 @@ import vllm_ascend_hsx
 from vllm_ascend_hsx.reader import lock_wait
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load, remove
 from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
 
 SOURCE = str(Path(vllm_ascend_hsx.__file__).parents[1])
 
@@ -68,6 +70,43 @@ def test_a_file_is_verified_and_a_byte_that_changed_is_found(sink: FileSink, tmp
         load(path, mmap=mmap)
         with pytest.raises(HiddenStatesError, match="it is not as it was written: its checksum is"):
             load(path, verify=True, mmap=mmap)
+
+
+@pytest.mark.parametrize("make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"])
+@pytest.mark.parametrize(
+    ("request_id", "is_its"),
+    [
+        ("cmpl-1.b", True),
+        ("cmpl-1.b-0-0123abcd", True),
+        ("2_cmpl-1.b-13-0123abcd", True),
+        ("cmpl-1.b_3-0123abcd", True),
+        ("cmpl-1.b-0-0123abcd-0123abcd", False),
+        ("cmpl-1xb-0-0123abcd", False),
+        ("cmpl-1.bc-0-0123abcd", False),
+        ("x_cmpl-1.b-0", False),
+        ("cmpl-2", False),
+    ],
+)
+def test_rows_of_another_request_of_the_same_name_are_refused(
+    tmp_path: Path, request_id: str, is_its: bool, make_sink: Callable[..., DirectorySink]
+) -> None:
+    path = tmp_path / "chosen.safetensors"
+    with make_sink(tmp_path, FORMAT) as sink:
+        file = sink.open(request_id, path)
+        file.write(0, make_rows(0, 3))
+        file.commit(token_ids(3), 2)
+    assert_rows(load(path), 3)
+    if is_its:
+        assert_rows(load(path, response_id="cmpl-1.b"), 3)
+    else:
+        with pytest.raises(HiddenStatesError, match=f"another request, {request_id}, and not of the response cmpl-1.b$"):
+            load(path, response_id="cmpl-1.b")
+
+
+def test_rows_of_a_producer_that_names_no_request_are_of_no_response(tmp_path: Path) -> None:
+    save_file({"hidden_states": torch.ones(3, 1, 4), "token_ids": torch.arange(3)}, tmp_path / "a.safetensors")
+    with pytest.raises(HiddenStatesError, match="a producer that names none"):
+        load(tmp_path / "a.safetensors", response_id="cmpl-1")
 
 
 def test_a_file_without_a_checksum_cannot_be_verified(tmp_path: Path) -> None:

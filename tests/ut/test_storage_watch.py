@@ -78,3 +78,22 @@ def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is
     assert not waits.is_stuck
     now = 132.0
     assert waits.is_stuck
+
+
+def test_storage_that_hangs_while_a_file_is_finished_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
+    progress = RankProgress(row_bytes=10, num_writers=1)
+    now = 100.0
+    with progress.finishing():
+        now = 101.0
+        progress.staged(1)
+        with progress.finishing():
+            now = 103.0
+            assert progress.silent_for() == 3.0
+        assert progress.silent_for() == 0.0, "it has answered"
+        now = 104.0
+        progress.left_memory(1)
+        now = 106.0
+        assert progress.silent_for() == 2.0
+    assert progress.silent_for() == 0.0

@@ -6,7 +6,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -187,6 +188,7 @@ class RankProgress:
         self._refused: dict[str, str] = {}
         self._num_started = 0
         self._staged_bytes = 0  # by the current step
+        self._finishing = 0  # files that are being finished after all their rows were written
         self._answered_at = 0.0
         self._reported = RankState()
 
@@ -211,8 +213,7 @@ class RankProgress:
     def staged(self, num_rows: int) -> None:
         """Record the rows of a step."""
         with self._mutex:
-            if not self.backlog:  # storage gets its first work after it was idle
-                self._answered_at = time.monotonic()
+            self._occupy()
             self._staged_bytes = num_rows * self._row_bytes
             self.backlog += self._staged_bytes
 
@@ -224,9 +225,26 @@ class RankProgress:
             for request, span in parts:
                 self.owed.wrote(request, *span.positions)
 
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Count the block as work of the storage, which may hang in it."""
+        with self._mutex:
+            self._occupy()
+            self._finishing += 1
+        try:
+            yield
+        finally:
+            with self._mutex:
+                self._answered_at = time.monotonic()
+                self._finishing -= 1
+
     def silent_for(self) -> float:
-        """Return the seconds since storage last made progress, or 0 if it has nothing to write."""
-        return time.monotonic() - self._answered_at if self.backlog else 0.0
+        """Return the seconds since storage last made progress, or 0 if it has nothing to do."""
+        return time.monotonic() - self._answered_at if self.backlog or self._finishing else 0.0
+
+    def _occupy(self) -> None:
+        if not self.backlog and not self._finishing:  # storage gets its first work after it was idle
+            self._answered_at = time.monotonic()
 
     def end_step(
         self, quiet: bool, stuck: bool, opens_slowly: bool

@@ -153,8 +153,14 @@ class ExtractionScheduler:
         # Workers report with steps, so a file may have been finished while the engine was idle. The
         # next step reports it. Until then an outcome could be attributed to the wrong request of
         # this id.
-        if request.request_id in self._undecided:
-            return True
+        if (same := self._undecided.get(request.request_id)) is not None:
+            assert same.owner is not None
+            if not self._loads[same.owner].state.stuck:
+                return True
+            self._stop_holding(state)
+            self._let_go_of(self._requests.pop(request.request_id))
+            self._refused[request.request_id] = "an earlier request of this id has not ended, because the storage does not answer"
+            return False
         if (before := state.predecessor) is not None and not before.decided:
             assert before.owner is not None
             if not self._loads[before.owner].state.stuck:

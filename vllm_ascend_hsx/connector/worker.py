@@ -28,6 +28,8 @@ from vllm_ascend_hsx.sinks.base import REFUSED, Sink
 
 logger = logging.getLogger(__name__)
 
+NAME_IN_USE = "an earlier request of this name has not ended, because the storage is slow"
+
 _MAX_REASONS = 10_000  # reasons of refused requests that wait for silent storage
 _JOB_BYTES = 1 << 20  # least bytes of a write job, if a chunk has them: outweighs the hand-over
 
@@ -84,7 +86,7 @@ class ExtractionWorker:
         write_rate = self._progress.write_rate.value
         self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._progress.backlog, write_rate)
         self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
-        self._not_ended: set[Extraction] = set()
+        self._not_ended: dict[str, Extraction] = {}  # by path
         # Requests that were refused while another one of their name had not ended, and why.
         self._reasons_after: dict[Extraction, list[tuple[RequestStart, str]]] = {}
         self._ended = threading.Condition()  # guards the former two; notified when a file has ended
@@ -115,13 +117,16 @@ class ExtractionWorker:
         if self._watch.is_stuck:
             self._refuse(start, self._watch.silence, SILENT_STORAGE)
             return
+        if start.path in self._not_ended:
+            self._refuse(start, NAME_IN_USE, SILENT_STORAGE)
+            return
         row_bytes = self._row_bytes, self._stored_row_bytes
         extraction = Extraction(
             start, self._writers, self._sink.writes_side_by_side, row_bytes, self._on_decided, self._on_ended, self._stats
         )
         self._owned[start.request_id] = extraction
         with self._ended:
-            self._not_ended.add(extraction)
+            self._not_ended[start.path] = extraction
         self._progress.begin(extraction, len(start.token_ids), start.max_output_rows)
         self._opening.append(extraction)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
@@ -139,7 +144,7 @@ class ExtractionWorker:
             if waiting >= _MAX_REASONS:
                 logger.error("%s%s will not be there: %d others wait for the storage", start.path, ERROR_SUFFIX, _MAX_REASONS)
                 return
-            before = next((each for each in self._not_ended if each.path == start.path), None)
+            before = self._not_ended.get(start.path)
             if before is not None:  # the name is free when that file has ended
                 self._reasons_after.setdefault(before, []).append((start, reason))
                 before.give_way(reason)
@@ -220,7 +225,7 @@ class ExtractionWorker:
     def _give_up(self, why: str, timeout: float | None) -> None:
         """Leave a reason in place of each incomplete file, and end the opener."""
         with self._ended:
-            not_ended = list(self._not_ended)
+            not_ended = list(self._not_ended.values())
         unfinished = [extraction for extraction in not_ended if extraction.give_up()]
         names = ", ".join(sorted(extraction.request_id for extraction in unfinished))
         if unfinished:
@@ -312,7 +317,8 @@ class ExtractionWorker:
 
     def _end_file(self, extraction: Extraction, end: RequestEnd) -> None:
         self._progress.write_rate.begin(0)
-        extraction.end(end)
+        with self._progress.finishing():
+            extraction.end(end)
         self._progress.write_rate.end(0)
 
     # Any thread
@@ -322,7 +328,7 @@ class ExtractionWorker:
 
     def _on_ended(self, extraction: Extraction) -> None:
         with self._ended:
-            self._not_ended.discard(extraction)
+            self._not_ended.pop(extraction.path, None)
             refused = self._reasons_after.pop(extraction, [])
             self._ended.notify_all()
         for start, reason in refused:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -106,7 +107,13 @@ def model_dtype(metadata: Mapping[str, str]) -> torch.dtype:
 
 
 def load(
-    path: str | os.PathLike[str], timeout: float | None = 60.0, *, mmap: bool = False, verify: bool = False, dequantize: bool = True
+    path: str | os.PathLike[str],
+    timeout: float | None = 60.0,
+    *,
+    mmap: bool = False,
+    verify: bool = False,
+    dequantize: bool = True,
+    response_id: str | None = None,
 ) -> HiddenStates:
     """Wait until the file of a request is complete, and load it.
 
@@ -122,19 +129,31 @@ def load(
             it. In format version 1 the checksum covers the tensors only.
         dequantize: whether to return quantised rows in the model's dtype. If not, use
             `reader.tensors.dequantized`.
+        response_id: the `id` of the response. With it, rows of another request that used the same
+            name are never returned.
 
     Raises:
         HiddenStatesError: if the request failed, the server died before the file was complete, the
-            file is invalid, or it cannot be verified or differs from its checksum.
+            file is invalid or another request's, or it cannot be verified or differs from its
+            checksum.
         ValueError: if the timeout is not a number of seconds.
         TimeoutError: if the server is still writing.
         FileNotFoundError: if nothing is there: a wrong path, an aborted request, or a removed file.
         OSError: if the file cannot be read, or memory is short.
     """
     with checked(Path(path), timeout) as (place, header):
+        if response_id is not None and not _is_of(response_id, header.metadata):
+            owner = header.metadata.get("request_id", "by a producer that names none")
+            raise HiddenStatesError(Path(path), f"these are rows of another request, {owner}, and not of the response {response_id}")
         if verify and (problem := difference(place, header)):
             raise HiddenStatesError(Path(path), problem)
         return assembled(header, partial(read_tensor, place.fd, mapped=mmap), dequantize)
+
+
+def _is_of(response_id: str, metadata: Mapping[str, str]) -> bool:
+    """Return whether rows are of a response. `find` tells how vLLM makes the request's id."""
+    form = rf"(\d+_)?{re.escape(response_id)}([-_]\d+)?(-[0-9a-f]{{8}})?"
+    return re.fullmatch(form, metadata.get("request_id", "")) is not None
 
 
 @contextmanager
