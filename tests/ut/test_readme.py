@@ -129,6 +129,13 @@ def test_the_kv_cache_that_is_left_is_what_the_benchmark_says() -> None:
         assert (f"{ours}%", upstream.replace(" %", "%")) == (kept[model, "hsx"], kept[model, "upstream"])
 
 
+def test_what_is_said_of_upstreams_share_of_the_kv_cache_is_what_the_table_says() -> None:
+    rows = re.findall(r"^\| \S+ \| \S+ % \| (.+?) \| \S+ % \| (.+?) \|$", OPERATIONS, re.MULTILINE)
+    old, new = ([float(cell.removesuffix(" %")) for cell in column if cell.endswith("%")] for column in zip(*rows, strict=True))
+    assert f"[{min(old + new):.0f} to {max(old + new):.0f} % of the KV cache]" in README.replace("\n  ", " ")
+    assert f"[{100 - max(new):.0f} to {100 - min(new):.0f} % of the KV cache]" in page("migration.md")
+
+
 def test_what_is_kept_at_least_is_what_the_plan_says() -> None:
     least = {name: plan.plan(plan.parse_arguments([name, "--kv-memory", "30GiB"])).kept_at_least for name in PRESETS}
     exception = re.search(r"hsx keeps (\S+) % for DeepSeek-V3 and more than 99 % for the others", " ".join(OPERATIONS.split()))
