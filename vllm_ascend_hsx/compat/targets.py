@@ -13,7 +13,7 @@ _NEMOTRON_H = (
     "(vllm/model_executor/layers/fused_moe)"
 )
 # Targets that collect hidden states but that vllm-ascend cannot serve.
-# tests/ut/test_targets.py compares the reasons with the sources.
+# tests/ut/compat/test_targets.py compares the reasons with the sources.
 UNSERVABLE = {"NemotronHForCausalLM": _NEMOTRON_H, "NemotronHPuzzleForCausalLM": _NEMOTRON_H}
 
 # Targets that our tests serve on the emulated NPU: the rows that work in docs/compatibility.md.
@@ -64,7 +64,7 @@ _IN_SOME_RELEASES = {
     ),
 }  # fmt: skip
 # The generating models of the installed vllm that collect hidden states, by themselves or with our
-# patches, and are not UNSERVABLE. tests/ut/test_targets.py compares them with vLLM's sources.
+# patches, and are not UNSERVABLE. tests/ut/compat/test_targets.py compares them with the sources.
 _of_this_release = (
     name for versions, names in _IN_SOME_RELEASES.items() if release_to_patch("vllm") in SpecifierSet(versions) for name in names
 )

@@ -1,7 +1,8 @@
-"""Apply a function to a module right after its import, before the importer reads from it."""
+"""What happens on imports: modules are patched right after theirs; torchvision is a stand-in."""
 
 from __future__ import annotations
 
+import enum
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,13 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from vllm_ascend_hsx.emulator.missing import NotEmulated
+
 Patch = Callable[[ModuleType], None]
+
+# Names that torchvision no longer has (io/__init__.py, 0.29.2). datasets tries to import them for
+# type comparisons.
+REMOVED = frozenset({"torchvision.io.VideoReader"})
 
 
 class _PatchingLoader(Loader):
@@ -73,3 +80,46 @@ def install(patches: Mapping[str, Patch]) -> None:
             patch(sys.modules[name])
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
+
+
+class InterpolationMode(enum.Enum):
+    """The enumeration that transformers reads when it is imported."""
+
+    NEAREST = "nearest"
+    NEAREST_EXACT = "nearest-exact"
+    BILINEAR = "bilinear"
+    BICUBIC = "bicubic"
+    BOX = "box"
+    HAMMING = "hamming"
+    LANCZOS = "lanczos"
+
+
+class _Stub(ModuleType):
+    def __getattr__(self, name: str) -> NotEmulated:
+        if name.startswith("__") or f"{self.__name__}.{name}" in REMOVED:
+            raise AttributeError(name)
+        return NotEmulated(f"{self.__name__}.{name}")
+
+
+class _TorchvisionFinder(MetaPathFinder, Loader):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        ours = name.partition(".")[0] == "torchvision" and name not in REMOVED
+        return ModuleSpec(name, self, is_package=True) if ours else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Stub(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module).update(__version__="0.0.0", InterpolationMode=InterpolationMode)
+
+
+def stand_in_for_torchvision() -> None:
+    """Provide ``torchvision`` if it is not installed; its names raise errors when they are used.
+
+    transformers and vLLM import it even for text-only models, and a torchvision built for another
+    torch would break those imports.
+    """
+    if importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.append(_TorchvisionFinder())

@@ -21,7 +21,6 @@ from vllm_ascend_hsx.emulator import (
     ops,
     random,
     streams,
-    torchvision_stub,
 )
 from vllm_ascend_hsx.emulator.missing import NotEmulated, unknown
 from vllm_ascend_hsx.emulator.native import core
@@ -45,7 +44,7 @@ def install(package: ModuleType) -> None:
     hccl.register()
     ops.register()
     import_hooks.install(ops.patch_hooks())
-    torchvision_stub.install()
+    import_hooks.stand_in_for_torchvision()
     _fill(package)
 
 

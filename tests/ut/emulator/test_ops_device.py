@@ -12,8 +12,8 @@ from operator_cases import CASES, arguments, layout, on_host, operator, referenc
 
 from vllm_ascend_hsx.emulator.ops.recording import recordable
 from vllm_ascend_hsx.emulator.ops.shapes import SHAPES
-from vllm_ascend_hsx.emulator.ops.triton_kernels import make_triton
-from vllm_ascend_hsx.emulator.ops.triton_language import tl
+from vllm_ascend_hsx.emulator.ops.triton.kernels import make_triton
+from vllm_ascend_hsx.emulator.ops.triton.language import tl
 
 triton = make_triton()
 SCORE_OUT = "npu::npu_fused_infer_attention_score.out"

@@ -5,8 +5,8 @@ its import. ``find(name)`` returns the operator ``torch_npu.<name>``. An operato
 reference is declared too and raises NotImplementedError with its name when it is called.
 """
 
-from .hooks import patch_hooks, put_empty_libraries, put_linear_attention
-from .registration import declare, find
+from vllm_ascend_hsx.emulator.ops.hooks import patch_hooks, put_empty_libraries, put_linear_attention
+from vllm_ascend_hsx.emulator.ops.registration import declare, find
 
 __all__ = ["find", "patch_hooks", "register"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .schemas import is_at_least
+from vllm_ascend_hsx.emulator.ops.schemas import is_at_least
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

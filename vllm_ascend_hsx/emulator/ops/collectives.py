@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .checks import FLOATS, check, check_dtype, check_rank, refuse_options
+from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options
 
 
 def _group_of(op: str, hcom: str, world_size: int) -> Any:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from types import ModuleType
 
 from vllm_ascend_hsx.emulator.missing import NotEmulated
-
-from . import fla_npu, triton_refs, triton_refs_gdn, triton_refs_memory  # noqa: F401  (their import registers the references)
-from .schemas import is_at_least
-from .triton_kernels import make_triton
+from vllm_ascend_hsx.emulator.ops.recurrent import fla_npu
+from vllm_ascend_hsx.emulator.ops.schemas import is_at_least
+from vllm_ascend_hsx.emulator.ops.triton import references, references_gdn, references_memory  # noqa: F401  (they register themselves)
+from vllm_ascend_hsx.emulator.ops.triton.kernels import make_triton
 
 
 def put_triton(module: ModuleType) -> None:
-    """Make ``vllm.triton_utils`` look as on a machine with Triton-Ascend; see triton_kernels.py."""
+    """Make ``vllm.triton_utils`` look as on a machine with Triton-Ascend; see triton/kernels.py."""
     triton = make_triton()
     # vllm 0.30 imports it past vllm.triton_utils (v1/worker/gpu/sample/watermark.py:31). Its parent
     # is not added: with it torch would take the host for one that has Triton.

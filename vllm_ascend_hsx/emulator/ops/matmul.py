@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import check, check_dtype, check_rank
+from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank
 
 
 def _npu_matmul_add_fp32(x: torch.Tensor, weight: torch.Tensor, C: torch.Tensor) -> None:

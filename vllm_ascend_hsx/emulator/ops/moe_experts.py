@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
-from .poison import poisoned
+from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.poison import poisoned
 
 _COUNT, _CUMULATIVE = 1, 0
 

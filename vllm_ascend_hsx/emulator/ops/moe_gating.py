@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import FLOATS, check, check_dtype, check_rank, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, unsupported
 
 _SOFTMAX, _SIGMOID = 0, 1
 

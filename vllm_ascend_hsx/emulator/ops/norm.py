@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import FLOATS, check, check_dtype
+from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype
 
 
 def _rstd_shape(x: torch.Tensor, gamma: torch.Tensor) -> tuple[int, ...]:

@@ -5,25 +5,12 @@ from typing import Any
 
 import torch
 
-from . import (
-    cache,
-    causal_conv1d,
-    collectives,
-    fla_npu,
-    fused_attention,
-    gated_delta_rule,
-    matmul,
-    mla,
-    moe_experts,
-    moe_gating,
-    norm,
-    paged_attention,
-    rotary,
-    sampling,
-)
-from .recording import recordable
-from .schemas import NAMESPACES, schemas
-from .shapes import shape_of
+from vllm_ascend_hsx.emulator.ops import collectives, matmul, moe_experts, moe_gating, norm, rotary, sampling
+from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, paged
+from vllm_ascend_hsx.emulator.ops.recording import recordable
+from vllm_ascend_hsx.emulator.ops.recurrent import causal_conv1d, fla_npu, gated_delta_rule
+from vllm_ascend_hsx.emulator.ops.schemas import NAMESPACES, schemas
+from vllm_ascend_hsx.emulator.ops.shapes import shape_of
 
 Reference = Callable[..., Any]
 
@@ -38,7 +25,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             norm.npu_rms_norm, norm.npu_add_rms_norm, norm.npu_swiglu,
             rotary.npu_rotary_mul, rotary.npu_apply_rotary_pos_emb,
             cache.npu_scatter_pa_kv_cache, cache.npu_format_cast, cache.npu_prefetch,
-            fused_attention.npu_fused_infer_attention_score, fused_attention.npu_fused_infer_attention_score_v2,
+            fused.npu_fused_infer_attention_score, fused.npu_fused_infer_attention_score_v2,
             mla.npu_interleave_rope, mla.npu_kv_rmsnorm_rope_cache, mla.npu_transpose_batchmatmul,
             mla.npu_attention_update, mla.npu_gather_pa_kv_cache,
             moe_gating.npu_moe_gating_top_k, moe_gating.npu_moe_gating_top_k_softmax,
@@ -47,10 +34,10 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             collectives.npu_mm_reduce_scatter_base,
             sampling.npu_top_k_top_p,
         ),
-        "npu_fused_infer_attention_score.out": fused_attention.npu_fused_infer_attention_score_out,
-        "npu_fused_infer_attention_score_v2.out": fused_attention.npu_fused_infer_attention_score_v2_out,
-        "_npu_fused_infer_attention_score_get_max_workspace": fused_attention.get_max_workspace,
-        "_npu_fused_infer_attention_score_v2_get_max_workspace": fused_attention.get_max_workspace,
+        "npu_fused_infer_attention_score.out": fused.npu_fused_infer_attention_score_out,
+        "npu_fused_infer_attention_score_v2.out": fused.npu_fused_infer_attention_score_v2_out,
+        "_npu_fused_infer_attention_score_get_max_workspace": fused.get_max_workspace,
+        "_npu_fused_infer_attention_score_v2_get_max_workspace": fused.get_max_workspace,
     },
     "atb": {
         **_by_name(
@@ -58,7 +45,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             rotary._npu_rotary_embedding,
             cache._npu_reshape_and_cache,
             mla.npu_paged_cache_load,
-            paged_attention._npu_paged_attention, paged_attention._npu_paged_attention_get_workspace,
+            paged._npu_paged_attention, paged._npu_paged_attention_get_workspace,
         ),
         "npu_paged_cache_load.out": mla.npu_paged_cache_load_out,
     },

@@ -2,7 +2,7 @@
 
 import torch
 
-from .checks import FLOATS, check, check_dtype, check_rank
+from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank
 
 
 def npu_top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None = None, k: torch.Tensor | None = None) -> torch.Tensor:

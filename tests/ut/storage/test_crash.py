@@ -1,0 +1,113 @@
+"""Sinks are killed at any instant: what is seen is right, and the next start leaves nothing else.
+
+`--kills N` kills N of them, instead of 2,000.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crash_mutations import ALONE, MUTATIONS, OF_SHARDS, TOGETHER
+
+HARNESS = Path(__file__).with_name("crash_harness.py")
+SOURCE = os.pathsep.join([str(HARNESS.parents[3]), str(HARNESS.parents[1])])
+KILLS = {1: 1200, 3: 800}  # by how many servers live at a time
+SHARD_KILLS = {1: 300, 3: 100}
+MUTATION_KILLS = 400
+
+# Of a server: settings differ in direct I/O, durability, checksum and the size of a row.
+SERVERS = (2, 4, 6)
+# Names that are new, have data, have an error; requests that end in each way, or never.
+ENDS = [(0, "commit"), (0, "commit"), (1, "fail"), (1, "commit"), (2, "discard"), (0, "discard"), (3, "never"), (1, "never")]
+# A start reads an orphan's lock once. When depends on the order of names, which differs from one
+# life to the next, so a sweep may miss that `pread`.
+CALLS = {
+    "start": {"open", "flock", "stat", "fstat", "fchmod", "pwrite", "rename", "unlink", "close", "scandir"},
+    "open": {"open", "flock", "stat", "fstat", "fchmod", "link", "unlink", "rename"},
+    "write": {"open", "fchmod", "pwrite"},
+    "commit": {"pwrite", "close", "rename", "flock", "unlink"},
+    "fail": {"unlink", "close", "open", "fchmod", "pwrite", "rename", "flock"},
+    "discard": {"unlink", "close", "stat", "flock"},
+    "close": {"unlink", "open", "pwrite", "rename", "flock", "close", "stat"},
+}
+
+
+def play(method: str, directory: Path, **arguments: Any) -> dict[str, Any]:
+    """Have crash_harness.py do something; forks are cheap there. Returns what it found."""
+    directory.mkdir()
+    environ = {**os.environ, "PYTHONPATH": SOURCE, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HARNESS), method, str(directory), json.dumps(arguments)]
+    result = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    print(found)
+    return found
+
+
+def contexts(phases: dict[str, int]) -> set[str]:
+    return {phase.partition(" ")[0] for phase in phases}
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("together", KILLS, ids=["one server", "three servers"])
+def test_what_can_be_seen_is_right_whenever_a_server_is_killed(tmp_path: Path, together: int, request: pytest.FixtureRequest) -> None:
+    asked = request.config.getoption("kills")
+    kills = KILLS[together] if asked is None else asked * KILLS[together] // sum(KILLS.values())
+    found = play("run", tmp_path / "storage", seed=asked or 0, together=together, kills=kills)
+    assert not found["problems"]
+    assert found["kills"] >= kills
+    assert min(found["by_itself"], found["kills"] - found["by_itself"]) > kills // 4, "at a system call, and anywhere"
+    assert contexts(found["phases"]) >= CALLS.keys() - {"close"}  # which is short; the sweeps meet all of it
+    assert min(found[done] for done in ("commit done", "fail done", "discard done", "stopped")) > kills // 10
+    assert min(found["files_checked"], found["seen_meanwhile"], found["waits"]) > kills // 10
+    if together == 1:
+        assert found["let_go"] > 0, "readers that slept on the lock of a server when it was killed"
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("number", SERVERS)
+def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(tmp_path: Path, number: int) -> None:
+    found = play("sweep", tmp_path / "storage", number=number, ends=ENDS)
+    assert not found["problems"]
+    assert found["kills"] > 200
+    assert found["stopped"] == 1, "the last one was to be killed at a call that it does not make"
+    for context, calls in CALLS.items():
+        assert {f"{context} {call}" for call in calls} <= found["phases"].keys()
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("together", SHARD_KILLS, ids=["one server", "three servers"])
+def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_one_seals(tmp_path: Path, together: int) -> None:
+    found = play("run", tmp_path / "storage", shards=True, together=together, kills=SHARD_KILLS[together])
+    assert not found["problems"]
+    assert min(found["shards_checked"], found["commit done"]) > SHARD_KILLS[together] // 2
+    assert found["members_checked"] >= found["commit done"]
+    assert min(found["waits"], found["seen_meanwhile"], found["errors_checked"]) > 10
+
+
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("number", SERVERS)
+def test_members_of_shards_are_right_at_whichever_system_call_a_server_is_killed(tmp_path: Path, number: int) -> None:
+    found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, shards=True)
+    assert not found["problems"]
+    assert found["kills"] > 200
+    assert found["stopped"] == 1, "the last one was to be killed at a call that it does not make"
+    assert {"write pwrite", "commit pwrite", "close ftruncate", "close rename", "open pwrite"} <= found["phases"].keys()
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_mistake_in_the_sink_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
+    assert mutation in ALONE or mutation in TOGETHER
+    found = play("run", tmp_path / "storage", together=1 if mutation in ALONE else 3, mutation=mutation, kills=MUTATION_KILLS)
+    assert found["problems"]
+
+
+@pytest.mark.parametrize("mutation", OF_SHARDS)
+def test_a_mistake_in_the_sink_of_shards_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
+    assert play("run", tmp_path / "storage", shards=True, mutation=mutation, kills=MUTATION_KILLS)["problems"]

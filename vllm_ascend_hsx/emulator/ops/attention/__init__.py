@@ -1,0 +1,1 @@
+"""References for attention and its paged cache."""

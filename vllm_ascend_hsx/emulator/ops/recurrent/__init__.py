@@ -1,0 +1,1 @@
+"""References for the recurrent layers of hybrid targets."""
