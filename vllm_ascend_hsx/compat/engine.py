@@ -13,6 +13,7 @@ from vllm_ascend_hsx.protocol.api import ERROR_KEY
 BALANCE_SCHEDULE = "vllm_ascend.patch.platform.patch_balance_schedule"
 MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 OUTPUTS = "vllm.v1.engine.output_processor"
+COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 KV_DELIVERY = "vllm_ascend.patch.platform.patch_kv_delivery_preemption"
 KV_TRANSFER = "vllm.distributed.kv_transfer"
@@ -132,9 +133,35 @@ def name_errors_of_samples(
         errors: dict[str, list[int]] = parent.__dict__.setdefault("_hsx_errors", {})
         errors.setdefault(answer[ERROR_KEY], []).append(self.request_index)
     if finish_reason is not None and (errors := getattr(parent, "_hsx_errors", {})):
-        said = (f"{len(samples)} of {parent.n} samples (first: {min(samples)}): {error}" for error, samples in errors.items())
-        kv_transfer_params = {**answer, ERROR_KEY: "; ".join(said)}
+        kv_transfer_params = {**answer, ERROR_KEY: _counted(errors, f"of {parent.n} samples")}
     return original(self, new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params, *args, **kwargs)
+
+
+@patch(
+    COMPLETIONS,
+    "OpenAIServingCompletion.request_output_to_completion_response",
+    SINCE_0_23,
+    why="a response names the errors of all its prompts",
+)
+def name_errors_of_prompts(original: Any, self: Any, final_res_batch: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Have the response to several prompts name the errors of all of them.
+
+    Reason: it has the kv_transfer_params of the first one
+    (entrypoints/openai/completion/serving.py:594).
+    """
+    errors: dict[str, list[int]] = {}
+    for index, prompt in enumerate(final_res_batch):
+        if error := (prompt.kv_transfer_params or {}).get(ERROR_KEY):
+            errors.setdefault(error, []).append(index)
+    if errors and len(final_res_batch) > 1:
+        first = final_res_batch[0]
+        first.kv_transfer_params = {**(first.kv_transfer_params or {}), ERROR_KEY: _counted(errors, f"of {len(final_res_batch)} prompts")}
+    return original(self, final_res_batch, *args, **kwargs)
+
+
+def _counted(errors: dict[str, list[int]], of_all: str) -> str:
+    """Return the errors, each with how many have it, of how many, and which is the first."""
+    return "; ".join(f"{len(which)} {of_all} (first: {min(which)}): {error}" for error, which in errors.items())
 
 
 _SLEEP = "copies are made before a worker sleeps"

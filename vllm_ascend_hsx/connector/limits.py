@@ -1,4 +1,4 @@
-"""Limit what one API request may store: files and bytes of all its prompts and samples."""
+"""Limit what one API request may store, and the log lines about requests that are refused."""
 
 from __future__ import annotations
 
@@ -48,24 +48,14 @@ class RequestLimits:
         max_files: most files of an API request.
         max_bytes: most bytes of an API request.
         row_bytes: stored bytes of one token's rows, all layers.
-        clock: monotonic clock in seconds.
     """
 
-    def __init__(
-        self,
-        max_files: int,
-        max_bytes: int,
-        row_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, max_files: int, max_bytes: int, row_bytes: int) -> None:
         self._max_files = max_files
         self._max_bytes = max_bytes
         self._row_bytes = row_bytes
-        self._clock = clock
         # keys are hashes: a client's id can be megabytes long
         self._accounts: OrderedDict[int, _Account] = OrderedDict()
-        self._silent_until = float("-inf")
-        self._unlogged = 0
 
     def refusal(self, request_id: str, num_rows: int) -> str | None:
         """Count a file, or return the reason why the API request may store no more.
@@ -91,7 +81,6 @@ class RequestLimits:
             account.files += 1
             account.bytes += num_bytes
             return None
-        self._log(request_id, reason)
         return reason
 
     def _account(self, request_id: str) -> _Account:
@@ -104,7 +93,21 @@ class RequestLimits:
             self._accounts.popitem(last=False)
         return account
 
-    def _log(self, request_id: str, reason: str) -> None:
+
+class RefusalLog:
+    """Log a refused request, and in the ten seconds after that only count others.
+
+    Args:
+        clock: monotonic clock in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._silent_until = float("-inf")
+        self._unlogged = 0
+
+    def add(self, request_id: str, reason: str) -> None:
+        """Log or count a request, by vLLM's internal id, and the reason why it is refused."""
         now = self._clock()
         if now < self._silent_until:
             self._unlogged += 1

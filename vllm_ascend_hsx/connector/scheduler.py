@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad
-from vllm_ascend_hsx.connector.limits import RequestLimits
+from vllm_ascend_hsx.connector.limits import RefusalLog, RequestLimits, split_id
 from vllm_ascend_hsx.connector.metadata import (
     HsxConnectorMetadata,
     RequestEnd,
@@ -22,7 +22,9 @@ from vllm_ascend_hsx.connector.storage_watch import Reminder
 from vllm_ascend_hsx.protocol.api import (
     ERROR_KEY,
     ParamsError,
+    RequestParams,
     ServerParams,
+    only_one_prompt,
     path_in_use,
     read_params,
 )
@@ -83,6 +85,7 @@ class ExtractionScheduler:
         self._limits = limits
         self._requests: dict[str, _Request] = {}
         self._refused: dict[str, str] = {}
+        self._refusals = RefusalLog()
         self._ended: list[RequestEnd] = []
         self._undecided: dict[str, _Request] = {}  # requests that have ended
         self._writing: dict[str, _Request] = {}  # by path, until the file is finished
@@ -105,23 +108,15 @@ class ExtractionScheduler:
         try:
             params = read_params(request.kv_transfer_params, self._params)
         except ParamsError as error:
-            self._refused[request.request_id] = str(error)
+            self._refuse(request.request_id, str(error))
             return
         if not params.extract:
             return
         path = str(params.path or self._destination.of(request.request_id))
         prompt_tokens = len(request.prompt_token_ids or ())
         output_rows = max(0, request.max_tokens - 1) if params.include_output else 0
-        if request.prompt_token_ids is None:
-            self._refused[request.request_id] = "prompt_embeds have no token ids to store; send token ids or text"
-        elif request.resumable:
-            self._refused[request.request_id] = "streaming input is not supported; send the whole prompt at once"
-        elif (other := self._writing.get(path)) is not None and not other.ended:
-            # The worker would detect this by the lock, if locks are enabled. Here it is known
-            # before anything is computed.
-            self._refused[request.request_id] = path_in_use(path)
-        elif self._limits is not None and (reason := self._limits.refusal(request.request_id, prompt_tokens + output_rows)):
-            self._refused[request.request_id] = reason
+        if reason := self._refusal(request, params, path, prompt_tokens + output_rows):
+            self._refuse(request.request_id, reason)
         else:
             self._requests[request.request_id] = self._writing[path] = _Request(
                 path,
@@ -129,11 +124,29 @@ class ExtractionScheduler:
                 Cost(prompt_tokens * self._row_bytes, output_rows * self._row_bytes),
                 output_rows,
                 params.include_output,
-                predecessor=other,
+                predecessor=self._writing.get(path),
             )
             # Rows of a cached prefix would not be computed. Other requests keep using the prefix
             # cache.
             request.skip_reading_prefix_cache = True
+
+    def _refusal(self, request: Any, params: RequestParams, path: str, num_rows: int) -> str | None:
+        if request.prompt_token_ids is None:
+            return "prompt_embeds have no token ids to store; send token ids or text"
+        if request.resumable:
+            return "streaming input is not supported; send the whole prompt at once"
+        prompt = split_id(request.request_id)[1][0]
+        if params.path is not None and prompt not in ("", "0"):
+            return only_one_prompt(path, prompt)
+        # The worker would detect this by the lock, if locks are enabled. Here it is known before
+        # anything is computed.
+        if (other := self._writing.get(path)) is not None and not other.ended:
+            return path_in_use(path)
+        return None if self._limits is None else self._limits.refusal(request.request_id, num_rows)
+
+    def _refuse(self, request_id: str, reason: str) -> None:
+        self._refused[request_id] = reason
+        self._refusals.add(request_id, reason)
 
     def extracts(self, request_id: str) -> bool:
         """Return whether the request is extracted."""
@@ -159,7 +172,7 @@ class ExtractionScheduler:
                 return True
             self._stop_holding(state)
             self._let_go_of(self._requests.pop(request.request_id))
-            self._refused[request.request_id] = "an earlier request of this id has not ended, because the storage does not answer"
+            self._refuse(request.request_id, "an earlier request of this id has not ended, because the storage does not answer")
             return False
         if (before := state.predecessor) is not None and not before.decided:
             assert before.owner is not None

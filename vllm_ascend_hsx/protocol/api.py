@@ -117,6 +117,12 @@ def path_in_use(path: str) -> str:
     return f"{_REFUSED_PATH}{shown(path)}{_PATH_IN_USE}"
 
 
+def only_one_prompt(path: str, prompt: str) -> str:
+    """Return the error for a prompt beside the first one of a request that chose its file."""
+    problem = f"which is one file, and this is prompt {prompt} of its request, counted from 0"
+    return f"{_REFUSED_PATH}{shown(path)}, {problem}; send each prompt on its own"
+
+
 def refuses_path(error: str) -> bool:
     """Return whether a response's error says that its server will never write to the path."""
     return error.startswith(_REFUSED_PATH) and not error.endswith(_PATH_IN_USE)

@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     import torch
 
 
+# Seconds in which another reader, which may try an exclusive lock, has let go of it.
+_MOMENT_S = 0.05
+
+
 class HiddenStatesError(Exception):
     """There are no hidden states at `path`, and there will be none.
 
@@ -130,7 +134,8 @@ def load(
         dequantize: whether to return quantised rows in the model's dtype. If not, use
             `reader.tensors.dequantized`.
         response_id: the `id` of the response. With it, rows of another request that used the same
-            name are never returned.
+            name are never returned. Not for /inference/v1/generate, whose responses have another
+            id than the engine, nor for a batch of chats.
 
     Raises:
         HiddenStatesError: if the request failed, the server died before the file was complete, the
@@ -151,9 +156,19 @@ def load(
 
 
 def _is_of(response_id: str, metadata: Mapping[str, str]) -> bool:
-    """Return whether rows are of a response. `find` tells how vLLM makes the request's id."""
-    form = rf"(\d+_)?{re.escape(response_id)}([-_]\d+)?(-[0-9a-f]{{8}})?"
-    return re.fullmatch(form, metadata.get("request_id", "")) is not None
+    """Return whether rows are of a response.
+
+    reader/find.py tells how vLLM makes a request's id. A form is taken only where its endpoint uses
+    it, because clients choose ids that differ by a number.
+    """
+    base = re.escape(response_id)
+    if response_id.startswith("chatcmpl-"):
+        form = rf"(\d+_)?{base}"
+    elif response_id.startswith(("cmpl-", "generative-scoring-")):
+        form = rf"(\d+_)?{base}-\d+"
+    else:
+        form = rf"{base}_\d+"  # /v1/responses
+    return re.fullmatch(rf"{form}(-[0-9a-f]{{8}})?", metadata.get("request_id", "")) is not None
 
 
 @contextmanager
@@ -276,27 +291,39 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     A member of a shard is only hidden: a line in the directory marks it as removed, and its bytes
     remain.
 
-    The server keeps the lock file for other readers; so call this after `load`.
+    The server keeps the lock file for other readers; so call this after `load`. When it has
+    returned, another request may be given the name.
 
     Args:
         path: as for `load`.
         keep_data: whether to remove the companions only.
 
     Raises:
+        TimeoutError: if the server is still writing. Then nothing is removed: without its lock the
+            server could not tell that another request has the name.
         OSError: if a file cannot be removed, or a member of a shard cannot be marked.
     """
     path = Path(path)
+    with _absent_if_too_long(), suppress(NotAFileError):
+        wait_until_released(_companion(path, LOCK_SUFFIX), _MOMENT_S)
     doomed = [_companion(path, LOCK_SUFFIX), _companion(path, ERROR_SUFFIX)]
     # The lock first: without it readers treat the data as complete; with a lock and no data they
     # would report a dead server.
     for each in doomed if keep_data else [*doomed, path]:
-        try:
+        with _absent_if_too_long(), suppress(FileNotFoundError):
             os.unlink(each)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
-                raise
     if not keep_data:
         remove_member(path)
+
+
+@contextmanager
+def _absent_if_too_long() -> Iterator[None]:
+    """Take a file whose name no filesystem could hold for one that is not there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
 
 
 def _companion(path: Path, suffix: str) -> Path:

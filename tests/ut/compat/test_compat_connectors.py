@@ -120,6 +120,30 @@ def test_a_response_names_the_errors_of_all_its_samples(last: dict[str, str] | N
     assert answer == {**(last or {}), "hidden_states_error": error}
 
 
+def test_a_response_names_the_errors_of_all_its_prompts() -> None:
+    """vLLM's own response has the answer of the first prompt."""
+
+    class OpenAIServingCompletion:
+        def request_output_to_completion_response(self, final_res_batch: list[Any], *others: Any) -> tuple[Any, ...]:
+            return final_res_batch[0].kv_transfer_params, others
+
+    apply(SimpleNamespace(OpenAIServingCompletion=OpenAIServingCompletion), engine.name_errors_of_prompts)
+
+    def answer(*params: Any) -> Any:
+        batch = [SimpleNamespace(kv_transfer_params=each) for each in params]
+        said, others = OpenAIServingCompletion().request_output_to_completion_response(batch, "request", "id")
+        assert others == ("request", "id")
+        return said
+
+    rows, full, taken = {"hidden_states_path": "/data/0"}, {"hidden_states_error": "no room"}, {"hidden_states_error": "taken"}
+    assert answer(rows, full, taken, full) == {
+        "hidden_states_path": "/data/0", "hidden_states_error": "2 of 4 prompts (first: 1): no room; 1 of 4 prompts (first: 2): taken"
+    }  # fmt: skip
+    assert answer(None, full) == {"hidden_states_error": "1 of 2 prompts (first: 1): no room"}
+    for alone in ([rows], [full], [None], [rows, None, rows]):
+        assert answer(*alone) == alone[0]
+
+
 BEAMS_OPT_OUT = {"kv_transfer_params": {"hidden_states": False}}
 
 

@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.connector.limits import RequestLimits
+from vllm_ascend_hsx.connector.limits import RefusalLog, RequestLimits
 
 ROW_BYTES = 64
 DIGITS = "0123abcd"
 
 
-def make_limits(files: int = 4, rows: int = 1000, now: list[float] | None = None) -> RequestLimits:
-    times = now or [0.0]
-    return RequestLimits(files, rows * ROW_BYTES, ROW_BYTES, clock=lambda: times[0])
+def make_limits(files: int = 4, rows: int = 1000) -> RequestLimits:
+    return RequestLimits(files, rows * ROW_BYTES, ROW_BYTES)
 
 
 def completion(name: str, prompts: int, samples: int = 1, digits: str = DIGITS) -> list[str]:
@@ -86,15 +85,17 @@ def test_bytes_are_counted_together_too_and_what_still_fits_is_stored() -> None:
 
 
 def test_what_is_refused_is_logged_once_in_ten_seconds_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    limits = make_limits(now=now)
+    now = 0.0
+    log = RefusalLog(lambda: now)
     with caplog.at_level(logging.WARNING):
-        stored(limits, completion("x\ny", 40))
-        assert len(caplog.messages) == 1
-        assert caplog.messages[0].startswith(r"request 'cmpl-x\ny-4-0123abcd' is not extracted: this API request has stored 4 files")
-        now[0] = 9.9
-        stored(limits, completion("z", 5))
-        assert len(caplog.messages) == 1
-        now[0] = 10.0
-        stored(limits, completion("z", 6)[5:])
-        assert caplog.messages[1].endswith("(36 others were refused since the last log line)")
+        for _ in range(3):
+            log.add("cmpl-x\ny-4-0123abcd", "no room")
+        now = 9.9
+        log.add("a", "no room")
+        assert caplog.messages == [r"request 'cmpl-x\ny-4-0123abcd' is not extracted: no room"]
+        now = 10.0
+        log.add("b", "no room")
+        assert caplog.messages[1] == "request 'b' is not extracted: no room (3 others were refused since the last log line)"
+        now = 20.0
+        log.add("c", "no room")
+        assert caplog.messages[2] == "request 'c' is not extracted: no room"

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from sink_harness import FORMAT, join_sleepers, make_rows, open_fds, token_ids, 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.reader import lock_wait
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load, remove
+from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -76,15 +78,17 @@ def test_a_file_is_verified_and_a_byte_that_changed_is_found(sink: FileSink, tmp
 @pytest.mark.parametrize(
     ("request_id", "is_its"),
     [
-        ("cmpl-1.b", True),
+        ("cmpl-1.b-0", True),
         ("cmpl-1.b-0-0123abcd", True),
         ("2_cmpl-1.b-13-0123abcd", True),
-        ("cmpl-1.b_3-0123abcd", True),
+        ("cmpl-1.b-1-0-0123abcd", False),
+        ("cmpl-1.b_3-0123abcd", False),
         ("cmpl-1.b-0-0123abcd-0123abcd", False),
         ("cmpl-1xb-0-0123abcd", False),
         ("cmpl-1.bc-0-0123abcd", False),
         ("x_cmpl-1.b-0", False),
-        ("cmpl-2", False),
+        ("cmpl-2-0", False),
+        ("0_cmpl-1.b-1_0-0123abcd", False),  # of /v1/responses
     ],
 )
 def test_rows_of_another_request_of_the_same_name_are_refused(
@@ -101,6 +105,44 @@ def test_rows_of_another_request_of_the_same_name_are_refused(
     else:
         with pytest.raises(HiddenStatesError, match=f"another request, {request_id}, and not of the response cmpl-1.b$"):
             load(path, response_id="cmpl-1.b")
+
+
+@pytest.mark.parametrize(
+    ("response_id", "its", "others"),
+    [
+        ("chatcmpl-job", ["chatcmpl-job-0123abcd", "1_chatcmpl-job-0123abcd"], ["chatcmpl-job-1-0123abcd", "chatcmpl-job_1-0123abcd"]),
+        ("resp_x", ["resp_x_0-0123abcd", "resp_x_12"], ["0_resp_x_0-0123abcd", "resp_x_1_0-0123abcd", "resp_x-0-0123abcd"]),
+        ("generative-scoring-a", ["generative-scoring-a-3-0123abcd"], ["generative-scoring-a-1-0-0123abcd"]),
+    ],
+)
+def test_ids_that_differ_by_a_number_are_told_apart(tmp_path: Path, response_id: str, its: list[str], others: list[str]) -> None:
+    path = tmp_path / "chosen.safetensors"
+    for request_id in [*its, *others]:
+        with FileSink(tmp_path, FORMAT) as sink:
+            file = sink.open(request_id, path)
+            file.write(0, make_rows(0, 3))
+            file.commit(token_ids(3), 2)
+        with nullcontext() if request_id in its else pytest.raises(HiddenStatesError, match="another request"):
+            load(path, response_id=response_id)
+
+
+@pytest.mark.parametrize("make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"])
+def test_what_a_server_still_writes_cannot_be_removed_so_that_no_other_request_gets_its_name(
+    tmp_path: Path, make_sink: Callable[..., DirectorySink]
+) -> None:
+    path = tmp_path / "chosen.safetensors"
+    with make_sink(tmp_path, FORMAT) as sink, make_sink(tmp_path, FORMAT) as another:
+        file = sink.open("first", path)
+        file.write(0, make_rows(0, 3))
+        with pytest.raises(TimeoutError, match=r"chosen\.safetensors\.lock: still locked by its writer"):
+            remove(path)
+        with pytest.raises(SinkError, match="another request or server is writing this file"):
+            another.open("second", path)
+        file.commit(token_ids(3), 2)
+        remove(path)
+        another.open("third", path).discard()
+    with pytest.raises(FileNotFoundError):
+        load(path)
 
 
 def test_rows_of_a_producer_that_names_no_request_are_of_no_response(tmp_path: Path) -> None:
