@@ -55,11 +55,9 @@ def test_a_beam_search_leaves_no_file_and_says_so_to_whoever_wanted_one(
 
 
 @pytest.mark.parametrize(
-    ("many", "told"),
-    [({"prompt": [[7]] * 9}, False), ({"prompt": [7], "n": 9, **SAMPLED}, True)],
-    ids=["prompts", "samples"],
+    ("many", "what"), [({"prompt": [[7]] * 9}, "prompts"), ({"prompt": [7], "n": 9, **SAMPLED}, "samples")], ids=["prompts", "samples"]
 )
-def test_an_api_request_makes_so_many_files_and_no_more(client: Client, many: dict[str, Any], told: bool) -> None:
+def test_an_api_request_makes_so_many_files_and_no_more(client: Client, many: dict[str, Any], what: str) -> None:
     answer = client.send(Case(COMPLETIONS, many, None))
     assert len(answer.texts) == 9
     found = []
@@ -68,11 +66,10 @@ def test_an_api_request_makes_so_many_files_and_no_more(client: Client, many: di
             found.append(client.find(answer, *((index, 0) if "n" not in many else (0, index))))
     assert len(found) == MAX_FILES
     assert answer.params is not None
-    if told:
-        refused = rf"{9 - MAX_FILES} of 9 samples \(first: \d\): .*max_files_per_request allows"
-        assert re.fullmatch(refused + ".*", answer.params["hidden_states_error"])
-    else:
-        assert answer.params == {"hidden_states_path": str(found[0])}
+    refused = rf"{9 - MAX_FILES} of 9 {what} \(first: \d\): .*max_files_per_request allows"
+    assert re.fullmatch(refused + ".*", answer.params["hidden_states_error"])
+    if what == "prompts":
+        assert answer.params["hidden_states_path"] == str(found[0])
     lines = [line for line in client.server.log.read_text(errors="replace").splitlines() if "is not extracted: this API request" in line]
     assert lines and all("kv_connector_extra_config.max_files_per_request" in line for line in lines)
     for path in found:
@@ -117,6 +114,7 @@ def test_responses_and_messages_have_their_files(
     if not stream:
         assert response.json()["kv_transfer_params"] == {"hidden_states_path": str(path)}
     assert client.verdict(path, chat_prompt) == ""
+    assert vllm_ascend_hsx.load(path, response_id=response_id).token_ids.tolist() == chat_prompt
     vllm_ascend_hsx.remove(path)
 
 
@@ -171,7 +169,7 @@ def test_items_that_are_scored_have_a_file_each_up_to_the_limit_unless_their_cli
             found[number] = vllm_ascend_hsx.find(client.storage, answer["id"], prompt=number)
     assert len(found) == (MAX_FILES if extracted else 0)
     for number, path in found.items():
-        assert vllm_ascend_hsx.load(path, timeout=60).token_ids.tolist() == PROMPTS[0] + items[number]
+        assert vllm_ascend_hsx.load(path, timeout=60, response_id=answer["id"]).token_ids.tolist() == PROMPTS[0] + items[number]
         vllm_ascend_hsx.remove(path)
 
 

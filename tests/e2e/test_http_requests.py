@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from harness import names_in
-from http_client import CHAT, COMPLETIONS, MAX_FILES, MESSAGES, OUTPUT, PROMPTS, SAMPLED, Answer, Case, Client, start_client
+from http_client import CHAT, COMPLETIONS, MESSAGES, OUTPUT, PROMPTS, SAMPLED, Answer, Case, Client, start_client
 
 import vllm_ascend_hsx
 
@@ -81,18 +81,6 @@ def test_which_answers_name_their_file(client: Client, answers: dict[str, Answer
         assert answer.params is None
     else:
         assert answer.params == {"hidden_states_path": str(client.find(answer, *case.named))}
-
-
-def test_an_answer_names_the_errors_of_all_its_prompts(client: Client) -> None:
-    answer = client.send(Case(COMPLETIONS, {"prompt": [PROMPTS[0]] * (MAX_FILES + 2)}, (0, 0)))
-    assert answer.params is not None
-    error = answer.params.pop("hidden_states_error")
-    assert error.startswith(f"2 of {MAX_FILES + 2} prompts (first: {MAX_FILES}): this API request has stored {MAX_FILES} files already")
-    paths = [client.find(answer, prompt, 0) for prompt in range(MAX_FILES)]
-    assert answer.params == {"hidden_states_path": str(paths[0])}
-    for path in paths:
-        assert client.verdict(path, PROMPTS[0]) == ""
-        vllm_ascend_hsx.remove(path)
 
 
 def test_a_client_knows_the_id_of_its_response_beforehand(client: Client, answers: dict[str, Answer]) -> None:
