@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 from depth import VARIABLE, emulator_is_verified
+from hypothesis import settings
 
 # Before anything imports transformers or vllm: no test may ask the network for a model.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Time is no evidence on a machine that others use, too.
+settings.register_profile("hsx", deadline=None)
+settings.load_profile("hsx")
 
 EMULATOR = Path(__file__).parent / "ut/emulator"
 

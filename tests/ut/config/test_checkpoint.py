@@ -23,7 +23,7 @@ from vllm_ascend_hsx.checkpoint import MOST_PIECES, PIECE, find_checkpoint, fing
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 DESCRIPTION = "quant_model_description.json"
-WHOLE_FILES = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+WHOLE_FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def make(place: Path, seed: int = 0, elements: int = 64) -> Path:

@@ -64,11 +64,11 @@ class OwedLife(RuleBasedStateMachine):
         assert set(self.owed._debts) == set(self.missing)
 
 
-OwedLife.TestCase.settings = settings(max_examples=depth(100), stateful_step_count=30, deadline=None)
+OwedLife.TestCase.settings = settings(max_examples=depth(100), stateful_step_count=30)
 TestOwedLife = OwedLife.TestCase
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     ring=st.integers(50, 400),
     prompts=st.lists(st.integers(1, 300), min_size=1, max_size=12),

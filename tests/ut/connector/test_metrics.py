@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from documents import page
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -143,7 +143,6 @@ def test_the_documentation_lists_the_series_with_their_labels() -> None:
 nanoseconds = st.one_of(st.integers(0, 20_000_000_000), st.sampled_from([round(bound * 1e9) for bound in BUCKETS]))
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(nanoseconds, max_size=20), max_size=4))
 def test_histograms_are_those_of_the_single_observations(steps: list[list[int]]) -> None:
     registry, reference = CollectorRegistry(), Histogram("reference", "", buckets=BUCKETS, registry=None)

@@ -255,5 +255,5 @@ class SchedulerLife(RuleBasedStateMachine):
         assert len(self.scheduler._requests) == len(self.waiting) + len(self.running)
 
 
-SchedulerLife.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+SchedulerLife.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestSchedulerLife = SchedulerLife.TestCase

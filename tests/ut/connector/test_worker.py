@@ -192,7 +192,7 @@ def lives(draw: st.DrawFn) -> list[tuple[str, int, str]]:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(requests=lives(), data=st.data())
 def test_every_request_is_decided_once_and_every_file_is_right(
     tmp_path_factory: pytest.TempPathFactory, requests: list[tuple[str, int, str]], data: st.DataObject

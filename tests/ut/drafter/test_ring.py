@@ -83,7 +83,7 @@ class AllocatorLife(RuleBasedStateMachine):
             assert self.rows.intervals == [(0, self.num_rows)]
 
 
-AllocatorLife.TestCase.settings = settings(max_examples=depth(150), stateful_step_count=40, deadline=None)
+AllocatorLife.TestCase.settings = settings(max_examples=depth(150), stateful_step_count=40)
 TestAllocatorLife = AllocatorLife.TestCase
 
 

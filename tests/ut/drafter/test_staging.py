@@ -37,7 +37,7 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
             each.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batches=steps(), slots=st.integers(1, 3), ring_rows=st.integers(2, 40))
 def test_every_row_arrives_as_it_was_computed(batches: list[list[Span]], slots: int, ring_rows: int) -> None:
     pipeline = Pipeline(slots=slots, ring_rows=ring_rows)

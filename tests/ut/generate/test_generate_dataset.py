@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from generate_files import write_jsonl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.generate.dataset import DatasetError
@@ -85,7 +85,6 @@ def test_another_row_or_another_order_is_another_dataset(tmp_path: Path) -> None
     assert len(set(digests)) == len(changes) - 1  # what is not sent does not count
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2**31 - 1), min_size=1), min_size=1))
 def test_token_ids_arrive_as_they_were_written(lists: list[list[int]]) -> None:
     rows = [read_row(index, "input_ids", json.loads(json.dumps(each))) for index, each in enumerate(lists)]

@@ -9,7 +9,7 @@ from selectors import DefaultSelector
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.generate.endpoints import FAULTS_TO_REST, LONGEST_REST_S, Balancer, Endpoint
@@ -173,7 +173,6 @@ def test_a_row_that_has_failed_goes_to_another_endpoint(states: list[dict[str, A
     run(scenario)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from([*Fault, None])), max_size=60), st.integers(1, 3))
 def test_whatever_happens_requests_are_counted_and_none_is_lost(events: list[tuple[int, Fault | None]], count: int) -> None:
     async def scenario() -> None:

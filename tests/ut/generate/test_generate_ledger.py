@@ -101,7 +101,7 @@ def test_two_runs_cannot_do_the_same_rows_at_the_same_time(tmp_path: Path) -> No
 LINES = st.lists(st.tuples(st.integers(0, 19), st.sampled_from(["done", "recovered", "found", "failed"])), max_size=8)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LINES, st.data())
 def test_a_ledger_that_was_cut_off_anywhere_is_gone_on_with(tmp_path: Path, lines: list[tuple[int, Any]], data: st.DataObject) -> None:
     path = tmp_path / "ledger.jsonl"

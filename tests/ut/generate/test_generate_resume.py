@@ -153,7 +153,7 @@ DEATHS = st.builds(Death, st.sampled_from(["asked", "begun", "written", "answere
 )
 
 
-@settings(deadline=None, max_examples=16)
+@settings(max_examples=16)
 @given(deaths=st.lists(DEATHS, min_size=1, max_size=3), kind=st.sampled_from(sorted(SINKS)))
 def test_killed_at_any_instants_and_started_again_the_directory_is_that_of_an_undisturbed_run(deaths: list[Death], kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:

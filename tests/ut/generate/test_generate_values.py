@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.generate.rows import COLUMNS, RowError, read_row
@@ -54,7 +54,6 @@ KEYS = st.sampled_from(["role", "from", "value", "content", "x"])
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3))
 
 
-@settings(deadline=None)
 @given(st.sampled_from(COLUMNS), VALUES)
 def test_whatever_a_file_holds_can_be_sent_or_is_refused_with_its_column(column: str, value: Any) -> None:
     try:

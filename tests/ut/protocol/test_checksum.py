@@ -96,7 +96,7 @@ def test_the_checksum_of_a_member_is_that_of_its_file_and_is_in_its_line(tmp_pat
 # How it is made
 
 
-@settings(max_examples=depth(300), deadline=None)
+@settings(max_examples=depth(300))
 @given(
     spans=st.lists(st.tuples(st.integers(0, 11), st.integers(1, 6)), max_size=8),
     luck=st.randoms(use_true_random=False),

@@ -52,7 +52,7 @@ def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
     return [start.path for start in scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=new)).started]
 
 
-@settings(max_examples=depth(400), deadline=None)
+@settings(max_examples=depth(400))
 @given(request_id=STRINGS, params=PARAMS, allow_path=st.booleans())
 @example(request_id="r", params="x", allow_path=False)
 @example(request_id="r", params=5, allow_path=False)

@@ -81,7 +81,7 @@ def test_a_reader_stopped_between_any_two_of_its_steps_at_any_of_ours_gets_the_w
             assert_complete(stepped.finish())
 
 
-@settings(max_examples=depth(120), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=depth(120), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=st.lists(st.integers(0, 3), min_size=30, max_size=30), reader=st.sampled_from(sorted(ALL_READERS)))
 def test_any_interleaving_of_a_reader_with_a_commit_gives_the_whole_file(
     tmp_path_factory: pytest.TempPathFactory, schedule: list[int], reader: str

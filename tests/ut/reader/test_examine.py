@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from written_files import FORMAT, rows_of, write
@@ -160,7 +160,6 @@ def test_each_byte_of_the_rows_is_read_once(tmp_path: Path, monkeypatch: pytest.
     assert rows[-1][1] == 4096 + 50_000 * 32
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(check._EXPONENTS)), st.binary(min_size=8, max_size=64))
 def test_finite_is_what_torch_says_it_is(dtype: str, data: bytes) -> None:
     data = data[: len(data) // 8 * 8]

@@ -64,7 +64,7 @@ def run(inputs: str, target: Callable[[Any], None], request: pytest.FixtureReque
     number = max(20, int((request.config.getoption("fuzz_inputs") or INPUTS) * SHARES[inputs]))
     tried = 0
 
-    @settings(max_examples=number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=number, database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)
     def each(value: Any) -> None:
         nonlocal tried

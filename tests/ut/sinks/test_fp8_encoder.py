@@ -62,7 +62,7 @@ def any_rows(draw: st.DrawFn) -> tuple[str, torch.Tensor]:
     return dtype, torch.where(rows.isfinite(), rows, torch.zeros_like(rows)) if draw(st.booleans()) else rows
 
 
-@settings(max_examples=depth(400), deadline=None)
+@settings(max_examples=depth(400))
 @given(case=any_rows(), step=st.sampled_from([1, 8, 40, 1 << 18]))
 def test_values_and_scales_are_bit_for_bit_those_of_hs_connectors(case: tuple[str, torch.Tensor], step: int) -> None:
     dtype, rows = case
@@ -98,7 +98,7 @@ def bound(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return torch.maximum(rows.double().abs() * 2**-4, scales.double().view(-1, 1, 1) * 2**-10)
 
 
-@settings(max_examples=depth(100), deadline=None)
+@settings(max_examples=depth(100))
 @given(
     rows=hnp.arrays(np.float32, (3, 2, 16), elements=st.floats(-3e4, 3e4, width=32)),
     dtype=st.sampled_from(list(DTYPES)),

@@ -29,7 +29,7 @@ from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
 
-@settings(max_examples=depth(300), deadline=None)
+@settings(max_examples=depth(300))
 @given(
     name=st.text(st.characters(blacklist_categories=("Cs", "Cc")), min_size=1, max_size=300).filter(
         lambda name: not name.startswith("/") and not name.endswith("/")
@@ -57,7 +57,7 @@ def test_headers_fill_the_room_up_to_a_page_and_are_what_tarfile_understands(nam
         assert not is_headed(file.fileno(), offset, name, size, start + BLOCK)
 
 
-@settings(max_examples=depth(120), deadline=None)
+@settings(max_examples=depth(120))
 @given(st.randoms(use_true_random=False))
 def test_whatever_is_written_in_whatever_order_each_member_is_the_file_that_the_file_sink_publishes(luck: random.Random) -> None:
     """Requests run at the same time, shards are small, names are used again; rows may be fp8."""

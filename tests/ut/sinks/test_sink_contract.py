@@ -69,7 +69,7 @@ def test_rows_are_read_in_the_models_dtype_with_ids_and_metadata(case: SinkCase,
     assert (states.metadata["model"], states.metadata["request_id"]) == ("tiny", "typed")
 
 
-@settings(max_examples=depth(100), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=depth(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_order_of_spans_with_repeats_and_rows_beyond_the_tokens_gives_the_rows(case: SinkCase, data: st.DataObject) -> None:
     tokens = data.draw(st.integers(1, 24), "tokens")

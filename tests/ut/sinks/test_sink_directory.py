@@ -139,7 +139,7 @@ def test_a_relative_directory_stays_where_it_was_when_the_process_moves(tmp_path
             assert load(tmp_path / "storage" / "r.safetensors", 0).token_ids.shape == (1,)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.text(st.characters(exclude_categories=()), max_size=60) | st.text("./\0~a", max_size=20) | st.just("x" * 10_000))
 def test_whatever_a_request_is_called_its_file_is_in_the_directory_and_nothing_else_is(request_id: str) -> None:
     with tempfile.TemporaryDirectory() as above:

@@ -95,7 +95,7 @@ def test_a_request_for_which_there_is_no_memory_fails_alone_and_all_of_it_comes_
     assert is_free(sink)
 
 
-@settings(max_examples=depth(200), deadline=None)
+@settings(max_examples=depth(200))
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 40)), max_size=30))
 def test_no_chunk_has_two_owners_and_none_is_lost(steps: list[tuple[int, int]]) -> None:
     pool = BufferPool(16 * 64, chunk=64)

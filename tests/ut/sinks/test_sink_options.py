@@ -109,7 +109,7 @@ def test_aligned_rows_bypass_the_page_cache_and_others_go_through_it(tmp_path: P
     assert np.array_equal(stored(file.path), np.concatenate([aligned.rows, elsewhere]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(order=st.permutations(range(6)), again=st.lists(st.integers(0, 5), max_size=3))
 def test_direct_and_buffered_writes_of_one_file_do_not_lose_each_others_bytes(
     tmp_path_factory: pytest.TempPathFactory, order: list[int], again: list[int]

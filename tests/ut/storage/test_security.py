@@ -53,7 +53,7 @@ def real_directory(file: RequestFile) -> Path:
     return Path(os.readlink(f"/proc/self/fd/{file.storage.fd}"))
 
 
-@settings(max_examples=depth(120), deadline=None)
+@settings(max_examples=depth(120))
 @given(request_id=STRINGS, chosen=CHOSEN | STRINGS, absolute=st.booleans(), end=st.sampled_from(["commit", "fail", "discard"]))
 def test_whatever_path_a_client_chooses_its_file_is_below_the_directory_and_nothing_else_is_touched(
     request_id: str, chosen: str, absolute: bool, end: str
@@ -114,7 +114,7 @@ def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
     return where.storage.joinpath(*folders, {"data": name, "lock": f"{name}.lock", "error": f"{name}.error"}[slot])
 
 
-@settings(max_examples=depth(300), deadline=None)
+@settings(max_examples=depth(300))
 @given(
     relative=st.sampled_from(PATHS),
     attacks=st.lists(
@@ -308,7 +308,7 @@ def every_example(*values: Any) -> Callable[[Any], Any]:
 ODD_MODES = ("0440", "0000", "1777", "0o640", "rw-r-----", "0640 ", "0640\n", "٠640", 640, True, None, "0" * 10_000)
 
 
-@settings(max_examples=depth(200), deadline=None)
+@settings(max_examples=depth(200))
 @given(value=JSON)
 @every_example(*ODD_MODES)
 def test_a_file_mode_that_cannot_be_one_is_refused_in_one_line(value: Any) -> None:
