@@ -129,7 +129,7 @@ def test_bfloat16_differs_from_the_definition_by_its_own_rounding_only(with_sink
     heads_first=st.booleans(),
     heads=st.sampled_from([(4, 4), (4, 1), (6, 3)]),
 )
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_any_batch_is_attended_sequence_by_sequence(lengths: Lengths, mode: int, heads_first: bool, heads: tuple[int, int]) -> None:
     batch = Batch(lengths, *heads, width=4)
     close(batch.call(mode, heads_first=heads_first), batch.exact(mode))

@@ -29,7 +29,7 @@ def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @given(slots=st.lists(st.integers(0, 11), max_size=12, unique=True), writer=st.sampled_from([cache._npu_reshape_and_cache, scatter]))
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 def test_row_i_lands_in_slot_i_and_nothing_else_changes(slots: list[int], writer: Writer) -> None:
     (keys, values), (key, value) = caches(), rows(len(slots))
     writer(key, value, keys, values, int32(*slots))
@@ -147,7 +147,7 @@ def survivors(row: list[float], k: int | None, p: float | None) -> set[int]:
     k=st.one_of(st.none(), st.integers(1, 12)),
     p=st.one_of(st.none(), st.sampled_from([0.1, 0.5, 0.83, 0.999])),
 )
-@settings(max_examples=depth(100))
+@settings(max_examples=depth(100), deadline=None)
 def test_top_k_and_top_p_leave_what_the_definition_leaves(logits: list[int], k: int | None, p: float | None) -> None:
     k = min(k or 1, len(logits)) if k or p is None else None
     row = [value / 4 for value in logits]
