@@ -13,6 +13,8 @@ from harness import tokens
 from oracle import Oracle, Reference, Served
 from session import EngineSession, Request
 
+from vllm_ascend_hsx import load
+
 LAYER_IDS = (4, 1, 2)
 
 
@@ -69,11 +71,13 @@ def test_of_two_requests_for_one_name_the_second_is_refused_and_a_later_one_repl
     assert verdict(oracle, path, later) == ""
 
 
-def test_samples_of_one_request_cannot_share_a_name(session: EngineSession, oracle: Oracle) -> None:
+def test_the_name_is_given_to_the_first_sample(session: EngineSession, oracle: Oracle) -> None:
     both = add(session, 25, "samples.safetensors", n=2, temperature=1.0, seed=1)
     session.settle()
-    assert "another request is writing" in both.kv_transfer_params["hidden_states_error"]
-    assert verdict(oracle, session.storage / "samples.safetensors", both) == ""
+    assert "given to the first prompt and sample of a request" in both.kv_transfer_params["hidden_states_error"]
+    path = session.storage / "samples.safetensors"
+    assert verdict(oracle, path, both) == ""
+    assert load(path).metadata["request_id"].startswith("0_")
 
 
 def test_a_planted_link_fails_its_request_and_leads_nowhere(session: EngineSession, oracle: Oracle, tmp_path: Path) -> None:

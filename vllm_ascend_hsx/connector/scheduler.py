@@ -24,7 +24,7 @@ from vllm_ascend_hsx.protocol.api import (
     ParamsError,
     RequestParams,
     ServerParams,
-    only_one_prompt,
+    only_one_row,
     path_in_use,
     read_params,
 )
@@ -135,9 +135,8 @@ class ExtractionScheduler:
             return "prompt_embeds have no token ids to store; send token ids or text"
         if request.resumable:
             return "streaming input is not supported; send the whole prompt at once"
-        prompt = split_id(request.request_id)[1][0]
-        if params.path is not None and prompt not in ("", "0"):
-            return only_one_prompt(path, prompt)
+        if params.path is not None and not set(split_id(request.request_id)[1]) <= {"", "0"}:
+            return only_one_row(path)
         # The worker would detect this by the lock, if locks are enabled. Here it is known before
         # anything is computed.
         if (other := self._writing.get(path)) is not None and not other.ended:

@@ -117,10 +117,10 @@ def path_in_use(path: str) -> str:
     return f"{_REFUSED_PATH}{shown(path)}{_PATH_IN_USE}"
 
 
-def only_one_prompt(path: str, prompt: str) -> str:
-    """Return the error for a prompt beside the first one of a request that chose its file."""
-    problem = f"which is one file, and this is prompt {prompt} of its request, counted from 0"
-    return f"{_REFUSED_PATH}{shown(path)}, {problem}; send each prompt on its own"
+def only_one_row(path: str) -> str:
+    """Return the error for all but the first prompt and sample of a request that chose its file."""
+    problem = "which is one file, and is given to the first prompt and sample of a request"
+    return f"{_REFUSED_PATH}{shown(path)}, {problem}; send each prompt on its own, with n=1"
 
 
 def refuses_path(error: str) -> bool:

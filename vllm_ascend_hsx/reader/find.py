@@ -2,16 +2,7 @@
 
 vLLM 0.23.0 returns `kv_transfer_params` for only one prompt and one sample of a request, and not at
 all in a stream or if a stop string ended the request. But the file is named after vLLM's internal
-id, which contains the id of the response:
-
-    [{sample}_]{response id}[-{prompt} or _{prompt}][-{8 hex digits}]
-
-`sample` is present with n > 1 (v1/engine/parallel_sampling.py:92). `-{prompt}` is used for
-completions (entrypoints/openai/completion/serving.py:180) and the items of /generative_scoring
-(entrypoints/generate/generative_scoring/serving.py:267), `_{prompt}` for the turns of /v1/responses
-(entrypoints/openai/responses/serving.py:661) and the conversations of /v1/chat/completions/batch
-(entrypoints/openai/chat_completion/batch_serving.py:151). The digits are present unless
-VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set (v1/engine/input_processor.py:240).
+id, which contains the id of the response: see reader/response_ids.py.
 """
 
 from __future__ import annotations
@@ -28,6 +19,7 @@ from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFI
 from vllm_ascend_hsx.reader.load import is_decided
 from vllm_ascend_hsx.reader.lock_wait import is_left_over
 from vllm_ascend_hsx.reader.members import paths_below, shards_of
+from vllm_ascend_hsx.reader.response_ids import possible_ids
 
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
 # Longest first: the name of a lock file ends with DATA_SUFFIX + LOCK_SUFFIX.
@@ -47,7 +39,8 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
             client that sends the header `X-Request-Id: NAME` knows it in advance: `cmpl-NAME` for
             completions, `chatcmpl-NAME` for chat and /v1/messages. For /v1/responses it is the
             `request_id` that the client sends in the body. /inference/v1/generate answers with an
-            id that differs from its internal one, `generate-tokens-NAME`.
+            id that differs from its internal one, `generate-tokens-NAME`. Choose no id that is
+            another one with `_` and a number, as vLLM numbers conversations and turns.
         prompt: index of the prompt in a request for several completions, of the item in a scoring
             request, of the conversation in a batch of chats, or of the turn in a response whose
             tools the server called.
@@ -63,10 +56,7 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
     """
     for name, value in (("prompt", prompt), ("sample", sample)):
         require_whole(name, value, 0, "give a whole number, counted from 0")
-    # Forms of the id, unambiguous ones first: another client's own `NAME_0` looks like the first
-    # turn of NAME.
-    plain = [response_id, f"{response_id}-{prompt}"] if prompt == 0 else [f"{response_id}-{prompt}"]
-    forms = [_with_sample(bases, sample) for bases in (plain, [f"{response_id}_{prompt}"])]
+    forms = possible_ids(response_id, prompt, sample)
     common = sanitize(response_id)
     found: list[set[str]] = [set() for _ in forms]
     for name in _names(directory):
@@ -86,12 +76,6 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
     if not best:
         raise FileNotFoundError(f"{directory} has no hidden states of prompt {prompt}, sample {sample} of {response_id!r}")
     return Path(directory, best.pop())
-
-
-def _with_sample(bases: list[str], sample: int) -> list[str]:
-    """Return the ids with the sample's number; for sample 0 also without, as with n = 1."""
-    numbered = [f"{sample}_{base}" for base in bases]
-    return [*bases, *numbered] if sample == 0 else numbered
 
 
 def _names(directory: str | os.PathLike[str]) -> Iterator[str]:

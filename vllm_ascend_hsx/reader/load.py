@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,6 +33,7 @@ from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFI
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
+from vllm_ascend_hsx.reader.response_ids import is_of
 from vllm_ascend_hsx.reader.shards import Place, member_problem
 from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, read_tensor, torch_dtype
 
@@ -135,7 +135,8 @@ def load(
             `reader.tensors.dequantized`.
         response_id: the `id` of the response. With it, rows of another request that used the same
             name are never returned. Not for /inference/v1/generate, whose responses have another
-            id than the engine, nor for a batch of chats.
+            id than the engine, nor for a batch of chats, nor for a /v1/responses whose client has
+            chosen an id that begins with `chatcmpl-`.
 
     Raises:
         HiddenStatesError: if the request failed, the server died before the file was complete, the
@@ -147,28 +148,12 @@ def load(
         OSError: if the file cannot be read, or memory is short.
     """
     with checked(Path(path), timeout) as (place, header):
-        if response_id is not None and not _is_of(response_id, header.metadata):
-            owner = header.metadata.get("request_id", "by a producer that names none")
+        if response_id is not None and not is_of(response_id, owner := header.metadata.get("request_id", "")):
+            owner = owner or "by a producer that names none"
             raise HiddenStatesError(Path(path), f"these are rows of another request, {owner}, and not of the response {response_id}")
         if verify and (problem := difference(place, header)):
             raise HiddenStatesError(Path(path), problem)
         return assembled(header, partial(read_tensor, place.fd, mapped=mmap), dequantize)
-
-
-def _is_of(response_id: str, metadata: Mapping[str, str]) -> bool:
-    """Return whether rows are of a response.
-
-    reader/find.py tells how vLLM makes a request's id. A form is taken only where its endpoint uses
-    it, because clients choose ids that differ by a number.
-    """
-    base = re.escape(response_id)
-    if response_id.startswith("chatcmpl-"):
-        form = rf"(\d+_)?{base}"
-    elif response_id.startswith(("cmpl-", "generative-scoring-")):
-        form = rf"(\d+_)?{base}-\d+"
-    else:
-        form = rf"{base}_\d+"  # /v1/responses
-    return re.fullmatch(rf"{form}(-[0-9a-f]{{8}})?", metadata.get("request_id", "")) is not None
 
 
 @contextmanager
@@ -214,7 +199,10 @@ def open_stored(path: Path, timeout: float | None) -> Place:
             if place is not None:
                 return place
             if not os.path.exists(lock_path):
-                problem = "there are no hidden states, lock or error; was the request aborted, or did its server die?"
+                problem = (
+                    "there are no hidden states, lock or error; was the request refused (see "
+                    "hidden_states_error in its response) or aborted, or did its server die?"
+                )
                 raise FileNotFoundError(errno.ENOENT, problem, str(path))
             if is_left_over(lock_path, partial(is_decided, path)):
                 problem = "the server died before the file was complete: it left an unheld lock file and no data"

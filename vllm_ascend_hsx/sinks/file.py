@@ -31,7 +31,9 @@ from vllm_ascend_hsx.sinks.shard_file import SessionShards
 logger = logging.getLogger(__name__)
 
 _DEFAULTS = FileOptions()
-_LATE_NS = 500_000_000  # after which a file that opens may meet one of a later request
+# After which a file that opens may meet one of a later request: its client may have given up, and
+# the next request of this name, on another rank, may have been answered.
+_LATE_NS = 20_000_000
 # How ids that vLLM makes unique end (v1/engine/input_processor.py:240, vLLM 0.23.0).
 _RANDOM_ID = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
 
@@ -155,9 +157,7 @@ class DirectorySink(Sink):
         with suppress(_LaterRequest):
             self._open(request_id, path, begun_ns=begun_ns).fail(reason)
 
-    def _open(
-        self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None, late_ns: int = -1
-    ) -> RequestFile:
+    def _open(self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None, late_ns: int = -1) -> RequestFile:
         """Open a file. Raises SinkError; and _LaterRequest, only `late_ns` after `begun_ns`."""
         relative = self._relative(path)
         if relative is None:

@@ -209,20 +209,25 @@ def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting(
     assert (scheduler._undecided, scheduler._writing) == ({}, {})
 
 
-def test_a_chosen_name_is_that_of_the_first_prompt_on_whichever_rank_the_others_are() -> None:
+def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_the_others_are() -> None:
     scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000, allow_path=True)
-    params = {"hidden_states_path": "a.safetensors"}
-    second, first = (make_request(f"cmpl-x-{prompt}-0123abcd", kv_transfer_params=params) for prompt in (1, 0))
-    scheduler.on_new_request(second)
-    scheduler.on_new_request(first)
-    assert scheduler.extracts(first.request_id)
-    reason = "which is one file, and this is prompt 1 of its request, counted from 0; send each prompt on its own"
-    assert scheduler.on_finished(second) == {
-        "hidden_states_error": f"kv_transfer_params.hidden_states_path is '/data/a.safetensors', {reason}"
-    }
-    for request_id in ("cmpl-y-0-0123abcd", "cmpl-y-1-0123abcd"):
-        scheduler.on_new_request(make_request(request_id))
-        assert scheduler.extracts(request_id), "each has a name of its own"
+    reason = "which is one file, and is given to the first prompt and sample of a request; send each prompt on its own, with n=1"
+    error = {"hidden_states_error": f"kv_transfer_params.hidden_states_path is '/data/a.safetensors', {reason}"}
+    for first, *others in (
+        ["cmpl-x-0-0123abcd", "cmpl-x-1-0123abcd"],
+        ["0_cmpl-y-0-0123abcd", "1_cmpl-y-0-0123abcd", "0_cmpl-y-1-0123abcd"],
+        ["0_chatcmpl-z-0123abcd", "1_chatcmpl-z-0123abcd", "2_chatcmpl-z-0123abcd"],
+    ):
+        requests = [make_request(each, kv_transfer_params={"hidden_states_path": "a.safetensors"}) for each in (*others, first)]
+        for request in requests:
+            scheduler.on_new_request(request)
+        assert [scheduler.extracts(request.request_id) for request in requests] == [False] * len(others) + [True]
+        assert [scheduler.on_finished(request) for request in requests[:-1]] == [error] * len(others)
+        scheduler.on_finished(requests[-1])
+        scheduler.on_worker_report(WorkerReport({first: None}, {}))
+        for request_id in (first, *others):
+            scheduler.on_new_request(make_request(f"{request_id}0"))
+            assert scheduler.extracts(f"{request_id}0"), "each has a name of its own"
 
 
 def test_a_name_that_a_stuck_rank_is_writing_is_refused_by_that_rank() -> None:

@@ -12,10 +12,10 @@ from vllm_ascend_hsx import find
 from vllm_ascend_hsx.protocol.names import file_name
 
 
-def internal_id(response_id: str, prompt: int | None = None, sample: int | None = None, digits: str | None = "0123abcd") -> str:
+def internal_id(response_id: str, prompt: int = 0, sample: int | None = None, digits: str | None = "0123abcd") -> str:
     """vLLM's id of one prompt and sample."""
-    parts = ["" if sample is None else f"{sample}_", response_id, "" if prompt is None else f"-{prompt}", f"-{digits}" if digits else ""]
-    return "".join(parts)
+    number = f"-{prompt}" if response_id.startswith(("cmpl-", "generative-scoring-")) else ""
+    return "".join(["" if sample is None else f"{sample}_", response_id, number, f"-{digits}" if digits else ""])
 
 
 def numbered_id(response_id: str, number: int) -> str:
@@ -30,7 +30,7 @@ def put(directory: Path, *ids: str, suffix: str = "") -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("response_id", ["cmpl-5f3a", "chatcmpl-x", "cmpl-a/b/../../c", "cmpl-a-0", "cmpl-é" * 9, "cmpl-0123abcd"])
+@pytest.mark.parametrize("response_id", ["cmpl-5f3a", "generative-scoring-x", "cmpl-a/b/../../c", "cmpl-a-0", "cmpl-é" * 9, "cmpl-0a1"])
 def test_each_prompt_and_sample_of_a_response_is_found(tmp_path: Path, response_id: str) -> None:
     many = {(p, s): put(tmp_path, internal_id(response_id, p, s, f"{p:x}{s}abcdef"))[0] for p in range(12) for s in range(3)}
     put(tmp_path, internal_id(response_id + "0", 1, 1), internal_id("x" + response_id, 1, 1), ".hidden.safetensors", "unrelated")
@@ -38,13 +38,31 @@ def test_each_prompt_and_sample_of_a_response_is_found(tmp_path: Path, response_
 
 
 @pytest.mark.parametrize("digits", ["0123abcd", None], ids=["random", "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"])
-@pytest.mark.parametrize(("prompt", "sample"), [(None, None), (0, None), (None, 0), (0, 0)], ids=["chat", "completion", "chat n>1", "n>1"])
+@pytest.mark.parametrize("sample", [None, 0], ids=["n=1", "n>1"])
+@pytest.mark.parametrize("response_id", ["cmpl-a", "chatcmpl-a", "generate-tokens-a", "id"])
 @pytest.mark.parametrize("suffix", ["", ".lock", ".error"])
 def test_a_file_is_found_whatever_became_of_it(
-    tmp_path: Path, prompt: int | None, sample: int | None, digits: str | None, suffix: str
+    tmp_path: Path, response_id: str, sample: int | None, digits: str | None, suffix: str
 ) -> None:
-    (path,) = put(tmp_path, internal_id("id", prompt, sample, digits), suffix=suffix)
-    assert find(str(tmp_path), "id") == path.with_name(path.name.removesuffix(suffix))
+    (path,) = put(tmp_path, internal_id(response_id, 0, sample, digits), suffix=suffix)
+    assert find(str(tmp_path), response_id) == path.with_name(path.name.removesuffix(suffix))
+
+
+@pytest.mark.parametrize(
+    ("response_id", "others"),
+    [
+        ("cmpl-job-0", "cmpl-job-0-0123abcd"),  # X-Request-Id: job
+        ("cmpl-job-0", "cmpl-job-0-84587174"),
+        ("generative-scoring-job-0", "generative-scoring-job-0-0123abcd"),
+        ("job_0", "job_0-0123abcd"),  # request_id of /v1/responses: job
+        ("job", "0_job_0-0123abcd"),
+        ("chatcmpl-job", "chatcmpl-job-0-0123abcd"),
+    ],
+)
+def test_the_file_of_a_response_whose_id_differs_by_a_number_is_not_found(tmp_path: Path, response_id: str, others: str) -> None:
+    put(tmp_path, others)
+    with pytest.raises(FileNotFoundError):
+        find(tmp_path, response_id)
 
 
 @pytest.mark.parametrize("response_id", ["resp_5f3a", "chatcmpl-x", "re/../sp", "resp_1_2"])
@@ -59,24 +77,25 @@ def test_a_request_whose_client_numbers_its_own_requests_is_not_taken_for_a_turn
     assert (find(tmp_path, "chatcmpl-row"), find(tmp_path, "chatcmpl-row_0")) == (first, second)
 
 
-@given(response_id=st.text(max_size=120), prompt=st.integers(0, 99), sample=st.none() | st.integers(0, 9))
-def test_any_id_is_found(tmp_path_factory: pytest.TempPathFactory, response_id: str, prompt: int, sample: int | None) -> None:
+@given(name=st.text(max_size=120), prompt=st.integers(0, 99), sample=st.none() | st.integers(0, 9))
+def test_any_id_is_found(tmp_path_factory: pytest.TempPathFactory, name: str, prompt: int, sample: int | None) -> None:
+    response_id = f"cmpl-{name}"
     directory = tmp_path_factory.mktemp("files")
     (path,) = put(directory, internal_id(response_id, prompt, sample))
     assert find(directory, response_id, prompt=prompt, sample=sample or 0) == path
 
 
 def test_data_and_lock_are_one_file_and_two_requests_of_one_id_are_told_apart(tmp_path: Path) -> None:
-    (path,) = put(tmp_path, internal_id("id", 0))
-    put(tmp_path, internal_id("id", 0), suffix=".lock")
-    assert find(tmp_path, "id") == path
-    put(tmp_path, internal_id("id", 0, digits="ffffffff"))
+    (path,) = put(tmp_path, internal_id("cmpl-id", 0))
+    put(tmp_path, internal_id("cmpl-id", 0), suffix=".lock")
+    assert find(tmp_path, "cmpl-id") == path
+    put(tmp_path, internal_id("cmpl-id", 0, digits="ffffffff"))
     with pytest.raises(LookupError, match="its own id"):
-        find(tmp_path, "id")
+        find(tmp_path, "cmpl-id")
 
 
 @pytest.mark.parametrize(("prompt", "sample"), [(1, 0), (0, 1), (3, 3)])
 def test_what_is_not_there_is_named(tmp_path: Path, prompt: int, sample: int) -> None:
-    put(tmp_path, internal_id("id", 0, 0))
-    with pytest.raises(FileNotFoundError, match=f"prompt {prompt}, sample {sample} of 'id'"):
-        find(tmp_path, "id", prompt=prompt, sample=sample)
+    put(tmp_path, internal_id("cmpl-id", 0, 0))
+    with pytest.raises(FileNotFoundError, match=f"prompt {prompt}, sample {sample} of 'cmpl-id'"):
+        find(tmp_path, "cmpl-id", prompt=prompt, sample=sample)

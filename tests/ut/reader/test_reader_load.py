@@ -82,7 +82,9 @@ def test_a_file_is_verified_and_a_byte_that_changed_is_found(sink: FileSink, tmp
         ("cmpl-1.b-0-0123abcd", True),
         ("2_cmpl-1.b-13-0123abcd", True),
         ("cmpl-1.b-1-0-0123abcd", False),
-        ("cmpl-1.b_3-0123abcd", False),
+        ("cmpl-1.b_3-0123abcd", True),  # a client's own id at /v1/responses
+        ("cmpl-1.b-0-84587174-0-0123abcd", False),
+        ("cmpl-1.b-84587174", False),  # of cmpl-1
         ("cmpl-1.b-0-0123abcd-0123abcd", False),
         ("cmpl-1xb-0-0123abcd", False),
         ("cmpl-1.bc-0-0123abcd", False),
@@ -112,6 +114,7 @@ def test_rows_of_another_request_of_the_same_name_are_refused(
     [
         ("chatcmpl-job", ["chatcmpl-job-0123abcd", "1_chatcmpl-job-0123abcd"], ["chatcmpl-job-1-0123abcd", "chatcmpl-job_1-0123abcd"]),
         ("resp_x", ["resp_x_0-0123abcd", "resp_x_12"], ["0_resp_x_0-0123abcd", "resp_x_1_0-0123abcd", "resp_x-0-0123abcd"]),
+        ("cmpl-job-0", ["cmpl-job-0-0-84587174", "cmpl-job-0-1"], ["cmpl-job-0-84587174", "cmpl-job-0"]),
         ("generative-scoring-a", ["generative-scoring-a-3-0123abcd"], ["generative-scoring-a-1-0-0123abcd"]),
     ],
 )
@@ -379,7 +382,7 @@ def test_a_reader_is_not_fooled_by_a_killed_server(tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_a_file_not_found(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"was the request aborted.*cmpl-1\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"no hidden states, lock or error.*cmpl-1\.safetensors"):
         load(tmp_path / "cmpl-1.safetensors", 0)
 
 

@@ -46,7 +46,7 @@ def test_load_takes_the_path_of_a_response_whether_rows_are_in_a_file_or_in_a_sh
         assert (states.layer_ids, states.num_prompt_tokens) == ([2, 0, 3], 2 + i)
     assert np.array_equal(rows_of(storage / "folder/in/r5-0123abcd.safetensors", mmap=mmap), finite_rows(0, 8, 5))
     assert np.array_equal(rows_of(storage / "s-0123abcd.safetensors", mmap=mmap), finite_rows(0, 2, 9))
-    with pytest.raises(FileNotFoundError, match="was the request aborted"):
+    with pytest.raises(FileNotFoundError, match="no hidden states, lock or error"):
         load(storage / "never.safetensors", 0)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,10 @@ from vllm_ascend_hsx.connector.worker import NAME_IN_USE
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks import file as sink_module
-from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
 
 
 def publish(engine: Engine, name: str) -> None:
@@ -69,6 +73,22 @@ def test_a_file_that_opens_after_its_request_has_failed_hides_earlier_rows_and_n
     for name in ("first", "later"):
         assert load(engine.path(name)).hidden_states.shape[0] == 1
         assert not Path(f"{engine.path(name)}.error").exists()
+
+
+@pytest.mark.parametrize("make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"])
+def test_a_file_that_opens_after_its_client_may_have_given_up_hides_no_later_rows(
+    tmp_path: Path, make_sink: Callable[..., DirectorySink]
+) -> None:
+    """It disconnects, or has its answer from `slow_storage: fail`, and sends the next request."""
+    path, given_up_ms = tmp_path / "a.safetensors", 50
+    begun_ns = time.time_ns() - given_up_ms * 10**6
+    with make_sink(tmp_path, FORMAT) as late, make_sink(tmp_path, FORMAT) as rank_of_the_next_one:
+        file = rank_of_the_next_one.open("next", path)
+        file.write(0, memoryview(bytes(FORMAT.row_bytes)))
+        file.commit(np.arange(1, dtype=np.int64), 1)
+        with pytest.raises(SinkError, match="a later request has published this file"):
+            late.open("late", path, begun_ns=begun_ns)
+        assert load(path).metadata["request_id"] == "next"
 
 
 @pytest.mark.parametrize("noticed", [True, False], ids=["silence is noticed", "it is not yet"])

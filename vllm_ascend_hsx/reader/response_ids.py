@@ -1,0 +1,60 @@
+"""Tell by its id which request a response belongs to.
+
+vLLM puts this around the response's id, to make that of a request (0.23.0):
+
+    [{sample}_]{response id}[-{prompt} or _{prompt}][-{8 hex digits}]
+
+`{sample}_` is present with n > 1 (v1/engine/parallel_sampling.py:92). `-{prompt}` is used for
+completions (entrypoints/openai/completion/serving.py:180) and the items of /generative_scoring
+(entrypoints/generate/generative_scoring/serving.py:267), `_{prompt}` for the turns of /v1/responses
+(entrypoints/openai/responses/serving.py:661) and the conversations of /v1/chat/completions/batch
+(entrypoints/openai/chat_completion/batch_serving.py:151). The digits are present unless
+VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set (v1/engine/input_processor.py:240).
+
+Clients choose ids that differ by a number. So a form is taken only where an endpoint uses it.
+"""
+
+from __future__ import annotations
+
+import re
+
+_CHAT = "chatcmpl-"
+_NUMBERED = ("cmpl-", "generative-scoring-")
+_IS_LIKE_A_TURN = re.compile(r".*_[0-9]+", re.DOTALL)
+# Of at most seven digits: eight are the random ones.
+_PROMPT = "[0-9]{1,7}"
+_RANDOM = "(-[0-9a-f]{8})?"
+
+
+def possible_ids(response_id: str, prompt: int, sample: int) -> list[list[str]]:
+    """Return the ids that one prompt and sample can have, without the random digits.
+
+    Lists come in order of certainty: another client's own chat `NAME_0` looks like the first
+    conversation of a batch called `NAME`.
+    """
+    turn = [f"{response_id}_{prompt}"] if sample == 0 else []  # there with n = 1 only
+    base = f"{response_id}-{prompt}" if response_id.startswith(_NUMBERED) else response_id
+    samples = [base, f"0_{base}"] if sample == 0 else [f"{sample}_{base}"]
+    if response_id.startswith(_NUMBERED):
+        return [samples, turn]
+    if prompt:
+        return [turn]
+    if response_id.startswith(_CHAT):
+        return [samples, turn]
+    # /v1/responses, or a caller of the engine, who chooses the whole id
+    return [turn] if _IS_LIKE_A_TURN.fullmatch(response_id) else [turn, samples]
+
+
+def is_of(response_id: str, request_id: str) -> bool:
+    """Return whether a request is one of the response's.
+
+    Not for batches of chats: their ids can be those of other clients' chats.
+    """
+    base = re.escape(response_id)
+    if response_id.startswith(_NUMBERED):
+        form = rf"([0-9]+_)?{base}-{_PROMPT}|{base}_{_PROMPT}"
+    elif response_id.startswith(_CHAT):
+        form = rf"([0-9]+_)?{base}"
+    else:
+        form = rf"{base}_{_PROMPT}"
+    return re.fullmatch(f"({form}){_RANDOM}", request_id) is not None
