@@ -14,16 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import compatibility
 import numpy as np
 import pytest
-from documents import DOCS, Command, blocks, page, parse_serve
+from documents import DOCS, Command, blocks, page, parse_serve, rows
 from releases import installed_is
 from sink_harness import FORMAT, as_version_1, make_rows, token_ids
 
 from vllm_ascend_hsx.cli import generate, plan, serve
-from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
-from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.plan.presets import PRESETS
@@ -34,12 +31,6 @@ from vllm_ascend_hsx.target import validate_layer_ids
 
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
-
-
-def rows(text: str) -> list[list[str]]:
-    """The cells of the rows of all tables in a text, without heads."""
-    tables = re.findall(r"^\|.*\n\|[-|]+\|\n((?:\|.*\|\n)+)", text, re.MULTILINE)
-    return [[cell.strip() for cell in row.strip("|").split("|")] for table in tables for row in table.splitlines()]
 
 
 def test_the_options_reference_is_the_one_that_the_code_writes() -> None:
@@ -318,61 +309,3 @@ def test_the_words_of_every_symptom_are_those_of_the_code() -> None:
     # A metric's name is composed of a prefix and its series; PermissionError is Python's.
     ours = [re.sub(r"^vllm:hsx_(\w+?)(_total)?$", r"\1", each) for each in words if each != "PermissionError"]
     assert [each for each in ours if not any(each in text for text in said)] == []
-
-
-# Compatibility
-
-
-def test_what_is_said_to_work_names_the_test_that_shows_it() -> None:
-    there = {path.name for path in (ROOT / "tests").rglob("test_*.py")}
-    claims = [row for row in rows(page("compatibility.md")) if len(row) > 2 and "test_" in "".join(row)]
-    assert set(re.findall(r"`(test_\w+\.py)`", page("compatibility.md"))) <= there
-    of_features = rows(page("compatibility.md").partition("## Targets")[2].partition("## What ran")[0])
-    for row in of_features:
-        state = next((cell for cell in row[1:] if cell.startswith(("works", "refused", "not tested"))), None)
-        assert state is not None, row
-        if state.startswith(("works", "refused")):
-            assert row in claims, f"no test is named: {row}"
-
-
-def test_the_table_of_what_ran_is_the_one_that_the_tool_writes_for_each_pair() -> None:
-    text = compatibility.PAGE.read_text()
-    runs = json.loads(compatibility.COUNTS.read_text())
-    assert text == compatibility.page(text, runs), "call `make matrix`"
-    assert {run.partition("-")[0] for run in runs} == {pair.vllm_ascend for pair in CHECKED_PAIRS}
-
-
-def test_a_report_is_counted_by_file_and_tells_what_failed(tmp_path: Path) -> None:
-    cases = {
-        "tests.e2e.test_scenarios": ["", "<failure/>", "<error/>", ""],
-        "tests.e2e.test_other_release": ["<skipped/>"],
-        "": ["<error/>"],
-    }
-    xml = "".join(
-        f'<testcase classname="{module}" name="{"case" if module else "tests.e2e.test_broken"}{place}">{child}</testcase>'
-        for module, children in cases.items()
-        for place, child in enumerate(children)
-    )
-    report = tmp_path / "0.30.0rc2-v2.xml"
-    report.write_text(f"<testsuites><testsuite>{xml}</testsuite></testsuites>")
-    counted = compatibility.read_report(report)
-    assert counted == {
-        "test_broken0": {"passed": 0, "failed": ["tests.e2e.test_broken0"]},
-        "test_scenarios": {"passed": 2, "failed": ["case1", "case2"]},
-    }
-    lines = compatibility.table({"0.23.0": {}, report.stem: counted}).splitlines()
-    assert lines[0] == "| tests | claim | 0.23.0 | 0.30.0rc2, V2 |"
-    (row,) = [line for line in lines if line.startswith("| `test_scenarios.py`")]
-    assert row.endswith(" |  | 2, 2 failed |") and "Every scenario on engines" in row
-    assert "* 0.30.0rc2, V2: `test_scenarios.py`, `case1`" in lines
-
-
-def test_the_versions_and_classes_are_those_of_the_code() -> None:
-    text = page("compatibility.md")
-    for pair in CHECKED_PAIRS:
-        assert f"| {pair.vllm} | {pair.vllm_ascend} | works" in text
-    named = re.findall(r"`(\w+For\w+)`", text)
-    assert len(named) >= 8
-    assert set(named) <= {*ARCHITECTURES, *UNSERVABLE}
-    targets = rows(text.partition("## Targets")[2].partition("## Features")[0])
-    assert {cell.strip("`") for _, cell, state, _ in targets if state.startswith("works")} == set(SHOWN)
