@@ -9,7 +9,7 @@ import torch
 
 from vllm_ascend_hsx.demo.compare import Comparison, compare
 
-__all__ = ["Comparison", "compare", "reference_hidden_states"]
+__all__ = ["Comparison", "compare", "hidden_states_of", "reference_hidden_states"]
 
 
 def reference_hidden_states(
@@ -22,11 +22,15 @@ def reference_hidden_states(
     float32 the reference has negligible rounding errors, so any difference is the server's. Raises
     ValueError for an id out of range and for an empty prompt.
     """
-    model = _load(str(model_dir), dtype or torch.float32)
+    return hidden_states_of(_load(str(model_dir), dtype or torch.float32), token_ids, layer_ids)
+
+
+def hidden_states_of(model: Any, token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
+    """Return the rows of a model of transformers. Otherwise like reference_hidden_states."""
     layers = model.get_decoder().layers
     wrong = [i for i in layer_ids if not 0 <= i <= len(layers)]
     if wrong:
-        raise ValueError(f"layer ids {wrong}: {model_dir} has {len(layers)} layers; choose from 0 to {len(layers)}")
+        raise ValueError(f"layer ids {wrong}: {model.config.name_or_path} has {len(layers)} layers; choose from 0 to {len(layers)}")
     if not token_ids:
         raise ValueError("token_ids is empty; a prompt has at least one token")
     stream: dict[int, torch.Tensor] = {}

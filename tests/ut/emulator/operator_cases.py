@@ -74,6 +74,21 @@ def grouped(seed: int) -> Call:
     return ([random(6, 8, seed=seed)], [random(2, 8, 5)]), {"group_list": torch.tensor([2 + seed, 4 - seed]), **options}
 
 
+def int8(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+def quantised_routing(seed: int) -> Call:
+    (_, chosen), options = init_routing(seed, active=(1, 3))
+    return (half(3, 8, seed=seed), chosen), {**options, "scale": None, "quant_mode": 1}
+
+
+def quantised_grouped(seed: int) -> Call:
+    _, options = grouped(seed)
+    scales = {"scale": [half(2, 5, seed=1).abs()], "per_token_scale": [random(6, seed=seed).abs()]}
+    return ([int8(6, 8, seed=seed)], [int8(2, 8, 5)]), {**options, **scales, "output_dtype": 15}
+
+
 def decode(seed: int) -> Call:
     options = {"block_table": int32(1, 0, 2, 0).view(2, 2), "context_lens": int32(17, 3), "out": torch.zeros(2, 4, 8)}
     return (random(2, 4, 8, seed=seed), random(3, 16, 2, 8), random(3, 16, 2, 8, seed=4), 2, 4, 0.3), options
@@ -115,6 +130,13 @@ CASES: dict[str, Callable[[int], Call]] = {
     "npu::npu_moe_init_routing_v2, of some experts": lambda seed: init_routing(seed, active=(1, 3)),
     "npu::npu_moe_token_permute": lambda seed: ((random(3, 4, seed=seed), experts(seed).long()), {}),
     "npu::npu_grouped_matmul": grouped,
+    "npu::npu_grouped_matmul, quantised": quantised_grouped,
+    "npu::npu_quantize": lambda seed: ((half(3, 8, seed=seed), half(8, seed=5).abs() * 30, half(8, seed=6), 12, -1, False), {}),
+    "npu::npu_dynamic_quant": lambda seed: ((half(3, 8, seed=seed),), {"dst_type": 1}),
+    "npu::npu_quant_matmul": lambda seed: (
+        (int8(3, 8, seed=seed), int8(8, 5), random(5).abs()), {"bias": int8(5).int() * 9, "output_dtype": 15}),
+    "npu::npu_quant_matmul, of rows with scales": lambda seed: (
+        (int8(3, 8, seed=seed), int8(8, 5), half(5, seed=1)), {"pertoken_scale": random(3, seed=seed).abs(), "output_dtype": 15}),
     "npu::npu_moe_token_unpermute": lambda seed: (
         (random(6, 8, seed=seed), int32(*[5, 0, 1, 2, 4, 3][:: 1 - 2 * (seed % 2)])), {"probs": random(3, 2).abs()}),
     "npu::npu_top_k_top_p": lambda seed: ((random(3, 8, seed=seed),), {"k": int32(2, 1 + seed, 8)}),
@@ -127,6 +149,9 @@ CASES: dict[str, Callable[[int], Call]] = {
     "_C_ascend::npu_add_rms_norm_bias": norm,
     "_C_ascend::npu_add_rms_norm_bias, without beta": lambda seed: norm(seed, None, 1e-6),
     "_C_ascend::npu_moe_init_routing_custom": init_routing,
+    "_C_ascend::npu_moe_init_routing_custom, quantised": quantised_routing,
+    "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": lambda seed: (
+        (int8(6, 8, seed=seed), int8(2, 8, 6), random(2, 6).abs(), random(6, seed=seed).abs(), torch.tensor([2, 4 + seed])), {}),
     "_C_ascend::moe_gating_top_k": lambda seed: (
         (random(3, 8, seed=seed), 2, 1, 1, 1, 1, 1, False, 1.0, 1e-20), {"bias_opt": random(8, seed=1)}),
 }

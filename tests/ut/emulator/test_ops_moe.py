@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: moe_gating.npu_moe_gating_top_k_softmax(X, torch.zeros(2, dtype=torch.bool)), NotImplementedError, "finished"),
     "int64 experts": (routing(EXPERTS.long()), ValueError, "expert_idx: dtype"),
     "a range past the experts": (routing(active_expert_range=[0, 4]), ValueError, "active_expert_range"),
-    "quantisation in the routing": (routing(quant_mode=1), NotImplementedError, "quant_mode=1"),
+    "quantisation by a given scale": (routing(quant_mode=0), NotImplementedError, "quant_mode=0"),
     "scatter indices": (routing(row_idx_type=1), NotImplementedError, "row_idx_type=1"),
     "running totals of experts": (routing(expert_tokens_num_type=0), NotImplementedError, "expert_tokens_num_type"),
     "fewer rows than routed": (routing(active_num=1), NotImplementedError, "active_num=1"),
@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "running totals that fall": (grouped(group_list=torch.tensor([2, 1, 2]), group_list_type=0), ValueError, "group_list"),
     "bias of the weights' dtype": (
         grouped(X.to(BFLOAT), STACK.to(BFLOAT), bias=[torch.zeros(3, 5, dtype=BFLOAT)]), ValueError, "bias: dtype"),
-    "quantised product": (grouped(scale=[torch.ones(5)]), NotImplementedError, "scale"),
+    "scale of a product that is not quantised": (grouped(scale=[torch.ones(5)]), NotImplementedError, "scale"),
     "activation": (grouped(act_type=5), NotImplementedError, "act_type=5"),
     "many results": (grouped(split_item=0), NotImplementedError, "split_item=0"),
     "place -1": (unpermute(int32(0, -1)), ValueError, r"\[-1\]"),

@@ -44,6 +44,22 @@ def check_blocks(op: str, argument: str, cache: torch.Tensor) -> None:
     check(whole.is_contiguous(), op, argument, f"strides {cache.stride()} must be contiguous")
 
 
+def row_groups(op: str, group_list: torch.Tensor, groups: int, rows: int, cumulative: bool) -> list[tuple[int, int]]:
+    """Return first row and end of each group.
+
+    ``group_list`` int64 [groups] has running totals of rows (``cumulative``) or rows per group.
+    Raises ``ValueError`` if it does not fit.
+    """
+    check_dtype(op, "group_list", group_list, (torch.int64,))
+    check(tuple(group_list.shape) == (groups,), op, "group_list", f"shape {tuple(group_list.shape)} must be ({groups},)")
+    entries = group_list.tolist()
+    ends = entries if cumulative else torch.tensor(entries).cumsum(0).tolist()
+    found = list(zip([0, *ends[:-1]], ends, strict=True))
+    check(all(start <= end for start, end in found), op, "group_list", f"{entries} names a negative number of rows")
+    check(ends[-1] <= rows, op, "group_list", f"{ends[-1]} rows are more than the {rows} of x")
+    return found
+
+
 def unsupported(op: str, option: str, value: object) -> NotImplementedError:
     """Return the error for an option that the hardware has and the emulator lacks."""
     shown = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

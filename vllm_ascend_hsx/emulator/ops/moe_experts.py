@@ -4,10 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options, unsupported
+from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options, row_groups, unsupported
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
+from vllm_ascend_hsx.emulator.ops.quantization.experts import quantised_grouped_matmul
+from vllm_ascend_hsx.emulator.ops.quantization.linear import rows_to_int8
 
 _COUNT, _CUMULATIVE = 1, 0
+_UNQUANTISED, _DYNAMIC = -1, 1  # quant_mode
 
 
 def _init_routing(
@@ -27,14 +30,16 @@ def _init_routing(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     check_rank(op, "x", x, 2)
     check_rank(op, "expert_idx", expert_idx, 2)
-    check_dtype(op, "x", x, FLOATS)
+    check_dtype(op, "x", x, FLOATS if quant_mode == _DYNAMIC else (*FLOATS, torch.int8))
     check_dtype(op, "expert_idx", expert_idx, (torch.int32,))
     check(x.shape[0] == expert_idx.shape[0], op, "expert_idx", f"{expert_idx.shape[0]} rows for {x.shape[0]} rows of x")
     check(expert_num > 0, op, "expert_num", f"{expert_num} must be positive")
     check(expert_tokens_num_type in (0, 1, 2), op, "expert_tokens_num_type", f"{expert_tokens_num_type} is not one of 0, 1, 2")
     refuse_options(op, offset=offset, drop_pad_mode=drop_pad_mode, row_idx_type=row_idx_type)
-    if quant_mode != -1:
+    if quant_mode not in (_UNQUANTISED, _DYNAMIC):
         raise unsupported(op, "quant_mode", quant_mode)
+    if quant_mode == _DYNAMIC:
+        refuse_options(op, scale=scale)
     if not expert_tokens_num_flag or expert_tokens_num_type != _COUNT:
         raise unsupported(op, "expert_tokens_num_type, expert_tokens_num_flag", (expert_tokens_num_type, expert_tokens_num_flag))
     first, last = active_expert_range or (0, expert_num)
@@ -48,6 +53,8 @@ def _init_routing(
     order = torch.sort(torch.where(active, experts, expert_num), stable=True).indices
     count = int(active.sum())
     source = order[:count]
+    if quant_mode == _DYNAMIC:
+        x, scale = rows_to_int8(x)
     expanded = poisoned((tokens * top_k, x.shape[1]), x)
     expanded[:count] = x[source // top_k]
     row_idx = torch.full_like(experts, -1)
@@ -55,6 +62,7 @@ def _init_routing(
     per_expert = torch.bincount((experts[active] - first).long(), minlength=last - first)
     expanded_scale = poisoned((tokens * top_k,), x, torch.float32)
     if scale is not None:
+        check_dtype(op, "scale", scale, (torch.float32,))
         check(tuple(scale.shape) == (tokens,), op, "scale", f"shape {tuple(scale.shape)} must be ({tokens},)")
         expanded_scale[:count] = scale[source // top_k]
     return expanded, row_idx, per_expert, expanded_scale
@@ -79,17 +87,19 @@ def npu_moe_init_routing_custom(
     """Copy each token once per expert, sorted by expert: vllm-ascend's own form of the v2 operator.
 
     Rows and scales after the active ones are undefined (see poison.py). Supported: quant_mode -1,
-    counts (expert_tokens_num_type 1), gather indices (row_idx_type 0). ``expert_capacity`` has a
-    meaning in drop-pad mode only.
+    and 1, which quantises each row by its own scale (see ``rows_to_int8``); counts
+    (expert_tokens_num_type 1), gather indices (row_idx_type 0). ``expert_capacity`` has a meaning
+    in drop-pad mode only.
 
     Args:
-        x: [T, H].
+        x: [T, H]; int8 for quant_mode -1 only.
         expert_idx: int32 [T, K].
+        scale: float32 [T], copied like the rows; for quant_mode -1 only.
 
     Returns:
-        Rows [T*K, H] like x, place int32 [T*K], tokens per expert int64 [active experts] and scale
-            float32 [T*K]. ``place[t*K + k]`` is the row of token t for its k-th expert, -1 if that
-            expert is outside ``active_expert_range``.
+        Rows [T*K, H] like x, int8 if quantised, place int32 [T*K], tokens per expert int64
+            [active experts] and scale float32 [T*K]. ``place[t*K + k]`` is the row of token t for
+            its k-th expert, -1 if that expert is outside ``active_expert_range``.
     """
     return _init_routing(
         "npu_moe_init_routing_custom", x, expert_idx, scale, offset, active_num, expert_num, drop_pad_mode,
@@ -129,6 +139,8 @@ def npu_grouped_matmul(
     weight: Sequence[torch.Tensor],
     *,
     bias: Sequence[torch.Tensor] | None = None,
+    scale: Sequence[torch.Tensor] | None = None,
+    per_token_scale: Sequence[torch.Tensor] | None = None,
     group_list: torch.Tensor | None = None,
     split_item: int | None = 0,
     group_type: int | None = None,
@@ -140,8 +152,9 @@ def npu_grouped_matmul(
     """Multiply the rows of each group g of ``x[0]`` [M, k] by ``weight[0][g]`` [groups, k, n].
 
     ``bias[0][g]`` [groups, n] is added if given. Products are summed in float32 and rounded to x's
-    dtype. Rows after the last group are undefined (see poison.py). Supported: one x, one weight,
-    ``split_item`` 2 or 3, ``group_type`` 0, no quantisation, no activation.
+    dtype. Rows after the last group are undefined (see poison.py). Of int8 factors see
+    ``quantised_grouped_matmul``. Supported: one x, one weight, ``split_item`` 2 or 3,
+    ``group_type`` 0, no other quantisation, no activation.
 
     Args:
         group_list: int64 [groups]: running totals of rows (``group_list_type`` 0) or rows per group
@@ -161,28 +174,22 @@ def npu_grouped_matmul(
         raise unsupported(op, "group_type", group_type)
     check(group_list_type in (0, 1), op, "group_list_type", f"{group_list_type} is not one of 0, 1")
     rows, matrices = x[0], weight[0]
+    check(group_list is not None, op, "group_list", "must be given for group_type 0")
+    assert group_list is not None
     check_rank(op, "x", rows, 2)
+    groups = row_groups(op, group_list, matrices.shape[0], rows.shape[0], group_list_type == _CUMULATIVE)
+    if rows.dtype == torch.int8:
+        refuse_options(op, bias=bias)
+        return [quantised_grouped_matmul(op, rows, matrices, scale, per_token_scale, groups, output_dtype)]
+    refuse_options(op, scale=scale, per_token_scale=per_token_scale, output_dtype=output_dtype)
     check_dtype(op, "x", rows, FLOATS)
     check(matrices.dtype == rows.dtype, op, "weight", f"dtype {matrices.dtype} must equal x's {rows.dtype}")
     check(matrices.shape[1] == rows.shape[1], op, "weight", f"shape {tuple(matrices.shape)} does not fit x {tuple(rows.shape)}")
-    if output_dtype is not None:
-        raise unsupported(op, "output_dtype", output_dtype)
-    check(group_list is not None, op, "group_list", "must be given for group_type 0")
-    assert group_list is not None
-    check_dtype(op, "group_list", group_list, (torch.int64,))
-    groups = matrices.shape[0]
-    check(tuple(group_list.shape) == (groups,), op, "group_list", f"shape {tuple(group_list.shape)} must be ({groups},)")
-    entries = group_list.tolist()
-    ends = entries if group_list_type == _CUMULATIVE else torch.tensor(entries).cumsum(0).tolist()
-    starts = [0, *ends[:-1]]
-    falling = any(start > end for start, end in zip(starts, ends, strict=True))
-    check(not falling, op, "group_list", f"{entries} names a negative number of rows")
-    check(ends[-1] <= rows.shape[0], op, "group_list", f"{ends[-1]} rows are more than the {rows.shape[0]} of x")
     if bias is not None:
         wanted = torch.float16 if rows.dtype == torch.float16 else torch.float32
         check_dtype(op, "bias", bias[0], (wanted,))
     y = poisoned((rows.shape[0], matrices.shape[2]), rows)
-    for group, (start, end) in enumerate(zip(starts, ends, strict=True)):
+    for group, (start, end) in enumerate(groups):
         if start < end:
             product = rows[start:end].float() @ matrices[group].float()
             y[start:end] = (product if bias is None else product + bias[0][group].float()).to(rows.dtype)

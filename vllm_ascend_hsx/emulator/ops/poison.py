@@ -12,5 +12,7 @@ POISON = 1024.0  # exact in float16, bfloat16 and float32, and large enough to r
 
 
 def poisoned(shape: tuple[int, ...], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a tensor of POISON on the device of ``like``."""
-    return torch.full(shape, POISON, dtype=dtype or like.dtype, device=like.device)
+    """Return a tensor of POISON, or of int8's largest number, on the device of ``like``."""
+    wanted = dtype or like.dtype
+    value = POISON if wanted.is_floating_point else torch.iinfo(torch.int8).max
+    return torch.full(shape, value, dtype=wanted, device=like.device)

@@ -7,6 +7,7 @@ import torch
 
 from vllm_ascend_hsx.emulator.ops import collectives, matmul, moe_experts, moe_gating, norm, rotary, sampling
 from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, paged
+from vllm_ascend_hsx.emulator.ops.quantization import experts, linear
 from vllm_ascend_hsx.emulator.ops.recording import recordable
 from vllm_ascend_hsx.emulator.ops.recurrent import causal_conv1d, fla_npu, gated_delta_rule
 from vllm_ascend_hsx.emulator.ops.schemas import NAMESPACES, schemas
@@ -31,6 +32,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             moe_gating.npu_moe_gating_top_k, moe_gating.npu_moe_gating_top_k_softmax,
             moe_experts.npu_moe_init_routing_v2, moe_experts.npu_grouped_matmul, moe_experts.npu_moe_token_permute,
             moe_experts.npu_moe_token_unpermute,
+            linear.npu_quantize, linear.npu_dynamic_quant, linear.npu_quant_matmul,
             collectives.npu_mm_reduce_scatter_base,
             sampling.npu_top_k_top_p,
         ),
@@ -53,7 +55,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
         **_by_name(
             norm.npu_add_rms_norm_bias, norm.npu_gemma_rms_norm,
             moe_gating.moe_gating_top_k,
-            moe_experts.npu_moe_init_routing_custom,
+            moe_experts.npu_moe_init_routing_custom, experts.grouped_matmul_swiglu_quant_weight_nz,
             causal_conv1d.npu_causal_conv1d_custom,
             gated_delta_rule.npu_fused_gdn_gating, gated_delta_rule.npu_recurrent_gated_delta_rule,
             gated_delta_rule.chunk_gated_delta_rule_fwd_h, gated_delta_rule.chunk_fwd_o,

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from vllm_ascend_hsx.emulator.ops.quantization.linear import dtype_of
+
 Shape = Callable[..., Any]
 
 
@@ -68,22 +70,36 @@ def _latent_cache(
 
 
 def _init_routing(
-    x: torch.Tensor, expert_idx: torch.Tensor, *, expert_num: int = -1, active_expert_range: Sequence[int] = (), **_: object
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    *,
+    expert_num: int = -1,
+    quant_mode: int = -1,
+    active_expert_range: Sequence[int] = (),
+    **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return rows, places, tokens per expert and scales; see ``npu_moe_init_routing_custom``."""
     first, last = active_expert_range or (0, expert_num)
     copies = expert_idx.numel()
     return (
-        x.new_empty(copies, x.shape[1]),
+        x.new_empty(copies, x.shape[1], dtype=x.dtype if quant_mode == -1 else torch.int8),
         x.new_empty(copies, dtype=torch.int32),
         x.new_empty(last - first, dtype=torch.int64),
         x.new_empty(copies, dtype=torch.float32),
     )
 
 
-def _grouped_matmul(x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], **_: object) -> list[torch.Tensor]:
+def _grouped_matmul(
+    x: Sequence[torch.Tensor], weight: Sequence[torch.Tensor], *, output_dtype: int | None = None, **_: object
+) -> list[torch.Tensor]:
     """Return [M, n] for x [M, k] and weight [groups, k, n]."""
-    return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1])]
+    return [x[0].new_empty(x[0].shape[0], weight[0].shape[-1], dtype=dtype_of(output_dtype) or x[0].dtype)]
+
+
+def _grouped_swiglu(x: torch.Tensor, weight: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return int8 [M, N / 2], its scales and a number for x [M, K] and weight [groups, K, N]."""
+    scales = x.new_empty(x.shape[0], dtype=torch.float32)
+    return x.new_empty(x.shape[0], weight.shape[-1] // 2), scales, x.new_empty((), dtype=torch.float32)
 
 
 def _unpermute(
@@ -108,6 +124,7 @@ SHAPES: dict[str, Shape] = {
     "npu::npu_grouped_matmul": _grouped_matmul,
     "npu::npu_moe_token_unpermute": _unpermute,
     "npu::npu_top_k_top_p": _like_first,
+    "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": _grouped_swiglu,
     "_C_ascend::npu_moe_init_routing_custom": _init_routing,
 }
 

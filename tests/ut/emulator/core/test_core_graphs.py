@@ -125,7 +125,7 @@ MISSING: dict[str, tuple[Callable[[torch.Tensor], object], str]] = {
     "an asynchronous copy to the host": (lambda x: pinned(0, 0, 0, 0).copy_(x, non_blocking=True), "a copy to the host in a graph"),
     "a second stream": (lambda x: OUTSIDE.wait_stream(torch.npu.current_stream()), "a graph capture that takes in a second stream"),
     "a graph": (lambda x: INNER.replay(), "the replay of a graph in another graph's capture"),
-    "an operator without a reference": (lambda x: torch.ops.npu.npu_dynamic_quant(x), "npu_dynamic_quant has no reference"),
+    "an operator without a reference": (lambda x: torch.ops.npu.npu_clipped_swiglu(x), "npu_clipped_swiglu has no reference"),
 }
 
 

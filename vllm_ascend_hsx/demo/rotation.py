@@ -1,0 +1,80 @@
+"""Rotate the residual stream of a Qwen3 or MiniMax-M2 checkpoint, as QuaRot does.
+
+A row x of the residual stream becomes x Q. The model's output stays the same: norms commute with a
+rotation once their weights are in the layers that read them.
+"""
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+_LAYER = r"(?P<layer>model\.layers\.\d+\.)"
+_EXPERT = r"block_sparse_moe\.experts\.\d+"
+# Linear layers that read the residual stream, by the norm before them, and those that write to it.
+_READERS = {
+    "input_layernorm": re.compile(rf"{_LAYER}self_attn\.[qkv]_proj\.weight"),
+    "post_attention_layernorm": re.compile(rf"{_LAYER}(mlp\.(gate|up)_proj|block_sparse_moe\.gate|{_EXPERT}\.w[13])\.weight"),
+}
+_WRITER = re.compile(rf"{_LAYER}(self_attn\.o_proj|mlp\.down_proj|{_EXPERT}\.w2)\.weight")
+_NORM = re.compile(rf"{_LAYER}({'|'.join(_READERS)})\.weight")
+# Within a head, over all heads, and of the router's logits: none is in the residual stream.
+_ASIDE = re.compile(rf"{_LAYER}(self_attn\.[qk]_norm\.weight|block_sparse_moe\.e_score_correction_bias)")
+
+
+def random_rotation(size: int, seed: int = 0) -> torch.Tensor:
+    """Return a random orthogonal matrix, float64 [size, size].
+
+    It is a Hadamard matrix with random signs if `size` is a power of two.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if size & (size - 1):
+        basis, triangle = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+        return basis * triangle.diagonal().sign()
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while hadamard.shape[0] < size:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    signs = torch.randint(0, 2, (size, 1), generator=generator) * 2.0 - 1.0
+    return signs * hadamard / size**0.5
+
+
+def rotate(weights: Mapping[str, torch.Tensor], rotation: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the weights of the rotated model, in their dtypes; the weights of its norms are 1.
+
+    With tied embeddings the result has a head of its own.
+
+    Args:
+        weights: a checkpoint's, by name.
+        rotation: Q, float64 [hidden, hidden].
+
+    Raises:
+        ValueError: for a weight of another architecture.
+    """
+    head = weights.get(HEAD, weights[EMBEDDING])
+    return {name: _rotated(name, weight, weights, rotation).to(weight.dtype) for name, weight in {**weights, HEAD: head}.items()}
+
+
+def _rotated(name: str, weight: torch.Tensor, weights: Mapping[str, torch.Tensor], rotation: torch.Tensor) -> torch.Tensor:
+    exact = weight.double()
+    if name == EMBEDDING:
+        return exact @ rotation
+    if name == HEAD:
+        return exact * weights[FINAL_NORM].double() @ rotation
+    if name == FINAL_NORM or _NORM.fullmatch(name):
+        return torch.ones_like(exact)
+    for norm, reader in _READERS.items():
+        if match := reader.fullmatch(name):
+            return exact * weights[f"{match['layer']}{norm}.weight"].double() @ rotation
+    if _WRITER.fullmatch(name):
+        return rotation.t() @ exact
+    if _ASIDE.fullmatch(name):
+        return exact
+    raise ValueError(f"{name}: no weight of Qwen3 or MiniMax-M2, whose residual stream can be rotated")
+
+
+def is_linear(name: str) -> bool:
+    """Return whether a weight is that of a linear layer in the decoder; a router is none."""
+    reads = any(reader.fullmatch(name) for reader in _READERS.values())
+    return (reads and not name.endswith("block_sparse_moe.gate.weight")) or bool(_WRITER.fullmatch(name))

@@ -1,0 +1,1 @@
+"""References for int8: quantising rows, and products of what is quantised."""
