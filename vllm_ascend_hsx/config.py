@@ -125,6 +125,12 @@ class HsxConfig(BaseModel):
         description="Store a checksum (CRC-32C) of each file in its metadata. "
         "`vllm_ascend_hsx.load(path, verify=True)` compares it.",
     )
+    rotation: Literal["undo", "keep"] = Field(
+        default="undo",
+        description="Rows of a target whose weights are rotated (QuaRot): 'undo' turns them back "
+        "into the model's own basis, 'keep' stores them as the server computes them. The "
+        "metadata `basis` of a file says which. Other targets are not concerned.",
+    )
     check_finite: bool = Field(
         default=False, description="Fail requests whose rows contain a NaN or an infinity."
     )

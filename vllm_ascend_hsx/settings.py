@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from vllm import envs
 
 from vllm_ascend_hsx.compat.installed import require_checked
+from vllm_ascend_hsx.compat.rotation import rotation_of
 from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig, read_options
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.rows import RowFormat
@@ -29,6 +31,7 @@ class ServerSettings:
         target: what is extracted.
         row_format: format of the rows.
         dtype: the model's dtype, that of `row_format`.
+        rotation: file of the rotation that is undone; None if there is none.
         random_ids: whether vLLM makes the ids of requests unique.
     """
 
@@ -37,6 +40,7 @@ class ServerSettings:
     row_format: RowFormat
     dtype: torch.dtype
     random_ids: bool = True
+    rotation: Path | None = None
 
     @property
     def destination(self) -> Destination:
@@ -75,7 +79,9 @@ def read_settings(vllm_config: Any) -> ServerSettings:
             f"{target.hidden_size} make {elements}",
             'Use "none", or extract another number of layers.',
         )
-    row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model, config.quantization)
+    rotation = rotation_of(vllm_config.model_config, config.rotation)
+    basis: Literal["", "model", "rotated"] = "" if rotation is None else "model" if config.rotation == "undo" else "rotated"
+    row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model, config.quantization, basis=basis)
     if config.pinned_ring_bytes < 2 * row_format.row_bytes:
         raise UserError(
             f"{EXTRA_CONFIG}.pinned_ring_bytes",
@@ -85,7 +91,8 @@ def read_settings(vllm_config: Any) -> ServerSettings:
         )
     # It "will be removed in a future release" (v1/engine/input_processor.py:234, vLLM 0.23.0).
     random_ids = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)
-    settings = ServerSettings(config, target, row_format, dtype, random_ids)
+    undone = rotation if basis == "model" else None
+    settings = ServerSettings(config, target, row_format, dtype, random_ids, undone)
     alignment = _probe(settings.destination)
     if row_format.stored_row_bytes % alignment:
         raise UserError(

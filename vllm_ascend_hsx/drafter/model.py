@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vllm_ascend_hsx.compat.rotation import read_rotation
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
 from vllm_ascend_hsx.drafter.staging import StagingCache
 from vllm_ascend_hsx.settings import read_settings
@@ -25,14 +26,16 @@ class AscendExtractHiddenStatesModel(nn.Module):
         super().__init__()
         settings = read_settings(vllm_config)
         target = settings.target
+        device = torch.get_default_device()
         staging = StagingCache(
             num_slots=settings.config.staging_slots,
             max_tokens=target.max_tokens,
             num_layers=target.num_layers,
             hidden_size=target.hidden_size,
             dtype=settings.dtype,
-            device=torch.get_default_device(),
+            device=device,
             layer_order=target.layer_order,
+            rotation=None if settings.rotation is None else read_rotation(settings.rotation, target.hidden_size, device),
         )
         # vLLM reads a layer's index from its name. This one follows the target's layers.
         index = str(vllm_config.model_config.get_total_num_hidden_layers())

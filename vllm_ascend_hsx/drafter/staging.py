@@ -24,6 +24,8 @@ from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import Span, merge_rows, split_spans
 from vllm_ascend_hsx.protocol.files import OnError
 
+_TURNED_AT_ONCE = 1024  # rows; their buffers are 2 x 4 bytes per element
+
 
 def _npu() -> Any:
     """Return torch.npu: the device-neutral and CUDA names are placeholders (MR:5177)."""
@@ -56,6 +58,37 @@ class StagingSlot:
         return sum(span.num_rows for span in self.spans)
 
 
+class TurnBack:
+    """Undo the rotation of rows on their way to a slot: X = (X @ Q) @ Q.T, in float32.
+
+    Its buffers are allocated with it: see StagingCache.
+
+    Args:
+        rotation: Q, float32 [hidden, hidden], orthogonal.
+        most_rows: rows of a buffer; more are turned one buffer after the other.
+    """
+
+    def __init__(self, rotation: torch.Tensor, most_rows: int) -> None:
+        self._transposed = rotation.T.contiguous()
+        self._rotated = rotation.new_empty(most_rows, len(rotation))
+        self._turned = torch.empty_like(self._rotated)
+
+    def __call__(self, layers: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Write rows on the current stream.
+
+        Args:
+            layers: one [rows, hidden] per layer of `out`.
+            out: [rows, layers, hidden], in the same dtype.
+        """
+        for begin in range(0, len(out), len(self._rotated)):
+            for index, layer in enumerate(layers):
+                rotated = layer[begin : begin + len(self._rotated)]
+                count = len(rotated)
+                self._rotated[:count].copy_(rotated)
+                torch.mm(self._rotated[:count], self._transposed, out=self._turned[:count])
+                out[begin : begin + count, index].copy_(self._turned[:count])
+
+
 class StagingCache:
     """A fixed number of staging slots, used in turn.
 
@@ -69,6 +102,8 @@ class StagingCache:
         dtype: the target's dtype; rows are never converted.
         device: the worker's NPU.
         layer_order: for each layer of a row, its index in the target's list (see ExtractionTarget).
+        rotation: float32 [hidden, hidden], Q of a target that returns X @ Q; rows become X. None
+            for other targets.
     """
 
     def __init__(
@@ -81,9 +116,11 @@ class StagingCache:
         dtype: torch.dtype,
         device: torch.device,
         layer_order: Sequence[int],
+        rotation: torch.Tensor | None = None,
     ) -> None:
         self.rows = torch.empty((num_slots, max_tokens, num_layers, hidden_size), dtype=dtype, device=device)
         self.layer_order = tuple(layer_order)
+        self._turn_back = None if rotation is None else TurnBack(rotation, min(max_tokens, _TURNED_AT_ONCE))
         self.slots = [StagingSlot(self.rows[index]) for index in range(num_slots)]
         self._next = 0
         self._filled: StagingSlot | None = None
@@ -117,12 +154,11 @@ class StagingCache:
         compute.wait_event(slot.copied)
         at = 0
         for row, count in merge_rows(spans):
-            # One launch and no temporary: `out` is the final place.
-            torch.stack(
-                [target_rows[source][row : row + count] for source in self.layer_order],
-                dim=1,
-                out=slot.rows[at : at + count],
-            )
+            layers, out = [target_rows[source][row : row + count] for source in self.layer_order], slot.rows[at : at + count]
+            if self._turn_back is None:
+                torch.stack(layers, dim=1, out=out)  # one launch and no temporary: `out` is the final place
+            else:
+                self._turn_back(layers, out)
             at += count
         at, staged = 0, []
         for span in spans:

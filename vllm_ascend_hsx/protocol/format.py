@@ -185,6 +185,7 @@ def _fixed_metadata(row_format: RowFormat) -> dict[str, str]:
         "layer_ids": json.dumps(list(row_format.layer_ids)),
         "layer_id_meaning": LAYER_ID_MEANING,
         "dtype": row_format.dtype,
+        **({"basis": row_format.basis} if row_format.basis else {}),
         **({"quantization": QUANTIZATIONS[row_format.quantization]} if row_format.is_quantized else {}),
     }
 

@@ -30,6 +30,8 @@ class RowFormat:
         quantization: "fp8" stores float8_e4m3fn with a scale per row; "none" stores the model's
             values.
         weights: fingerprint of the target's weights, for the metadata; empty if it is unknown.
+        basis: of a rotated target, for the metadata: "model" if rows are turned back, else
+            "rotated"; empty for other targets.
 
     Raises:
         ValueError: if there are no layers, the size is not positive, the dtype is unknown, or
@@ -43,6 +45,7 @@ class RowFormat:
     model: str = ""
     quantization: Literal["none", "fp8"] = "none"
     weights: str = ""
+    basis: Literal["", "model", "rotated"] = ""
 
     def __post_init__(self) -> None:
         if not self.layer_ids:

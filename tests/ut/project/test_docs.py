@@ -227,7 +227,7 @@ def keys(label: str) -> list[str]:
 def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     of_files = []
-    for row_format in (FORMAT, replace(FORMAT, quantization="fp8", weights="0123456789abcdef" * 2)):
+    for row_format in (FORMAT, replace(FORMAT, quantization="fp8", weights="0123456789abcdef" * 2, basis="model")):
         with FileSink(tmp_path, row_format) as sink:
             file = sink.open("one", path)
             file.write(0, make_rows(0, 5))
@@ -235,7 +235,7 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
         of_files.append(load(path, verify=True).metadata)
     plain, metadata = of_files
     assert keys("metadata") == list(metadata)
-    assert [key for key in metadata if key not in ("quantization", "weights")] == list(plain)
+    assert [key for key in metadata if key not in ("quantization", "weights", "basis")] == list(plain)
     assert "format version 2." in page("file-format.md") and metadata["format_version"] == "2"
     for key in ("format_version", "producer", "quantization", "checksum_algorithm"):
         assert f"| `{key}` | `{metadata[key]}`" in page("file-format.md")
