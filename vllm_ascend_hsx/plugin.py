@@ -10,6 +10,7 @@ from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its 
     engine,
     models,
     request_params,
+    rotation,
     runner,
     shutdown,
 )

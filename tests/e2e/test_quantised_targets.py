@@ -1,8 +1,10 @@
 """Targets quantised by msmodelslim, and targets with a rotated residual stream (QuaRot).
 
-Rows of a rotated target are X Q. Rounding decides which int8 number an element becomes, so two
-right implementations of a quantised target differ by more than two of a target in bfloat16: rows
-are compared with the same integers (quantised_reference.py) and twice the usual tolerance.
+A rotated target computes X Q instead of X. Files have X, or X Q with `rotation: keep`.
+
+Rounding decides which int8 number an element becomes, so two right implementations of a quantised
+target differ by more than two of a target in bfloat16: rows are compared with the same integers
+(quantised_reference.py) and twice the usual tolerance.
 """
 
 from __future__ import annotations
@@ -18,18 +20,21 @@ from launch import FLASHCOMM
 from quantised_reference import quantised_hidden_states, rotation_of
 from session import WITH_OUTPUT
 from tiny_model_claims import TOLERANCE
+from transformers import AutoModelForCausalLM
 
+from vllm_ascend_hsx import load
 from vllm_ascend_hsx.demo.modelslim import DESCRIPTION, Choose, mixed, plain, write_modelslim
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
 
 LAYER_IDS = (4, 0, 1, 2)
-EMBEDDING, FIRST = 1, 2  # places of layers 0 and 1
+LAST, EMBEDDING, FIRST = 0, 1, 2  # places of layers 4, 0 and 1
 CHUNK = 64
 QUANTISED = 2 * TOLERANCE  # between right implementations of a quantised target
 LOST = 0.1  # by quantising: of single rows up to 8 % were seen, 3 to 5 % on average in the last layer
 SCRIPT = [
     ["add", "decoding", tokens(10), {"max_tokens": 12, **WITH_OUTPUT}],
+    ["add", "greedy", tokens(7), {"max_tokens": 101, "temperature": 0.0, **WITH_OUTPUT}],
     ["step", 3],
     ["add", "one-token", tokens(1), {"max_tokens": 2}],
     ["add", "beside-a-decode", tokens(17), {"max_tokens": 2}],
@@ -65,6 +70,7 @@ TARGETS = {
     "minimax-m2": Target(build_minimax_m2, mixed, False, PARALLEL, {}),
     "minimax-m2-quarot-sequence-parallel": Target(build_minimax_m2, mixed, True, PARALLEL, FLASHCOMM),
 }
+ROTATED = [name for name, target in TARGETS.items() if target.rotated]
 
 
 class Served(NamedTuple):
@@ -92,7 +98,7 @@ class Served(NamedTuple):
 
 def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Served:
     checkpoint = write_modelslim(source, directory / "checkpoint", target.choose, rotated=target.rotated)
-    options = {"quantization": "ascend", **target.engine, **engine}
+    options = {"quantization": "ascend", "connector_options": {"rotation": "keep"}, **target.engine, **engine}
     run = run_engine(
         directory / "run", checkpoint, SCRIPT, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, environ=target.environ, **options
     )
@@ -104,6 +110,13 @@ def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Serve
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory, target = tmp_path_factory.mktemp("quantised"), TARGETS[request.param]
     return serve(directory, target, target.build(directory / "source"))
+
+
+@pytest.fixture(scope="module", params=ROTATED)
+def undone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A rotated target with default options."""
+    directory, target = tmp_path_factory.mktemp("undone"), TARGETS[request.param]
+    return serve(directory, target, target.build(directory / "source"), connector_options={})
 
 
 def errors(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
@@ -146,6 +159,45 @@ def test_rows_of_a_rotated_target_are_not_those_of_the_model(served: Served) -> 
     """So whoever trains on them without the rotation trains on another basis."""
     found = errors(served.rows("chunked"), reference_hidden_states(served.source, served.run.sequence("chunked"), LAYER_IDS))
     assert found.min() > 0.5 if served.rotated else found.max() < LOST
+
+
+# In the model's own basis
+
+
+def test_rows_are_in_the_models_own_basis_and_no_worse_than_its_quantised_weights(undone: Served) -> None:
+    ours, without_extraction = [], []
+    for request_id in REQUESTS:
+        rows, sequence = undone.rows(request_id), undone.run.sequence(request_id)
+        expected = quantised_hidden_states(undone.checkpoint, sequence, LAYER_IDS).float() @ rotation_of(undone.checkpoint).t()
+        assert rows.dtype == torch.bfloat16
+        assert errors(rows, expected).max() < QUANTISED
+        of_source = reference_hidden_states(undone.source, sequence, LAYER_IDS)
+        ours.append(errors(rows, of_source))
+        without_extraction.append(errors(expected, of_source))
+    assert torch.cat(ours).max() < LOST
+    assert torch.cat(ours).mean() < 1.05 * torch.cat(without_extraction).mean()
+
+
+def test_files_tell_the_basis_of_their_rows(served: Served, undone: Served) -> None:
+    assert load(undone.run.path("chunked")).metadata["basis"] == "model"
+    assert load(served.run.path("chunked")).metadata.get("basis") == ("rotated" if served.rotated else None)
+
+
+def predicted(source: Path, rows: torch.Tensor) -> torch.Tensor:
+    """Return the token that the source's norm and head make of each last state."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        tokens: torch.Tensor = model.lm_head(model.model.norm(rows.float())).argmax(-1)
+    return tokens
+
+
+def test_the_models_own_head_makes_of_the_last_state_the_token_that_was_served(undone: Served) -> None:
+    rows, request = undone.rows("greedy")[:, LAST], undone.run.requests["greedy"]
+    first = len(request["prompt"]) - 1
+    tokens = torch.tensor(request["tokens"])
+    assert (predicted(undone.source, rows)[first:] == tokens).float().mean() >= 0.99
+    rotated = rows.float() @ rotation_of(undone.checkpoint)
+    assert (predicted(undone.source, rotated)[first:] == tokens).float().mean() < 0.5
 
 
 # Rotated, and not quantised

@@ -1,8 +1,10 @@
 """The rotation of a target's residual stream (QuaRot), as msmodelslim leaves it beside the weights.
 
 Such a target computes X @ Q instead of X, with an orthogonal Q. Its checkpoint has a description of
-its quantisation, which names the file with Q (vllm-ascend reads it for drafts,
-patch/worker/patch_draft_quarot.py:39 and 62 in 0.23.0).
+its quantisation, which names the file with Q. vllm-ascend reads it for drafts
+(patch/worker/patch_draft_quarot.py:39 and 62 in 0.23.0); from 0.26 on also where the file has its
+usual name and none is given (spec_decode/llm_base_proposer.py:407 in 0.26.0rc1). 0.30 knows targets
+that only say that they are rotated (utils.py:1853 in 0.30.0rc2).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from vllm_ascend_hsx.protocol.errors import UserError
 
 FILES = "vllm_ascend.quantization.utils"
 DESCRIPTION = "quant_model_description.json"
+USUAL = "optional/quarot.safetensors"
 MATRIX = "global_rotation"  # name of the tensor, and key of its file
 _ORTHOGONAL = 0.01  # largest deviation of Q @ Q.T from the identity; that of a Q in bfloat16 is 0.004
 _REMEDY = (
@@ -48,11 +51,15 @@ def rotation_of(model_config: Any, wish: str) -> Path | None:
     if path is None:  # vllm-ascend refuses it, with a better remedy
         return None
     try:
-        name = _file_of(json.loads(path.read_bytes()))
+        description = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError("model", model_config.model, f"has a {DESCRIPTION} that cannot be read: {error}", "Repair it.") from error
+    name = _file_of(description)
     if name is None:
-        return None
+        says_so = isinstance(description, Mapping) and description.get("is_rot_used") is True
+        if not says_so and find(model_config.model, USUAL, revision=model_config.revision) is None:
+            return None
+        name = USUAL
     found: Path | None = find(model_config.model, name, revision=model_config.revision)
     if found is None and wish == "undo":
         raise UserError("model", model_config.model, f"is rotated (QuaRot), and its matrix {name} is not there", _REMEDY)

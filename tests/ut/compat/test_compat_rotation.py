@@ -44,6 +44,18 @@ def test_a_target_whose_description_names_none_is_not_rotated(tmp_path: Path, de
     assert rotation_of(checkpoint(tmp_path, description), "undo") is None
 
 
+def test_a_rotation_in_its_usual_place_needs_no_name(tmp_path: Path) -> None:
+    assert rotation_of(checkpoint(tmp_path, {"optional": {}}, torch.eye(SIZE)), "undo") == tmp_path / NAME
+
+
+def test_a_target_that_says_that_it_is_rotated_needs_its_matrix(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, {"is_rot_used": True})
+    with pytest.raises(UserError, match=rf"its matrix {NAME} is not there"):
+        rotation_of(model, "undo")
+    assert rotation_of(model, "keep") is not None
+    assert rotation_of(checkpoint(tmp_path / "not", {"is_rot_used": False}), "undo") is None
+
+
 def test_a_target_that_vllm_ascend_does_not_quantise_is_not_rotated(tmp_path: Path) -> None:
     for quantization in (None, "fp8"):
         assert rotation_of(checkpoint(tmp_path, QUAROT, torch.eye(SIZE), quantization), "undo") is None

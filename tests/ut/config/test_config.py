@@ -136,6 +136,7 @@ def vllm_config(layer_ids: object = (34, 2, 36), **changes: Any) -> Any:
         model_config=SimpleNamespace(
             model="/models/target",
             served_model_name="target",
+            quantization=None,
             get_hidden_size=lambda: 64,
             get_total_num_hidden_layers=lambda: 36,
         ),

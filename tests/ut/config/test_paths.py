@@ -24,7 +24,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name_
 
 @each_kind
 def test_what_reads_and_removes_files_takes_both(kind: Callable[[Path], Any], tmp_path: Path) -> None:
-    path = write(tmp_path, "cmpl-1", rows_of(5))
+    path = write(tmp_path, "cmpl-1-0", rows_of(5))
     assert len(vllm_ascend_hsx.load(kind(path)).token_ids) == 5
     assert vllm_ascend_hsx.find(kind(tmp_path), "cmpl-1") == path
     assert [found for found, _ in vllm_ascend_hsx.open_dir(kind(tmp_path))] == [path]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch_npu  # noqa: F401 - brings torch.npu
+from releases import only_with
+from safetensors.torch import save_file
 
 from vllm_ascend_hsx.drafter import staging as staging_module
 from vllm_ascend_hsx.drafter.spans import Span
@@ -41,6 +46,34 @@ def test_staged_rows_are_in_the_models_own_basis(monkeypatch: pytest.MonkeyPatch
         # A row's own rounding, twice: as the target returns it, and as it is stored.
         torch.testing.assert_close(found.float(), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.05)
     assert torch.equal(slot.rows[12:].cpu(), torch.full_like(slot.rows[12:].cpu(), 7.0)), "rows without a span are not written"
+
+
+@only_with("<0.30", "it turns drafts in models/llama_eagle3.py")
+def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_path: Path) -> None:
+    """A draft that is trained on the rows computes the same when vllm-ascend serves it."""
+    from vllm_ascend.patch.worker.patch_draft_quarot import make_load_weights
+
+    class Draft(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(dtype="float32")
+            self.model = torch.nn.Module()
+            self.model.use_aux_hidden_state = True
+            self.model.fc = torch.nn.Linear(LAYERS * HIDDEN, HIDDEN, bias=False)
+            self.model.embed_tokens = torch.nn.Embedding(5, HIDDEN)
+
+    rotation, weights, embedding = orthogonal(HIDDEN), torch.randn(HIDDEN, LAYERS * HIDDEN), torch.randn(5, HIDDEN)
+    save_file({"global_rotation": rotation.contiguous()}, tmp_path / "q")
+    save_file({"embed_tokens": embedding @ rotation}, tmp_path / "model.safetensors")
+    draft = Draft()
+    make_load_weights(tmp_path, tmp_path / "q")(draft, [("fc.weight", weights)])
+
+    layers = [torch.randn(TOKENS, HIDDEN) for _ in range(LAYERS)]  # X @ Q, as the target returns them
+    rows = torch.empty(TOKENS, LAYERS, HIDDEN, device=DEVICE)
+    staging_module.TurnBack(rotation.to(DEVICE), TOKENS)([layer.to(DEVICE) for layer in layers], rows)
+    served = draft.model.fc(torch.cat(layers, dim=1))
+    torch.testing.assert_close(rows.flatten(1).cpu() @ weights.T, served, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(draft.model.embed_tokens.weight.data, embedding, rtol=1e-4, atol=1e-4)
 
 
 def test_its_buffers_are_allocated_once() -> None:
