@@ -47,15 +47,18 @@ class Kind(NamedTuple):
         layer_ids: residual stream of each layer; empty if the file does not name them.
         layers, hidden_size: of a row.
         dtype: the model's, by its name in torch; "bfloat16 in float8_e4m3fn" for quantised rows.
+        rotated: whether rows are in the basis of rotated weights, and not in the model's own.
     """
 
     layer_ids: tuple[int, ...] = ()
     layers: int = 0
     hidden_size: int = 0
     dtype: str = ""
+    rotated: bool = False
 
     def __str__(self) -> str:
-        return f"{self.layers} layers {list(self.layer_ids)} x {self.hidden_size} {self.dtype}"
+        basis = ", rotated" if self.rotated else ""
+        return f"{self.layers} layers {list(self.layer_ids)} x {self.hidden_size} {self.dtype}{basis}"
 
 
 _UNKNOWN = Kind()
@@ -190,7 +193,7 @@ def _describe(path: Path, place: Place, header: Header, scales: Numbers | None) 
         path,
         tokens=tokens,
         prompt_tokens=num_prompt_tokens_of(metadata),
-        kind=Kind(tuple(layer_ids_of(metadata) or ()), layers, hidden, dtype),
+        kind=Kind(tuple(layer_ids_of(metadata) or ()), layers, hidden, dtype, metadata.get("basis") == "rotated"),
         num_bytes=rows.end - rows.begin + (0 if scales is None else scales.nbytes),
         file_bytes=place.size,
         tiny_tokens=0 if scales is None else int((scales <= LEAST_SCALE).sum()),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,17 @@ def test_verify_names_an_index_that_it_cannot_read_and_goes_on(
     assert bad["path"].startswith(str(directory)) and bad["path"].endswith(INDEX)
     assert bad["problem"].startswith("it cannot be read: Permission denied; its folder's shards were not checked: let this user read")
     assert found["good"] == 3
+
+
+def test_verify_refuses_rows_of_two_bases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for basis in ("", "model", "rotated"):
+        with FileSink(tmp_path, replace(FORMAT, basis=basis)) as sink:  # type: ignore[arg-type]
+            file = sink.open(f"of-{basis}", tmp_path / f"of-{basis}.safetensors")
+            file.write(0, rows_of(3).view(torch.uint8).numpy())
+            file.commit(np.arange(3), 3)
+    assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
+    printed = capsys.readouterr().out
+    assert "2 files of" in printed and re.search("1 files of .*, rotated", printed) and "different kinds" in printed
 
 
 def test_verify_refuses_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

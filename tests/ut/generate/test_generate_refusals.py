@@ -139,6 +139,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "model": ({"model": "other"}, "model was tiny, is other; serve the same model and layers"),
     "layers": ({"layer_ids": (2, 0)}, "layer_ids was [2, 0, 3], is [2, 0], layers was 3, is 2"),
     "order of layers": ({"layer_ids": (2, 3, 0)}, "layer_ids was [2, 0, 3], is [2, 3, 0]"),
+    "basis": ({"basis": "rotated"}, "rotated was False, is True"),
     "quantization": ({"quantization": "fp8"}, "dtype was bfloat16, is bfloat16 in float8_e4m3fn"),
 }
 
