@@ -50,6 +50,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     ours = parser.add_argument_group("the connector's options")
     ours.add_argument("--staging-slots", type=whole(1, 8), default=DEFAULTS["staging_slots"], metavar="N", help="default: %(default)s")
     ours.add_argument("--quantization", choices=("none", "fp8"), default=DEFAULTS["quantization"], help="default: %(default)s")
+    rotated = "the weights are rotated (QuaRot), and rows are turned back"
+    ours.add_argument("--rotated", action="store_true", help=rotated)
     ring = f"{DEFAULTS['pinned_ring_bytes'] >> 20}MiB"
     ours.add_argument("--ring", type=size, default=ring, metavar="SIZE", help="pinned_ring_bytes (default: %(default)s)")
     files = parser.add_argument_group("files")
@@ -90,6 +92,7 @@ def plan(options: argparse.Namespace) -> Plan:
             prompt_tokens=options.prompt_tokens,
             prefill_speed=options.prefill_speed,
             quantization=options.quantization,
+            rotated=options.rotated,
         )
     )
 
@@ -110,12 +113,15 @@ def show(console: OneConsole, result: Plan) -> None:
     )
     stored = "" if request.quantization == "none" else f", rows as {request.quantization}"
     rate, speed_text = result.write_bytes_per_second / 2**20, f"{request.prefill_speed:,.0f}"
+    turning_back = ("turning rows back", _mib(result.turn_back_bytes), f"per NPU; {result.turn_back_flops / 1e6:,.0f} MFLOP per token")
+    taken = "staging and rotation are" if request.rotated else "staging is"
     costs = Table(show_header=False, box=None, pad_edge=False)
     for row in (
         ("hidden states of a token", f"{result.row_bytes:,} bytes", f"{len(request.layer_ids)} layers x {shape.hidden_size:,} elements"),
         ("staging", _mib(result.staging_bytes), f"per NPU: {request.staging_slots} slots of {request.max_num_batched_tokens:,} tokens"),
+        *([turning_back] if request.rotated else ()),
         ("collected layers", _mib(result.collected_bytes), "per NPU, at most: held by the target in a step, with any extraction method"),
-        ("KV cache that is kept", _percent(result.kept), f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: staging is taken from it"),
+        ("KV cache that is kept", _percent(result.kept), f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: {taken} taken from it"),
         ("... at least", _percent(result.kept_at_least), "if the collected layers are taken from it, too"),
         ("pinned ring", _mib(result.ring_bytes), "of host memory, per NPU"),
         ("files of 1,000 prompts", f"{result.prompts_bytes / 2**30:.2f} GiB", f"of {request.prompt_tokens:,} tokens each{stored}"),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_ascend_hsx.config import EXTRA_CONFIG
-from vllm_ascend_hsx.drafter.ring_shape import ring_shape
+from vllm_ascend_hsx.drafter.shapes import ring_shape
 from vllm_ascend_hsx.protocol.errors import UserError
 
 _PAGE = 4096  # alignment of memory that direct I/O may require

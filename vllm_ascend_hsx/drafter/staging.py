@@ -21,10 +21,9 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.shapes import turned_rows
 from vllm_ascend_hsx.drafter.spans import Span, merge_rows, split_spans
 from vllm_ascend_hsx.protocol.files import OnError
-
-_TURNED_AT_ONCE = 1024  # rows; their buffers are 2 x 4 bytes per element
 
 
 def _npu() -> Any:
@@ -120,7 +119,7 @@ class StagingCache:
     ) -> None:
         self.rows = torch.empty((num_slots, max_tokens, num_layers, hidden_size), dtype=dtype, device=device)
         self.layer_order = tuple(layer_order)
-        self._turn_back = None if rotation is None else TurnBack(rotation, min(max_tokens, _TURNED_AT_ONCE))
+        self._turn_back = None if rotation is None else TurnBack(rotation, turned_rows(max_tokens))
         self.slots = [StagingSlot(self.rows[index]) for index in range(num_slots)]
         self._next = 0
         self._filled: StagingSlot | None = None

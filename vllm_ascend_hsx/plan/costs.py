@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_ascend_hsx.config import HsxConfig
-from vllm_ascend_hsx.drafter.ring_shape import ring_shape
+from vllm_ascend_hsx.drafter.shapes import ring_shape, turn_back_bytes
 from vllm_ascend_hsx.plan.shape import ModelShape
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import FileLayout
@@ -32,6 +32,7 @@ class Request:
         prompt_tokens: length of a prompt, for the size of its file.
         prefill_speed: tokens per second of the whole server.
         quantization: format of stored rows. NPU and host memory hold the model's values.
+        rotated: whether the weights are rotated (QuaRot), and rows are turned back.
     """
 
     shape: ModelShape
@@ -45,6 +46,7 @@ class Request:
     prompt_tokens: int
     prefill_speed: float
     quantization: Literal["none", "fp8"] = "none"
+    rotated: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class Plan:
         request: the input.
         row_bytes: hidden states of one token.
         staging_bytes: device memory of the staging slots.
+        turn_back_bytes: device memory of the rotation and its buffers; 0 for other targets.
+        turn_back_flops: floating-point operations for a token's rows, on each NPU.
         collected_bytes: memory that the target holds until its forward pass ends: a tensor for each
             extracted layer except the last. With any extraction it adds to the activation peak that
             vLLM measures, in full if the peak is in the last layers, else less.
@@ -70,6 +74,8 @@ class Plan:
     request: Request
     row_bytes: int
     staging_bytes: int
+    turn_back_bytes: int
+    turn_back_flops: int
     collected_bytes: int
     ring_bytes: int
     kept: float
@@ -93,18 +99,23 @@ def make_plan(request: Request) -> Plan:
     row_bytes = len(ids) * shape.layer_bytes
     staging = request.staging_slots * step * row_bytes
     collected = sum(layer_id < shape.num_layers for layer_id in ids) * step * shape.layer_bytes
-    if staging >= request.kv_bytes:
-        problem = f"is not more than the staging slots take, {staging / 2**20:,.1f} MiB"
+    turn_back = turn_back_bytes(shape.hidden_size, step) if request.rotated else 0
+    taken = staging + turn_back
+    if taken >= request.kv_bytes:
+        rotation = " and the rotation" if request.rotated else ""
+        problem = f"is not more than the staging slots{rotation} take, {taken / 2**20:,.1f} MiB"
         remedy = "Give more, lower --max-num-batched-tokens or --staging-slots, or extract fewer layers."
         raise UserError("--kv-memory", request.kv_bytes, problem, remedy)
     return Plan(
         request=request,
         row_bytes=row_bytes,
         staging_bytes=staging,
+        turn_back_bytes=turn_back,
+        turn_back_flops=2 * len(ids) * shape.hidden_size**2 if request.rotated else 0,
         collected_bytes=collected,
         ring_bytes=_ring_rows(request.ring_bytes, row_bytes) * row_bytes,
-        kept=1 - staging / request.kv_bytes,
-        kept_at_least=max(0.0, 1 - (staging + collected) / request.kv_bytes),
+        kept=1 - taken / request.kv_bytes,
+        kept_at_least=max(0.0, 1 - (taken + collected) / request.kv_bytes),
         prompts_bytes=PROMPTS * file.file_size(request.prompt_tokens),
         write_bytes_per_second=request.prefill_speed * (file.file_size(1) - file.file_size(0)),
     )

@@ -14,6 +14,8 @@ import torch
 
 from vllm_ascend_hsx.cli import plan as command
 from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.shapes import turned_rows
+from vllm_ascend_hsx.drafter.staging import TurnBack
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.plan.shape import ModelShape, read_shape
@@ -71,6 +73,19 @@ def test_a_plan_by_hand() -> None:
     # A page for the header, and a token id of 8 bytes with each row.
     assert result.prompts_bytes == 1000 * (4096 + 100 * (384 + 8))
     assert result.write_bytes_per_second == 500 * (384 + 8)
+
+
+def test_turning_rows_back_takes_the_rotation_and_two_buffers() -> None:
+    rotated, plain = make_plan(replace(REQUEST, rotated=True)), make_plan(REQUEST)
+    taken = 64 * 64 * 4 + 2 * 128 * 64 * 4
+    assert (rotated.turn_back_bytes, plain.turn_back_bytes) == (taken, 0)
+    assert (rotated.turn_back_flops, plain.turn_back_flops) == (3 * 2 * 64 * 64, 0)
+    assert rotated.kept == 1 - (98304 + taken) / (1 << 20)
+    assert rotated.row_bytes == plain.row_bytes and rotated.staging_bytes == plain.staging_bytes
+    turn = TurnBack(torch.eye(64), turned_rows(128))
+    assert sum(each.numel() * each.element_size() for each in vars(turn).values()) == taken
+    with pytest.raises(UserError, match="not more than the staging slots and the rotation take"):
+        make_plan(replace(REQUEST, rotated=True, kv_bytes=98304 + taken))
 
 
 def test_more_collected_than_there_is_keeps_nothing_at_least() -> None:

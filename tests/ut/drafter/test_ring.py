@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_ascend_hsx.drafter.ring import FreeRows, PinnedRing
-from vllm_ascend_hsx.drafter.ring_shape import ring_shape
+from vllm_ascend_hsx.drafter.shapes import ring_shape
 from vllm_ascend_hsx.protocol.errors import UserError
 
 ROW_SHAPE, DTYPE = (3, 8), torch.bfloat16

@@ -11,6 +11,7 @@ import torch_npu  # noqa: F401 - brings torch.npu
 from releases import only_with
 from safetensors.torch import save_file
 
+from vllm_ascend_hsx.drafter import shapes
 from vllm_ascend_hsx.drafter import staging as staging_module
 from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.drafter.staging import StagingCache
@@ -28,7 +29,7 @@ def orthogonal(size: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at_once", [1024, 4], ids=["in one buffer", "in several"])
 def test_staged_rows_are_in_the_models_own_basis(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, at_once: int) -> None:
-    monkeypatch.setattr(staging_module, "_TURNED_AT_ONCE", at_once)
+    monkeypatch.setattr(shapes, "_TURNED_AT_ONCE", at_once)
     rotation, seeded = orthogonal(HIDDEN), torch.Generator().manual_seed(1)
     rows = [torch.randn(TOKENS, HIDDEN, generator=seeded) for _ in range(LAYERS)]
     rotated = [(layer @ rotation).to(dtype) for layer in rows]
