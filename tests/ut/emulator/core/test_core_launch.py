@@ -42,6 +42,13 @@ def test_a_command_runs_on_the_machine_given_by(options: tuple[str, ...], variab
     assert done.stdout.split() == shown, done.stderr
 
 
+@pytest.mark.parametrize("imports", ["torch, torch_npu", "torch_npu, torch"])
+def test_either_package_can_be_imported_first(imports: str) -> None:
+    shown = "print(torch.npu.device_count(), torch_npu.npu.device_count(), os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
+    done = run("--npus", "3", "--", sys.executable, "-c", f"import {imports}, os; {shown}")
+    assert done.stdout.split() == ["3", "3", "None"], done.stderr
+
+
 def test_the_defaults_are_in_the_help() -> None:
     text = run("--help").stdout
     assert "(default: 8)" in text

@@ -8,7 +8,16 @@ if importlib.util.find_spec("vllm_ascend_hsx") is None:
     # A process that was started outside the environment in which vllm_ascend_hsx is installed.
     sys.path.append(os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 4)))
 
-import torch  # noqa: F401  (torch comes first, and imports this package itself: its backends autoload)
+# torch imports this package itself, as a backend, unless this package is the first one: then, as the
+# real one does, it stops torch from that.
+_autoload_wish = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD")
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+import torch  # noqa: E402, F401
+
+if _autoload_wish is None:
+    del os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"]
+else:
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = _autoload_wish
 
 _package = sys.modules[__name__]
 if not hasattr(_package, "npu"):
