@@ -132,6 +132,13 @@ def test_each_conversation_of_a_batch_has_its_file(client: Client, chat_prompt: 
                 vllm_ascend_hsx.find(client.storage, response["id"], prompt=number)
 
 
+def test_a_batch_may_choose_no_file_for_its_conversations(client: Client, chat_prompt: list[int]) -> None:
+    body = {"model": str(client.model), "messages": [MESSAGES, MESSAGES], "kv_transfer_params": {"hidden_states_path": "batch.safetensors"}}
+    response = httpx.post(f"{client.server.url}/v1/{CHAT}/batch", json=body, timeout=120)
+    assert response.status_code == 400
+    assert "is one file, and is given to the first prompt and sample of a request" in response.json()["error"]["message"]
+
+
 REFUSED = {"hidden_states_path": "x.safetensors"}
 PARAMS = [(None, True), ({"hidden_states": True}, True), ({"hidden_states": False}, False), (REFUSED, False)]
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from contextvars import ContextVar
 from typing import Any
 
-from vllm_ascend_hsx.compat.patch_points import patch
+from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_26, V0_23
 from vllm_ascend_hsx.config import HsxConfig, read_options
+from vllm_ascend_hsx.protocol.api import PATH_KEY, only_one_row
 from vllm_ascend_hsx.protocol.errors import UserError
 
 TOKENS_0_23 = "vllm.entrypoints.serve.disagg.serving"
 TOKENS = "vllm.entrypoints.scale_out.token_in_token_out.serving"
+BATCH = "vllm.entrypoints.openai.chat_completion.batch_serving"
 SCORING = "vllm.entrypoints.generate.generative_scoring.serving"
 OFFLINE = "vllm.entrypoints.generate.beam_search.offline"
 ONLINE = "vllm.entrypoints.generate.beam_search.online"
@@ -55,6 +57,24 @@ async def score(original: Any, self: Any, request: Any, *args: Any, **kwargs: An
     given = (request.model_extra or {}).get(_KEY)
     ours = given is not None and our_config(self.engine_client.vllm_config) is not None
     extra_args.set({_KEY: given} if ours else None)  # not reset: the context is the HTTP request's
+    return await original(self, request, *args, **kwargs)
+
+
+_BATCH = "a batch of chats may choose no file"
+uses(BATCH, "OpenAIServingChatBatch.create_error_response", SINCE_0_23, takes="message", why=_BATCH)
+
+
+@patch(BATCH, "OpenAIServingChatBatch.create_batch_chat_completion", SINCE_0_23, why=_BATCH)
+async def answer_batch(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse one file for several conversations.
+
+    Reason: their ids do not tell which is the first one, because clients choose ids that end with a
+    number, and the answer has no field for errors of files.
+    """
+    given = (request.model_extra or {}).get(_KEY)
+    path = given.get(PATH_KEY) if isinstance(given, dict) else None
+    if path is not None and len(request.messages) > 1 and our_config(self.engine_client.vllm_config) is not None:
+        return self.create_error_response(only_one_row(path))
     return await original(self, request, *args, **kwargs)
 
 

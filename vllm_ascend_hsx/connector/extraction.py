@@ -58,6 +58,7 @@ class Extraction:
         self._writers = writers
         self.path = start.path
         self._prompt = start.token_ids
+        self._arrived_ns = start.arrived_ns
         self._include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
@@ -66,7 +67,6 @@ class Extraction:
         self._opened_or_failed = threading.Event()
         self._mutex = threading.Lock()  # guards everything below
         self._written = SpanSet()
-        self._begun_ns = time.time_ns()
         self._landed_at = time.perf_counter()
         self._decided = False
         self._failure: str | None = None  # published in place of the file by the thread that takes the file
@@ -84,12 +84,12 @@ class Extraction:
     def open(self, sink: Sink) -> None:
         """Open the file. If the request has failed meanwhile, leave the reason in its place."""
         if self._failure is not None:
-            leave_reason(sink, self.request_id, Path(self.path), self._failure, self._begun_ns)
+            leave_reason(sink, self.request_id, Path(self.path), self._failure, self._arrived_ns)
             self._opened_or_failed.set()
             self._on_ended(self)
             return
         try:
-            file = sink.open(self.request_id, Path(self.path), len(self._prompt), self._begun_ns)
+            file = sink.open(self.request_id, Path(self.path), len(self._prompt), self._arrived_ns)
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
             with self._mutex:
                 undecided, self._decided = not self._decided, True
@@ -254,13 +254,13 @@ def _reason_of(error: Exception) -> str:
     return error.reason if isinstance(error, SinkError) else f"{type(error).__name__}: {error}"
 
 
-def leave_reason(sink: Sink, request_id: str, path: Path, reason: str, begun_ns: int) -> None:
+def leave_reason(sink: Sink, request_id: str, path: Path, reason: str, arrived_ns: int | None) -> None:
     """Leave the reason for readers of a request whose file was never opened. Blocks on storage.
 
     See Sink.leave_reason.
     """
     try:
-        sink.leave_reason(request_id, path, reason, begun_ns)
+        sink.leave_reason(request_id, path, reason, arrived_ns)
     except Exception as error:  # noqa: BLE001 - any error fails this request alone
         logger.error("request %r, %s: the reason of its failure could not be left there: %s", request_id, path, error)
 

@@ -17,6 +17,8 @@ BYTES_OPTION = "kv_connector_extra_config.max_bytes_per_request"
 # vLLM's internal ids, see reader/find.py. Only completions and scoring append a number to the id
 # for each prompt or item; in any other id a trailing number is the client's own.
 _INTERNAL_ID = re.compile(r"(?:(?P<sample>\d+)_)?(?P<id>.*?)(?:-[0-9a-f]{8})?", re.DOTALL)
+_WITH_SAMPLES = ("chatcmpl-", "generate-tokens-")
+_TURN = re.compile(r".*_\d+", re.DOTALL)  # of /v1/responses, whose clients choose the id: it may begin like a sample's
 _PROMPT = re.compile(r"(?P<id>(?:cmpl|generative-scoring)-.*)-(?P<prompt>\d+)", re.DOTALL)
 
 # API requests: at most this many others may arrive between two prompts or samples of one
@@ -125,5 +127,7 @@ def split_id(request_id: str) -> tuple[str, tuple[str, str]]:
     sample = found["sample"] or ""
     if numbered := _PROMPT.fullmatch(found["id"]):
         return numbered["id"], (numbered["prompt"], sample)
+    if not found["id"].startswith(_WITH_SAMPLES) and _TURN.fullmatch(found["id"]):
+        sample = ""
     # Samples of one parent share its random digits; two requests with the same id do not.
     return request_id[len(sample) + 1 :] if sample else request_id, ("", sample)

@@ -22,6 +22,8 @@ class RequestStart:
         token_ids: int64 [rows], the prompt: one row for each.
         include_output: whether rows of generated tokens are extracted too.
         max_output_rows: most rows of generated tokens.
+        arrived_ns: when the API server received it, in nanoseconds since the epoch; None if that is
+            not known. Of two requests for one path the later one's rows stay.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class RequestStart:
     token_ids: np.ndarray
     include_output: bool = False
     max_output_rows: int = 0
+    arrived_ns: int | None = None
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,7 @@ class _Request:
     cost: Cost
     max_output_rows: int
     include_output: bool
+    arrived_ns: int
     owner: int | None = None
     error: str | None = None
     decided: bool = False
@@ -124,6 +125,7 @@ class ExtractionScheduler:
                 Cost(prompt_tokens * self._row_bytes, output_rows * self._row_bytes),
                 output_rows,
                 params.include_output,
+                int(request.arrival_time * 1e9),
                 predecessor=self._writing.get(path),
             )
             # Rows of a cached prefix would not be computed. Other requests keep using the prefix
@@ -230,6 +232,7 @@ class ExtractionScheduler:
                         token_ids,
                         request.include_output,
                         request.max_output_rows,
+                        request.arrived_ns,
                     )
                 )
         for request_id, rank in promised.items():  # did not fit into the KV cache

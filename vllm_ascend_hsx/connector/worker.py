@@ -153,7 +153,7 @@ class ExtractionWorker:
 
     def _leave_reason(self, start: RequestStart, reason: str) -> None:
         place = start.request_id, Path(start.path)
-        self._reasons.submit(partial(leave_reason, self._sink, *place, reason, time.time_ns()))
+        self._reasons.submit(partial(leave_reason, self._sink, *place, reason, start.arrived_ns))
 
     def save(self) -> None:
         """Pass on the slot that this step filled, if it filled one."""

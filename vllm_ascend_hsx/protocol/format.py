@@ -27,6 +27,7 @@ HIDDEN_STATES = "hidden_states"
 TOKEN_IDS = "token_ids"
 SCALES = "hidden_states_scales"
 WEIGHTS = "weights"
+ARRIVED = "arrived_ns"
 QUANTIZATIONS = {"fp8": "fp8_e4m3_per_token"}  # names in the metadata
 LAYER_ID_MEANING = "residual stream after i layers, before the final norm (0: embedding output)"
 
@@ -34,13 +35,14 @@ PAGE = 4096
 _LENGTH = struct.Struct("<Q")
 _TOKEN_ID_BYTES = 8
 _SCALE_BYTES = 4
-# Room for values that are known only at the end: eleven numbers of at most 20 digits, and a
-# checksum with its name.
-_LATE_BYTES = 320
+# Room for values that differ between requests: twelve numbers of at most 20 digits, the name of
+# one, and a checksum with its name.
+_LATE_BYTES = 360
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _MAX_HEADER = 100_000_000  # safetensors' own limit (safetensors 0.8.0, MAX_HEADER_SIZE)
 _MAX_DIMENSIONS = 64  # numpy's limit
 _COUNT = re.compile("[0-9]{1,18}")
+_TIME = re.compile("[0-9]{1,19}")
 
 # Bytes per element of every dtype in files that can be read, by safetensors name.
 DTYPE_BYTES = {
@@ -77,11 +79,15 @@ class Header:
 
 
 class FileLayout:
-    """Offsets in one request's file: header space, rows by position, token ids and scales."""
+    """Offsets in one request's file: header space, rows by position, token ids and scales.
 
-    def __init__(self, row_format: RowFormat, request_id: str) -> None:
+    `arrived_ns` is for the metadata: when the request arrived, since the epoch; None if unknown.
+    """
+
+    def __init__(self, row_format: RowFormat, request_id: str, arrived_ns: int | None = None) -> None:
         self._row_format = row_format
         self._request_id = request_id
+        self._arrived_ns = arrived_ns
         needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(valid_unicode(request_id))) + _LATE_BYTES
         self.data_start = -(-needed // PAGE) * PAGE
 
@@ -114,7 +120,7 @@ class FileLayout:
             num_prompt_tokens: number of rows of the prompt.
             checksum: whether to reserve space for a checksum, which `Digest.stamp` fills in.
         """
-        text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum)
+        text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum, self._arrived_ns)
         size = self.data_start - _LENGTH.size
         assert len(text) <= size, f"header of {len(text)} bytes does not fit in the {size} reserved"
         return _LENGTH.pack(size) + text.ljust(size)
@@ -129,11 +135,13 @@ def _fixed_bytes(row_format: RowFormat) -> int:
     return len(_header_json(row_format, "", 0, 0, False))
 
 
-def _header_json(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool) -> bytes:
+def _header_json(
+    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool, arrived_ns: int | None = None
+) -> bytes:
     rows_end = tokens * row_format.stored_row_bytes
     ids_end = rows_end + tokens * _TOKEN_ID_BYTES
     header: dict[str, Any] = {
-        "__metadata__": metadata_of(row_format, request_id, tokens, num_prompt_tokens, checksum),
+        "__metadata__": metadata_of(row_format, request_id, tokens, num_prompt_tokens, checksum, arrived_ns),
         HIDDEN_STATES: {
             "dtype": row_format.stored_dtype,
             "shape": [tokens, *row_format.row_shape],
@@ -154,7 +162,9 @@ def _header_json(row_format: RowFormat, request_id: str, tokens: int, num_prompt
     return _ENCODER.encode(header).encode("ascii")
 
 
-def metadata_of(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool) -> dict[str, str]:
+def metadata_of(
+    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool, arrived_ns: int | None = None
+) -> dict[str, str]:
     """Return the metadata of a request's rows, wherever they are stored.
 
     Args:
@@ -163,12 +173,14 @@ def metadata_of(row_format: RowFormat, request_id: str, tokens: int, num_prompt_
         tokens: number of stored rows.
         num_prompt_tokens: number of rows of the prompt.
         checksum: whether to reserve space for a checksum, which `Digest.stamp` fills in.
+        arrived_ns: when the request arrived, since the epoch; None if unknown.
     """
     return {
         **_fixed_metadata(row_format),
         "num_prompt_tokens": str(num_prompt_tokens),
         "num_output_tokens": str(tokens - num_prompt_tokens),
         "request_id": valid_unicode(request_id),
+        **({} if arrived_ns is None else {ARRIVED: str(arrived_ns)}),
         **({"checksum_algorithm": ALGORITHM, "checksum": BLANK} if checksum else {}),
     }
 
@@ -246,6 +258,12 @@ def layer_ids_of(metadata: Mapping[str, str]) -> list[int] | None:
     if not isinstance(ids, list) or not all(map(is_count, ids)):
         raise FormatError(f"layer_ids={_short(text)} is not a list of layers")
     return ids
+
+
+def arrived_ns_of(metadata: Mapping[str, str]) -> int | None:
+    """Return when the request arrived, since the epoch; None if that is not known."""
+    text = metadata.get(ARRIVED, "")
+    return int(text) if _TIME.fullmatch(text) else None
 
 
 def num_prompt_tokens_of(metadata: Mapping[str, str]) -> int | None:

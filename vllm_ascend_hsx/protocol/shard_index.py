@@ -26,11 +26,13 @@ SHARD_FORMAT_VERSION = "1"
 INDEX_MAX = 256 << 20
 # Metadata of a member that differ between the members of a shard.
 _OF_ONE = (
-    "format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "checksum",
+    "format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "arrived_ns",
+    "checksum",
 )  # fmt: skip
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _TICK_NS = 50_000_000  # largest lag of a filesystem's clock against the system's
-_SKEW_NS = 60 * 10**9  # by which the clocks of two machines may differ
+_SKEW_NS = 10 * 10**9  # by which the clocks of two machines may differ
+_CHUNK = 1 << 16
 # Later file times, within three years of the latest possible line, are no server's. Ignore them.
 _LATEST_NS = LARGEST - 10**17
 
@@ -153,31 +155,48 @@ def latest_ns(dir_fd: int) -> int:
     return latest + _TICK_NS if latest > time.time_ns() else 0
 
 
-def has_member_since(dir_fd: int, name: str, since_ns: int) -> bool:
-    """Return whether the newest line of `name` in a directory's indexes is a member since then.
+def newest_member(dir_fd: int, name: str, since_ns: int) -> tuple[str, Member] | None:
+    """Return the newest line of `name` in a directory's indexes since then, and its shard's stem.
 
-    Reads only the indexes that have changed since, or are new. Raises OSError if the directory or
-    one of them cannot be read.
+    None if there is none, or it hides the members before it. Reads only the ends of indexes that
+    have changed since. Raises OSError if the directory or one of them cannot be read.
     """
-    newest = since_ns, True  # time, and whether the line hides the members before it
-    text = _ENCODER.encode(name).encode("ascii")
+    since_ns -= _SKEW_NS
     with os.scandir(dir_fd) as entries:
         names = [entry.name for entry in entries]
-    indexes = [each for each in names if each == REMOVED or ((parts := parse_shard_name(each)) is not None and parts[2] == INDEX)]
-    for index in indexes:
+    stems = {each: parts[0] for each in names if (parts := parse_shard_name(each)) is not None and parts[2] == INDEX}
+    found: list[tuple[str, Member | Tombstone]] = []
+    for index, stem in {**stems, REMOVED: ""}.items():
         with suppress(FileNotFoundError, NotAFileError):
-            if os.stat(index, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns < since_ns - _SKEW_NS:
+            if os.stat(index, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns < since_ns:
                 continue
             fd = open_regular(index, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
             try:
-                content = read_index(fd)
+                found += [(stem, line) for line in _lines_since(fd, name, since_ns)]
             finally:
                 os.close(fd)
-            # Nearly no index has the name, and searching one costs a tenth of splitting it.
-            for line in (decode(each) for each in split_lines(content) if text in each) if text in content else ():
-                if line is not None and line.name == name:
-                    newest = max(newest, (line.time_ns, isinstance(line, Tombstone)))
-    return not newest[1]
+    if not found:
+        return None
+    stem, newest = max(found, key=lambda each: (each[1].time_ns, isinstance(each[1], Tombstone)))
+    return None if isinstance(newest, Tombstone) else (stem, newest)
+
+
+def _lines_since(fd: int, name: str, since_ns: int) -> list[Member | Tombstone]:
+    """Return the lines of `name` at the end of an index, as far back as its lines are that new."""
+    text = _ENCODER.encode(name).encode("ascii")
+    begin, content, found = os.fstat(fd).st_size, b"", []
+    while begin > 0:
+        begin, end = max(0, begin - _CHUNK), begin
+        content = os.pread(fd, end - begin, begin) + content
+        first = content.find(b"\n") + 1 if begin else 0  # of the first whole line
+        whole, content = content[first:], content[:first]
+        lines = split_lines(whole)
+        if text in whole:
+            found += [line for line in map(decode, lines) if line is not None and line.name == name]
+        oldest = decode(lines[0]) if lines else None
+        if oldest is not None and oldest.time_ns < since_ns:
+            break
+    return [line for line in found if line.time_ns >= since_ns]
 
 
 def shard_manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:

@@ -120,21 +120,22 @@ class Sink(ABC):
     writes_side_by_side: bool
 
     @abstractmethod
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None) -> SinkFile:
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> SinkFile:
         """Announce a request, so that readers of `path` wait. Cheap: moves no data.
 
         Args:
             request_id: the request.
             path: path of the file to come.
             expected_tokens: least number of rows; the first write reserves their space.
-            begun_ns: when the request began, in nanoseconds since the epoch. If opening takes long,
-                what was published since then is a later request's, and this one is refused.
+            arrived_ns: when the API server received the request, in nanoseconds since the epoch. A
+                request is refused if one that arrived later has published its path. None: it is not
+                known, and whatever is at the path is hidden.
 
         Raises:
             SinkError: if the path cannot be used, or is being written.
         """
 
-    def leave_reason(self, request_id: str, path: Path, reason: str, begun_ns: int) -> None:
+    def leave_reason(self, request_id: str, path: Path, reason: str, arrived_ns: int | None) -> None:
         """Publish why a request has no file, perhaps long after it failed.
 
         What an earlier request published at `path` is hidden. What was published since the request
@@ -144,7 +145,7 @@ class Sink(ABC):
             request_id: the request.
             path: path of the file that will not come.
             reason: one sentence for the user who sent the request.
-            begun_ns: when the request began, in nanoseconds since the epoch.
+            arrived_ns: as for `open`.
 
         Raises:
             SinkError: if the path cannot be used, or is being written.

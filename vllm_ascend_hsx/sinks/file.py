@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import threading
-import time
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +19,8 @@ from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.lock import LockHeldError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK, below, file_name, path_refusal
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.protocol.shard_index import Tombstone, has_member_since
+from vllm_ascend_hsx.protocol.shard_index import Tombstone
+from vllm_ascend_hsx.sinks.arrival import arrival_of_file, arrival_of_member
 from vllm_ascend_hsx.sinks.base import REFUSED, SERVER_STOPPED, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory import Session
@@ -31,15 +31,12 @@ from vllm_ascend_hsx.sinks.shard_file import SessionShards
 logger = logging.getLogger(__name__)
 
 _DEFAULTS = FileOptions()
-# After which a file that opens may meet one of a later request: its client may have given up, and
-# the next request of this name, on another rank, may have been answered.
-_LATE_NS = 20_000_000
 # How ids that vLLM makes unique end (v1/engine/input_processor.py:240, vLLM 0.23.0).
 _RANDOM_ID = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
 
 
 class _LaterRequest(Exception):
-    """What is at the path was published after the request began."""
+    """What is at the path is that of a request which arrived later."""
 
 
 class DirectorySink(Sink):
@@ -103,7 +100,7 @@ class DirectorySink(Sink):
 
     def make_data(self, file: RequestFile) -> DataFile:
         """Make the hidden file of a request whose first rows have arrived. Raises OSError."""
-        session, layout = file.session, FileLayout(self.row_format, file.request_id)
+        session, layout = file.session, FileLayout(self.row_format, file.request_id, file.arrived_ns)
         place = session.workspace, session.new_name(file.name), file.gid
         return DataFile(*place, layout, self.options, file.expected_tokens, session.filesystem)
 
@@ -146,19 +143,18 @@ class DirectorySink(Sink):
                 self._shards[session] = SessionShards(session, self.shard_bytes, self.options.durable)
             return self._shards[session]
 
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None) -> RequestFile:
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> RequestFile:
         try:
-            return self._open(request_id, path, expected_tokens, begun_ns, _LATE_NS)
+            return self._open(request_id, path, expected_tokens, arrived_ns)
         except _LaterRequest:
-            reason = "it could not be opened for long, and a later request has published this file"
-            raise SinkError(request_id, path, reason, REFUSED) from None
+            raise SinkError(request_id, path, "a later request has published this file", REFUSED) from None
 
-    def leave_reason(self, request_id: str, path: Path, reason: str, begun_ns: int) -> None:
+    def leave_reason(self, request_id: str, path: Path, reason: str, arrived_ns: int | None) -> None:
         with suppress(_LaterRequest):
-            self._open(request_id, path, begun_ns=begun_ns).fail(reason)
+            self._open(request_id, path, arrived_ns=arrived_ns).fail(reason)
 
-    def _open(self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None, late_ns: int = -1) -> RequestFile:
-        """Open a file. Raises SinkError; and _LaterRequest, only `late_ns` after `begun_ns`."""
+    def _open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> RequestFile:
+        """Open a file. Raises SinkError and _LaterRequest."""
         relative = self._relative(path)
         if relative is None:
             raise SinkError(request_id, path, f"it is not inside {self._directory}")
@@ -172,7 +168,7 @@ class DirectorySink(Sink):
                 # Refused at once: trying its lock takes some milliseconds.
                 if relative in self._files:
                     raise SinkError(request_id, path, "another request is writing this file")
-            file = self._announce(request_id, path, relative, expected_tokens, begun_ns, late_ns)
+            file = self._announce(request_id, path, relative, expected_tokens, arrived_ns)
             with self._mutex:
                 self._files[relative] = file
             return file
@@ -216,32 +212,30 @@ class DirectorySink(Sink):
             shards.close(session.workspace if session.has_workspace else self._session.workspace)
         session.close()
 
+    def _has_unique_name(self, file: RequestFile) -> bool:
+        """Return whether no other request can have the name."""
+        return self._random_ids and file.relative == file_name(file.request_id) and _RANDOM_ID.fullmatch(file.request_id) is not None
+
     def _may_be_member(self, file: RequestFile) -> bool:
         """Return whether an earlier request of this name may be a member of a shard."""
-        # No other request has such an id. A line would be one per request.
-        if self._random_ids and file.relative == file_name(file.request_id) and _RANDOM_ID.fullmatch(file.request_id):
-            return False
-        return self.makes_members or file.session.storage.has_name(SHARDS_MARK)
+        # A line to hide it would be one per request.
+        return not self._has_unique_name(file) and (self.makes_members or file.session.storage.has_name(SHARDS_MARK))
 
-    def _is_superseded(self, file: RequestFile, begun_ns: int | None, late_ns: int) -> bool:
-        """Return whether a later request has published this name. Raises OSError.
+    def _is_superseded(self, file: RequestFile) -> bool:
+        """Return whether a request that arrived later has published this name. Raises OSError.
 
-        Only looked for `late_ns` after the request began; that spares the others the time.
+        A client may give up while its request waits, or while its file is being opened, and then
+        give the name to another one, on another rank.
         """
-        if begun_ns is None or time.time_ns() - begun_ns <= late_ns:
+        if file.arrived_ns is None or self._has_unique_name(file):
             return False
-        if file.storage.changed_ns(file.name) > begun_ns:
-            return True
-        return self._may_be_member(file) and has_member_since(file.session.storage.fd, file.relative, begun_ns)
+        published = [arrival_of_file(file.storage.fd, file.name)]
+        if self._may_be_member(file):
+            published.append(arrival_of_member(file.session.storage.fd, file.relative, file.arrived_ns))
+        return any(arrival is not None and arrival > file.arrived_ns for arrival in published)
 
     def _announce(
-        self,
-        request_id: str,
-        path: Path,
-        relative: str,
-        expected_tokens: int = 0,
-        begun_ns: int | None = None,
-        late_ns: int = -1,
+        self, request_id: str, path: Path, relative: str, expected_tokens: int = 0, arrived_ns: int | None = None
     ) -> RequestFile:
         """Make readers wait for a request. Raises as `_open`."""
         try:
@@ -256,13 +250,13 @@ class DirectorySink(Sink):
         except OSError as error:
             reason = describe("a directory on the way to it cannot be entered", error)
             raise SinkError(request_id, path, reason) from error
-        file = RequestFile(self, session, storage, request_id, path, relative, expected_tokens)
+        file = RequestFile(self, session, storage, request_id, path, relative, expected_tokens, arrived_ns)
         try:
             file.gid = session.workspace.group_in(storage)
             if self.options.use_lock:
                 file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid)
             # From here on no other request can publish under this name.
-            if self._is_superseded(file, begun_ns, late_ns):
+            if self._is_superseded(file):
                 file.withdraw()
                 raise _LaterRequest
             storage.unlink(file.name + ERROR_SUFFIX)

@@ -202,7 +202,7 @@ class MooncakeSink(Sink):
         self._files: dict[str, MooncakeFile] = {}
         self._closed = False
 
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None) -> MooncakeFile:
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> MooncakeFile:
         handle = os.fspath(path)
         if not handle or not handle.isascii() or not handle.isprintable() or set(handle) & {"/", ":"}:
             reason = "the handle cannot be used: it is not a plain, printable name"

@@ -47,6 +47,7 @@ class RequestFile(SinkFile):
         session, storage: the sink's session, and the folder of the file.
         path, relative: path of the file, and the same relative to the directory.
         expected_tokens: least number of rows.
+        arrived_ns: when the request arrived, since the epoch; None if unknown.
 
     Attributes:
         gid: group of its files; see Storage.group_in.
@@ -63,6 +64,7 @@ class RequestFile(SinkFile):
         path: Path,
         relative: str,
         expected_tokens: int = 0,
+        arrived_ns: int | None = None,
     ) -> None:
         self.request_id = request_id
         self.path = path
@@ -71,6 +73,7 @@ class RequestFile(SinkFile):
         self.session = session
         self.storage = storage
         self.expected_tokens = expected_tokens
+        self.arrived_ns = arrived_ns
         self.gid = -1
         self.lock: HeldLock | None = None
         self.remove_previous: Callable[[], None] | None = None

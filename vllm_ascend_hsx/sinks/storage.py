@@ -150,16 +150,6 @@ class Storage:
             return False
         return True
 
-    def changed_ns(self, name: str) -> int:
-        """Return when the file was last written, since the epoch; -1 if none is there.
-
-        Raises OSError.
-        """
-        try:
-            return os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_mtime_ns
-        except FileNotFoundError:
-            return -1
-
     def has_file(self, name: str) -> bool:
         """Return whether the name exists. Raises IsADirectoryError if it is a directory."""
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from sink_harness import FORMAT, make_rows, token_ids
 from test_startup import serve
 
 from vllm_ascend_hsx.cli.verify import main as verify
+from vllm_ascend_hsx.protocol import shard_index
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
 from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.settings import read_settings
@@ -26,6 +30,7 @@ from vllm_ascend_hsx.sinks.storage import Storage
 
 Sink: TypeAlias = "FileSink | ShardSink"
 CHOSEN = "folder/chosen.safetensors"
+SECOND = 10**9
 
 
 def shard_sink(directory: Path, **options: bool) -> ShardSink:
@@ -40,8 +45,15 @@ SINKS: dict[str, Callable[..., Sink]] = {"files": file_sink, "shards": shard_sin
 EVERY_SINK = pytest.mark.parametrize("make", SINKS.values(), ids=SINKS)
 
 
-def begin(sink: Sink, directory: Path, name: str = CHOSEN, request_id: str = "cmpl-1-0-0123abcd", tokens: int = 2) -> RequestFile:
-    file = sink.open(request_id, directory / name, tokens)
+def begin(
+    sink: Sink,
+    directory: Path,
+    name: str = CHOSEN,
+    request_id: str = "cmpl-1-0-0123abcd",
+    tokens: int = 2,
+    arrived_ns: int | None = None,
+) -> RequestFile:
+    file = sink.open(request_id, directory / name, tokens, arrived_ns)
     file.write(0, make_rows(0, tokens))
     return file
 
@@ -174,13 +186,12 @@ def test_an_earlier_file_that_cannot_be_hidden_fails_the_request(tmp_path: Path,
 @EVERY_SINK
 @pytest.mark.parametrize("later", [False, True], ids=["earlier rows", "later rows"])
 @pytest.mark.parametrize("name", [CHOSEN, "gr\u00fcn/\u5c42.safetensors"])
-def test_a_reason_that_comes_late_hides_what_was_published_before_its_request_began(
+def test_a_reason_that_comes_late_hides_only_rows_of_a_request_that_arrived_earlier(
     tmp_path: Path, make: Callable[..., Sink], later: bool, name: str
 ) -> None:
-    began = time.time_ns()
     with make(tmp_path) as sink:
-        begin(sink, tmp_path, name).commit(token_ids(2), 2)
-        sink.leave_reason("cmpl-2-0-0123abcd", tmp_path / name, "why", began if later else time.time_ns())
+        begin(sink, tmp_path, name, arrived_ns=SECOND).commit(token_ids(2), 2)
+        sink.leave_reason("cmpl-2-0-0123abcd", tmp_path / name, "why", SECOND - 1 if later else SECOND + 1)
     if later:
         assert tokens_at(tmp_path / name) == 2
     else:
@@ -189,19 +200,68 @@ def test_a_reason_that_comes_late_hides_what_was_published_before_its_request_be
 
 
 @EVERY_SINK
-@pytest.mark.parametrize("hidden", [False, True], ids=["published", "published and removed"])
-def test_a_file_that_opens_late_is_refused_if_a_later_request_has_published_its_name(
-    tmp_path: Path, make: Callable[..., Sink], hidden: bool
+@pytest.mark.parametrize("name", [CHOSEN, "gr\u00fcn/\u5c42.safetensors"])
+def test_of_two_requests_of_one_name_the_rows_of_the_one_that_arrived_later_stay(
+    tmp_path: Path, make: Callable[..., Sink], name: str
 ) -> None:
-    began = time.time_ns() - 10**9
-    with make(tmp_path) as sink:
-        begin(sink, tmp_path, tokens=5).commit(token_ids(5), 5)
-        if hidden:
-            remove(tmp_path / CHOSEN)
-            sink.open("cmpl-2-0-0123abcd", tmp_path / CHOSEN, begun_ns=began).discard()
-            return
+    """The client of the first one gave up, and ranks do not begin requests in one order."""
+    with make(tmp_path) as sink, make(tmp_path) as another:
+        begin(sink, tmp_path, name, tokens=5, arrived_ns=SECOND).commit(token_ids(5), 5)
         with pytest.raises(SinkError, match="a later request has published this file"):
-            sink.open("cmpl-2-0-0123abcd", tmp_path / CHOSEN, begun_ns=began)
-        assert tokens_at(tmp_path / CHOSEN) == 5
-        begin(sink, tmp_path).commit(token_ids(2), 2)
-    assert tokens_at(tmp_path / CHOSEN) == 2
+            another.open("cmpl-2-0-0123abcd", tmp_path / name, arrived_ns=SECOND - 1)
+        assert tokens_at(tmp_path / name) == 5
+        begin(another, tmp_path, name, tokens=3, arrived_ns=SECOND + 1).commit(token_ids(3), 3)
+        assert tokens_at(tmp_path / name) == 3
+        begin(sink, tmp_path, name).commit(token_ids(2), 2)  # it is not known when it arrived
+    assert tokens_at(tmp_path / name) == 2
+
+
+@EVERY_SINK
+def test_rows_that_were_removed_refuse_nobody(tmp_path: Path, make: Callable[..., Sink]) -> None:
+    with make(tmp_path) as sink:
+        begin(sink, tmp_path, arrived_ns=SECOND).commit(token_ids(2), 2)
+        remove(tmp_path / CHOSEN)
+        begin(sink, tmp_path, tokens=3, arrived_ns=SECOND - 1).commit(token_ids(3), 3)
+    assert tokens_at(tmp_path / CHOSEN) == 3
+
+
+@EVERY_SINK
+def test_what_does_not_tell_when_it_arrived_is_replaced(tmp_path: Path, make: Callable[..., Sink]) -> None:
+    (tmp_path / CHOSEN).parent.mkdir()
+    save_file({"hidden_states": torch.ones(4, 1, 4), "token_ids": torch.arange(4)}, tmp_path / CHOSEN)
+    with make(tmp_path) as sink:
+        begin(sink, tmp_path, arrived_ns=0).commit(token_ids(2), 2)
+        assert tokens_at(tmp_path / CHOSEN) == 2
+        (tmp_path / "no-rows.safetensors").write_bytes(b"no rows")
+        begin(sink, tmp_path, "no-rows.safetensors", arrived_ns=0).commit(token_ids(2), 2)
+        (tmp_path / "link.safetensors").symlink_to("elsewhere")
+        begin(sink, tmp_path, "link.safetensors", arrived_ns=0).commit(token_ids(2), 2)
+    assert tokens_at(tmp_path / "no-rows.safetensors") == tokens_at(tmp_path / "link.safetensors") == 2
+
+
+@pytest.mark.parametrize("chunk", [64, 1 << 16])
+def test_a_later_member_is_found_at_whatever_place_of_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """Indexes are read from their ends, in chunks of any size."""
+    monkeypatch.setattr(shard_index, "_CHUNK", chunk)
+    with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
+        for number in range(20):
+            begin(sink, tmp_path, f"{number}.safetensors", arrived_ns=SECOND).commit(token_ids(2), 2)
+        for number in range(20):
+            with pytest.raises(SinkError, match="a later request"):
+                sink.open("late-0-0123abcd", tmp_path / f"{number}.safetensors", arrived_ns=SECOND - 1)
+
+
+def test_lines_from_before_a_request_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    pread = os.pread
+    monkeypatch.setattr(shard_index, "_CHUNK", 512)
+    with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
+        with monkeypatch.context() as earlier:
+            earlier.setattr(time, "time_ns", lambda: SECOND)
+            for number in range(50):
+                begin(sink, tmp_path, f"{number}.safetensors", arrived_ns=SECOND).commit(token_ids(2), 2)
+        begin(sink, tmp_path, "newest.safetensors", arrived_ns=100 * SECOND).commit(token_ids(2), 2)
+        monkeypatch.setattr(os, "pread", lambda fd, size, at: read.append(size) or pread(fd, size, at))
+        begin(sink, tmp_path, "another.safetensors", arrived_ns=101 * SECOND).commit(token_ids(2), 2)
+        assert 0 < sum(read) <= 1024
+

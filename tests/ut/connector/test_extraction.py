@@ -83,7 +83,7 @@ class StrictSink(Sink):
     def __init__(self, file: StrictFile) -> None:
         self._file = file
 
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, begun_ns: int | None = None) -> SinkFile:
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> SinkFile:
         return self._file
 
     def close(self) -> None: ...

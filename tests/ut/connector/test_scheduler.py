@@ -23,11 +23,12 @@ STORE = MooncakeOptions(master_server_address="localhost:50051")
 
 
 def test_an_extracted_request_skips_the_prefix_cache_and_its_response_names_the_file() -> None:
-    scheduler, request = make_scheduler(), make_request("cmpl-1")
+    scheduler, request = make_scheduler(), make_request("cmpl-1", arrival_time=12.5)
     scheduler.on_new_request(request)
     assert request.skip_reading_prefix_cache is True
     (start,) = schedule(scheduler, request).started
     assert start.token_ids.tolist() == request.prompt_token_ids
+    assert start.arrived_ns == 12_500_000_000
     assert scheduler.on_finished(request) == {"hidden_states_path": start.path}
     assert Path(start.path).parent == Path("/data")
 

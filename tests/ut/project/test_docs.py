@@ -229,13 +229,13 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
     of_files = []
     for row_format in (FORMAT, replace(FORMAT, quantization="fp8", weights="0123456789abcdef" * 2, basis="model")):
         with FileSink(tmp_path, row_format) as sink:
-            file = sink.open("one", path)
+            file = sink.open("one", path, arrived_ns=1 if row_format.basis else None)
             file.write(0, make_rows(0, 5))
             file.commit(token_ids(5), num_prompt_tokens=4)
         of_files.append(load(path, verify=True).metadata)
     plain, metadata = of_files
     assert keys("metadata") == list(metadata)
-    assert [key for key in metadata if key not in ("quantization", "weights", "basis")] == list(plain)
+    assert [key for key in metadata if key not in ("quantization", "weights", "basis", "arrived_ns")] == list(plain)
     assert "format version 2." in page("file-format.md") and metadata["format_version"] == "2"
     for key in ("format_version", "producer", "quantization", "checksum_algorithm"):
         assert f"| `{key}` | `{metadata[key]}`" in page("file-format.md")
