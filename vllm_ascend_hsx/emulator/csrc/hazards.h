@@ -68,12 +68,13 @@ inline void check_hazards(int device, int slot, size_t rounded) {
   if (const auto memory = reused->memory.lock()) std::memset(memory->ptr, kStale, memory->bytes);
 }
 
-// In late mode new device memory holds no zeros: every float type reads a large finite number (784
-// in bfloat16), every integer type an invalid index. Not NaN: vllm-ascend 0.23.0 leaves padding
-// rows of attention unwritten and multiplies their results by routing weights of 0, which is right
-// for any finite number.
+// New device memory holds no zeros: every float type reads a large finite number (784 in bfloat16),
+// every integer type an invalid index. Not NaN, which the host's allocator may hand out again:
+// vllm-ascend leaves padding rows of attention unwritten and multiplies their results by routing
+// weights of 0, which is right for any finite number. Large blocks, which are mapped as zeros, are
+// filled in late mode alone.
 inline void poison_fresh(int device, Memory& memory) {
-  if (config().late && (!memory.mapped || Engine::get().defers(current_stream(device)))) std::memset(memory.ptr, kGarbage, memory.bytes);
+  if (!memory.mapped || (config().late && Engine::get().defers(current_stream(device)))) std::memset(memory.ptr, kGarbage, memory.bytes);
 }
 
 inline void NpuAllocator::recordStream(const c10::DataPtr& data, c10::Stream stream) {

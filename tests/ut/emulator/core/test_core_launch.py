@@ -42,6 +42,15 @@ def test_a_command_runs_on_the_machine_given_by(options: tuple[str, ...], variab
     assert done.stdout.split() == shown, done.stderr
 
 
+@pytest.mark.parametrize("options", [(), ("--late",)], ids=["at once", "late"])
+def test_device_memory_is_not_what_the_host_had_there(options: tuple[str, ...]) -> None:
+    """Upstream multiplies padding rows that nobody wrote by 0: right unless they are NaN."""
+    used = "import torch, numpy; used = [numpy.full(4096, -1, numpy.int16) for _ in range(99)]; del used; "
+    shown = "print({torch.empty(4096, dtype=torch.bfloat16, device='npu').float().unique().item() for _ in range(99)})"
+    done = run(*options, "--", sys.executable, "-c", used + shown)
+    assert done.stdout.strip() == "{784.0}", done.stderr
+
+
 @pytest.mark.parametrize("imports", ["torch, torch_npu", "torch_npu, torch"])
 def test_either_package_can_be_imported_first(imports: str) -> None:
     shown = "print(torch.npu.device_count(), torch_npu.npu.device_count(), os.environ.get('TORCH_DEVICE_BACKEND_AUTOLOAD'))"
