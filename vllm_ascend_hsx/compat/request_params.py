@@ -72,9 +72,9 @@ async def answer_batch(original: Any, self: Any, request: Any, *args: Any, **kwa
     number, and the answer has no field for errors of files.
     """
     given = (request.model_extra or {}).get(_KEY)
-    path = given.get(PATH_KEY) if isinstance(given, dict) else None
-    if path is not None and len(request.messages) > 1 and our_config(self.engine_client.vllm_config) is not None:
-        return self.create_error_response(only_one_row(path))
+    of_ours = len(request.messages) > 1 and our_config(self.engine_client.vllm_config) is not None
+    if of_ours and isinstance(given, dict) and PATH_KEY in given:
+        return self.create_error_response(only_one_row(given[PATH_KEY]))
     return await original(self, request, *args, **kwargs)
 
 

@@ -18,7 +18,7 @@ BYTES_OPTION = "kv_connector_extra_config.max_bytes_per_request"
 # for each prompt or item; in any other id a trailing number is the client's own.
 _INTERNAL_ID = re.compile(r"(?:(?P<sample>\d+)_)?(?P<id>.*?)(?:-[0-9a-f]{8})?", re.DOTALL)
 _WITH_SAMPLES = ("chatcmpl-", "generate-tokens-")
-_TURN = re.compile(r".*_\d+", re.DOTALL)  # of /v1/responses, whose clients choose the id: it may begin like a sample's
+_TURN = re.compile(r"(?:.*_)?\d+", re.DOTALL)  # of /v1/responses, whose clients choose the id: it may begin like a sample's
 _PROMPT = re.compile(r"(?P<id>(?:cmpl|generative-scoring)-.*)-(?P<prompt>\d+)", re.DOTALL)
 
 # API requests: at most this many others may arrive between two prompts or samples of one

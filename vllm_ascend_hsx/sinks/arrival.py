@@ -1,14 +1,15 @@
-"""When the request arrived whose rows are published under a name."""
+"""When the request arrived whose rows, or whose reason, are published under a name."""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
 
-from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular
-from vllm_ascend_hsx.protocol.format import FormatError, arrived_ns_of, read_header
+from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_all
+from vllm_ascend_hsx.protocol.format import ARRIVED, FormatError, arrived_ns_of, read_header
 from vllm_ascend_hsx.protocol.names import TAR
 from vllm_ascend_hsx.protocol.shard_index import newest_member
+from vllm_ascend_hsx.protocol.strict_json import is_count, parse
 
 
 def arrival_of_file(dir_fd: int, name: str, offset: int = 0, size: int | None = None) -> int | None:
@@ -27,6 +28,19 @@ def arrival_of_file(dir_fd: int, name: str, offset: int = 0, size: int | None = 
             return arrived_ns_of(read_header(fd, offset, size).metadata)
         finally:
             os.close(fd)
+    return None
+
+
+def arrival_of_error(dir_fd: int, name: str) -> int | None:
+    """Return the same for the file of a reason."""
+    with suppress(FileNotFoundError, NotAFileError, ValueError):
+        fd = open_regular(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
+        try:
+            said = parse(read_all(fd))
+        finally:
+            os.close(fd)
+        arrived_ns = said.get(ARRIVED) if isinstance(said, dict) else None
+        return arrived_ns if is_count(arrived_ns) else None
     return None
 
 

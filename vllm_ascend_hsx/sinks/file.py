@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,7 +21,7 @@ from vllm_ascend_hsx.protocol.lock import LockHeldError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK, below, file_name, path_refusal
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.shard_index import Tombstone
-from vllm_ascend_hsx.sinks.arrival import arrival_of_file, arrival_of_member
+from vllm_ascend_hsx.sinks.arrival import arrival_of_error, arrival_of_file, arrival_of_member
 from vllm_ascend_hsx.sinks.base import REFUSED, SERVER_STOPPED, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory import Session
@@ -31,6 +32,7 @@ from vllm_ascend_hsx.sinks.shard_file import SessionShards
 logger = logging.getLogger(__name__)
 
 _DEFAULTS = FileOptions()
+_SUPERSEDED = "a later request has published this file, or has failed"
 # How ids that vLLM makes unique end (v1/engine/input_processor.py:240, vLLM 0.23.0).
 _RANDOM_ID = re.compile(r".*-[0-9a-f]{8}", re.DOTALL)
 
@@ -147,7 +149,7 @@ class DirectorySink(Sink):
         try:
             return self._open(request_id, path, expected_tokens, arrived_ns)
         except _LaterRequest:
-            raise SinkError(request_id, path, "a later request has published this file", REFUSED) from None
+            raise SinkError(request_id, path, _SUPERSEDED, REFUSED) from None
 
     def leave_reason(self, request_id: str, path: Path, reason: str, arrived_ns: int | None) -> None:
         with suppress(_LaterRequest):
@@ -182,7 +184,10 @@ class DirectorySink(Sink):
         if file.session.is_at_its_path(file.relative.rpartition("/")[0], file.storage):
             return None
         with self._opening:
-            return self._announce(file.request_id, file.path, file.relative)
+            try:
+                return self._announce(file.request_id, file.path, file.relative, file.expected_tokens, file.arrived_ns)
+            except _LaterRequest:
+                raise SinkError(file.request_id, file.path, _SUPERSEDED) from None
 
     def close(self) -> None:
         with self._opening, self._mutex:
@@ -222,17 +227,18 @@ class DirectorySink(Sink):
         return not self._has_unique_name(file) and (self.makes_members or file.session.storage.has_name(SHARDS_MARK))
 
     def _is_superseded(self, file: RequestFile) -> bool:
-        """Return whether a request that arrived later has published this name. Raises OSError.
+        """Return whether a request that arrived later has ended under this name. Raises OSError.
 
         A client may give up while its request waits, or while its file is being opened, and then
         give the name to another one, on another rank.
         """
         if file.arrived_ns is None or self._has_unique_name(file):
             return False
-        published = [arrival_of_file(file.storage.fd, file.name)]
+        published = [arrival_of_file(file.storage.fd, file.name), arrival_of_error(file.storage.fd, file.name + ERROR_SUFFIX)]
         if self._may_be_member(file):
             published.append(arrival_of_member(file.session.storage.fd, file.relative, file.arrived_ns))
-        return any(arrival is not None and arrival > file.arrived_ns for arrival in published)
+        # What is in the future was written before the clock was set back.
+        return any(arrival is not None and file.arrived_ns < arrival <= time.time_ns() for arrival in published)
 
     def _announce(
         self, request_id: str, path: Path, relative: str, expected_tokens: int = 0, arrived_ns: int | None = None

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.files import describe, write_at
-from vllm_ascend_hsx.protocol.format import PRODUCER
+from vllm_ascend_hsx.protocol.format import ARRIVED, PRODUCER
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, partial_name
 from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
@@ -202,6 +202,7 @@ class RequestFile(SinkFile):
                 "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "producer": PRODUCER,
                 "producer_version": __version__,
+                **({} if self.arrived_ns is None else {ARRIVED: self.arrived_ns}),
             }
         )
         name = self.name + ERROR_SUFFIX

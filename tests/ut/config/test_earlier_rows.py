@@ -207,7 +207,7 @@ def test_of_two_requests_of_one_name_the_rows_of_the_one_that_arrived_later_stay
     """The client of the first one gave up, and ranks do not begin requests in one order."""
     with make(tmp_path) as sink, make(tmp_path) as another:
         begin(sink, tmp_path, name, tokens=5, arrived_ns=SECOND).commit(token_ids(5), 5)
-        with pytest.raises(SinkError, match="a later request has published this file"):
+        with pytest.raises(SinkError, match="a later request has published this file, or has failed"):
             another.open("cmpl-2-0-0123abcd", tmp_path / name, arrived_ns=SECOND - 1)
         assert tokens_at(tmp_path / name) == 5
         begin(another, tmp_path, name, tokens=3, arrived_ns=SECOND + 1).commit(token_ids(3), 3)
@@ -265,3 +265,46 @@ def test_lines_from_before_a_request_are_not_read(tmp_path: Path, monkeypatch: p
         begin(sink, tmp_path, "another.safetensors", arrived_ns=101 * SECOND).commit(token_ids(2), 2)
         assert 0 < sum(read) <= 1024
 
+
+
+@EVERY_SINK
+@pytest.mark.parametrize("ends", ["fails", "is not opened"])
+def test_the_reason_of_a_request_that_arrived_later_stays(tmp_path: Path, make: Callable[..., Sink], ends: str) -> None:
+    with make(tmp_path) as sink, make(tmp_path) as another:
+        if ends == "fails":
+            begin(sink, tmp_path, arrived_ns=SECOND).fail("the disk is full")
+        else:
+            sink.leave_reason("cmpl-1-0-0123abcd", tmp_path / CHOSEN, "the disk is full", SECOND)
+        with pytest.raises(SinkError, match="a later request has published this file, or has failed"):
+            another.open("cmpl-2-0-0123abcd", tmp_path / CHOSEN, arrived_ns=SECOND - 1)
+        with pytest.raises(HiddenStatesError, match="the disk is full"):
+            load(tmp_path / CHOSEN, 0)
+        begin(another, tmp_path, arrived_ns=SECOND + 1).commit(token_ids(2), 2)
+    assert tokens_at(tmp_path / CHOSEN) == 2
+
+
+@EVERY_SINK
+@pytest.mark.parametrize("ends", ["ends", "fails"])
+def test_where_its_folder_was_replaced_a_later_requests_rows_stay(tmp_path: Path, make: Callable[..., Sink], ends: str) -> None:
+    with make(tmp_path) as sink, make(tmp_path) as another:
+        earlier = begin(sink, tmp_path, arrived_ns=SECOND)
+        folder = (tmp_path / CHOSEN).parent
+        folder.rename(tmp_path / "rotated")
+        folder.mkdir()
+        begin(another, tmp_path, tokens=3, arrived_ns=SECOND + 1).commit(token_ids(3), 3)
+        if ends == "ends":
+            with pytest.raises(SinkError, match="a later request has published this file, or has failed"):
+                earlier.commit(token_ids(2), 2)
+        else:
+            earlier.fail("why")
+    assert tokens_at(tmp_path / CHOSEN) == 3
+    with pytest.raises(HiddenStatesError):
+        load(tmp_path / "rotated" / "chosen.safetensors", 0)
+
+
+@EVERY_SINK
+def test_an_arrival_in_the_future_is_that_of_a_clock_that_was_set_back(tmp_path: Path, make: Callable[..., Sink]) -> None:
+    with make(tmp_path) as sink:
+        begin(sink, tmp_path, tokens=3, arrived_ns=time.time_ns() + 3600 * SECOND).commit(token_ids(3), 3)
+        begin(sink, tmp_path, arrived_ns=time.time_ns()).commit(token_ids(2), 2)
+    assert tokens_at(tmp_path / CHOSEN) == 2

@@ -219,8 +219,8 @@ def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_
         ["0_chatcmpl-z-0123abcd", "1_chatcmpl-z-0123abcd", "2_chatcmpl-z-0123abcd"],
         ["2026_run_0-0123abcd"],  # turns of /v1/responses, whose clients choose the ids
         ["20261124_0001_0-0123abcd"],
+        ["7_0-0123abcd"],
         ["3_cmpl-q-1_0-0123abcd"],
-        ["0_7-0123abcd", "1_7-0123abcd"],  # of vllm.LLM
     ):
         requests = [make_request(each, kv_transfer_params={"hidden_states_path": "a.safetensors"}) for each in (*others, first)]
         for request in requests:

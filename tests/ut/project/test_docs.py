@@ -265,7 +265,7 @@ def test_the_checksum_can_be_compared_as_the_page_says(tmp_path: Path, version: 
 def test_an_error_file_is_as_the_page_says_and_is_raised_by_its_reader(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     with FileSink(tmp_path, FORMAT) as sink:
-        sink.open("one", path).fail("as a test")
+        sink.open("one", path, arrived_ns=1).fail("as a test")
     assert keys("error") == list(json.loads((tmp_path / "one.safetensors.error").read_text()))
     (code,) = blocks("file-format.md", "read")
     with pytest.raises(RuntimeError, match="^as a test$"):
