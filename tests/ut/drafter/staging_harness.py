@@ -68,10 +68,13 @@ class Pipeline:
             layer.fill_(-1.0)
 
     def close(self) -> None:
+        delivered = threading.Event()
+        self.copier.then(delivered.set)
         self.gate.set()
-        self.copier.close()
+        delivered.wait()
         self.chunks.put(None)
-        self.writer.join()
+        self.writer.join()  # before the copier closes, which completes the copies: it may read too early
+        self.copier.close()
         if self.errors:
             raise self.errors[0]
 
