@@ -156,7 +156,7 @@ def test_each_row_is_nearest_to_its_own(served: Served) -> None:
 
 
 def test_rows_of_a_rotated_target_are_not_those_of_the_model(served: Served) -> None:
-    """So whoever trains on them without the rotation trains on another basis."""
+    """A draft trained on them without the rotation is trained in another basis."""
     found = errors(served.rows("chunked"), reference_hidden_states(served.source, served.run.sequence("chunked"), LAYER_IDS))
     assert found.min() > 0.5 if served.rotated else found.max() < LOST
 

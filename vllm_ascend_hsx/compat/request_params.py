@@ -8,7 +8,7 @@ from typing import Any
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_26, V0_23
 from vllm_ascend_hsx.config import HsxConfig, read_options
-from vllm_ascend_hsx.protocol.api import PATH_KEY, only_one_row
+from vllm_ascend_hsx.protocol.api import PATH_KEY, one_file_for_all
 from vllm_ascend_hsx.protocol.errors import UserError
 
 TOKENS_0_23 = "vllm.entrypoints.serve.disagg.serving"
@@ -74,7 +74,7 @@ async def answer_batch(original: Any, self: Any, request: Any, *args: Any, **kwa
     given = (request.model_extra or {}).get(_KEY)
     of_ours = len(request.messages) > 1 and our_config(self.engine_client.vllm_config) is not None
     if of_ours and isinstance(given, dict) and PATH_KEY in given:
-        return self.create_error_response(only_one_row(given[PATH_KEY]))
+        return self.create_error_response(one_file_for_all(given[PATH_KEY]))
     return await original(self, request, *args, **kwargs)
 
 

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm_ascend_hsx.protocol.api import shown
+from vllm_ascend_hsx.protocol.request_ids import split_id
 
 FILES_OPTION = "kv_connector_extra_config.max_files_per_request"
 BYTES_OPTION = "kv_connector_extra_config.max_bytes_per_request"
-
-# vLLM's internal ids, see reader/find.py. Only completions and scoring append a number to the id
-# for each prompt or item; in any other id a trailing number is the client's own.
-_INTERNAL_ID = re.compile(r"(?:(?P<sample>\d+)_)?(?P<id>.*?)(?:-[0-9a-f]{8})?", re.DOTALL)
-_WITH_SAMPLES = ("chatcmpl-", "generate-tokens-")
-_TURN = re.compile(r"(?:.*_)?\d+", re.DOTALL)  # of /v1/responses, whose clients choose the id: it may begin like a sample's
-_PROMPT = re.compile(r"(?P<id>(?:cmpl|generative-scoring)-.*)-(?P<prompt>\d+)", re.DOTALL)
 
 # API requests: at most this many others may arrive between two prompts or samples of one
 _REMEMBERED = 1024
@@ -118,16 +111,3 @@ class RefusalLog:
         others = f" ({self._unlogged} others were refused since the last log line)" if self._unlogged else ""
         self._unlogged = 0
         logger.warning("request %s is not extracted: %s%s", shown(request_id), reason, others)
-
-
-def split_id(request_id: str) -> tuple[str, tuple[str, str]]:
-    """Return the API request of an internal id, and which (prompt, sample) this is."""
-    found = _INTERNAL_ID.fullmatch(request_id)
-    assert found is not None  # it matches anything
-    sample = found["sample"] or ""
-    if numbered := _PROMPT.fullmatch(found["id"]):
-        return numbered["id"], (numbered["prompt"], sample)
-    if not found["id"].startswith(_WITH_SAMPLES) and _TURN.fullmatch(found["id"]):
-        sample = ""
-    # Samples of one parent share its random digits; two requests with the same id do not.
-    return request_id[len(sample) + 1 :] if sample else request_id, ("", sample)

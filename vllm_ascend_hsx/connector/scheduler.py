@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad
-from vllm_ascend_hsx.connector.limits import RefusalLog, RequestLimits, split_id
+from vllm_ascend_hsx.connector.limits import RefusalLog, RequestLimits
 from vllm_ascend_hsx.connector.metadata import (
     HsxConnectorMetadata,
     RequestEnd,
@@ -24,10 +24,11 @@ from vllm_ascend_hsx.protocol.api import (
     ParamsError,
     RequestParams,
     ServerParams,
-    only_one_row,
+    one_file_for_all,
     path_in_use,
     read_params,
 )
+from vllm_ascend_hsx.protocol.request_ids import split_id
 from vllm_ascend_hsx.sinks.destination import Destination
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class ExtractionScheduler:
         if request.resumable:
             return "streaming input is not supported; send the whole prompt at once"
         if params.path is not None and not set(split_id(request.request_id)[1]) <= {"", "0"}:
-            return only_one_row(path)
+            return one_file_for_all(path)
         # The worker would detect this by the lock, if locks are enabled. Here it is known before
         # anything is computed.
         if (other := self._writing.get(path)) is not None and not other.ended:

@@ -117,7 +117,7 @@ def path_in_use(path: str) -> str:
     return f"{_REFUSED_PATH}{shown(path)}{_PATH_IN_USE}"
 
 
-def only_one_row(path: object) -> str:
+def one_file_for_all(path: object) -> str:
     """Return the error for all but the first prompt and sample of a request that chose its file."""
     problem = "which is one file, and is given to the first prompt and sample of a request"
     return f"{_REFUSED_PATH}{shown(path)}, {problem}; send each prompt on its own, with n=1"

@@ -74,12 +74,12 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     return fd
 
 
-def read_regular(path: str | os.PathLike[str]) -> bytes:
+def read_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> bytes:
     """Return the content of a small regular file, up to 16 MiB.
 
-    Raises OSError like open_regular.
+    Arguments and errors are those of open_regular.
     """
-    fd = open_regular(path)
+    fd = open_regular(path, flags, dir_fd=dir_fd)
     try:
         return os.pread(fd, _MOST, 0)
     finally:

@@ -186,7 +186,8 @@ def _lines_since(fd: int, name: str, since_ns: int) -> list[Member | Tombstone]:
     text = _ENCODER.encode(name).encode("ascii")
     begin, content, found = os.fstat(fd).st_size, b"", []
     while begin > 0:
-        begin, end = max(0, begin - _CHUNK), begin
+        # As much again as was left over, so that a line of any length is copied a few times only.
+        begin, end = max(0, begin - max(_CHUNK, len(content))), begin
         content = os.pread(fd, end - begin, begin) + content
         first = content.find(b"\n") + 1 if begin else 0  # of the first whole line
         whole, content = content[first:], content[:first]

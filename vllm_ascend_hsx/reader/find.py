@@ -2,7 +2,7 @@
 
 vLLM 0.23.0 returns `kv_transfer_params` for only one prompt and one sample of a request, and not at
 all in a stream or if a stop string ended the request. But the file is named after vLLM's internal
-id, which contains the id of the response: see reader/response_ids.py.
+id, which contains the id of the response: see protocol/request_ids.py.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from vllm_ascend_hsx.protocol.arguments import require_whole
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
+from vllm_ascend_hsx.protocol.request_ids import possible_ids
 from vllm_ascend_hsx.reader.load import is_decided
 from vllm_ascend_hsx.reader.lock_wait import is_left_over
 from vllm_ascend_hsx.reader.members import paths_below, shards_of
-from vllm_ascend_hsx.reader.response_ids import possible_ids
 
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
 # Longest first: the name of a lock file ends with DATA_SUFFIX + LOCK_SUFFIX.

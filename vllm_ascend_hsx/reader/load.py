@@ -30,10 +30,10 @@ from vllm_ascend_hsx.protocol.format import (
     read_header,
 )
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.request_ids import belongs_to
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
-from vllm_ascend_hsx.reader.response_ids import is_of
 from vllm_ascend_hsx.reader.shards import Place, member_problem
 from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, read_tensor, torch_dtype
 
@@ -148,7 +148,7 @@ def load(
         OSError: if the file cannot be read, or memory is short.
     """
     with checked(Path(path), timeout) as (place, header):
-        if response_id is not None and not is_of(response_id, owner := header.metadata.get("request_id", "")):
+        if response_id is not None and not belongs_to(owner := header.metadata.get("request_id", ""), response_id):
             owner = owner or "by a producer that names none"
             raise HiddenStatesError(Path(path), f"these are rows of another request, {owner}, and not of the response {response_id}")
         if verify and (problem := difference(place, header)):

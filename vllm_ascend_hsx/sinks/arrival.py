@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_all
+from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_regular
 from vllm_ascend_hsx.protocol.format import ARRIVED, FormatError, arrived_ns_of, read_header
 from vllm_ascend_hsx.protocol.names import TAR
 from vllm_ascend_hsx.protocol.shard_index import newest_member
@@ -34,11 +34,7 @@ def arrival_of_file(dir_fd: int, name: str, offset: int = 0, size: int | None = 
 def arrival_of_error(dir_fd: int, name: str) -> int | None:
     """Return the same for the file of a reason."""
     with suppress(FileNotFoundError, NotAFileError, ValueError):
-        fd = open_regular(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
-        try:
-            said = parse(read_all(fd))
-        finally:
-            os.close(fd)
+        said = parse(read_regular(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd))
         arrived_ns = said.get(ARRIVED) if isinstance(said, dict) else None
         return arrived_ns if is_count(arrived_ns) else None
     return None

@@ -138,8 +138,8 @@ class Sink(ABC):
     def leave_reason(self, request_id: str, path: Path, reason: str, arrived_ns: int | None) -> None:
         """Publish why a request has no file, perhaps long after it failed.
 
-        What an earlier request published at `path` is hidden. What was published since the request
-        began stays: it is a later request's.
+        What a request that arrived earlier published at `path` is hidden; what one that arrived
+        later published there stays.
 
         Args:
             request_id: the request.

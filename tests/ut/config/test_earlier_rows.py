@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -237,6 +238,19 @@ def test_what_does_not_tell_when_it_arrived_is_replaced(tmp_path: Path, make: Ca
         (tmp_path / "link.safetensors").symlink_to("elsewhere")
         begin(sink, tmp_path, "link.safetensors", arrived_ns=0).commit(token_ids(2), 2)
     assert tokens_at(tmp_path / "no-rows.safetensors") == tokens_at(tmp_path / "link.safetensors") == 2
+
+
+@EVERY_SINK
+def test_a_reason_of_a_gibibyte_is_not_read_whole(tmp_path: Path, make: Callable[..., Sink]) -> None:
+    with (tmp_path / "big.safetensors.error").open("wb") as file:
+        file.truncate(1 << 30)
+    with make(tmp_path) as sink:
+        tracemalloc.start()
+        begin(sink, tmp_path, "big.safetensors", arrived_ns=0).commit(token_ids(2), 2)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert tokens_at(tmp_path / "big.safetensors") == 2
+    assert most < 64 << 20
 
 
 @pytest.mark.parametrize("chunk", [64, 1 << 16])

@@ -1,6 +1,6 @@
-"""Tell by its id which request a response belongs to.
+"""Relate vLLM's internal request ids to the ids of the responses that clients see.
 
-vLLM puts this around the response's id, to make that of a request (0.23.0):
+vLLM puts this around the id of a response, to make that of a request (0.23.0):
 
     [{sample}_]{response id}[-{prompt} or _{prompt}][-{8 hex digits}]
 
@@ -20,10 +20,31 @@ import re
 
 _CHAT = "chatcmpl-"
 _NUMBERED = ("cmpl-", "generative-scoring-")
-_IS_LIKE_A_TURN = re.compile(r".*_[0-9]+", re.DOTALL)
+_WITH_SAMPLES = (_CHAT, "generate-tokens-")
+# Clients of /v1/responses choose the id: it may begin like a sample's.
+_TURN = re.compile(r"(?:.*_)?[0-9]+", re.DOTALL)
+_LATER_TURN = re.compile(r".*_[0-9]+", re.DOTALL)
 # Of at most seven digits: eight are the random ones.
 _PROMPT = "[0-9]{1,7}"
 _RANDOM = "(-[0-9a-f]{8})?"
+_INTERNAL_ID = re.compile(rf"(?:(?P<sample>[0-9]+)_)?(?P<id>.*?){_RANDOM}", re.DOTALL)
+_PROMPT_OF_SEVERAL = re.compile(rf"(?P<id>(?:{'|'.join(_NUMBERED)}).*)-(?P<prompt>[0-9]+)", re.DOTALL)
+
+
+def split_id(request_id: str) -> tuple[str, tuple[str, str]]:
+    """Return the API request of an internal id, and which (prompt, sample) of it this is.
+
+    A number that the endpoint does not append is part of the API request, and its place empty.
+    """
+    found = _INTERNAL_ID.fullmatch(request_id)
+    assert found is not None  # it matches anything
+    sample = found["sample"] or ""
+    if numbered := _PROMPT_OF_SEVERAL.fullmatch(found["id"]):
+        return numbered["id"], (numbered["prompt"], sample)
+    if not found["id"].startswith(_WITH_SAMPLES) and _TURN.fullmatch(found["id"]):
+        sample = ""
+    # Samples of one parent share its random digits; two requests with the same id do not.
+    return request_id[len(sample) + 1 :] if sample else request_id, ("", sample)
 
 
 def possible_ids(response_id: str, prompt: int, sample: int) -> list[list[str]]:
@@ -42,10 +63,10 @@ def possible_ids(response_id: str, prompt: int, sample: int) -> list[list[str]]:
     if response_id.startswith(_CHAT):
         return [samples, turn]
     # /v1/responses, or a caller of the engine, who chooses the whole id
-    return [turn] if _IS_LIKE_A_TURN.fullmatch(response_id) else [turn, samples]
+    return [turn] if _LATER_TURN.fullmatch(response_id) else [turn, samples]
 
 
-def is_of(response_id: str, request_id: str) -> bool:
+def belongs_to(request_id: str, response_id: str) -> bool:
     """Return whether a request is one of the response's.
 
     Not for batches of chats: their ids can be those of other clients' chats.
