@@ -52,10 +52,11 @@ def run(show: Callable[[str], None]) -> Result:
     """Ask for every preset, with the layers that `hsx plan` takes by default."""
     vllm_planner.load()
     options, cells = EngineOptions(), []
-    for name, preset in PRESETS.items():
+    for name, config in CONFIGS.items():
+        preset = PRESETS[name]
         words = f"--tp {options.tensor_parallel} --max-num-batched-tokens {options.max_num_batched_tokens} --kv-memory {KV_BYTES}"
         planned = plan.plan(plan.parse_arguments([name, *words.split()]))
-        made = capacities(shape_of(CONFIGS[name]), options, len(planned.request.layer_ids), KV_BYTES, planned.staging_bytes)
+        made = capacities(shape_of(config), options, len(planned.request.layer_ids), KV_BYTES, planned.staging_bytes)
         plain = made[Layout.PLAIN]
         if isinstance(plain, LayoutError):
             raise plain

@@ -91,4 +91,5 @@ _MORE: dict[str, dict[str, Any]] = {
     },
 }
 
-CONFIGS: dict[str, dict[str, Any]] = {name: preset.config | _MORE[name] for name, preset in PRESETS.items()}
+# Weights in W8A8 have the same shape, and so the same KV cache, as those that they were made of.
+CONFIGS: dict[str, dict[str, Any]] = {name: PRESETS[name].config | more for name, more in _MORE.items()}

@@ -16,7 +16,7 @@ from vllm_ascend_hsx.cli.arguments import positive, size, whole
 from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
-from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.plan.presets import PRESETS, is_rotated
 from vllm_ascend_hsx.plan.shape import read_shape
 from vllm_ascend_hsx.protocol.errors import UserError
 
@@ -92,7 +92,7 @@ def plan(options: argparse.Namespace) -> Plan:
             prompt_tokens=options.prompt_tokens,
             prefill_speed=options.prefill_speed,
             quantization=options.quantization,
-            rotated=options.rotated,
+            rotated=options.rotated or is_rotated(options.model),
         )
     )
 

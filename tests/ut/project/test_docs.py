@@ -119,7 +119,9 @@ def test_make_docs_builds_the_site_and_git_ignores_it() -> None:
 
 NODES = {"minimax-m2-tp8-dp2": 2, "minimax-m2-tp4-dp4": 2, "qwen3.5-35b-a3b-tp4-dp2": 1}
 COMMANDS = {name: [parse_serve(block) for block in blocks("quick-start.md", f"serve {name}")] for name in NODES}
-EVERY_COMMAND = [*(each for nodes in COMMANDS.values() for each in nodes), *map(parse_serve, blocks("migration.md", "serve"))]
+QUANTISED = {name: parse_serve(blocks("quick-start.md", f"serve {name}")[0]) for name in ("minimax-m2.7-w8a8-a2", "minimax-m2.7-w8a8-a3")}
+MIGRATED = map(parse_serve, blocks("migration.md", "serve"))
+EVERY_COMMAND = [*(each for nodes in COMMANDS.values() for each in nodes), *QUANTISED.values(), *MIGRATED]
 
 
 @pytest.mark.parametrize("command", EVERY_COMMAND)
@@ -171,11 +173,16 @@ def test_the_nodes_of_a_deployment_fill_their_npus_and_share_the_ranks(name: str
 
 def test_the_commands_of_hsx_are_ones_that_it_accepts() -> None:
     plans = [shlex.split(command) for command in blocks("quick-start.md", "plan")]
-    for words, name in zip(plans, NODES, strict=True):
+    served = {**{name: COMMANDS[name][0] for name in NODES}, "minimax-m2.7-w8a8-a2": QUANTISED["minimax-m2.7-w8a8-a2"]}
+    for words in plans:
         assert words[:2] == ["hsx", "plan"]
         arguments = plan.parse_arguments(words[2:])
-        first = COMMANDS[name][0].options
-        assert (str(arguments.tp), str(arguments.dp)) == (first["--tensor-parallel-size"], first["--data-parallel-size"])
+        model = PRESETS[arguments.model].repository
+        name = next(name for name, command in served.items() if command.model == model)
+        options = served.pop(name).options
+        assert (str(arguments.tp), str(arguments.dp)) == (options["--tensor-parallel-size"], options.get("--data-parallel-size", "1"))
+        assert options.get("--max-num-batched-tokens", "2048") == str(arguments.max_num_batched_tokens)
+    assert not served
     (command,) = blocks("quick-start.md", "generate")
     assert shlex.split(command)[:2] == ["hsx", "generate"]
     assert generate.parse_arguments(shlex.split(command)[2:]).validate
