@@ -14,9 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from documents import Command
+
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.demo.server import Server, free_port
 from vllm_ascend_hsx.emulator.launch import environment
+from vllm_ascend_hsx.serve.options import speculative_config
 
 HERE = Path(__file__).parent
 # How vLLM starts processes by itself, where the others fork.
@@ -35,6 +38,8 @@ IMPORT_TIME = ("PYTHONPATH", "VLLM_PLUGINS", "HSX_EMULATOR_HBM")
 MOST_NPUS = 4
 # Sequence parallelism.
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
+# What makes a command of the documentation fit emulated NPUs.
+SMALL = {"--gpu-memory-utilization": "0.4", "--max-model-len": "512", "--max-num-seqs": "8", "--max-num-batched-tokens": "64"}
 
 
 def process_environment(
@@ -200,3 +205,17 @@ def tiny_server(
     environment = process_environment(npus=npus, late=late, instruments=instruments)
     log = directory / "server.log"
     return ForkedServer(command, port=serve.port, log=log, environment=environment | (environ or {}))
+
+
+def smaller(shown: Command, model: Path, storage: Path, layer_ids: Sequence[int], **sizes: str) -> list[str]:
+    """Return a command of the documentation for a tiny model on few NPUs.
+
+    Args:
+        sizes: values in the place of some of the command's.
+    """
+    transfer = json.loads(shown.options["--kv-transfer-config"])
+    transfer["kv_connector_extra_config"]["shared_storage_path"] = str(storage)
+    own = {**sizes, "--speculative-config": json.dumps(speculative_config(layer_ids)), "--kv-transfer-config": json.dumps(transfer)}
+    assert own.keys() <= shown.options.keys()
+    words = [word for option in {**shown.options, **own, **SMALL}.items() for word in option]
+    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *words, *sorted(shown.switches), "--enforce-eager"]

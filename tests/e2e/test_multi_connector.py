@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from documents import blocks
 from harness import run_engine, tokens
 from oracle import Oracle, Reference, Served
 from session import NOT_EXTRACTED, EngineSession
@@ -20,6 +22,7 @@ from vllm_ascend_hsx.serve.options import kv_transfer_config
 LAYER_IDS = (4, 1, 2)
 PROMPT = tokens(300)
 INSTRUMENTS = {"importable_mooncake": None}
+HANDED_ON = {"max_tokens": 1, "extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
 
 
 def multi_config(storage: Path, sibling: str = "SiblingConnector", *, first: bool = False) -> dict[str, Any]:
@@ -61,12 +64,26 @@ def test_what_a_sibling_could_load_is_computed_if_it_is_extracted_and_loaded_if_
 
 
 def test_the_answer_of_a_request_that_hands_its_kv_on_names_its_file_beside_the_siblings_params(session: EngineSession) -> None:
-    handed_on = {"max_tokens": 1, "extra_args": {"kv_transfer_params": {"do_remote_decode": True}}}
-    request = session.add(PROMPT, handed_on)
+    request = session.add(PROMPT, HANDED_ON)
     session.drain()
     path = find(session.storage, request.id)
     assert request.kv_transfer_params == {"remote_engine_id": "sibling", "hidden_states_path": str(path)}
     assert load(path).token_ids.tolist() == PROMPT
+
+
+def test_a_prefill_node_of_the_quick_start_hands_kv_on_and_names_the_file(float32_qwen3: Path, tmp_path: Path) -> None:
+    config = json.loads(blocks("quick-start.md", "kv-transfer prefill")[0])
+    mooncake, ours = config["kv_connector_extra_config"]["connectors"]
+    assert mooncake["kv_connector"] == "MooncakeConnectorV1"  # which needs NPUs
+    mooncake |= {"kv_connector": "SiblingConnector", "kv_connector_module_path": "sibling_connector"}
+    ours["kv_connector_extra_config"]["shared_storage_path"] = str(tmp_path / "hidden_states")
+    with EngineSession(tmp_path, float32_qwen3, layer_ids=LAYER_IDS, dtype="float32", kv_transfer_config=config) as session:
+        request = session.add(PROMPT, HANDED_ON)
+        session.drain()
+        assert request.kv_transfer_params == {"remote_engine_id": "sibling", "hidden_states_path": str(find(session.storage, request.id))}
+        oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)
+        own = Served(request.id, tuple(request.prompt), request.begun, request.ended)
+        assert oracle.verdict(find(session.storage, request.id), own, len(request.prompt), len(request.prompt)) == ""
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +103,7 @@ def test_the_hybrid_kv_cache_manager_stays_on_unless_the_sibling_knows_one_group
     assert len(run.result["kv_groups"]) == groups
     assert ("Turning off hybrid kv cache manager" in run.log) == (groups == 1)
     assert load(run.path("r")).token_ids.tolist() == tokens(20)
+
 
 RECOMPUTES = {"additional_config": {"recompute_scheduler_enable": True}}
 

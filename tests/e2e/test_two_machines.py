@@ -15,36 +15,20 @@ from pathlib import Path
 
 import httpx
 import pytest
-from documents import Command, blocks, parse_serve
+from documents import blocks, parse_serve
 from harness import compare_file, tokens
-from launch import START_SECONDS, process_environment
+from launch import START_SECONDS, process_environment, smaller
 from machines import CABLE, Machine, two_machines
 
 from vllm_ascend_hsx.demo.metrics import parse, settle
 from vllm_ascend_hsx.demo.server import Server
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
-from vllm_ascend_hsx.serve.options import speculative_config
 
 LAYER_IDS = (4, 1, 3)
 TP = 2
 LENGTHS = 3 * (5, 70, 1, 130, 33, 64, 65, 200)
 PORT = 8000  # vLLM's own
-SMALL = {"--gpu-memory-utilization": "0.4", "--max-model-len": "512", "--max-num-seqs": "8", "--max-num-batched-tokens": "64"}
-
-
-def smaller(shown: Command, model: Path, storage: Path) -> list[str]:
-    """Return the page's command for a tiny model on few NPUs."""
-    transfer = json.loads(shown.options["--kv-transfer-config"])
-    transfer["kv_connector_extra_config"]["shared_storage_path"] = str(storage)
-    own = {
-        "--tensor-parallel-size": str(TP),
-        "--speculative-config": json.dumps(speculative_config(LAYER_IDS)),
-        "--kv-transfer-config": json.dumps(transfer),
-    }
-    assert own.keys() <= shown.options.keys()
-    words = [word for option in {**shown.options, **own, **SMALL}.items() for word in option]
-    return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *words, *sorted(shown.switches), "--enforce-eager"]
 
 
 @dataclass
@@ -70,7 +54,8 @@ def cluster(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         machines = stack.enter_context(two_machines())
         servers = []
         for machine, block in zip(machines, blocks("quick-start.md", "serve minimax-m2-tp8-dp2"), strict=True):
-            command = machine.command(smaller(parse_serve(block), tiny_minimax_m2, storage))
+            words = smaller(parse_serve(block), tiny_minimax_m2, storage, LAYER_IDS, **{"--tensor-parallel-size": str(TP)})
+            command = machine.command(words)
             log = directory / f"{machine.address}.log"
             servers.append(stack.enter_context(Server(command, port=PORT, log=log, environment=environment)))
         found = Cluster(*machines, *servers, storage)

@@ -1,0 +1,53 @@
+"""Rotated W8A8 targets, served by the quick start's forms of vllm-ascend's tutorial commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import pytest
+from documents import blocks, parse_serve
+from harness import tokens
+from launch import START_SECONDS, ForkedServer, process_environment, smaller
+from quantised_reference import quantised_hidden_states, rotation_of
+from tiny_model_claims import TOLERANCE
+
+from vllm_ascend_hsx import load
+from vllm_ascend_hsx.demo.modelslim import mixed, write_modelslim
+from vllm_ascend_hsx.demo.server import free_port
+
+LAYER_IDS = (2, 0, 4)
+PROMPTS = [tokens(length, seed=length) for length in (3, 40, 150)]
+
+
+class Served(NamedTuple):
+    url: str
+    name: str
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module")
+def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The command for an A2, with TP=2 in the place of 8."""
+    directory = tmp_path_factory.mktemp("tutorial")
+    checkpoint = write_modelslim(tiny_minimax_m2, directory / "checkpoint", mixed, rotated=True)
+    shown = parse_serve(blocks("quick-start.md", "serve minimax-m2.7-w8a8-a2")[0])
+    command = smaller(shown, checkpoint, directory / "hidden_states", LAYER_IDS, **{"--tensor-parallel-size": "2"})
+    port = free_port()
+    environment = process_environment(npus=2)
+    with ForkedServer([*command, "--port", str(port)], port=port, log=directory / "server.log", environment=environment) as server:
+        server.wait_ready(START_SECONDS)
+        yield Served(server.url, shown.options["--served-model-name"], checkpoint)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=len)
+def test_rows_are_in_the_models_own_basis(served: Served, prompt: list[int]) -> None:
+    body = {"model": served.name, "prompt": prompt, "max_tokens": 1}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
+    states = load(answer["kv_transfer_params"]["hidden_states_path"], timeout=60, verify=True)
+    assert states.metadata["basis"] == "model"
+    expected = quantised_hidden_states(served.checkpoint, prompt, LAYER_IDS).float() @ rotation_of(served.checkpoint).t()
+    found = states.hidden_states.float()
+    assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 2 * TOLERANCE
