@@ -42,10 +42,12 @@ def run(arguments: argparse.Namespace) -> int:
     import torch_npu  # noqa: F401 - brings torch.npu
     from rich.console import Console
 
-    from benchmarks import capacity, engine, host_path, latency, machine, per_step, report, slow_storage
+    from benchmarks import machine, report
     from benchmarks.goals import Results
-    from benchmarks.ours import ring_bytes
-    from benchmarks.rows import MINIMAX_M2, Source, npu
+    from benchmarks.kv_cache import capacity
+    from benchmarks.pipeline import engine, host_path, latency, per_step, slow_storage
+    from benchmarks.pipeline.ours import ring_bytes
+    from benchmarks.pipeline.rows import MINIMAX_M2, Source, npu
 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # directories and processes go, too
     console = Console()

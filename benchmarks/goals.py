@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks import capacity, engine, latency, per_step, slow_storage
-from benchmarks.host_path import (
+from benchmarks.kv_cache import capacity
+from benchmarks.pipeline import engine, latency, per_step, slow_storage
+from benchmarks.pipeline.host_path import (
     COPIED,
     DIRECT,
     DIRECT_CHECKED,

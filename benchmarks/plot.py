@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.goals import MIB, Results
-from benchmarks.host_path import COPIED, OURS, PINNED, VLLM, VLLM_REUSING, Cell
+from benchmarks.pipeline.host_path import COPIED, OURS, PINNED, VLLM, VLLM_REUSING, Cell
 
 OURS_COLOUR, PEER_COLOUR, LIMIT_COLOUR, OTHER_COLOUR = "#1f6fb4", "#c8553d", "#7a7a7a", "#e0a458"
 _GOAL = {"color": LIMIT_COLOUR, "linestyle": "--", "linewidth": 1}

@@ -12,11 +12,13 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import capacity, engine, latency, per_step, slow_storage, words
-from benchmarks.engine import OFF
+from benchmarks import words
 from benchmarks.goals import MIB, Results, judge
-from benchmarks.host_path import COPIED, DIRECT, DURABLY, OURS, PINNED, RAW, VLLM, Cell
-from benchmarks.rows import STEP_TOKENS
+from benchmarks.kv_cache import capacity
+from benchmarks.pipeline import engine, latency, per_step, slow_storage
+from benchmarks.pipeline.engine import OFF
+from benchmarks.pipeline.host_path import COPIED, DIRECT, DURABLY, OURS, PINNED, RAW, VLLM, Cell
+from benchmarks.pipeline.rows import STEP_TOKENS
 
 Rows = list[list[str]]
 TABLE = tuple[str, list[str], Rows]  # title, headings, rows

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.host_path import COPIED, DURABLY, PINNED
-from benchmarks.peers import BLOCK_TOKENS, PIECE, VLLM_THREADS
-from benchmarks.rows import MINIMAX_M2, STEP_TOKENS
-from benchmarks.slow_storage import RING_BYTES
+from benchmarks.pipeline.host_path import COPIED, DURABLY, PINNED
+from benchmarks.pipeline.peers import BLOCK_TOKENS, PIECE, VLLM_THREADS
+from benchmarks.pipeline.rows import MINIMAX_M2, STEP_TOKENS
+from benchmarks.pipeline.slow_storage import RING_BYTES
 
 HEAD = """# Performance
 

@@ -72,8 +72,7 @@ def title(run: str) -> str:
 
 def claim(file: str) -> str:
     """Return the first line of a file's docstring."""
-    path = TESTS / f"{file}.py"
-    text = ast.get_docstring(ast.parse(path.read_text())) if path.exists() else None
+    text = next((ast.get_docstring(ast.parse(path.read_text())) for path in TESTS.rglob(f"{file}.py")), None)
     return (text or "").partition("\n")[0].replace("|", "\\|")
 
 

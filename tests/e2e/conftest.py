@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,8 +11,6 @@ import pytest
 
 if TYPE_CHECKING:
     from stage import Stages
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 # The files that take longest, in that order: no worker is to begin one when the others are done.
 LONGEST = (

@@ -14,11 +14,13 @@ import torch_npu  # noqa: F401 - brings torch.npu
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import capacity, engine, goals, host_path, latency, peers, per_step, report, shards, slow_storage
-from benchmarks.host_path import COPIED, DURABLY, OURS, PINNED, RAW, VLLM, Cell, Figures
-from benchmarks.ours import Ours
-from benchmarks.rows import MINIMAX_M2, TINY, Load, Source, assert_files_are_right, token_ids
-from benchmarks.server_config import EngineOptions
+from benchmarks import goals, report
+from benchmarks.kv_cache import capacity
+from benchmarks.kv_cache.server_config import EngineOptions
+from benchmarks.pipeline import engine, host_path, latency, peers, per_step, shards, slow_storage
+from benchmarks.pipeline.host_path import COPIED, DURABLY, OURS, PINNED, RAW, VLLM, Cell, Figures
+from benchmarks.pipeline.ours import Ours
+from benchmarks.pipeline.rows import MINIMAX_M2, TINY, Load, Source, assert_files_are_right, token_ids
 
 ROOT = Path(__file__).parents[3]
 STEP_TOKENS = 32
@@ -58,10 +60,10 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
         host=host,
         no_durable_view={"tmpfs": "because"},
         latency=[latency.run(LATENCY, source, place, quiet, step_tokens=STEP_TOKENS)],
-        # tests/e2e/test_benchmark_engine.py runs them.
+        # tests/e2e/commands/test_benchmark_engine.py runs them.
         engine=engine.Result(dict.fromkeys(ENGINES, 1.0), dict.fromkeys(ENGINES, 1.0), dict.fromkeys(ENGINES, 9), "none"),
         step=per_step.run(STEP, place, torch.device("npu:0"), quiet, step_tokens=STEP_TOKENS),
-        # tests/e2e/test_benchmark_engine.py runs it.
+        # tests/e2e/commands/test_benchmark_engine.py runs it.
         slow_storage=slow_storage.Result(
             [slow_storage.Cell(slow_storage.WAIT, "1/2", 0.01, 0.02, 0.5, 7.0, 0.25)],
             {slow_storage.WAIT: 3.0 * (1 << 20)},

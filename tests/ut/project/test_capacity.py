@@ -13,11 +13,12 @@ import pytest
 from documents import page
 from releases import installed_is, only_with
 
-from benchmarks import capacity, report, vllm_planner
-from benchmarks.model_shape import shape_of
-from benchmarks.preset_configs import CONFIGS
-from benchmarks.server_config import EngineOptions, Layout, UnknownFieldError
-from benchmarks.vllm_planner import Capacity, LayoutError
+from benchmarks import report
+from benchmarks.kv_cache import capacity, vllm_planner
+from benchmarks.kv_cache.model_shape import shape_of
+from benchmarks.kv_cache.preset_configs import CONFIGS
+from benchmarks.kv_cache.server_config import EngineOptions, Layout, UnknownFieldError
+from benchmarks.kv_cache.vllm_planner import Capacity, LayoutError
 from vllm_ascend_hsx.cli import plan
 from vllm_ascend_hsx.plan.presets import PRESETS
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import quantization
-from benchmarks.quantization import PAGE, Case, Load, errors, store
+from benchmarks.pipeline import quantization
+from benchmarks.pipeline.quantization import PAGE, Case, Load, errors, store
 
 Table = dict[str, list[str]]
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.shards`: small requests as files and as shard members, as a ratio."""
+"""`python -m benchmarks.pipeline.shards`: small requests as files and as shard members."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _timed(work: Callable[[str], None], kind: str) -> Callable[[], Cost]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.shards", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline.shards", description=__doc__)
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--repetitions", type=int, default=5)

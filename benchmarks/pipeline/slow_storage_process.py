@@ -2,7 +2,7 @@
 
 Started by slow_storage.py, which sets the storage's speed.
 
-Usage: python -m benchmarks.slow_storage_process READ_FD WRITE_FD
+Usage: python -m benchmarks.pipeline.slow_storage_process READ_FD WRITE_FD
 
 The first line is a JSON object of EngineArgs; then each line is a measurement, see `Bench.measure`.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine_process import take_orders
+from benchmarks.pipeline.engine_process import take_orders
 
 SMALL = 1000  # bytes; a write of less costs slow storage nothing
 _OPTS_OUT = {"extra_args": {"kv_transfer_params": {"hidden_states": False}}}

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.quantization`: measure float8's costs and savings; docs/quantization.md."""
+"""`python -m benchmarks.pipeline.quantization`: costs and savings of float8; docs/quantization.md."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from benchmarks import ROOT, machine
 from benchmarks.measure import Cost, cost_of, in_turn
-from benchmarks.rows import MINIMAX_M2
+from benchmarks.pipeline.rows import MINIMAX_M2
 from vllm_ascend_hsx.demo.prompts import demo_prompts
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
@@ -248,7 +248,7 @@ def page(directory: Path, load: Load = LOAD) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quantization", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline.quantization", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), metavar="DIR", help="on a tmpfs (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=PAGE, metavar="FILE", help="(default: docs/quantization.md)")
     arguments = parser.parse_args(argv)
@@ -259,7 +259,7 @@ def main(argv: Sequence[str]) -> int:
 
 TEXT = """# Quantization
 
-Made by `python -m benchmarks.quantization`; do not edit.
+Made by `python -m benchmarks.pipeline.quantization`; do not edit.
 
 With `quantization` set to `fp8` a server stores one byte per element (float8_e4m3fn) and a float32
 scale per token, in the format of hs-connectors 0.9.0 ([file

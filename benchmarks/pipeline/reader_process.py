@@ -1,6 +1,6 @@
 """A reader in its own process: reports when it is woken for a file and when it has the tensors.
 
-Usage: python -m benchmarks.reader_process sleep|poll|flock
+Usage: python -m benchmarks.pipeline.reader_process sleep|poll|flock
 
 Reads a path per line and answers each with a line of JSON: "told" and "loaded", in seconds of a
 clock that all processes share.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import machine
-from benchmarks.engine import LAYER_IDS, Engine
 from benchmarks.measure import quantile
+from benchmarks.pipeline.engine import LAYER_IDS, Engine
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 NO_EXTRACTION, WAIT, FAIL = "no extraction", "wait", "fail"

@@ -14,8 +14,8 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.model_shape import LayerKind, ModelShape
-from benchmarks.server_config import EngineOptions, Layout, UnknownFieldError, delta_net_state, num_drafts, server_config
+from benchmarks.kv_cache.model_shape import LayerKind, ModelShape
+from benchmarks.kv_cache.server_config import EngineOptions, Layout, UnknownFieldError, delta_net_state, num_drafts, server_config
 
 PLANNER = "vllm.v1.core.kv_cache_utils"
 SPECS = "vllm.v1.kv_cache_interface"

@@ -1,6 +1,6 @@
 """An engine in its own process that serves batches of requests on demand; engine.py starts it.
 
-Usage: python -m benchmarks.engine_process READ_FD WRITE_FD
+Usage: python -m benchmarks.pipeline.engine_process READ_FD WRITE_FD
 
 The first line is a JSON object of EngineArgs. Each later line is a batch,
 {"prompts": [[token, ...], ...], "max_tokens": ...}, and is answered with what it cost. The pipes

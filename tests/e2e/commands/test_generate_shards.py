@@ -21,7 +21,7 @@ from vllm_ascend_hsx.reader.members import shards_of
 
 LAYER_IDS = (4, 1, 3)
 LENGTHS = 3 * (5, 70, 1, 130, 33, 64, 65, 9, 200, 17)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SHARD_BYTES = 1 << 20
 SEAL_SECONDS = 120.0
 HSX = (sys.executable, "-m", "vllm_ascend_hsx.cli.main")

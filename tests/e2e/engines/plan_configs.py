@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 def main() -> int:
-    sys.path.insert(0, str(Path(__file__).parents[2]))  # of benchmarks
+    sys.path.insert(0, str(Path(__file__).parents[3]))  # of benchmarks
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    from benchmarks import capacity, vllm_planner
-    from benchmarks.model_shape import shape_of
-    from benchmarks.server_config import EngineOptions
+    from benchmarks.kv_cache import capacity, vllm_planner
+    from benchmarks.kv_cache.model_shape import shape_of
+    from benchmarks.kv_cache.server_config import EngineOptions
 
     asked = json.loads(sys.argv[1])
     memory = {name: asked.pop(name) for name in ("kv_bytes", "staging_bytes")}

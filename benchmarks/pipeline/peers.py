@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.machine import MEMORY_FILESYSTEMS
 from benchmarks.measure import Cost, cost_of
-from benchmarks.rows import PAGE, Load, Source, assert_files_are_right, npu, token_ids
+from benchmarks.pipeline.rows import PAGE, Load, Source, assert_files_are_right, npu, token_ids
 from vllm_ascend_hsx.doctor.storage import filesystem_of
 
 PIECE = 4 << 20  # bytes of one call of a raw write

@@ -76,7 +76,7 @@ class Engine:
         self._log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"benchmarks.{module}", str(orders_read), str(answers_write)],
+                [sys.executable, "-m", f"benchmarks.pipeline.{module}", str(orders_read), str(answers_write)],
                 pass_fds=(orders_read, answers_write),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

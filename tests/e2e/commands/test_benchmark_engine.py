@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launch import process_environment
 
-from benchmarks import engine, slow_storage
+from benchmarks.pipeline import engine, slow_storage
 
 
 @pytest.mark.long

@@ -17,9 +17,9 @@ from unittest.mock import patch
 import torch
 
 import vllm_ascend_hsx
-from benchmarks import vllm_planner
-from benchmarks.peers import Contestant
-from benchmarks.rows import DTYPE, MINIMAX_M2, STEP_TOKENS, Load, Source, Step, assert_files_are_right, npu, token_ids
+from benchmarks.kv_cache import vllm_planner
+from benchmarks.pipeline.peers import Contestant
+from benchmarks.pipeline.rows import DTYPE, MINIMAX_M2, STEP_TOKENS, Load, Source, Step, assert_files_are_right, npu, token_ids
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart

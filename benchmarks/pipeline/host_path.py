@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.measure import Cost, in_turn, median_wall, speed_ratio
-from benchmarks.ours import DURABLE, DURABLE_NO_CHECKSUM, NO_CHECKSUM, Ours, num_writers
-from benchmarks.peers import Contestant, Memcpy, RawDirect, RawWrite, Vllm033, direct_io_works
-from benchmarks.rows import STEP_TOKENS, Load, Source
+from benchmarks.pipeline.ours import DURABLE, DURABLE_NO_CHECKSUM, NO_CHECKSUM, Ours, num_writers
+from benchmarks.pipeline.peers import Contestant, Memcpy, RawDirect, RawWrite, Vllm033, direct_io_works
+from benchmarks.pipeline.rows import STEP_TOKENS, Load, Source
 from vllm_ascend_hsx.doctor.storage import filesystem_of
 
 PINNED, COPIED, DURABLY = "from pinned memory", "with the copy", "durable"

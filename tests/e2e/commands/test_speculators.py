@@ -26,7 +26,7 @@ import httpx
 import pytest
 import torch
 from harness import compare_file, tokens
-from launch import START_SECONDS, process_environment
+from launch import HERE, START_SECONDS, process_environment
 from releases import installed_is
 
 from vllm_ascend_hsx.demo.server import Server, free_port
@@ -35,7 +35,7 @@ from vllm_ascend_hsx.integrations.speculators import HsxTransfer
 from vllm_ascend_hsx.protocol.names import token_of_workspace
 from vllm_ascend_hsx.serve.options import kv_transfer_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 DOCUMENT = (ROOT / "docs" / "speculators.md").read_text()
 LAYERS = 8
@@ -137,7 +137,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     (directory / "gate").touch()
     port = free_port()
     names = {
-        "scripts/launch_vllm.py": Path(__file__).parent / "launch_script.py",
+        "scripts/launch_vllm.py": HERE / "launch_script.py",
         "MiniMaxAI/MiniMax-M2": model,
         "/data/hidden_states": directory / "hidden_states",
         "--data-parallel-size 2 --tensor-parallel-size 8 --enable-expert-parallel": f"{SMALL} --port {port}",

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks import vllm_planner
-from benchmarks.model_shape import ModelShape, shape_of
-from benchmarks.preset_configs import CONFIGS
-from benchmarks.server_config import EngineOptions, Layout
-from benchmarks.vllm_planner import Capacity, LayoutError
+from benchmarks.kv_cache import vllm_planner
+from benchmarks.kv_cache.model_shape import ModelShape, shape_of
+from benchmarks.kv_cache.preset_configs import CONFIGS
+from benchmarks.kv_cache.server_config import EngineOptions, Layout
+from benchmarks.kv_cache.vllm_planner import Capacity, LayoutError
 from vllm_ascend_hsx.cli import plan
 from vllm_ascend_hsx.plan.presets import PRESETS
 

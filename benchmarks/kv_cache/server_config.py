@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from benchmarks.model_shape import ModelShape
+from benchmarks.kv_cache.model_shape import ModelShape
 from vllm_ascend_hsx.config import METHOD
 
 MAMBA_UTILS = "vllm.model_executor.layers.mamba.mamba_utils"

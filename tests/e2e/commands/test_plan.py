@@ -16,8 +16,8 @@ from releases import installed_is
 from session import EngineSession
 from tiny_hybrid import build_qwen3_5_moe
 
-from benchmarks.model_shape import LayerKind, shape_of
-from benchmarks.preset_configs import CONFIGS
+from benchmarks.kv_cache.model_shape import LayerKind, shape_of
+from benchmarks.kv_cache.preset_configs import CONFIGS
 from vllm_ascend_hsx.cli import plan as command
 from vllm_ascend_hsx.plan.shape import read_shape
 

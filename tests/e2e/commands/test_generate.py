@@ -26,7 +26,7 @@ from vllm_ascend_hsx.demo.server import Server, free_port
 LAYER_IDS = (4, 1, 3)
 MAX_MODEL_LEN = 512
 LENGTHS = (5, 70, 1, 130, 33, 64, 65, 9, 200, 17)
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DIES_AT = 60  # its system call: some rows have their file, some are under way
 
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from benchmarks.ours import MainThread, start_of
-from benchmarks.rows import STEP_TOKENS
+from benchmarks.pipeline.ours import MainThread, start_of
+from benchmarks.pipeline.rows import STEP_TOKENS
 from vllm_ascend_hsx.protocol.rows import RowFormat
 
 # Narrow rows cost nothing to move: the thread that calls an emulated NPU does the NPU's work.

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from benchmarks import ROOT
 from benchmarks.measure import quantile
-from benchmarks.ours import Pipeline, SourceSlot, start_of
-from benchmarks.peers import PIECE, Vllm033
-from benchmarks.reader_process import POLL_SECONDS
-from benchmarks.rows import STEP_TOKENS, Load, Source, Step
+from benchmarks.pipeline.ours import Pipeline, SourceSlot, start_of
+from benchmarks.pipeline.peers import PIECE, Vllm033
+from benchmarks.pipeline.reader_process import POLL_SECONDS
+from benchmarks.pipeline.rows import STEP_TOKENS, Load, Source, Step
 from vllm_ascend_hsx.doctor.storage import filesystem_of
 from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
@@ -112,7 +112,7 @@ class Reader:
 
     def __init__(self, way: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.reader_process", way],
+            [sys.executable, "-m", "benchmarks.pipeline.reader_process", way],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
