@@ -1,4 +1,4 @@
-"""`python -m benchmarks.pipeline.quantization`: costs and savings of float8; docs/quantization.md."""
+"""`python -m benchmarks.pipeline.quantization`: what float8 costs, for docs/quantization.md."""
 
 from __future__ import annotations
 
