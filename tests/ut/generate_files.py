@@ -125,6 +125,12 @@ class Seen:
         return list(prompt.encode()) if isinstance(prompt, str) else prompt
 
     @property
+    def request_id(self) -> str:
+        """vLLM's own id, without the random digits."""
+        chat = "messages" in self.body
+        return f"chatcmpl-{self.body['request_id']}" if chat else f"cmpl-{self.body['request_id']}-0"
+
+    @property
     def output(self) -> list[int]:
         """Tokens that are generated."""
         return [7 + step for step in range(self.body["max_tokens"])]

@@ -216,7 +216,7 @@ class FakeServer:
         """The lock is held, the rows are written."""
         seen = exchange.seen
         sink = sink or self._sink
-        file = sink.open(f"cmpl-{seen.row}-{seen.time}-0-0123abcd", self.path(seen), len(seen.stored))
+        file = sink.open(f"{seen.request_id}-0123abcd", self.path(seen), len(seen.stored))
         file.write(0, expected_rows(seen.stored, sink.row_format.num_layers))
         await self._at(seen, "begun")
         return file

@@ -91,7 +91,7 @@ class Client:
             raise InputError(f"{url} serves {served}, and not {wanted}; name one with --model")
         return str(model)
 
-    async def ask(self, url: str, model: str, row: Row, path: str) -> Expected:
+    async def ask(self, url: str, model: str, row: Row, path: str, request_id: str) -> Expected:
         """Request a row.
 
         Args:
@@ -99,6 +99,7 @@ class Client:
             model: its name there.
             row: to send.
             path: of the row's file, on the server's machine.
+            request_id: unique.
 
         Returns:
             The tokens that the file must hold.
@@ -108,7 +109,7 @@ class Client:
             InputError: the server refuses the file's path, or needs a key.
         """
         options = self._options
-        body = row.body(model, options.tokens_to_generate, options.include_output_tokens, path)
+        body = row.body(model, options.tokens_to_generate, options.include_output_tokens, path) | {"request_id": request_id}
         answer = await self._send("POST", f"{url}/v1/{row.endpoint}", body)
         prompt, output = _read(url, answer, row, path)
         # The last generated token has no row: it was never an input of the model.

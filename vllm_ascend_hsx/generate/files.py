@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
 from vllm_ascend_hsx.protocol.format import WEIGHTS
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.request_ids import belongs_to
 from vllm_ascend_hsx.reader.check import Examination, Expected, check
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
 from vllm_ascend_hsx.reader.lock_wait import wait_until_released
@@ -61,7 +62,7 @@ class RowFiles:
         """Return the path of a row's file on the servers' machines."""
         return os.path.join(self._server_output, row_file(row))
 
-    def check(self, row: int, expected: Expected, is_new: bool) -> Examination:
+    def check(self, row: int, expected: Expected, asked: Sequence[str]) -> Examination:
         """Check a row's file; wait for a server that is writing it.
 
         A wrong file is removed at once: the next run knows less about the tokens of a text, and
@@ -70,7 +71,7 @@ class RowFiles:
         Args:
             row: of the dataset.
             expected: tokens, as far as they are known.
-            is_new: this run has requested the row.
+            asked: ids of this run's requests for the row, as their responses have them.
 
         Raises:
             RequestError: the row has no file, or not the right one.
@@ -80,16 +81,16 @@ class RowFiles:
             StoppedError: a server is still writing it, and the run is to end.
         """
         try:
-            found = self._examine(row, expected, is_new)
+            found = self._examine(row, expected, asked)
         except RequestError as error:
             if not error.lost:
                 self._remove(row, error)
             raise
-        if is_new:
+        if asked:
             remove(self.path(row), keep_data=True)
         return found
 
-    def _examine(self, row: int, expected: Expected, is_new: bool) -> Examination:
+    def _examine(self, row: int, expected: Expected, asked: Sequence[str]) -> Examination:
         path = self.path(row)
         try:
             found = self._wait_and_check(path, expected)
@@ -104,14 +105,20 @@ class RowFiles:
             raise RequestError(error.reason) from error
         except OSError as error:
             raise RunError(describe(f"{path} cannot be read", error)) from error
-        # Known tokens tell rows apart. Of a text only the ledger does: the file may be another
-        # dataset's, copied here or left behind by a folder of shards that was renamed.
-        is_ours = is_new or None not in (expected.prompt, expected.output) or self._ledger.knows(row, identity_of(found))
-        self._compare(row, found, is_new, is_ours and found.problem is None)
+        # Known tokens tell rows apart. Of a text whose request was not answered only its id does,
+        # and later the ledger: the file may be another dataset's, copied here, left behind by a
+        # folder of shards that was renamed, or published by a server that was still writing it.
+        request_id = found.metadata.get("request_id", "")
+        is_ours = (
+            None not in (expected.prompt, expected.output)
+            or any(belongs_to(request_id, each) for each in asked)
+            or self._ledger.knows(row, identity_of(found))
+        )
+        self._compare(row, found, bool(asked), is_ours and found.problem is None)
         if found.problem is not None:
             raise RequestError(found.problem)
         if not is_ours:
-            raise RequestError("the ledger does not name this file")
+            raise RequestError("it is of a request that is not this row's: the ledger does not name this file")
         return found
 
     def _wait_and_check(self, path: Path, expected: Expected) -> Examination:

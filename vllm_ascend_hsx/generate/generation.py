@@ -6,6 +6,7 @@ import asyncio
 import random
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -33,7 +34,7 @@ class Work:
     Attributes:
         row: of the dataset.
         expected: tokens of its file, as far as they are known.
-        attempts: requests sent.
+        asked: ids of the requests sent, as their responses have them.
         spared: those of them that were trials of an endpoint, and do not count.
         endpoint: of the last request.
         failed_at: where the last attempt failed, if one did.
@@ -42,12 +43,17 @@ class Work:
 
     row: Row
     expected: Expected
-    attempts: int = 0
+    asked: list[str] = field(default_factory=list)
     spared: int = 0
     endpoint: Endpoint | None = None
     failed_at: Endpoint | None = None
     problem: str | None = None
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def attempts(self) -> int:
+        """The number of requests sent."""
+        return len(self.asked)
 
 
 class Generation:
@@ -154,7 +160,7 @@ class Generation:
             return None
 
     def _check(self, work: Work) -> Examination:
-        return self._files.check(work.row.index, work.expected, is_new=work.attempts > 0)
+        return self._files.check(work.row.index, work.expected, work.asked)
 
     async def _attempt(self, work: Work) -> Examination:
         """Request the row and check its file. Raises RequestError, InputError."""
@@ -162,15 +168,17 @@ class Generation:
             work.failed_at, is_trial = endpoint, endpoint.is_on_trial
             if endpoint.model is None:
                 endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
-            work.attempts, work.endpoint = work.attempts + 1, endpoint
+            request_id, work.endpoint = uuid.uuid4().hex, endpoint
+            work.asked.append(work.row.response_id(request_id))
             path = self._files.server_path(work.row.index)
             self._asked.add(work.row.index)
-            request = self._client.ask(endpoint.url, endpoint.model, work.row, path)
+            request = self._client.ask(endpoint.url, endpoint.model, work.row, path, request_id)
             try:
                 work.expected = await self._unless_stopped(request)
                 found = await self._in_pool(self._check, work)
             except RequestError as error:
-                work.attempts -= error.is_unreached
+                if error.is_unreached:
+                    work.asked.pop()
                 if not endpoint.proven or isinstance(error, OtherWeightsError):
                     self._refuse(endpoint, error)
                 elif error.missing:  # a server without locks may publish after its answer

@@ -55,6 +55,10 @@ class Row:
     def endpoint(self) -> str:
         return CHAT if isinstance(self.content, list) else COMPLETIONS
 
+    def response_id(self, request_id: str) -> str:
+        """Return the id of the response to a request of the row that is sent with `request_id`."""
+        return f"{'chatcmpl' if self.endpoint == CHAT else 'cmpl'}-{request_id}"
+
     def identity(self) -> bytes:
         """Return bytes that differ for rows whose requests differ."""
         if isinstance(self.content, array):

@@ -205,7 +205,10 @@ def open_stored(path: Path, timeout: float | None) -> Place:
                 )
                 raise FileNotFoundError(errno.ENOENT, problem, str(path))
             if is_left_over(lock_path, partial(is_decided, path)):
-                problem = "the server died before the file was complete: it left an unheld lock file and no data"
+                problem = (
+                    "the server died before the file was complete, or its storage took no reason: it left "
+                    "an unheld lock file and no data"
+                )
                 raise HiddenStatesError(path, problem)
             # Between two checks a server has started or finished the file.
     except NotAFileError as error:

@@ -102,6 +102,7 @@ def paths_below(
             (on_error or _raise)(error)
             return ()
 
+    os.stat(directory)  # os.walk passes over one that is not there
     found: set[str] = set()  # Path objects sort three times slower
     for folder, inside, names in os.walk(directory, onerror=on_error or _raise):
         inside[:] = [name for name in inside if not name.startswith(".")]

@@ -7,13 +7,14 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from documents import blocks
 from generate_bench import Bench
-from generate_files import Exchange, Seen, ledger_lines, stored_ids, token_rows, write_jsonl
+from generate_files import Exchange, Seen, contents, ledger_lines, right, stored_ids, token_rows, write_jsonl
 from generate_harness import FakeServer
 
 from vllm_ascend_hsx.generate.ledger import row_file
@@ -253,6 +254,33 @@ def test_a_path_that_another_request_writes_is_asked_for_again(bench: Bench) -> 
     assert code == 0, printed
     assert bench.server.asked == Counter({**dict.fromkeys(range(6), 1), 3: 3})
     bench.check(list(range(6)))
+
+
+@pytest.mark.parametrize("record", [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}], ids=["text", "chat"])
+def test_a_file_that_another_request_publishes_under_a_texts_name_is_never_taken(any_bench: Bench, record: dict[str, Any]) -> None:
+    """A killed run's server may still write rows of another dataset under this name."""
+    bench = any_bench
+
+    async def do_other_publishes(exchange: Exchange) -> None:
+        earlier = Seen(exchange.seen.row, 0, "completions", {**exchange.seen.body, "prompt": "old", "request_id": "earlier"})
+        earlier.body.pop("messages", None)
+        old = replace(exchange, seen=earlier)
+        await bench.server.publish(old, await bench.server.begin(old))
+        exchange.writer.close()
+
+    bench.server.do_other_publishes = do_other_publishes  # type: ignore[attr-defined]
+    bench.server.behave = lambda seen: "other-publishes" if seen.time == 1 else "ok"
+    code, printed = bench.run("--validate", records=[record])
+    assert code == 0, printed
+    assert bench.server.asked == Counter({0: 2})
+    assert contents(bench.output) == {"hs_0.safetensors": right(bench.server.seen[-1].stored), "ledger.jsonl": {}}
+
+
+@pytest.mark.parametrize("record", [{"prompt": "new"}, {"messages": [{"role": "user", "content": "new"}]}], ids=["text", "chat"])
+def test_a_texts_file_is_taken_without_an_answer_if_it_is_of_this_run(any_bench: Bench, record: dict[str, Any]) -> None:
+    any_bench.server.behave = lambda seen: "drop-complete"
+    assert any_bench.run(records=[record])[0] == 0
+    assert any_bench.server.asked == Counter({0: 1})
 
 
 def test_the_documented_command_does_what_it_says(bench: Bench, tmp_path: Path) -> None:

@@ -31,6 +31,14 @@ def test_a_directory_gives_its_complete_files_one_at_a_time(sink: FileSink, tmp_
     open_one.discard()
 
 
+@pytest.mark.parametrize("name", ["missing", "", "dangling"])
+def test_a_directory_that_does_not_exist_is_no_empty_data_set(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dangling").symlink_to("nowhere")
+    with pytest.raises(FileNotFoundError):
+        list(open_dir(name))
+
+
 def test_a_file_that_another_producer_still_writes_is_passed_over(tmp_path: Path) -> None:
     save_file({"hidden_states": torch.ones(1, 1, 4), "token_ids": torch.arange(1)}, tmp_path / "f.safetensors")
     with open(tmp_path / "f.safetensors.lock", "w") as lock:
