@@ -182,7 +182,7 @@ def test_nobody_is_left_alone_for_longer_than_we_wait_ourselves(server: OddServe
         server.body, server.status, server.headers = {}, 503, "Retry-After: 1e300\r\n"
         async with Client(Options(Path(), Path())) as client:
             with pytest.raises(RequestError) as error:
-                await client.ask(server.url, "tiny", Row(2, "a"), f"{server.storage}/hs_2.safetensors")
+                await client.ask(server.url, "tiny", Row(2, "a"), f"{server.storage}/hs_2.safetensors", "id")
             return error.value.retry_after
 
     assert asyncio.run(ask()) == LONGEST_DELAY_S
