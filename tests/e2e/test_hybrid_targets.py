@@ -292,8 +292,22 @@ def regret(model: Path, run: Run, request_id: str) -> float:
     return float((logits.amax(-1) - logits.gather(1, torch.tensor(generated).unsqueeze(1)).squeeze(1)).max())
 
 
+# Prompts that share blocks with a decode, so that what is written over others' blocks shows.
+CROWDED = [
+    ["add", "decoding", tokens(20), {"max_tokens": 60}],
+    ["step", 5],
+    *(["add", f"beside-{index}", tokens(100 + 37 * index), {"max_tokens": 20}] for index in range(3)),
+    ["step", 3],
+    ["add", "later", tokens(300), {"max_tokens": 30}],
+    ["drain"],
+    ["add", "last", tokens(5), {"max_tokens": 1}],
+    ["drain"],
+    ["step", 2],  # since 0.26 files are written then
+]
+
+
 @pytest.mark.long
-@only_with("<0.26", "the text of this script stays right, which does not show that every one does")
+@only_with("<0.26", "hidden states have blocks of their own")
 def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(models: dict[str, Path], tmp_path: Path) -> None:
     """Its rows go to blocks of the first group, where other groups keep their states and keys.
 
@@ -310,6 +324,19 @@ def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(mode
     for name in ("decoding", "beside", "later"):
         assert regret(model, right, name) < 0.05, name
         assert right.compare(name).matches, name
+
+
+@pytest.mark.long
+@only_with(">=0.26", "rows go to blocks of the first group")
+def test_defects_3_and_4_are_mended_rows_are_in_blocks_of_their_own_group(models: dict[str, Path], tmp_path: Path) -> None:
+    """They are read from the blocks of their group: they are right only if written there."""
+    model, options = models["qwen3_5_moe"], {**TARGETS["qwen3_5_moe"].engine, **FEW_BLOCKS}
+    theirs = run_engine(tmp_path, model, [["real_events"], *CROWDED], ours=False, late=False, **options)
+    assert theirs.error is None, theirs.error
+    assert ["cache_only_layers.4"] in theirs.result["kv_groups"]
+    for name in theirs.requests:
+        assert theirs.compare(name).matches, (name, theirs.compare(name))
+        assert regret(model, theirs, name) < 0.05, name
 
 
 @pytest.mark.long
