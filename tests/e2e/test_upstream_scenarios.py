@@ -38,7 +38,6 @@ def prompts_with_a_cached_prefix(stage: Stage) -> None:
     stage.add([*prompt, *play.tokens(30)], name="extended")
 
 
-Played = tuple[Callable[[Stage], None], str, frozenset[str]]
 # What is played on which engine, and what is then not as with our connector. Those that stop the
 # engine are last.
 TABLE: tuple[tuple[Callable[[Stage], None], str, set[str]], ...] = (
@@ -63,7 +62,6 @@ TABLE: tuple[tuple[Callable[[Stage], None], str, set[str]], ...] = (
     (play.stopped_by_a_token, "async", set()),
     (play.structured_outputs, "async", set()),
     (play.log_probabilities, "async", set()),
-    (play.asleep_and_awake, "async", set()),
     (play.hostile_request_ids, "async", {STOPS}),
     (play.aborted_before_it_is_scheduled, "async", {STOPS}),
     (play.urgent_requests_overtake, "sync", set()),
@@ -167,7 +165,15 @@ def test_what_upstream_makes_of(
         assert isinstance(other, TheirStage)
         for request, alike in zip(requests, other.play(scenario), strict=True):
             if request.finished and not request.aborted and request.completions != alike.completions:
-                print("TEXT", request.id, request.sampling, request.completions, alike.completions)
                 found.add(TEXT)
-    print("FOUND", scenario.__name__, found)
     assert found == expected
+
+
+def test_the_page_has_this_table() -> None:
+    lines = []
+    for scenario, _, found in TABLE:
+        rows = "the engine stops" if STOPS in found else " ".join(sorted({WRONG, MISSING} & found)) or "right"
+        beside = "a file is left over" if LEFT_OVER in found else ""
+        text = "" if STOPS in found else "differs" if TEXT in found else "the same"
+        lines.append(f"| {scenario.__name__.replace('_', ' ')} | {rows.removesuffix(' rows')} | {text} | {beside} |")
+    assert "\n".join(["| situation | rows | text | |", "|---|---|---|---|", *lines]) in PAGE.read_text()
