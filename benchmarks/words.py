@@ -34,7 +34,8 @@ repetition each file is compared bit by bit with its expected content.
 * **vLLM 0.33's path** is written from its description. Rows stay in paged memory (blocks of
   {BLOCK_TOKENS} tokens) until the request ends. Then they are gathered by block ids and copied to
   newly allocated pinned memory, the file's lock is taken, and one of {VLLM_THREADS} threads calls
-  safetensors' save_file with rows and token ids and releases the lock."""
+  safetensors' save_file with rows and token ids and releases the lock. It is also the path of
+  vLLM 0.26 and 0.30 (`example_hidden_states_connector.py:317` and `:347` in 0.30.0)."""
 
 VIEWS = {
     PINNED: """\

@@ -28,7 +28,7 @@ def decodes_beside_new_prefills(stage: Stage) -> None:
     decoding = [stage.add(tokens(10 + index), name=f"decoding-{index}", max_tokens=24) for index in range(2)]
     stage.until_mid_decode(decoding[1])
     # A ring that is still full would hold the new ones back.
-    stage.session.call("catch_up")
+    stage.catch_up()
     stage.step()
     new = [stage.add(tokens(17), name="beside-decodes", max_tokens=2), stage.add(tokens(1), name="one-token", max_tokens=2)]
     before = [stage.progress(each)["computed"] for each in decoding]

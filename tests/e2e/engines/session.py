@@ -150,7 +150,7 @@ class EngineSession:
         self.failed = False
         self._log_path = directory / "engine.log"
         self._arguments = self._engine_arguments(extract, ours, connector_options or {}, engine)
-        npus = self._arguments.get("tensor_parallel_size", 1)
+        npus = self._arguments.get("tensor_parallel_size", 1) * self._arguments.get("pipeline_parallel_size", 1)
         self._environment = {
             **os.environ,
             **process_environment(npus=npus, ours=ours, late=late, instruments=instruments),

@@ -84,6 +84,10 @@ class Stage:
     def drain(self) -> None:
         self.session.drain()
 
+    def catch_up(self) -> None:
+        """Wait until all rows so far are written."""
+        self.session.call("catch_up")
+
     def restart(self, layer_ids: Sequence[int]) -> None:
         """Replace the engine by one that extracts other layers."""
         self.session.restart(layer_ids)
@@ -208,10 +212,14 @@ class Stages:
         if self._stage is None or self._stage[0] != name or self._stage[1].session.failed:
             self.close()
             self._started += 1
-            dtype = str(reference.dtype).removeprefix("torch.")  # left to itself, vLLM makes bfloat16 of float32
-            session = EngineSession(self._directory / f"{self._started}-{name}", reference.model, dtype=dtype, max_num_seqs=16, **options)
-            self._stage = name, Stage(self._engine.enter_context(session), reference)
+            self._stage = name, self.make(self._directory / f"{self._started}-{name}", reference, options)
         return self._stage[1]
+
+    def make(self, directory: Path, reference: Reference, options: dict[str, Any]) -> Stage:
+        """Start an engine."""
+        dtype = str(reference.dtype).removeprefix("torch.")  # left to itself, vLLM makes bfloat16 of float32
+        session = EngineSession(directory, reference.model, dtype=dtype, max_num_seqs=16, **options)
+        return Stage(self._engine.enter_context(session), reference)
 
     def close(self) -> None:
         self._stage = None

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness import Run
 from transformers import (
+    AutoModelForCausalLM,
     PreTrainedModel,
     Qwen3_5MoeConfig,
     Qwen3_5MoeForConditionalGeneration,
@@ -133,3 +135,12 @@ def _widen_routing_margins(decoder: Any, generator: torch.Generator) -> None:
         layer.mlp.experts.down_proj[:, ROUTING] *= 0.1
         layer.mlp.shared_expert.down_proj.weight[ROUTING] *= 0.1
         follow_choice(layer.mlp.gate.weight, 0.1, generator)
+
+
+def regret(model: Path, run: Run, request_id: str) -> float:
+    """Return by how much, at most, the logit of a generated token was below the best one."""
+    prompt, generated = run.requests[request_id]["prompt"], run.requests[request_id]["tokens"]
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model).float()(torch.tensor([prompt + generated])).logits[0]
+    logits = logits[len(prompt) - 1 : -1]
+    return float((logits.amax(-1) - logits.gather(1, torch.tensor(generated).unsqueeze(1)).squeeze(1)).max())

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from harness import Run, read_trace, run_engine, tokens
-from releases import installed_is, only_on_v1
+from releases import installed_is
 from session import WITH_OUTPUT
 from tiny_deepseek_v3 import build_deepseek_v3
 
@@ -145,7 +145,6 @@ def test_rows_of_a_mixture_of_experts_on_two_npus_are_right_in_replays(tiny_mini
 
 
 @pytest.mark.long
-@only_on_v1("on V2 the device waits for an event that nothing records, with and without extraction")
 def test_rows_of_latent_attention_are_right_in_replays(tmp_path: Path) -> None:
     model = build_deepseek_v3(tmp_path / "deepseek_v3")
     done, (events,) = run(tmp_path / "run", model, "FULL_DECODE_ONLY", layer_ids=(4, 0, 2, 1))

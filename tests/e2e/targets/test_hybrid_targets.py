@@ -15,15 +15,14 @@ import httpx
 import pytest
 import scenarios
 import torch
-from harness import Run, compare_file, run_engine, tokens
+from harness import compare_file, run_engine, tokens
 from launch import FLASHCOMM, START_SECONDS, tiny_server
 from oracle import Reference
 from releases import only_with
 from session import WITH_OUTPUT
 from stage import Stage, Stages
-from tiny_hybrid import build_qwen3_5_moe, build_qwen3_next
+from tiny_hybrid import build_qwen3_5_moe, build_qwen3_next, regret
 from tiny_model_claims import TOLERANCE, assert_experts_are_chosen_evenly_and_alike, assert_rows_lie_apart
-from transformers import AutoModelForCausalLM
 
 from vllm_ascend_hsx.demo.reference import _load, reference_hidden_states
 
@@ -283,17 +282,8 @@ FEW_BLOCKS = {
 }
 
 
-def regret(model: Path, run: Run, request_id: str) -> float:
-    """Return by how much, at most, the logit of a generated token was below the best one."""
-    prompt, generated = run.requests[request_id]["prompt"], run.requests[request_id]["tokens"]
-    with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(model).float()(torch.tensor([prompt + generated])).logits[0]
-    logits = logits[len(prompt) - 1 : -1]
-    return float((logits.amax(-1) - logits.gather(1, torch.tensor(generated).unsqueeze(1)).squeeze(1)).max())
-
-
 @pytest.mark.long
-@only_with("<0.26", "the text of this script stays right, which does not show that every one does")
+@only_with("<0.26", "hidden states have blocks of their own")
 def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(models: dict[str, Path], tmp_path: Path) -> None:
     """Its rows go to blocks of the first group, where other groups keep their states and keys.
 
@@ -310,6 +300,18 @@ def test_defects_3_and_4_upstream_writes_hidden_states_over_the_targets_own(mode
     for name in ("decoding", "beside", "later"):
         assert regret(model, right, name) < 0.05, name
         assert right.compare(name).matches, name
+
+
+@pytest.mark.long
+@only_with(">=0.26", "rows go to blocks of the first group")
+def test_defects_3_and_4_are_mended_rows_are_in_blocks_of_their_own_group(models: dict[str, Path], tmp_path: Path) -> None:
+    beside = [["add", f"beside-{index}", tokens(100 + 37 * index), {"max_tokens": 20}] for index in range(3)]
+    script = [["real_events"], *GENERATING[:2], *beside, *GENERATING[3:], ["step", 2]]
+    theirs = run_engine(tmp_path, models["qwen3_5_moe"], script, ours=False, late=False, **TARGETS["qwen3_5_moe"].engine, **FEW_BLOCKS)
+    assert theirs.error is None and ["cache_only_layers.4"] in theirs.result["kv_groups"], theirs.error
+    for name in theirs.requests:
+        assert theirs.compare(name).matches, (name, theirs.compare(name))  # read from the blocks of their own group
+        assert regret(models["qwen3_5_moe"], theirs, name) < 0.2, name  # the defect made it more than 0.5
 
 
 @pytest.mark.long

@@ -17,6 +17,8 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 
 from vllm_ascend_hsx.compat import beam_search, engine, request_params
 from vllm_ascend_hsx.compat.beam_search import NOT_EXTRACTED
+from vllm_ascend_hsx.connector.connector import AscendHiddenStatesConnector
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata
 
 
 @pytest.mark.parametrize(("extracted", "offered", "answer"), [(True, 5, 0), (False, 5, 5), (True, None, None), (True, 0, 0)])
@@ -221,3 +223,26 @@ def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(name: str, e
 
     (answer,) = asyncio.run(search())
     assert answer == ({"hidden_states_error": NOT_EXTRACTED} if told else None)
+
+
+# How vLLM calls ours
+
+
+def worker_side(steps: list[Any]) -> AscendHiddenStatesConnector:
+    connector = AscendHiddenStatesConnector.__new__(AscendHiddenStatesConnector)
+    connector._worker = SimpleNamespace(start_step=steps.append)  # type: ignore[assignment]
+    return connector
+
+
+def test_a_step_starts_before_the_forward_pass_and_not_when_loading_does() -> None:
+    """Since 0.30 loading comes after it, on model runner V2 even after the drafter."""
+    steps: list[Any] = []
+    connector, metadata = worker_side(steps), HsxConnectorMetadata.__new__(HsxConnectorMetadata)
+    connector.bind_connector_metadata(metadata)
+    assert steps == [metadata]
+    connector.start_load_kv(None)
+    assert steps == [metadata]
+
+
+def test_no_kv_is_handed_on_so_that_requests_may_be_preempted() -> None:
+    assert worker_side([]).requires_kv_delivery is False

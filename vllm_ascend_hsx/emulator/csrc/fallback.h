@@ -335,12 +335,12 @@ inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
         queue(op, t, stack, begin, call.device, s), *t.name, " cannot be captured in a graph of the emulated NPU: it has no shape function");
     return;
   }
+  if (!host && engine.queues(s) && queue(op, t, stack, begin, call.device, s)) return;
   engine.settle(s);
   if (!config().late) {
     run_now(op, t, stack, begin, call.device, nullptr);
     return;
   }
-  if (!host && engine.defers(s) && queue(op, t, stack, begin, call.device, s)) return;
   if (engine.tracking()) order(s, t.name, touches_of(t, *stack, begin));
   if (host) engine.synchronize(s);
   else if (engine.defers(s)) engine.drain(s, s.issued);

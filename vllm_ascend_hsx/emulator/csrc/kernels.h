@@ -72,7 +72,7 @@ inline void device_to_device(const at::Tensor& from, const at::Tensor& to) {
   order(s, copy_name(), {{from, false}, {to, true}});
   Relabel relabel(to.device().index());
   const at::Tensor a = relabel.to_cpu(from), b = relabel.to_cpu(to);
-  if (engine.defers(s)) {
+  if (engine.queues(s)) {
     engine.push(s, {copy_name(), [a, b] { copy_bytes(b, a); }});
   } else {
     engine.settle(s);
@@ -92,7 +92,7 @@ inline void host_to_device(const at::Tensor& from, const at::Tensor& to, bool no
   Relabel relabel(to.device().index());
   const at::Tensor b = relabel.to_cpu(to);
   if (async) {
-    if (engine.defers(s)) {
+    if (engine.queues(s)) {
       engine.push(s, {copy_name(), [a = pinned_view(from, *pinned_block(from.data_ptr())), b] { copy_bytes(b, a); }});
       return;
     }

@@ -98,6 +98,16 @@ struct Replay {
   }
 };
 
+inline bool replay_waits(StreamState& s) {
+  std::shared_ptr<Replay> replay;
+  {
+    auto guard = Engine::get().lock();
+    if (s.replays.empty()) return false;
+    replay = s.replays.front();
+  }
+  return replay->stuck();
+}
+
 inline void finish_replays(StreamState& s) {
   Engine& engine = Engine::get();
   while (true) {
@@ -121,8 +131,8 @@ inline void finish_replays(StreamState& s) {
     }
     done();
   }
-  // In late mode copies to the host are still under way; else the stream is idle again.
-  if (!config().late) engine.drain(s, s.issued);
+  // In late mode later copies to the host are still under way; else the stream is idle again.
+  engine.drain(s, config().late ? s.after_replays : s.issued);
 }
 
 inline void check_alive(const Node& node) {

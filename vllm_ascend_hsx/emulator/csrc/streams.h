@@ -17,8 +17,8 @@
 // counts as one thread: synchronizing in one thread orders the launches of all.
 //
 // Graphs (recording.h, replay.h): a stream that captures runs nothing. A replay that waits for an
-// external event that the host has not recorded stays with the stream, in both modes; the next work
-// on the stream runs the rest first.
+// external event that the host has not recorded stays with the stream, in both modes. Work that is
+// launched after it is queued; once the event is recorded, the next work runs all of it first.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -76,6 +76,7 @@ struct Touch {
 void record_touches(StreamState& s, const std::vector<Touch>& touches);
 void record_item(StreamState& s, Item item);
 void finish_replays(StreamState& s);
+bool replay_waits(StreamState& s);  // for an external event that the host has not recorded
 uint64_t capture_of(const StreamState& s);  // number of the capture that the stream records, or 0
 std::shared_ptr<Pool> pool_of(const StreamState& s);
 
@@ -95,6 +96,7 @@ struct StreamState {
   int refused_queries = 0;
   Recording* recording = nullptr;  // launches are recorded here
   std::deque<std::shared_ptr<Replay>> replays;  // not finished yet, of a stream that does not queue
+  uint64_t after_replays = 0;  // position of the last work that was queued because one of them waits
   bool is_default() const { return id == 0; }
 };
 
@@ -154,6 +156,9 @@ class Engine {
     s.recording = recording;
   }
 
+  // Whether work that is launched on s now is queued, if that does not need values on the host.
+  bool queues(StreamState& s) { return defers(s) || (unfinished_ != 0 && replay_waits(s)); }
+
   // Called before something runs on s at once.
   void settle(StreamState& s) {
     if (unfinished_ != 0 && !s.replays.empty()) finish_replays(s);
@@ -177,6 +182,7 @@ class Engine {
     auto guard = lock();
     s.queue.push_back(std::move(item));
     ++s.issued;
+    if (!s.replays.empty()) s.after_replays = s.issued;
     if (s.queue.size() > kQueueLimit) {
       const uint64_t upto = s.executed + s.queue.size() / 2;
       guard.unlock();

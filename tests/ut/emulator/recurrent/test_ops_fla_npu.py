@@ -89,6 +89,23 @@ def test_decodes_advance_their_states_and_the_null_block_stays(any_mode: None) -
     assert_gaps_untouched(state)
 
 
+def test_a_draft_that_was_rejected_leaves_no_trace_and_the_null_block_stays(any_mode: None) -> None:
+    """A prompt of five, then two tokens at a time, of which the next step accepts one or both."""
+    x, weight = random(20, CHANNELS, dtype=BF16), random(WIDTH, CHANNELS, seed=1, dtype=BF16)
+    state = with_gaps(torch.zeros(3, WIDTH, CHANNELS, dtype=BF16))
+    call("causal_conv1d_fn", x[:5], weight, None, conv_states=state, query_start_loc=int32(0, 5), cache_indices=int32(2))
+    places = {"conv_state_indices": int32(2, NULL), "query_start_loc": int32(0, 2, 4), "max_query_len": 2}
+    real, accepted = 5, 1
+    for next_accepted in (1, 2, 2, 1, 2):
+        step = torch.cat((x[real : real + next_accepted], random(4 - next_accepted, CHANNELS, seed=9, dtype=BF16)))
+        out = call("causal_conv1d_update", step, state, weight, num_accepted_tokens=int32(accepted, 1), **places).cpu()
+        exact = convolved(step[:2], weight, x[real - 3 : real], None, False)
+        torch.testing.assert_close(out[:2].double(), exact, atol=2**-8, rtol=2**-8)
+        real, accepted = real + next_accepted, next_accepted
+    assert (state[:2].cpu() == 0).all()
+    assert_gaps_untouched(state)
+
+
 def test_without_out_an_update_writes_its_input() -> None:
     x, weight = random(1, CHANNELS, dtype=BF16).to(NPU), random(WIDTH, CHANNELS, seed=1, dtype=BF16)
     before = x.cpu()
@@ -204,10 +221,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "an unknown activation": (bad_conv(FN, activation="gelu"), ValueError, "activation: 'gelu'"),
     "a transposed state": (
         bad_conv(FN, conv_states=torch.ones(3, CHANNELS, WIDTH - 1, dtype=BF16, device=NPU).transpose(1, 2)), ValueError, "only rows"),
-    "a state with room for drafts": (
-        bad_conv(FN, conv_states=torch.ones(3, WIDTH, CHANNELS, dtype=BF16)), NotImplementedError, "conv_states"),
+    "a state with too few places": (
+        bad_conv(FN, conv_states=torch.ones(3, WIDTH - 2, CHANNELS, dtype=BF16)), ValueError, "conv_state: 2 places are too few"),
     "an update of unknown length": (bad_conv(UPDATE, max_query_len=-1), ValueError, "max_query_len: -1"),
-    "drafts": (bad_conv(UPDATE, num_accepted_tokens=int32(1, 1)), NotImplementedError, "num_accepted_tokens"),
+    "accepted tokens of too few sequences": (
+        bad_conv(UPDATE, num_accepted_tokens=int32(1)), ValueError, UPDATE + ": num_accepted_tokens: 1 entries, the sequences need 2"),
     "block scheduling": (bad_conv(UPDATE, initial_state_idx=int32(1)), NotImplementedError, "initial_state_idx"),
     "nine tokens of a sequence": (
         bad_rule(actual_seq_lengths=int32(0, 9)), ValueError, "actual_seq_lengths: 9 tokens of one sequence; the kernel takes 8"),

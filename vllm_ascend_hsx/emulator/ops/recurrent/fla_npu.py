@@ -32,26 +32,28 @@ def causal_conv1d(
     query_start_loc: torch.Tensor,
     cache_indices: torch.Tensor,
     has_initial_state: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
     activation: int,
     pad_slot_id: int,
     null_block_id: int,
     run_mode: int,
 ) -> None:
-    """Convolve as npu_causal_conv1d_custom does, without drafts.
+    """Convolve as npu_causal_conv1d_custom does; the kernels are alike (causal_conv1d.h).
 
     A sequence with the row `null_block_id` is skipped, too.
 
     Args:
-        conv_states: [rows, width - 1, channels]; the rows may have gaps between them.
+        conv_states: [rows, state_len, channels]; the rows may have gaps between them.
     """
     op = "causal_conv1d"
     check_dtype(op, "x", x, _HALVES)
     _check_rows(op, "conv_states", conv_states, 3)
-    if conv_states.shape[1] != weight.shape[0] - 1:
-        raise unsupported(op, "conv_states", conv_states)
     rows = cache_indices.masked_fill(cache_indices == null_block_id, _NO_ROW)
     rows = rows.masked_fill(cache_indices == pad_slot_id, _NO_ROW)
-    convolve(op, output, x, weight, conv_states, bias, query_start_loc, rows, has_initial_state, None, activation, _NO_ROW, run_mode)
+    convolve(
+        op, output, x, weight, conv_states, bias, query_start_loc, rows, has_initial_state, num_accepted_tokens, activation,
+        _NO_ROW, run_mode,
+    )  # fmt: skip
 
 
 def recurrent_gated_delta_rule(
@@ -179,7 +181,7 @@ def causal_conv1d_fn(
     null = _NO_PAD if null_block_id is None else null_block_id
     output = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.ops.fla_npu.causal_conv1d(
-        output, x, weight, conv_states, bias, query_start_loc, cache_indices, has_initial_state, _ACTIVATIONS[activation],
+        output, x, weight, conv_states, bias, query_start_loc, cache_indices, has_initial_state, None, _ACTIVATIONS[activation],
         pad_slot_id, null, _PREFILL,
     )  # fmt: skip
     return output
@@ -202,14 +204,15 @@ def causal_conv1d_update(
 ) -> torch.Tensor:
     """Convolve decodes, and advance `conv_state`; return `out`, or else `x`, which is written."""
     op = "causal_conv1d_update"
-    refuse_options(op, num_accepted_tokens=num_accepted_tokens, **others)
-    _conv1d(op, x, weight, conv_state, query_start_loc, conv_state_indices, activation)
+    refuse_options(op, **others)
+    _conv1d(op, x, weight, conv_state, query_start_loc, conv_state_indices, activation, num_accepted_tokens=num_accepted_tokens)
     check(max_query_len >= 0, op, "max_query_len", f"{max_query_len} is negative, and there is query_start_loc")
     null = _NO_PAD if null_block_id is None else null_block_id
     made = torch.empty_like(x, memory_format=torch.contiguous_format)
     torch.ops.fla_npu.causal_conv1d(
-        made, x, weight, conv_state, bias, query_start_loc, conv_state_indices, None, _ACTIVATIONS[activation], _NO_PAD, null, _UPDATE
-    )
+        made, x, weight, conv_state, bias, query_start_loc, conv_state_indices, None, num_accepted_tokens, _ACTIVATIONS[activation],
+        _NO_PAD, null, _UPDATE,
+    )  # fmt: skip
     target = x if out is None else out
     check(target.shape == x.shape and target.dtype == x.dtype, op, "out", f"must have x's shape {tuple(x.shape)} and dtype {x.dtype}")
     return target.copy_(made)

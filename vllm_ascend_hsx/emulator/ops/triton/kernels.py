@@ -25,8 +25,8 @@ from vllm_ascend_hsx.emulator.ops.triton.language import tl
 from vllm_ascend_hsx.emulator.ops.triton.pointers import PROGRAM, Pointer
 
 Arguments = dict[str, Any]
-# Launch options that change only the compiled code (triton-ascend adds multibuffer).
-_LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "multibuffer"})
+# Launch options that change only the compiled code (triton-ascend adds the last two).
+_LAUNCH_OPTIONS = frozenset({"num_warps", "num_stages", "num_ctas", "maxnreg", "multibuffer", "has_auto_blockify_blacklist_op"})
 REFERENCES: dict[str, Callable[[tuple[int, ...], Arguments], None]] = {}
 
 
