@@ -258,7 +258,7 @@ def test_all_ranks_select_the_same_in_each_step_and_call_the_same(served: Served
 def test_the_selection_is_that_of_a_server_without_extraction(served: Served, without: Served, traffic: str) -> None:
     for rank in RANKS:
         ours, theirs = ([(step.selections, step.layers) for step in each.during(traffic, rank)] for each in (served, without))
-        # Which steps two busy ranks share depends on when requests arrive, but not what is selected.
+        # Which steps two busy ranks share depends on when requests arrive; not what is selected.
         known = dict(theirs)
         assert all(known.get(selections, layers) == layers for selections, layers in ours)
         sizes = ({max(across_dp): chosen for ((across_dp, chosen),), _ in steps} for steps in (ours, theirs))

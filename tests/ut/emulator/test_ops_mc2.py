@@ -232,7 +232,8 @@ WRONG_ARGUMENTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more rows than an A2 takes": ("a2", {"x": ROWS.repeat(65, 1), "expert_ids": CHOSEN.repeat(65, 1)}, "x: 260 rows must lie in 1..256"),
     "more rows than an A3 takes": ("a3", {"x": ROWS.repeat(129, 1), "expert_ids": CHOSEN.repeat(129, 1)}, "x: 516 rows must lie in 1..512"),
     "more bytes than the buffer": (
-        "a3", {"x": ROWS.repeat(128, 256), "expert_ids": CHOSEN.repeat(128, 1)}, "x: 83886080 bytes exceed HCCL_BUFFSIZE, 200 MB: set 80"),
+        "a3", {"x": ROWS.repeat(128, 256), "expert_ids": CHOSEN.repeat(128, 1), "moe_expert_num": 16},
+        "x: 310378496 bytes exceed HCCL_BUFFSIZE, 200 MB: set 296"),
     "a size of group": ("a2", {"ep_world_size": 9, "moe_expert_num": 9}, "ep_world_size: 9 is no size that an A2 has"),
     "experts that ranks cannot share": ("a3", {"moe_expert_num": 6}, "moe_expert_num: 6 must be a multiple"),
     "another dtype": ("a3", {"x": ROWS.float()}, "x: dtype torch.float32"),
