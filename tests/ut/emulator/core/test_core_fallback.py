@@ -219,7 +219,7 @@ def test_resize_and_set_keep_bytes_and_storage() -> None:
 
 
 def test_integers_are_counted_as_whole_numbers() -> None:
-    """torch's CPU kernel counts floats only; of the bins [0, 1), [1, 2), ... an integer is in one."""
+    """torch's CPU kernel counts floats only; an integer is in one of the bins [0, 1), [1, 2)."""
     counts = torch.histc(int32(0, 3, 1, 3, 3, 7).npu(), bins=8, min=0, max=8)
     assert (counts.dtype, counts.tolist()) == (torch.int32, [1, 1, 0, 3, 0, 0, 0, 1])
     assert torch.histc(torch.tensor([0.5, 2.0], device="npu"), bins=2, min=0, max=2).tolist() == [1.0, 1.0]
