@@ -28,6 +28,8 @@ from vllm_ascend_hsx.demo.quantised_reference import rows_in_the_models_basis
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.server import Server
 from vllm_ascend_hsx.demo.tiny_models import EXPERTS_PER_TOKEN
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
+from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 
 pytestmark = only_with("<0.26", "what selects the method is instrumented in that release")
 LAYER_IDS = (4, 1, 3)
@@ -101,7 +103,7 @@ class Served(NamedTuple):
 
     Attributes:
         done: by kind of traffic. spans: when each kind began and ended, of time.monotonic.
-        steps: of each (DP rank, TP rank), in order.
+        steps: the forward passes that ranks do together, of each rank in the order of RANKS.
     """
 
     method: Method
@@ -109,11 +111,13 @@ class Served(NamedTuple):
     storage: Path
     done: dict[str, list[Done]]
     spans: dict[str, tuple[float, float]]
-    steps: dict[tuple[int, int], list[Step]]
+    steps: list[tuple[Step, ...]]
 
-    def during(self, traffic: str, rank: tuple[int, int]) -> list[Step]:
+    def during(self, traffic: str) -> list[tuple[Step, ...]]:
+        """Return the steps of this traffic in which a rank was busy."""
         begin, end = self.spans[traffic]
-        return [step for step in self.steps[rank] if begin <= step.time <= end]
+        busy = (together for together in self.steps if any(step.kind == "busy" for step in together))
+        return [together for together in busy if begin <= together[0].time <= end]
 
 
 def send(server: Server, model: Path, job: Job, began: threading.Event | None = None) -> Done:
@@ -179,7 +183,14 @@ def serve(directory: Path, method: Method, model: Path, *, extract: bool) -> Ser
             except httpx.HTTPError as error:
                 raise AssertionError(f"{name}: {error!r}\n{server.log_tail()}") from error
             spans[name] = begin, time.monotonic()
-    steps = dict(itertools.starmap(steps_of, filter(None, ([events] for events in read_trace(traces).values() if events))))
+        if extract:  # rows of generated tokens are published with the step after the answer
+            for each in itertools.chain(*done.values()):
+                wait_until_released(Path(f"{find(directory / 'hidden_states', each.response_id)}{LOCK_SUFFIX}"), timeout=60)
+    by_rank = dict(steps_of(events) for events in read_trace(traces).values() if events)
+    assert sorted(by_rank) == RANKS
+    lengths = [len(by_rank[rank]) for rank in RANKS]
+    assert max(lengths) - min(lengths) <= 1, lengths  # ranks are killed one after the other
+    steps = list(zip(*(by_rank[rank] for rank in RANKS), strict=False))
     return Served(method, model, directory / "hidden_states", done, spans, steps)
 
 
@@ -237,44 +248,37 @@ def test_rows_are_right(served: Served, traffic: str) -> None:
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_all_ranks_select_the_same_in_each_step_and_call_the_same(served: Served, traffic: str) -> None:
     """The traffic has steps of both sizes, so that the selection changes if the method has two."""
-    assert sorted(served.steps) == RANKS
-    found = {rank: [(step.selections, step.layers) for step in served.during(traffic, rank)] for rank in RANKS}
-    # A rank may be a step ahead where the traffic ends.
-    for rank in RANKS:
-        same = min(len(found[rank]), len(found[0, 0]))
-        assert found[rank][:same] == found[0, 0][:same]
-        assert abs(len(found[rank]) - len(found[0, 0])) <= 1
-    kinds = {(one.kind, other.kind) for one, other in zip(*(served.during(traffic, (rank, 0)) for rank in (0, 1)), strict=False)}
-    assert ("busy", "busy") in kinds if traffic != "busy/idle" else {("busy", "idle"), ("idle", "busy")} <= kinds
-    large, small = set(), set()
-    for step in served.during(traffic, (0, 0)):
-        ((across_dp, selected),) = step.selections  # one forward context: the drafter has none
+    large, small, kinds = set(), set(), set()
+    for together in served.during(traffic):
+        kinds.add((together[0].kind, together[2].kind))
+        ((across_dp, selected),) = together[0].selections  # one forward context: the drafter has none
         (large if max(across_dp) > CAPACITY else small).add(selected)
-        assert len(step.layers) == 8  # dispatch and combine of four layers
+        assert len(together[0].layers) == 8  # dispatch and combine of four layers
+        assert all((step.selections, step.layers) == (together[0].selections, together[0].layers) for step in together)
+    assert ("busy", "busy") in kinds if traffic != "busy/idle" else {("busy", "idle"), ("idle", "busy")} <= kinds
     assert (small, large) == ({served.method.small}, {served.method.large})
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_the_selection_is_that_of_a_server_without_extraction(served: Served, without: Served, traffic: str) -> None:
-    for rank in RANKS:
-        ours, theirs = ([(step.selections, step.layers) for step in each.during(traffic, rank)] for each in (served, without))
-        # Which steps two busy ranks share depends on when requests arrive; not what is selected.
-        known = dict(theirs)
-        assert all(known.get(selections, layers) == layers for selections, layers in ours)
-        sizes = ({max(across_dp): chosen for ((across_dp, chosen),), _ in steps} for steps in (ours, theirs))
-        of_ours, of_theirs = sizes
-        assert all(of_theirs[size] == chosen for size, chosen in of_ours.items() if size in of_theirs)
-        assert len(of_ours.keys() & of_theirs.keys()) > 1
-        if traffic == "busy/idle":  # so are all steps, but for the number of idle ones between requests
-            assert [step for step, _ in itertools.groupby(ours)] == [step for step, _ in itertools.groupby(theirs)]
+    ours, theirs = (
+        [tuple((step.selections, step.layers) for step in together) for together in each.during(traffic)] for each in (served, without)
+    )
+    if traffic == "busy/busy":  # which steps two ranks share depends on when requests arrive; not what is selected
+        of_ours, of_theirs = ({max(across_dp): step for step in steps for ((across_dp, _),), _ in step} for steps in (ours, theirs))
+        common = of_ours.keys() & of_theirs.keys()
+        assert min(common) <= CAPACITY < max(common)
+        assert [of_ours[size] for size in common] == [of_theirs[size] for size in common]
+    else:  # all steps, but for how many of the same follow each other
+        assert [step for step, _ in itertools.groupby(ours)] == [step for step, _ in itertools.groupby(theirs)]
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_no_padding_reaches_an_expert_with_mc2(served: Served, traffic: str) -> None:
     """An idle rank's own tokens, which it computes to keep step, are none of padding."""
     padded = 0
-    for together in zip(*(served.during(traffic, rank) for rank in RANKS), strict=False):
-        (across_dp, selected), *_ = together[0].selections
+    for together in served.during(traffic):
+        ((across_dp, selected),) = together[0].selections
         if selected != "MC2":
             continue
         real = sum(step.scheduled or across_dp[dp] for (dp, tp), step in zip(RANKS, together, strict=True) if tp == 0)
