@@ -285,18 +285,3 @@ def test_no_padding_reaches_an_expert_with_mc2(served: Served, traffic: str) -> 
         for received in zip(*(step.received for step in together), strict=True):
             assert sum(received) == EXPERTS_PER_TOKEN * real, (across_dp, together)
     assert padded > 0 or "MC2" not in (served.method.small, served.method.large)
-
-
-@pytest.mark.long
-def test_a_rank_that_selects_another_method_is_named_instead_of_waited_for(tiny_minimax_m2: Path, tmp_path: Path) -> None:
-    with tiny_server(
-        tmp_path, tiny_minimax_m2, LAYER_IDS, data_parallel=2, tensor_parallel=2, soc="a3", environ=FLASHCOMM, max_num_seqs=SEQUENCES,
-        instruments={"another_method_on_one_rank": "ALLTOALL"},
-    ) as server:  # fmt: skip
-        server.wait_ready(START_SECONDS)
-        with pytest.raises(httpx.HTTPError):
-            send(server, tiny_minimax_m2, Job(tokens(12), 1, 0))
-        server.stop()
-        log = server.log.read_text(errors="replace")
-    assert "hccl: ranks do not call the same operator" in log
-    assert "npu_moe_distribute_dispatch_v2(moe_expert_num=8" in log

@@ -166,23 +166,6 @@ def trace_experts(directory: str) -> None:
     _after_import("vllm_ascend.worker.model_runner_v1", trace_steps)
 
 
-def another_method_on_one_rank(method: str) -> None:
-    """Let DP rank 1 select this method for steps of more than 8 tokens."""
-
-    def wrap(context: Any) -> None:
-        from vllm.distributed import get_dp_group
-
-        original = context.select_moe_comm_method
-
-        def select(num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-            chosen = original(num_tokens, *args, **kwargs)
-            return context.MoECommType[method] if num_tokens > 8 and get_dp_group().rank_in_group == 1 else chosen
-
-        context.select_moe_comm_method = select
-
-    _after_import("vllm_ascend.ascend_forward_context", wrap)
-
-
 def trace_files(directory: str) -> None:
     """Record which process opens a file for which request, with our connector or vLLM's."""
     trace = _Trace(directory)
@@ -395,7 +378,6 @@ INSTRUMENTS = {
     for function in (
         trace_collectives,
         trace_experts,
-        another_method_on_one_rank,
         trace_files,
         trace_graph_mode,
         unfixed_proposer,

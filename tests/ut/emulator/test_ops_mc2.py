@@ -187,7 +187,7 @@ def fewer_rows(rank: int, size: int) -> Any:
 
 CALL = "npu_moe_distribute_dispatch_v2(moe_expert_num="
 DISAGREEING = {
-    "another communication method": (count_tokens, f"rank 0 calls {CALL}8, global_bs=0, quant_mode=0) of [5, 32] BFloat16, "
+    "another collective": (count_tokens, f"rank 0 calls {CALL}8, global_bs=0, quant_mode=0) of [5, 32] BFloat16, "
                                      "rank 1 calls all_gather_into_tensor of [8] Float"),
     "a rank that skips the call": (skip, "rank 1 calls barrier"),
     "another quant_mode": (partial(dispatch, quant_mode=2), f"rank 1 calls {CALL}8, global_bs=0, quant_mode=2) of"),
