@@ -18,6 +18,7 @@ LONGEST = (
     "test_scenarios.py",
     "test_hybrid_targets.py",
     "test_tensor_parallel.py",
+    "test_expert_communication.py",
     "test_any_traffic.py",
     "test_model_runner_v2.py",
     "test_shutdown.py",

@@ -15,13 +15,14 @@ from rich.console import Console
 from vllm_ascend_hsx.cli.arguments import seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, ended_by_sigterm, make_console
 from vllm_ascend_hsx.demo import DemoError
-from vllm_ascend_hsx.emulator.settings import MAX_NPUS
+from vllm_ascend_hsx.emulator.settings import MAX_NPUS, Settings
 from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.command import layer_ids
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # memory of one emulated NPU
+QUANTIZED_TARGET = "a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis"
 NO_METRICS = "--disable-log-stats"
 
 
@@ -35,6 +36,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--device", choices=("emulated", "npu"), default="emulated", help="emulated NPUs on the CPU, or real ones")
     add("--model", help="directory of the model (default: a tiny MiniMax-M2 built here; needed with --device npu)")
+    add("--quantized", action="store_true", help="the tiny model in W8A8 and rotated (QuaRot), with MC2 on emulated A3 NPUs")
     add("--layers", help="comma-separated ids of the residual streams to extract, such as 1,2,4 (default: by depth)")
     add("--data-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
     add("--tensor-parallel-size", type=whole(1, 4096), default=2, metavar="N", help="default: 2")
@@ -49,6 +51,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.device == "npu" and options.model is None:
         parser.error("--device npu needs --model PATH: the tiny model is for emulated NPUs only")
+    if options.quantized and (options.model is not None or options.device == "npu" or options.no_expert_parallel):
+        parser.error("--quantized is the tiny model with MC2 on emulated NPUs; leave out --model, --device npu and --no-expert-parallel")
     dp, tp = options.data_parallel_size, options.tensor_parallel_size
     if options.device == "emulated" and dp * tp > MAX_NPUS:
         sizes = f"--data-parallel-size {dp} x --tensor-parallel-size {tp}"
@@ -94,6 +98,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from openai import OpenAIError
 
     from vllm_ascend_hsx.demo.client import AnswerError, send_all
+    from vllm_ascend_hsx.demo.compare import QUANTISED
     from vllm_ascend_hsx.demo.metrics import collect
     from vllm_ascend_hsx.demo.options import ServeOptions
     from vllm_ascend_hsx.demo.prompts import demo_prompts
@@ -101,12 +106,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from vllm_ascend_hsx.demo.server import STOP_SECONDS, Server, free_port
     from vllm_ascend_hsx.demo.verify import verify
 
+    work = options.output or Path(tempfile.mkdtemp(prefix="hsx-demo-"))
     model = _model_directory(options.model, console)
+    if options.quantized:
+        model = _quantised(model, work, console)
     config = text_config(read_config(str(model))[1])
     num_layers, vocab_size = (whole_number(str(model), config, field) for field in ("num_hidden_layers", "vocab_size"))
     layers = _default_layers(num_layers) if options.layers is None else layer_ids(options.layers, num_layers)
-    reference = None if options.no_reference else _reference(model)
-    work = options.output or Path(tempfile.mkdtemp(prefix="hsx-demo-"))
+    reference = None if options.no_reference else _reference(model, options.quantized)
     serve = ServeOptions(
         model=str(model),
         storage=work.absolute() / "hidden_states",
@@ -116,9 +123,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
         tensor_parallel_size=options.tensor_parallel_size,
         expert_parallel=not options.no_expert_parallel,
         sequence_parallel=not options.no_sequence_parallel,
-        extra=(*_device_options(options.device), *options.serve_options),
+        mc2=options.quantized,
+        extra=(*_device_options(options.device), *(("--quantization", "ascend") if options.quantized else ()), *options.serve_options),
     )
-    title = f"vllm serve, DP={options.data_parallel_size} x TP={options.tensor_parallel_size} on {options.device} NPUs"
+    title = f"vllm serve, DP={options.data_parallel_size} x TP={options.tensor_parallel_size} on {_npus(options)}"
     server = Server(serve.command(), port=serve.port, log=work / "server.log", environment=_environment(options))
     console.print(f"model {model}\nlog   {server.log}\nfiles {serve.storage}", highlight=False, soft_wrap=True)
     prompts = demo_prompts(vocab_size)
@@ -132,14 +140,14 @@ def run(options: argparse.Namespace, console: Console) -> int:
             with console.status(f"sending {len(prompts)} prompts"):
                 answers = send_all(server.url, prompts, timeout=options.request_timeout)
             with console.status("comparing with transformers"):
-                rows = [verify(answer, layers, reference) for answer in answers]
+                rows = [verify(answer, layers, reference, QUANTISED if options.quantized else 1.0) for answer in answers]
             metrics = None if NO_METRICS in options.serve_options else collect(server.url, options.request_timeout)
         except (OpenAIError, AnswerError, HTTPError, OSError) as error:
             raise DemoError(f"a request failed: {error}\n{server.log_tail()}") from error
         finally:
             with console.status(f"stopping the server (up to {STOP_SECONDS:.0f} s)"):
                 server.stop()
-    show_rows(console, rows, layers)
+    show_rows(console, rows, layers, f" of {QUANTIZED_TARGET}" if options.quantized else "")
     published = len(answers)
     if metrics is not None:
         show_metrics(console, metrics)
@@ -152,6 +160,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
     return 0 if passed == len(rows) and published == len(answers) else 1
 
 
+def _soc(options: argparse.Namespace) -> str:
+    """Return the generation of the emulated NPUs. On A2, vllm-ascend has MC2 from 16 ranks on."""
+    return "a3" if options.quantized else Settings.soc
+
+
+def _npus(options: argparse.Namespace) -> str:
+    return f"emulated {_soc(options).upper()} NPUs" if options.device == "emulated" else "NPUs"
+
+
 def _environment(options: argparse.Namespace) -> dict[str, str]:
     """Return the variables to add to the server's environment."""
     environment = {"PYTHONUNBUFFERED": "1"}
@@ -160,7 +177,7 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
 
         npus = options.data_parallel_size * options.tensor_parallel_size
         # One thread per emulated NPU: all of them share the cores.
-        environment |= {"OMP_NUM_THREADS": "1", **emulated(npus=npus, hbm_bytes=HBM_BYTES, late=options.late)}
+        environment |= {"OMP_NUM_THREADS": "1", **emulated(npus=npus, hbm_bytes=HBM_BYTES, late=options.late, soc=_soc(options))}
     return environment
 
 
@@ -193,15 +210,28 @@ def _model_directory(model: str | None, console: Console) -> Path:
         return build_minimax_m2(cache)
 
 
+def _quantised(source: Path, work: Path, console: Console) -> Path:
+    """Write the model as msmodelslim would: W8A8, and rotated."""
+    from vllm_ascend_hsx.demo.modelslim import write_modelslim
+
+    with console.status("quantising and rotating it"):
+        return write_modelslim(source, tempfile.mkdtemp(prefix="tiny-minimax-m2-w8a8-", dir=work), rotated=True)
+
+
 def _default_layers(layers: int) -> tuple[int, ...]:
     """Return a few ids across the depth, including the last one."""
     spread = (2, layers // 2, layers - 3, layers) if layers > 8 else (1, layers // 2, layers)
     return tuple(sorted(set(spread)))
 
 
-def _reference(model: Path) -> Any:
+def _reference(model: Path, quantised: bool) -> Any:
     """Return the function that computes expected states. Refuse a model that exceeds the memory."""
     import torch
+
+    if quantised:
+        from vllm_ascend_hsx.demo.quantised_reference import rows_in_the_models_basis
+
+        return partial(rows_in_the_models_basis, model)
 
     from vllm_ascend_hsx.demo.reference import reference_hidden_states
 

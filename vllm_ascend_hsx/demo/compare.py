@@ -11,6 +11,9 @@ import torch
 # layer are 9 % apart.
 ROW_TOLERANCE = 5.0
 ELEMENT_TOLERANCE = 20.0
+# Two right implementations of a quantised target differ by more: rounding decides which int8 number
+# an element becomes.
+QUANTISED = 2.0
 # This holds for up to this many layers. Each layer rounds on top of the previous one, so in deeper
 # models the error grows like a random walk.
 TOLERANCE_DEPTH = 4
@@ -33,18 +36,18 @@ class Comparison(NamedTuple):
         return self.verdict == "match"
 
 
-def compare(actual: torch.Tensor, expected: torch.Tensor, layer_ids: Sequence[int] | None = None) -> Comparison:
+def compare(actual: torch.Tensor, expected: torch.Tensor, layer_ids: Sequence[int] | None = None, roundings: float = 1.0) -> Comparison:
     """Compare extracted rows, [tokens, layers, hidden], with the reference.
 
     Their dtype sets the tolerance.
 
     The reason names rows that are missing, not finite, zero, shifted, permuted or foreign, and
     layers in the wrong order. With layer_ids, deep layers get a wider tolerance: sqrt(id / 4) times
-    that of the fourth.
+    that of the fourth. It is multiplied by roundings: QUANTISED for a quantised target.
     """
     if actual.shape != expected.shape:
         return Comparison(float("inf"), "mismatch", f"shape {list(actual.shape)}, expected {list(expected.shape)}")
-    eps = layer_eps(actual.dtype, layer_ids or [0] * actual.shape[1])
+    eps = layer_eps(actual.dtype, layer_ids or [0] * actual.shape[1]) * roundings
     a, e = actual.float().cpu(), expected.float().cpu()
     if not a.isfinite().all():
         rows = (~a.isfinite()).any(-1).any(-1).nonzero().flatten().tolist()

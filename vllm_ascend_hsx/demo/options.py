@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
-SEQUENCE_PARALLEL = {"enable_flashcomm1": True}  # of vllm-ascend's --additional-config
+# Of vllm-ascend's --additional-config.
+SEQUENCE_PARALLEL = {"enable_flashcomm1": True}
+MC2 = {"enable_prefill_mc2": True}  # on an A3: for steps of any size
 
 
 class ServeOptions(NamedTuple):
@@ -24,6 +26,7 @@ class ServeOptions(NamedTuple):
     tensor_parallel_size: int = 2
     expert_parallel: bool = True
     sequence_parallel: bool = False
+    mc2: bool = False
     max_model_len: int = 512
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
@@ -31,6 +34,7 @@ class ServeOptions(NamedTuple):
 
     def command(self) -> list[str]:
         """Return `vllm serve ...` with this interpreter, chunked prefill and prefix caching."""
+        additional = (SEQUENCE_PARALLEL if self.sequence_parallel else {}) | (MC2 if self.mc2 else {})
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
@@ -38,7 +42,7 @@ class ServeOptions(NamedTuple):
             *("--data-parallel-size", str(self.data_parallel_size), "--api-server-count", "1"),
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *(("--enable-expert-parallel",) if self.expert_parallel else ()),
-            *(("--additional-config", json.dumps(SEQUENCE_PARALLEL)) if self.sequence_parallel else ()),
+            *(("--additional-config", json.dumps(additional)) if additional else ()),
             *("--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)),
             *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
             *("--enable-chunked-prefill", "--enable-prefix-caching"),

@@ -66,9 +66,9 @@ def phase_of(log: Path) -> str:
     return reached[-1] if reached else "starting"
 
 
-def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int]) -> None:
-    """Print one line per request."""
-    title = f"hidden states of layers {', '.join(map(str, layer_ids))} against the reference"
+def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int], target: str = "") -> None:
+    """Print one line per request, under a title that says what the target is."""
+    title = f"hidden states of layers {', '.join(map(str, layer_ids))}{target} against the reference"
     table = Table("#", "request", title=title, title_justify="left")
     for heading in ("tokens", "shape", "bytes", "max |difference|"):
         table.add_column(heading, justify="right")

@@ -30,11 +30,11 @@ class Row(NamedTuple):
     max_difference: float = math.nan
 
 
-def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None) -> Row:
+def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None, roundings: float = 1.0) -> Row:
     """Check that an answer's file has the tokens sent, the layers and the reference's states.
 
     Without a reference (a model too large for this machine's memory) only shape, token ids and
-    finiteness are checked.
+    finiteness are checked. Roundings: see compare.
     """
     row = Row(answer.prompt.kind, len(answer.token_ids), False, "")
     try:
@@ -47,7 +47,7 @@ def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None
     if reference is None:
         finite = bool(states.hidden_states.isfinite().all())
         return row._replace(passed=finite, verdict="finite, not compared" if finite else "NaN or infinity")
-    result = compare(states.hidden_states, reference(answer.token_ids, layer_ids), layer_ids)
+    result = compare(states.hidden_states, reference(answer.token_ids, layer_ids), layer_ids, roundings)
     return row._replace(passed=result.matches, verdict=result.reason or result.verdict, max_difference=result.max_abs_difference)
 
 

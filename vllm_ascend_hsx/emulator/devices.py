@@ -12,10 +12,15 @@ from vllm_ascend_hsx.emulator.settings import Settings
 
 Device: TypeAlias = "torch.device | str | int | None"
 
-# One Atlas 800I A2 card. Software chooses kernels by these numbers (vllm_ascend/utils.py:850
-# requires 220 to 225 for A2).
-SOC_VERSION = 222
-NAME = "Ascend910B3"
+# Name of the chip and CANN's number of it, by generation: of an Atlas 800I A2 card, and of a die of
+# an A3 card. Software chooses kernels by the number (vllm_ascend/utils.py:850 requires 220 to 225
+# for A2, 250 to 255 for A3). Both have 20 cube and 40 vector cores.
+CHIPS = {"a2": ("Ascend910B3", 222), "a3": ("Ascend910_9362", 255)}
+
+
+def soc() -> str:
+    """Return the generation of the emulated NPUs, a2 or a3."""
+    return Settings.from_environment().soc
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ def synchronize(device: Device = None) -> None:
 def get_device_name(device: Device = None) -> str:
     """Return the name of the emulated chip."""
     index_of(device)
-    return NAME
+    return CHIPS[soc()][0]
 
 
 def get_device_properties(device: Device = None) -> Properties:
@@ -85,12 +90,12 @@ def get_device_properties(device: Device = None) -> Properties:
     index = index_of(device)
     if not 0 <= index < device_count():
         raise RuntimeError(f"Invalid NPU device id {index}: {device_count()} device(s) are visible")
-    return Properties(NAME, Settings.from_environment().hbm_bytes)
+    return Properties(get_device_name(), Settings.from_environment().hbm_bytes)
 
 
 def get_soc_version() -> int:
     """Return CANN's number of the chip."""
-    return SOC_VERSION
+    return CHIPS[soc()][1]
 
 
 class device:

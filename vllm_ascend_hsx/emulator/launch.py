@@ -11,18 +11,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_ascend_hsx.emulator.settings import (
+    SOCS,
     SettingError,
     Settings,
     parse_flag,
     parse_npus,
     parse_size,
+    parse_soc,
 )
 
 SITE = Path(__file__).parent / "site"
 
 
 def environment(
-    npus: int = Settings.npus, hbm_bytes: int = Settings.hbm_bytes, late: bool = False
+    npus: int = Settings.npus,
+    hbm_bytes: int = Settings.hbm_bytes,
+    late: bool = False,
+    soc: str = Settings.soc,
 ) -> dict[str, str]:
     """Return the variables to set for a process that is to run on emulated NPUs.
 
@@ -34,10 +39,12 @@ def environment(
         hbm_bytes: device memory of each NPU, in bytes.
         late: whether work on streams other than the default one runs as late as the API allows, and
             races are errors.
+        soc: generation of the NPUs, a2 or a3.
 
     Raises:
-        SettingError: if a number is out of range.
+        SettingError: if an argument is none of these.
     """
+    parse_soc("soc", soc)
     parse_npus("npus", str(npus))
     parse_size("hbm_bytes", str(hbm_bytes))
     others = [
@@ -48,6 +55,7 @@ def environment(
         "HSX_EMULATOR_NPUS": str(npus),
         "HSX_EMULATOR_HBM": str(hbm_bytes),
         "HSX_EMULATOR_LATE": "1" if late else "0",
+        "HSX_EMULATOR_SOC": soc,
         # Forked workers need not import vLLM again. As on hardware, a parent that has used a device
         # cannot fork: its child is refused.
         "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork"),
@@ -62,7 +70,13 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="hsx emulate",
         description="Runs a command with emulated Ascend NPUs on the CPU.",
-        usage="hsx emulate [--npus N] [--hbm SIZE] [--late] -- COMMAND [ARGUMENT ...]",
+        usage="hsx emulate [--soc a2|a3] [--npus N] [--hbm SIZE] [--late] -- COMMAND [ARGUMENT ...]",
+    )
+    p.add_argument(
+        "--soc",
+        default=environ.get("HSX_EMULATOR_SOC", Settings.soc),
+        metavar="|".join(SOCS),
+        help="generation of the NPUs: Atlas 800I A2 or A3 (default: %(default)s)",
     )
     npus = environ.get("HSX_EMULATOR_NPUS", str(Settings.npus))
     p.add_argument(
@@ -102,7 +116,10 @@ def emulate(argv: Sequence[str]) -> int:
             "HSX_EMULATOR_LATE", os.environ.get("HSX_EMULATOR_LATE", "0")
         )
         added = environment(
-            parse_npus("--npus", options.npus), parse_size("--hbm", options.hbm), late
+            parse_npus("--npus", options.npus),
+            parse_size("--hbm", options.hbm),
+            late,
+            parse_soc("--soc", options.soc),
         )
     except SettingError as error:
         print(f"hsx emulate: {error}", file=sys.stderr)

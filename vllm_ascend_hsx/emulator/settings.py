@@ -1,4 +1,4 @@
-"""Settings of the emulated machine: number of NPUs, their memory, late mode."""
+"""Settings of the emulated machine: generation and number of NPUs, their memory, late mode."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
+SOCS = ("a2", "a3")  # Atlas 800I A2 and A3; devices.py has what they report
 MAX_NPUS = 64  # csrc/config.h: kMaxDevices
 _SIZE = re.compile(r"^\s*(\d{1,30}(?:\.\d{1,30})?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -26,15 +27,17 @@ class Settings:
     npus: int = 8
     hbm_bytes: int = 2 << 30  # of each NPU
     late: bool = False
+    soc: str = SOCS[0]
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read HSX_EMULATOR_NPUS, HSX_EMULATOR_HBM and HSX_EMULATOR_LATE. Raises SettingError."""
+        """Read HSX_EMULATOR_NPUS, _HBM, _LATE and _SOC. Raises SettingError."""
         environ = os.environ
         return cls(
             parse_npus("HSX_EMULATOR_NPUS", environ.get("HSX_EMULATOR_NPUS", str(cls.npus))),
             parse_size("HSX_EMULATOR_HBM", environ.get("HSX_EMULATOR_HBM", str(cls.hbm_bytes))),
             parse_flag("HSX_EMULATOR_LATE", environ.get("HSX_EMULATOR_LATE", "0")),
+            parse_soc("HSX_EMULATOR_SOC", environ.get("HSX_EMULATOR_SOC", cls.soc)),
         )
 
 
@@ -43,6 +46,13 @@ def parse_npus(option: str, text: str) -> int:
     if not text.strip().isdecimal() or len(text) > 30 or not 1 <= int(text) <= MAX_NPUS:
         raise SettingError(option, text, f"give a number from 1 to {MAX_NPUS}")
     return int(text)
+
+
+def parse_soc(option: str, text: str) -> str:
+    """Parse a generation of NPUs. Raises SettingError."""
+    if text not in SOCS:
+        raise SettingError(option, text, f"give one of {', '.join(SOCS)}")
+    return text
 
 
 def parse_size(option: str, text: str) -> int:

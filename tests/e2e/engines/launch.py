@@ -34,7 +34,7 @@ UPSTREAM_PLUGINS = (
 )
 # Forked processes share what was imported under these. All else is read later, but for the number
 # of NPUs: all have as many as the largest needs.
-IMPORT_TIME = ("PYTHONPATH", "VLLM_PLUGINS", "HSX_EMULATOR_HBM")
+IMPORT_TIME = ("PYTHONPATH", "VLLM_PLUGINS", "HSX_EMULATOR_HBM", "HSX_EMULATOR_SOC")
 MOST_NPUS = 4
 # Sequence parallelism.
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
@@ -43,10 +43,10 @@ SMALL = {"--gpu-memory-utilization": "0.4", "--max-model-len": "512", "--max-num
 
 
 def process_environment(
-    *, npus: int, ours: bool = True, late: bool = True, instruments: Mapping[str, Any] | None = None
+    *, npus: int, ours: bool = True, late: bool = True, soc: str = "a2", instruments: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
     """Return what to add to the environment of a process on emulated NPUs."""
-    added = environment(npus=npus, hbm_bytes=HBM_BYTES, late=late)
+    added = environment(npus=npus, hbm_bytes=HBM_BYTES, late=late, soc=soc)
     folders = [str(HERE / "instruments"), added["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
     unique = dict.fromkeys(filter(None, os.pathsep.join(folders).split(os.pathsep)))
     added["PYTHONPATH"] = os.pathsep.join(unique)
@@ -175,6 +175,8 @@ def tiny_server(
     environ: Mapping[str, str] | None = None,
     extra: Sequence[str] = (),
     late: bool = True,
+    soc: str = "a2",
+    extract: bool = True,
     instruments: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ForkedServer:
@@ -201,8 +203,12 @@ def tiny_server(
     transfer = json.loads(command[at])
     transfer["kv_connector_extra_config"] |= connector or {}
     command[at] = json.dumps(transfer)
+    if not extract:
+        for option in ("--speculative-config", "--kv-transfer-config"):
+            at = command.index(option)
+            del command[at : at + 2]
     npus = data_parallel * tensor_parallel
-    environment = process_environment(npus=npus, late=late, instruments=instruments)
+    environment = process_environment(npus=npus, late=late, soc=soc, instruments=instruments)
     log = directory / "server.log"
     return ForkedServer(command, port=serve.port, log=log, environment=environment | (environ or {}))
 

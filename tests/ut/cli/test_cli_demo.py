@@ -68,6 +68,24 @@ def test_a_wrong_server_gives_exit_code_one(
         assert "the weights are of another model" in output
 
 
+@pytest.mark.parametrize(("fault", "matching"), [("none", 16), ("rotated", 0)])
+def test_a_quantized_target_is_compared_in_the_models_own_basis(
+    fault: str, matching: int, fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    fake.setenv("HSX_TEST_FAULT", fault)
+    assert demo.main(["--quantized", "--output", str(tmp_path / "out")]) == (fault != "none")
+    output = " ".join(capsys.readouterr().out.split())
+    assert "of a target in W8A8 with QuaRot, experts by MC2, turned back to the model's own basis" in output
+    assert "on emulated A3 NPUs" in output
+    assert f"{matching} of 16 requests match" in output
+
+
+def test_the_quantized_target_is_served_with_mc2_at_every_size() -> None:
+    command = ServeOptions(model="m", storage=Path("/files"), layer_ids=(1,), port=1, sequence_parallel=True, mc2=True).command()
+    assert '{"enable_flashcomm1": true, "enable_prefill_mc2": true}' in command
+
+
 def test_without_a_reference_the_rest_is_still_checked(
     fake: pytest.MonkeyPatch, tiny_minimax_m2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -84,6 +102,7 @@ def test_without_a_reference_the_rest_is_still_checked(
         (["--device", "npu"], "--device npu needs --model PATH"),
         (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size: '0' is not a whole number from 1 to 4096"),
         (["--late", "--device", "npu", "--model", "m"], "leave it out"),
+        (["--quantized", "--model", "m"], "--quantized is the tiny model with MC2 on emulated NPUs; leave out --model"),
         (["--device", "gpu"], "invalid choice: 'gpu'"),
     ],
 )

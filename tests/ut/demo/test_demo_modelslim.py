@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_reference import quantised_hidden_states, rotation_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -28,6 +27,7 @@ from vllm_ascend_hsx.demo.modelslim import (
     plain,
     write_modelslim,
 )
+from vllm_ascend_hsx.demo.quantised_reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 from vllm_ascend_hsx.demo.rotation import random_rotation, rotate
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3

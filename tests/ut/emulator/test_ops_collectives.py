@@ -9,7 +9,7 @@ import torch_npu
 from emulated import close, random, scenarios
 from hccl_ranks import Ranks
 
-from vllm_ascend_hsx.emulator.ops.collectives import npu_mm_reduce_scatter_base
+from vllm_ascend_hsx.emulator.ops.collectives.matmul import npu_mm_reduce_scatter_base
 
 
 def factors(rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -164,7 +164,9 @@ def test_permute_keeps_the_given_number_of_rows(kept: int | None, rows: int) -> 
 def test_bringing_back_adds_in_float32_whatever_the_dtype() -> None:
     """In bfloat16 256 + 1 is 256: only a float32 sum gives 258."""
     rows = torch.tensor([[256.0], [1.0], [1.0]], dtype=torch.bfloat16)
-    assert moe_experts.npu_moe_token_unpermute(rows, int32(0, 1, 2), torch.ones(1, 3)).tolist() == [[258.0]]
+    # Without padding a shape to restore has no meaning.
+    for shape in (None, [7, 7]):
+        assert moe_experts.npu_moe_token_unpermute(rows, int32(0, 1, 2), torch.ones(1, 3), restore_shape=shape).tolist() == [[258.0]]
 
 
 def test_a_whole_layer_on_two_ranks_adds_up_to_the_layer() -> None:

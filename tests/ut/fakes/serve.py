@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from vllm_ascend_hsx.connector.histogram import BUCKETS
+from vllm_ascend_hsx.demo.modelslim import DESCRIPTION, ROTATION, ROTATION_KEY
+from vllm_ascend_hsx.demo.quantised_reference import quantised_hidden_states
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
 parser = argparse.ArgumentParser()
@@ -36,7 +38,7 @@ def extract(token_ids: list[int]) -> str:
     global count
     with one_at_a_time:
         count += 1
-        rows = reference_hidden_states(arguments.model, token_ids, arguments.layer_ids).to(torch.bfloat16)
+        rows = rows_of(token_ids).to(torch.bfloat16)
         if arguments.fault == "shifted" and len(token_ids) > 250:
             rows[1:] = rows[:-1].clone()
         if arguments.fault == "foreign tokens":
@@ -45,6 +47,14 @@ def extract(token_ids: list[int]) -> str:
         tensors = {"hidden_states": rows.contiguous(), "token_ids": torch.tensor(token_ids)}
         save_file(tensors, path, {"layer_ids": json.dumps(arguments.layer_ids)})
     return str(path)
+
+
+def rows_of(token_ids: list[int]) -> torch.Tensor:
+    """Return rows in the model's own basis."""
+    if not (arguments.model / DESCRIPTION).exists():
+        return reference_hidden_states(arguments.model, token_ids, arguments.layer_ids)
+    rows = quantised_hidden_states(arguments.model, token_ids, arguments.layer_ids).float()
+    return rows if arguments.fault == "rotated" else rows @ load_file(arguments.model / ROTATION)[ROTATION_KEY].t()
 
 
 def metrics() -> str:

@@ -118,6 +118,17 @@ class HcclBackend final : public c10d::Backend {
     });
   }
 
+  // The exchange of a kernel that communicates itself: every rank's tensor. `call` has the arguments
+  // in which ranks must agree.
+  void gather_for_kernel(const std::string& kernel, const std::string& call, const at::Tensor& output, const at::Tensor& input) {
+    const Tensors both = launched({input, output}, kernel.c_str());
+    const at::Tensor in = both[0], out = both[1];
+    TORCH_CHECK(out.nbytes() == in.nbytes() * size_ && out.scalar_type() == in.scalar_type(), kernel, ": output ", shape_text(out), ", input ", shape_text(in));
+    launch(OpType::_ALLGATHER_BASE, kernel.c_str(), {in}, {out}, false, [=, this] {
+      write(out, at::cat(wire_.exchange(describe(kernel.c_str(), in).with_call(call), in, true)));
+    });
+  }
+
   WorkPtr allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& o) override {
     WorkPtr last;
     for (size_t i = 0; i < ins.size(); ++i) last = _allgather_base(outs.at(i), ins[i], o);
@@ -411,6 +422,7 @@ inline void bind_hccl(py::module_& m) {
             return c10::make_intrusive<HcclBackend>(parts.first.cast<c10::intrusive_ptr<c10d::Backend>>(), rank, size, parts.second);
           }),
           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options") = py::none())
+      .def("gather_for_kernel", &HcclBackend::gather_for_kernel)
       .def("get_hccl_comm_name", &HcclBackend::comm_name, py::arg("rank"));
 }
 

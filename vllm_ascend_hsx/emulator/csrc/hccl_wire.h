@@ -19,10 +19,20 @@ struct Description {
   int32_t reduce = -1, root = -1, dtype = -1, dims = 0;
   int64_t sizes[kMaxDims] = {};
   int64_t bytes = 0;
+  char call[320] = {};  // arguments of a kernel that communicates itself
+
+  Description with_call(const std::string& arguments) const {
+    TORCH_CHECK(arguments.size() < sizeof(call), "hccl: too many arguments to compare: ", arguments);
+    Description d = *this;
+    std::strncpy(d.call, arguments.c_str(), sizeof(d.call) - 1);
+    return d;
+  }
 
   std::string text() const {
     std::ostringstream out;
-    out << op << " of ";
+    out << op;
+    if (call[0] != '\0') out << "(" << call << ")";
+    out << " of ";
     if (dims < 0) {
       out << "nothing";
     } else {
@@ -56,7 +66,7 @@ inline Description describe(const char* op, const at::Tensor& t, int reduce = -1
 
 inline void check_pair(const Description& mine, int my_rank, const Description& theirs, int their_rank) {
   const bool same = std::strcmp(mine.op, theirs.op) == 0 && mine.reduce == theirs.reduce && mine.root == theirs.root &&
-      mine.dtype == theirs.dtype && mine.dims == theirs.dims && std::equal(mine.sizes, mine.sizes + kMaxDims, theirs.sizes);
+      std::strcmp(mine.call, theirs.call) == 0 && mine.dtype == theirs.dtype && mine.dims == theirs.dims && std::equal(mine.sizes, mine.sizes + kMaxDims, theirs.sizes);
   TORCH_CHECK(
       same, "hccl: ranks do not call the same operator: rank ", my_rank, " calls ", mine.text(), ", rank ", their_rank, " calls ",
       theirs.text(), mine.reduce != theirs.reduce ? " with another reduction" : "");

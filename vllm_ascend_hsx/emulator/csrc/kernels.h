@@ -1,4 +1,5 @@
-// Kernels that are not the CPU's: allocation, copies between host and device, metadata, host waits.
+// Kernels that are not the CPU's: allocation, copies between host and device, metadata, host waits,
+// and counts of integers.
 #pragma once
 
 #include <ATen/native/Resize.h>
@@ -219,6 +220,16 @@ inline at::Tensor& zero_kernel(at::Tensor& t) {
   if (madvise(page, whole, MADV_DONTNEED) != 0) std::memset(page, 0, whole);
   std::memset(page + whole, 0, first + bytes - (page + whole));
   return t;
+}
+
+// The device counts integers, too, which torch's CPU kernel refuses.
+inline at::Tensor histc_kernel(const at::Tensor& t, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::histc", "");
+  const bool whole = at::isIntegralType(t.scalar_type(), false);
+  Stack stack{whole ? t.to(at::kDouble) : t, bins, min, max};
+  fallback(op, &stack);
+  const at::Tensor counts = stack.back().toTensor();
+  return whole ? counts.to(t.scalar_type()) : counts;
 }
 
 inline at::Tensor convolution_kernel(

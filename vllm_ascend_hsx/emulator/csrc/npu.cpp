@@ -30,6 +30,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_reshape_alias", reshape_alias_kernel);
   m.impl("unfold", at::native::unfold);
   m.impl("zero_", zero_kernel);
+  m.impl("histc", histc_kernel);
   m.impl("record_stream", record_stream_kernel);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
+from vllm_ascend_hsx.emulator.devices import soc
 from vllm_ascend_hsx.emulator.missing import NotEmulated
 from vllm_ascend_hsx.emulator.ops.recurrent import fla_npu
 from vllm_ascend_hsx.emulator.ops.schemas import is_at_least
@@ -55,6 +56,16 @@ def put_linear_attention() -> None:
     vars(parent).update(fla_npu.FUNCTIONS, __getattr__=NotEmulated(parent.__name__).__getattr__)
 
 
+def build_for_soc(module: ModuleType) -> None:
+    """Let ``vllm_ascend._build_info`` be that of the wheel for this generation of NPUs.
+
+    Its SOC_VERSION is given when vllm-ascend is built, and it refuses to run on another one
+    (vllm_ascend/utils.py:862). Nothing else in Python differs: setup_emulated.py builds for A2.
+    """
+    if soc() != "a2":
+        vars(module)["__device_type__"] = soc().upper()
+
+
 def patch_hooks() -> dict[str, Callable[[ModuleType], None]]:
     """Return the functions to apply to modules right after their import, by module name."""
-    return {"vllm.triton_utils": put_triton}
+    return {"vllm.triton_utils": put_triton, "vllm_ascend._build_info": build_for_soc}

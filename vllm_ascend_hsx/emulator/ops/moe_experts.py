@@ -230,10 +230,11 @@ def npu_moe_token_unpermute(
     """Return the sum over k of ``probs[t, k] * permuted_tokens[sorted_indices[t*K + k]]``, [T, H].
 
     Computed in float32 and returned in the dtype of ``permuted_tokens``. ``sorted_indices`` is
-    int32 [T*K]; ``probs`` is [T, K], or None for K = 1 and weight 1.
+    int32 [T*K]; ``probs`` is [T, K], or None for K = 1 and weight 1. ``restore_shape`` has a
+    meaning in padded mode only.
     """
     op = "npu_moe_token_unpermute"
-    refuse_options(op, padded_mode=padded_mode, restore_shape=restore_shape)
+    refuse_options(op, padded_mode=padded_mode)
     check_rank(op, "permuted_tokens", permuted_tokens, 2)
     check_dtype(op, "permuted_tokens", permuted_tokens, FLOATS)
     check_rank(op, "sorted_indices", sorted_indices, 1)

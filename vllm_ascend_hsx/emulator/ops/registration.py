@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 
-from vllm_ascend_hsx.emulator.ops import collectives, matmul, moe_experts, moe_gating, norm, rotary, sampling
+from vllm_ascend_hsx.emulator.ops import matmul, moe_experts, moe_gating, norm, rotary, sampling
 from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, paged
+from vllm_ascend_hsx.emulator.ops.collectives import matmul as fused_matmul
+from vllm_ascend_hsx.emulator.ops.collectives import mc2
 from vllm_ascend_hsx.emulator.ops.quantization import experts, linear
 from vllm_ascend_hsx.emulator.ops.recording import recordable
 from vllm_ascend_hsx.emulator.ops.recurrent import causal_conv1d, fla_npu, gated_delta_rule
@@ -33,7 +35,8 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             moe_experts.npu_moe_init_routing_v2, moe_experts.npu_grouped_matmul, moe_experts.npu_moe_token_permute,
             moe_experts.npu_moe_token_unpermute,
             linear.npu_quantize, linear.npu_dynamic_quant, linear.npu_quant_matmul,
-            collectives.npu_mm_reduce_scatter_base,
+            fused_matmul.npu_mm_reduce_scatter_base,
+            mc2.npu_moe_distribute_dispatch_v2, mc2.npu_moe_distribute_combine_v2,
             sampling.npu_top_k_top_p,
         ),
         "npu_fused_infer_attention_score.out": fused.npu_fused_infer_attention_score_out,
@@ -64,7 +67,9 @@ REFERENCES: dict[str, dict[str, Reference]] = {
     "fla_npu": _by_name(fla_npu.causal_conv1d, fla_npu.chunk_gated_delta_rule_fwd, fla_npu.recurrent_gated_delta_rule),
 }  # fmt: skip
 # References that launch a collective of their own.
-COMPOSITES = frozenset({"npu::npu_mm_reduce_scatter_base"})
+COMPOSITES = frozenset(
+    {"npu::npu_mm_reduce_scatter_base", "npu::npu_moe_distribute_dispatch_v2", "npu::npu_moe_distribute_combine_v2"}
+)
 _libraries: list[torch.library.Library] = []  # an operator lives as long as the Library object that declared it
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,74 @@ def trace_collectives(directory: str) -> None:
     _after_import("vllm_ascend.worker.worker", trace_reductions)
     for runner_module in ("vllm_ascend.worker.model_runner_v1", "vllm_ascend.worker.v2.model_runner"):
         _after_import(runner_module, mark_batches)
+
+
+def trace_experts(directory: str) -> None:
+    """Record how each forward pass lets tokens travel to their experts.
+
+    Events: {"selected": method, "tokens": of each DP rank, padded, "time": of time.monotonic} for a
+    forward context, {"batch", "scheduled": tokens, "dp_rank", "tp_rank"} for a step of
+    the runner, {"dispatched": method, "received": rows} and {"combined": method} for a layer.
+    """
+    trace = _Trace(directory)
+
+    def trace_selection(methods: Any) -> None:
+        from vllm.forward_context import get_forward_context
+
+        original = methods.get_moe_comm_method
+
+        def get_moe_comm_method(selected: Any) -> Any:
+            across_dp = get_forward_context().dp_metadata.num_tokens_across_dp_cpu
+            trace.write(selected=selected.name, tokens=across_dp.tolist(), time=time.monotonic())
+            return original(selected)
+
+        methods.get_moe_comm_method = get_moe_comm_method
+
+    def trace_layers(dispatchers: Any) -> None:
+        for name in ("AllGather", "All2AllV", "MC2"):
+            trace_layer(getattr(dispatchers, f"TokenDispatcherWith{name}"), name)
+
+    def trace_layer(dispatcher: Any, name: str) -> None:
+        dispatch, combine = dispatcher.token_dispatch, dispatcher.token_combine
+
+        def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+            output = dispatch(self, *args, **kwargs)
+            counts = output.group_list_type == 1  # otherwise running totals
+            trace.write(dispatched=name, received=int(output.group_list.sum() if counts else output.group_list[-1]))
+            return output
+
+        def token_combine(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = combine(self, *args, **kwargs)
+            trace.write(combined=name)
+            return result
+
+        dispatcher.token_dispatch, dispatcher.token_combine = token_dispatch, token_combine
+
+    def trace_steps(runner_module: Any) -> None:
+        from vllm.distributed import get_dp_group, get_tensor_model_parallel_rank
+
+        runner = runner_module.NPUModelRunner
+        execute, dummy = runner.execute_model, runner._dummy_run
+
+        @functools.wraps(execute)
+        def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduled := scheduler_output.total_num_scheduled_tokens:
+                write("busy", scheduled)
+            return execute(self, scheduler_output, *args, **kwargs)
+
+        @functools.wraps(dummy)
+        def dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            write("idle", 0)
+            return dummy(self, *args, **kwargs)
+
+        def write(kind: str, scheduled: int) -> None:
+            trace.write(batch=kind, scheduled=scheduled, dp_rank=get_dp_group().rank_in_group, tp_rank=get_tensor_model_parallel_rank())
+
+        runner.execute_model, runner._dummy_run = execute_model, dummy_run
+
+    _after_import("vllm_ascend.ops.fused_moe.moe_comm_method", trace_selection)
+    _after_import("vllm_ascend.ops.fused_moe.token_dispatcher", trace_layers)
+    _after_import("vllm_ascend.worker.model_runner_v1", trace_steps)
 
 
 def trace_files(directory: str) -> None:
@@ -308,6 +377,7 @@ INSTRUMENTS = {
     function.__name__: function
     for function in (
         trace_collectives,
+        trace_experts,
         trace_files,
         trace_graph_mode,
         unfixed_proposer,

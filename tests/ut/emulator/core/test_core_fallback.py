@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from emulated import NPU, full, scenarios, side_stream
+from emulated import NPU, full, int32, scenarios, side_stream
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
@@ -216,6 +216,13 @@ def test_resize_and_set_keep_bytes_and_storage() -> None:
     z = torch.arange(3.0, device=NPU)
     z.data = full(1.0, 2)
     assert z.tolist() == [1, 1]
+
+
+def test_integers_are_counted_as_whole_numbers() -> None:
+    """torch's CPU kernel counts floats only; an integer is in one of the bins [0, 1), [1, 2)."""
+    counts = torch.histc(int32(0, 3, 1, 3, 3, 7).npu(), bins=8, min=0, max=8)
+    assert (counts.dtype, counts.tolist()) == (torch.int32, [1, 1, 0, 3, 0, 0, 0, 1])
+    assert torch.histc(torch.tensor([0.5, 2.0], device="npu"), bins=2, min=0, max=2).tolist() == [1.0, 1.0]
 
 
 def test_in_place_operators_return_their_argument() -> None:

@@ -42,6 +42,17 @@ def test_a_command_runs_on_the_machine_given_by(options: tuple[str, ...], variab
     assert done.stdout.split() == shown, done.stderr
 
 
+def test_vllm_ascend_takes_the_npus_for_the_generation_asked_for() -> None:
+    program = """
+import torch
+from vllm_ascend.utils import check_ascend_device_type, get_ascend_device_type
+check_ascend_device_type()
+print(get_ascend_device_type().name, torch.npu.get_device_name(), torch.npu.get_soc_version())
+"""
+    done = run("--soc", "a3", "--", sys.executable, "-c", program)
+    assert done.stdout.split()[-3:] == ["A3", "Ascend910_9362", "255"], done.stderr
+
+
 @pytest.mark.parametrize("options", [(), ("--late",)], ids=["at once", "late"])
 def test_device_memory_is_not_what_the_host_had_there(options: tuple[str, ...]) -> None:
     """Upstream multiplies padding rows that nobody wrote by 0: right unless they are NaN."""
@@ -111,7 +122,10 @@ def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
     assert parse_size("--hbm", text) == size
 
 
-@pytest.mark.parametrize(("name", "value"), [("HSX_EMULATOR_NPUS", "0"), ("HSX_EMULATOR_HBM", "lots"), ("HSX_EMULATOR_LATE", "yes")])
+WRONG_VARIABLES = {"HSX_EMULATOR_NPUS": "0", "HSX_EMULATOR_HBM": "lots", "HSX_EMULATOR_LATE": "yes", "HSX_EMULATOR_SOC": "A3"}
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG_VARIABLES.items())
 def test_a_variable_that_cannot_be_used_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(SettingError, match=f"{name}='{value}' cannot be used"):

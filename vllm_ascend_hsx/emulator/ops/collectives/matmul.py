@@ -1,22 +1,10 @@
 """References for products fused with a collective over a group."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, refuse_options
-
-
-def _group_of(op: str, hcom: str, world_size: int) -> Any:
-    """Return the process group whose communicator is called ``hcom``."""
-    npu = torch.device("npu")
-    for group in dist.distributed_c10d._world.pg_map:
-        backend: Any = group._get_backend(npu) if npu in group._device_types else None
-        if backend is not None and hcom == backend.get_hccl_comm_name(group.rank()):
-            check(group.size() == world_size, op, "world_size", f"{world_size} is not the size {group.size()} of {hcom}")
-            return group
-    raise ValueError(f"{op}: hcom: there is no hccl group called {hcom!r} in this process")
+from vllm_ascend_hsx.emulator.ops.collectives.groups import group_called
 
 
 def npu_mm_reduce_scatter_base(
@@ -53,7 +41,7 @@ def npu_mm_reduce_scatter_base(
     check(x2.shape[0] == inner, op, "x2", f"shape {tuple(x2.shape)} does not fit input {tuple(input.shape)}")
     check(rows % world_size == 0, op, "input", f"{rows} rows must be divisible by world_size={world_size}")
     check(comm_mode == "aiv" or 256 <= inner < 65535, op, "input", f"{inner} columns must lie in 256..65534 unless comm_mode is aiv")
-    group = _group_of(op, hcom, world_size)
+    group = group_called(op, "hcom", hcom, world_size)
     product = (input.float() @ x2.float()).to(input.dtype)
     share = torch.empty(rows // world_size, x2.shape[1], dtype=input.dtype, device=input.device)
     dist.reduce_scatter_tensor(share, product, group=group)

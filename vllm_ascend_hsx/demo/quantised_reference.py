@@ -41,6 +41,11 @@ def quantised_hidden_states(directory: Path, token_ids: Sequence[int], layer_ids
         return hidden_states_of(model, token_ids, layer_ids)
 
 
+def rows_in_the_models_basis(directory: Path, token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
+    """Return the rows of a rotated checkpoint turned back, float32: what files have by default."""
+    return quantised_hidden_states(directory, token_ids, layer_ids).float() @ rotation_of(directory).t()
+
+
 def _rotary_in_float32(rotary: Callable[..., Any]) -> Callable[..., Any]:
     def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **options: Any) -> Any:
         return tuple(each.to(BFLOAT) for each in rotary(q.float(), k.float(), cos.float(), sin.float(), **options))
@@ -51,8 +56,8 @@ def _rotary_in_float32(rotary: Callable[..., Any]) -> Callable[..., Any]:
 def _attention_in_float32(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    repeated = (each.float().repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
-    output = torch.nn.functional.scaled_dot_product_attention(query.float(), *repeated, is_causal=True, scale=scaling)
+    keys, values = (each.float().repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
+    output = torch.nn.functional.scaled_dot_product_attention(query.float(), keys, values, is_causal=True, scale=scaling)
     return output.transpose(1, 2).to(BFLOAT).contiguous(), None
 
 

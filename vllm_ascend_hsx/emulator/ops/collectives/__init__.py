@@ -1,0 +1,1 @@
+"""References for kernels that communicate themselves."""
