@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,6 +103,19 @@ def turn(seed: int, heads: int) -> Call:
     return (random(1, 3, 2, 8, seed=seed), *[random(1, 3, 2, 8, seed=9)] * (heads - 1), random(1, 3, 1, 8), random(1, 3, 1, 8, seed=5)), {}
 
 
+def adapters(seed: int, runs: bool) -> tuple[torch.Tensor, ...]:
+    """Return the adapter of each of three rows, or of runs of rows and their lengths."""
+    return (torch.tensor([seed % 2, -1]), torch.tensor([2, 1])) if runs else (torch.tensor([seed % 2, -1, 1]),)
+
+
+def shrink(seed: int, runs: bool) -> Call:
+    return (half(3, 32, seed=seed), half(2, 8, 32, seed=3), *adapters(seed, runs), torch.ones(3, 8), 0.5), {}
+
+
+def expand(seed: int, runs: bool) -> Call:
+    return (random(3, 8, seed=seed), half(2, 1, 16, 8, seed=3), *adapters(seed, runs), half(3, 48, seed=4), 16, 16), {}
+
+
 # The operator's qualified name, and after a comma what is special about the call.
 CASES: dict[str, Callable[[int], Call]] = {
     "npu::npu_rms_norm": lambda seed: ((random(3, 8, seed=seed), random(8)), {"epsilon": 1e-5}),
@@ -152,6 +166,8 @@ CASES: dict[str, Callable[[int], Call]] = {
     "_C_ascend::npu_moe_init_routing_custom, quantised": quantised_routing,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": lambda seed: (
         (int8(6, 8, seed=seed), int8(2, 8, 6), random(2, 6).abs(), random(6, seed=seed).abs(), torch.tensor([2, 4 + seed])), {}),
+    **{f"_C_ascend::{name}_shrink": partial(shrink, runs=name == "sgmv") for name in ("bgmv", "sgmv")},
+    **{f"_C_ascend::{name}_expand": partial(expand, runs=name == "sgmv") for name in ("bgmv", "sgmv")},
     "_C_ascend::moe_gating_top_k": lambda seed: (
         (random(3, 8, seed=seed), 2, 1, 1, 1, 1, 1, False, 1.0, 1e-20), {"bias_opt": random(8, seed=1)}),
 }
