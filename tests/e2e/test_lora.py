@@ -72,7 +72,7 @@ class Run(NamedTuple):
         return [request for each, request in self.served if each == whose]
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("minimax-m2-tp2", marks=pytest.mark.long)])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory, target = tmp_path_factory.mktemp("lora"), TARGETS[request.param]
     model = target.build(directory / "model")

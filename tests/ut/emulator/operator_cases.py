@@ -99,6 +99,20 @@ def store(seed: int) -> Call:
     return (random(2, 2, 8, seed=seed), random(2, 2, 8, seed=7), *[torch.zeros(2, 4, 2, 8) for _ in "kv"], int32(seed, -1)), {}
 
 
+def store_fractal(seed: int) -> Call:
+    caches = [torch.zeros(2, 2, 1, 4, 32, dtype=torch.int8) for _ in "kv"]
+    return (int8(2, 2, 32, seed=seed), int8(2, 2, 32, seed=7), *caches, int32(seed, -1)), {}
+
+
+def int8_attention(seed: int) -> Call:
+    """Two sequences of one query over a paged int8 cache of blocks of 32."""
+    scales = {f"{name}_antiquant_scale": half(2, 1, 32, seed=i).abs() for i, name in enumerate(("key", "value"))}
+    return (half(2, 4, 1, 32, seed=seed), int8(5, 2, 1, 32, 32, seed=seed), int8(5, 2, 1, 32, 32, seed=9)), {
+        "num_heads": 4, "num_key_value_heads": 2, "scale": 0.01, "input_layout": "BNSD", "block_size": 32, "inner_precise": 1,
+        "block_table": torch.tensor([[1 + seed % 2, 3], [0, 4]], dtype=torch.int32), "actual_seq_lengths_kv": [40, 9], **scales,
+    }
+
+
 def turn(seed: int, heads: int) -> Call:
     return (random(1, 3, 2, 8, seed=seed), *[random(1, 3, 2, 8, seed=9)] * (heads - 1), random(1, 3, 1, 8), random(1, 3, 1, 8, seed=5)), {}
 
@@ -130,6 +144,8 @@ CASES: dict[str, Callable[[int], Call]] = {
         seed, sparse_mode=3, atten_mask=torch.ones(2048, 2048, dtype=torch.int8).triu(1)),
     "npu::npu_fused_infer_attention_score, latent": latent_attention,
     "npu::npu_fused_infer_attention_score, with sums": lambda seed: attention(seed, softmax_lse_flag=True),
+    "npu::npu_fused_infer_attention_score, over an int8 cache": int8_attention,
+    "npu::npu_scatter_pa_kv_cache, in parts of 32 bytes": store_fractal,
     "npu::npu_fused_infer_attention_score.out": lambda seed: attention(seed, out=outputs()),
     "npu::npu_fused_infer_attention_score_v2": attention_v2,
     "npu::npu_fused_infer_attention_score_v2.out": lambda seed: attention_v2(seed, out=outputs()),
