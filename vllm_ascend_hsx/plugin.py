@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its patch points
+    adapters,
     beam_search,
     drafts,
     engine,

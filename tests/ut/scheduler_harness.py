@@ -33,13 +33,17 @@ def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
         max_tokens=4,
         num_output_tokens=0,
         output_token_ids=[],
+        lora_request=None,
     )
     vars(request).update(changes)
     return request
 
 
 def schedule(scheduler: ExtractionScheduler, *requests: Any) -> HsxConnectorMetadata:
-    new = [SimpleNamespace(req_id=request.request_id, prompt_token_ids=request.prompt_token_ids) for request in requests]
+    new = [
+        SimpleNamespace(req_id=request.request_id, prompt_token_ids=request.prompt_token_ids, lora_request=request.lora_request)
+        for request in requests
+    ]
     return scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=new))
 
 

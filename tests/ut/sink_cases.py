@@ -18,7 +18,7 @@ from sink_harness import FORMAT, MIB, bits, is_held, member_bytes, open_fds, run
 
 from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of, keys_of
 from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
-from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.reader.tensors import dequantized
@@ -75,8 +75,8 @@ class SinkCase(ABC):
     def held(self) -> int:
         """Return how much memory, or how many descriptors, this process holds for requests."""
 
-    def open(self, name: str, tokens: int = 0) -> SinkFile:
-        return self.sink.open(name, self.path(name), tokens)
+    def open(self, name: str, tokens: int = 0, adapter: Adapter = NO_ADAPTER) -> SinkFile:
+        return self.sink.open(name, self.path(name), tokens, adapter=adapter)
 
     def outcome(self, name: str) -> npt.NDArray[np.uint16] | str | None:
         """Return a request's rows, the reason of its failure, or None while there is neither."""

@@ -22,7 +22,6 @@ from rich.progress import track
 from vllm_ascend_hsx.cli.arguments import non_empty_path, whole
 from vllm_ascend_hsx.cli.output import OneConsole, deferred_interrupt, ended_by_sigterm, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
-from vllm_ascend_hsx.protocol.format import WEIGHTS
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, INDEX
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine
 from vllm_ascend_hsx.reader.find import files_in, orphaned_locks
@@ -76,8 +75,8 @@ class Tally:
         self.tokens += found.tokens
         self.bytes += found.num_bytes
         self.kinds[found.kind] += 1
-        if WEIGHTS in found.metadata:
-            self.weights[found.metadata[WEIGHTS]] += 1
+        if found.weights is not None:
+            self.weights[found.weights] += 1
 
     def add_bad(self, path: Path, problem: str) -> None:
         self.bad.append({"path": str(path), "problem": problem})

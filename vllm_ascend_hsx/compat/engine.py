@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ BALANCE_SCHEDULE = "vllm_ascend.patch.platform.patch_balance_schedule"
 MULTI_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 OUTPUTS = "vllm.v1.engine.output_processor"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
+KV_C8 = "vllm_ascend.quantization.methods.kv_c8"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 KV_DELIVERY = "vllm_ascend.patch.platform.patch_kv_delivery_preemption"
 KV_TRANSFER = "vllm.distributed.kv_transfer"
@@ -43,6 +45,26 @@ def keep_preemption(original: Any, vllm_config: Any) -> bool:
     transfer = vllm_config.kv_transfer_config
     ours = transfer is not None and transfer.kv_connector == CONNECTOR_NAME
     return not ours and bool(original(vllm_config))
+
+
+@patch(KV_C8, "AscendC8KVCacheAttentionMethod.create_weights", V0_23, why="targets with an int8 KV cache compute with it")
+def keep_int8_cache(original: Any, self: Any, layer: Any) -> None:
+    """Let a target with an int8 KV cache (C8) compute with it although `kv_role` is `kv_producer`.
+
+    Reason: vllm-ascend takes every producer for the prefill side of a disaggregated pair, which
+    hands on its KV unquantised. The cache then has the target's dtype
+    (quantization/methods/kv_c8.py:117 in 0.23.0), and decodes compute nothing: their output is
+    whatever is in its memory (attention/attention_v1.py:1611). We hand no KV on. Another producer
+    in MultiConnector does; then vllm-ascend's choice stays.
+    """
+    transfer = layer.impl.vllm_config.kv_transfer_config
+    ours = transfer is not None and transfer.kv_connector == CONNECTOR_NAME
+    if ours:
+        self.is_kv_producer = False
+    original(self, layer)
+    if ours:
+        config = layer.impl.vllm_config = copy.copy(layer.impl.vllm_config)
+        config.kv_transfer_config = None  # what the layer asks for when it computes
 
 
 @patch(

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from vllm_ascend_hsx.compat.adapters import adapter_of
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, StatsRecorder, failure_kind
 from vllm_ascend_hsx.connector.threads import ThreadPool
@@ -59,6 +60,7 @@ class Extraction:
         self.path = start.path
         self._prompt = start.token_ids
         self._arrived_ns = start.arrived_ns
+        self._lora = start.lora
         self._include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
@@ -89,7 +91,8 @@ class Extraction:
             self._on_ended(self)
             return
         try:
-            file = sink.open(self.request_id, Path(self.path), len(self._prompt), self._arrived_ns)
+            adapter = adapter_of(self._lora)  # the runner loads it before the connector is given the step
+            file = sink.open(self.request_id, Path(self.path), len(self._prompt), self._arrived_ns, adapter)
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
             with self._mutex:
                 undecided, self._decided = not self._decided, True

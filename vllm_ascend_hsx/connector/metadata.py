@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -24,6 +25,7 @@ class RequestStart:
         max_output_rows: most rows of generated tokens.
         arrived_ns: when the API server received it, in nanoseconds since the epoch; None if that is
             not known. Of two requests for one path the later one's rows stay.
+        lora: vllm.lora.request.LoRARequest of its adapter; None without one.
     """
 
     request_id: str
@@ -33,6 +35,7 @@ class RequestStart:
     include_output: bool = False
     max_output_rows: int = 0
     arrived_ns: int | None = None
+    lora: Any = None
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,7 @@ class ExtractionScheduler:
                         request.include_output,
                         request.max_output_rows,
                         request.arrived_ns,
+                        new.lora_request,
                     )
                 )
         for request_id, rank in promised.items():  # did not fit into the KV cache

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from vllm_ascend_hsx.demo.rotation import EMBEDDING, is_linear, random_rotation, rotate
 
 STATIC, DYNAMIC, FLOAT = "W8A8", "W8A8_DYNAMIC", "FLOAT"
+CACHE = "C8"  # kind of an int8 KV cache
 DESCRIPTION = "quant_model_description.json"
 WEIGHTS = "quant_model_weights-00001-of-00001.safetensors"
 INDEX = "quant_model_weights.safetensors.index.json"
@@ -49,7 +50,9 @@ class Range(NamedTuple):
     high: float
 
 
-def write_modelslim(source: str | Path, directory: str | Path, choose: Choose = mixed, *, rotated: bool = False, seed: int = 0) -> Path:
+def write_modelslim(
+    source: str | Path, directory: str | Path, choose: Choose = mixed, *, rotated: bool = False, int8_cache: bool = False, seed: int = 0
+) -> Path:
     """Write a checkpoint as msmodelslim would, and return its directory.
 
     The same arguments give the same bytes. Embedding, norms, router and head stay as they are.
@@ -60,6 +63,7 @@ def write_modelslim(source: str | Path, directory: str | Path, choose: Choose = 
         choose: returns STATIC, DYNAMIC or FLOAT for the weight of a linear layer, by its name.
             Experts cannot be STATIC, and layers that vLLM fuses need the same answer.
         rotated: with a rotated residual stream, and the file of the rotation.
+        int8_cache: with scales for an int8 KV cache (C8), one for each channel of keys and values.
         seed: of the rotation and of the tokens that calibrate static scales.
 
     Raises:
@@ -83,15 +87,23 @@ def write_modelslim(source: str | Path, directory: str | Path, choose: Choose = 
         made = _quantise(name, weight, kinds[name], ranges)
         tensors |= made
         description |= dict.fromkeys(made, kinds[name])
-    save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, target / WEIGHTS, metadata={"format": "pt"})
-    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(tensors), WEIGHTS)})
+    if int8_cache:
+        scales = _scales_of_cache(target, weights, seed)
+        tensors |= scales
+        description |= {"kv_cache_type": CACHE, **dict.fromkeys(scales, CACHE)}
+    _write_weights(target, tensors)
     if rotation is not None:
         (target / ROTATION).parent.mkdir()
         save_file({ROTATION_KEY: rotation.float()}, target / ROTATION)
         description["optional"] = {"quarot": {"rotation_map": {ROTATION_KEY: ROTATION}}}
     _write_json(target / DESCRIPTION, description)
     return target
+
+
+def _write_weights(target: Path, tensors: Weights) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in sorted(tensors.items())}, target / WEIGHTS, metadata={"format": "pt"})
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(tensors), WEIGHTS)})
 
 
 def _check(kinds: Mapping[str, str], weights: Weights) -> None:
@@ -137,12 +149,7 @@ def _calibrate(directory: Path, weights: Weights, names: list[str], seed: int) -
     """Return the range of each layer's inputs over random tokens, by the name of its weight."""
     if not names:
         return {}
-    from transformers import AutoModelForCausalLM
-
-    with tempfile.TemporaryDirectory() as scratch:
-        shutil.copyfile(directory / "config.json", Path(scratch) / "config.json")
-        save_file(weights, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
-        model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32, local_files_only=True).eval()
+    model = _load(directory, weights)
     ranges: dict[str, Range] = {}
 
     def watch(name: str) -> Any:
@@ -153,9 +160,39 @@ def _calibrate(directory: Path, weights: Weights, names: list[str], seed: int) -
 
     for name in names:
         model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(watch(name))
-    generator = torch.Generator().manual_seed(seed)
-    model(torch.randint(0, model.config.vocab_size, (1, CALIBRATION_TOKENS), generator=generator), use_cache=False)
+    _run(model, seed)
     return ranges
+
+
+@torch.no_grad()
+def _scales_of_cache(directory: Path, weights: Weights, seed: int) -> Weights:
+    """Return scales and offsets [kv_heads * head_dim] of keys and values, by name.
+
+    Of a channel the largest magnitude over random tokens becomes 127. Offsets are 0: vllm-ascend
+    subtracts none where it reads the cache (attention/attention_v1.py:1731 in 0.23.0).
+    """
+    scales: Weights = {}
+    for index, layer in enumerate(_run(_load(directory, weights), seed).past_key_values.layers):
+        for name, cached in (("k_proj", layer.keys), ("v_proj", layer.values)):  # [1, kv_heads, tokens, head_dim]
+            prefix = f"model.layers.{index}.self_attn.{name}.kv_cache_"
+            scale = (cached[0].abs().amax(1).flatten() / _HIGHEST).to(torch.bfloat16)
+            scales |= {f"{prefix}scale": scale, f"{prefix}offset": torch.zeros_like(scale)}
+    return scales
+
+
+def _load(directory: Path, weights: Weights) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as scratch:
+        shutil.copyfile(directory / "config.json", Path(scratch) / "config.json")
+        save_file(weights, Path(scratch) / "model.safetensors", metadata={"format": "pt"})
+        return AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32, local_files_only=True).eval()
+
+
+def _run(model: Any, seed: int) -> Any:
+    """Run a model over random tokens, and return its output with keys and values."""
+    generator = torch.Generator().manual_seed(seed)
+    return model(torch.randint(0, model.config.vocab_size, (1, CALIBRATION_TOKENS), generator=generator), use_cache=True)
 
 
 def _quantise(name: str, weight: torch.Tensor, kind: str, ranges: Mapping[str, Range]) -> Weights:

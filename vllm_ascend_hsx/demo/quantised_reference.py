@@ -33,9 +33,17 @@ def rotation_of(directory: Path) -> torch.Tensor:
     return load_file(directory / ROTATION)[ROTATION_KEY]
 
 
-def quantised_hidden_states(directory: Path, token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
-    """Return the rows of a checkpoint that modelslim.py has written, as reference_hidden_states."""
+def quantised_hidden_states(
+    directory: Path, token_ids: Sequence[int], layer_ids: Sequence[int], cached_from: int | None = None
+) -> torch.Tensor:
+    """Return the rows of a checkpoint that modelslim.py has written, as reference_hidden_states.
+
+    With an int8 KV cache, tokens from position `cached_from` on attend to what the cache holds, and
+    those before it, or all without it, to keys and values as they were computed.
+    """
     model = _load(directory)
+    for layer in model.model.layers:
+        layer.self_attn.cached_from = cached_from
     module = sys.modules[type(model).__module__]
     with patch.object(module, "apply_rotary_pos_emb", _rotary_in_float32(module.apply_rotary_pos_emb)):
         return hidden_states_of(model, token_ids, layer_ids)
@@ -56,9 +64,24 @@ def _rotary_in_float32(rotary: Callable[..., Any]) -> Callable[..., Any]:
 def _attention_in_float32(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
 ) -> tuple[torch.Tensor, None]:
-    keys, values = (each.float().repeat_interleave(module.num_key_value_groups, 1) for each in (key, value))
-    output = torch.nn.functional.scaled_dot_product_attention(query.float(), keys, values, is_causal=True, scale=scaling)
+    def attend(pair: Sequence[torch.Tensor]) -> torch.Tensor:
+        repeated = (each.float().repeat_interleave(module.num_key_value_groups, 1) for each in pair)
+        return torch.nn.functional.scaled_dot_product_attention(query.float(), *repeated, is_causal=True, scale=scaling)
+
+    output = attend((key, value))
+    if module.cached_from is not None:
+        cached = attend([_as_cached(each, scale) for each, scale in zip((key, value), module.cache_scales, strict=True)])
+        output = torch.cat((output[:, :, : module.cached_from], cached[:, :, module.cached_from :]), 2)
     return output.transpose(1, 2).to(BFLOAT).contiguous(), None
+
+
+def _as_cached(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return keys or values [1, heads, tokens, D] as an int8 cache gives them back.
+
+    vllm-ascend divides in bfloat16 (attention/attention_v1.py:1751 in 0.23.0).
+    """
+    of_channel = scale.view(exact.shape[1], 1, -1)
+    return (exact * (1 / of_channel)).round().clamp(-128, 127).float() * of_channel.float()
 
 
 AttentionInterface.register("float32", _attention_in_float32)
@@ -76,7 +99,9 @@ def _load(directory: Path) -> Any:
         model = AutoModelForCausalLM.from_pretrained(scratch, dtype=BFLOAT, attn_implementation="float32").eval()
     of = {layer: {name.removeprefix(layer): tensors[name] for name in tensors if name.startswith(layer)} for layer in quantised}
     products = {layer: Product(own) for layer, own in of.items()}
-    for layer in model.model.layers:
+    for index, layer in enumerate(model.model.layers):
+        prefix = f"model.layers.{index}.self_attn."
+        layer.self_attn.cache_scales = [tensors.get(f"{prefix}{name}.kv_cache_scale") for name in ("k_proj", "v_proj")]
         if hasattr(layer.mlp, "gate_proj"):
             layer.mlp.forward = partial(swiglu_layer, layer.mlp)
     for layer, product in products.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_ascend_hsx.compat.adapters import refuse_wrong_products
 from vllm_ascend_hsx.compat.models import require_collecting_target
 from vllm_ascend_hsx.compat.runner import BatchRow, find_layers, forward_context
 from vllm_ascend_hsx.drafter.spans import select_spans
@@ -22,6 +23,7 @@ def check_start(vllm_config: Any) -> None:
     """
     read_settings(vllm_config)
     require_collecting_target(vllm_config.model_config)
+    refuse_wrong_products(vllm_config)
 
 
 class Drafter:

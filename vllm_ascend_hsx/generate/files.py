@@ -260,5 +260,4 @@ def identity_of(found: Examination) -> str:
 
 def _server_of(found: Examination) -> dict[str, Any]:
     kind = {**found.kind._asdict(), "layer_ids": list(found.kind.layer_ids)}
-    weights = found.metadata.get(WEIGHTS)
-    return {"model": found.metadata.get("model"), **kind, **({} if weights is None else {WEIGHTS: weights})}
+    return {"model": found.metadata.get("model"), **kind, **({} if found.weights is None else {WEIGHTS: found.weights})}

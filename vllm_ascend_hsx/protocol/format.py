@@ -27,6 +27,7 @@ HIDDEN_STATES = "hidden_states"
 TOKEN_IDS = "token_ids"
 SCALES = "hidden_states_scales"
 WEIGHTS = "weights"
+LORA, LORA_WEIGHTS = "lora", "lora_weights"
 ARRIVED = "arrived_ns"
 QUANTIZATIONS = {"fp8": "fp8_e4m3_per_token"}  # names in the metadata
 LAYER_ID_MEANING = "residual stream after i layers, before the final norm (0: embedding output)"
@@ -38,6 +39,7 @@ _SCALE_BYTES = 4
 # Room for values that differ between requests: twelve numbers of at most 20 digits, the name of
 # one, and a checksum with its name.
 _LATE_BYTES = 360
+_FORMATS = 64  # that are remembered: a server has one for each adapter, and one without
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _MAX_HEADER = 100_000_000  # safetensors' own limit (safetensors 0.8.0, MAX_HEADER_SIZE)
 _MAX_DIMENSIONS = 64  # numpy's limit
@@ -126,12 +128,9 @@ class FileLayout:
         return _LENGTH.pack(size) + text.ljust(size)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=_FORMATS)
 def _fixed_bytes(row_format: RowFormat) -> int:
-    """Return the size of the header's part that is the same for all requests.
-
-    A server has one format.
-    """
+    """Return the size of the header's part that is the same for all requests of an adapter."""
     return len(_header_json(row_format, "", 0, 0, False))
 
 
@@ -185,15 +184,18 @@ def metadata_of(
     }
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=_FORMATS)
 def _fixed_metadata(row_format: RowFormat) -> dict[str, str]:
-    """Return the metadata that are the same for all requests."""
+    """Return the metadata that are the same for all requests of an adapter."""
+    adapter = row_format.adapter
     return {
         "format_version": FORMAT_VERSION,
         "producer": PRODUCER,
         "producer_version": __version__,
         "model": valid_unicode(row_format.model),
         **({WEIGHTS: row_format.weights} if row_format.weights else {}),
+        **({LORA: valid_unicode(adapter.name)} if adapter.name else {}),
+        **({LORA_WEIGHTS: adapter.weights} if adapter.weights else {}),
         "layer_ids": json.dumps(list(row_format.layer_ids)),
         "layer_id_meaning": LAYER_ID_MEANING,
         "dtype": row_format.dtype,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,21 @@ FP8_DTYPE = "F8_E4M3"  # one byte per element
 
 Rows = npt.NDArray[np.generic] | memoryview
 TokenIds = npt.NDArray[np.int64]
+
+
+class Adapter(NamedTuple):
+    """The adapter (LoRA) of a request, for the metadata.
+
+    Attributes:
+        name: under which it is served; empty for the target without an adapter.
+        weights: fingerprint of its weights; empty if it is unknown.
+    """
+
+    name: str = ""
+    weights: str = ""
+
+
+NO_ADAPTER = Adapter()
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,7 @@ class RowFormat:
         weights: fingerprint of the target's weights, for the metadata; empty if it is unknown.
         basis: of a rotated target, for the metadata: "model" if rows are turned back, else
             "rotated"; empty for other targets.
+        adapter: of a request, for the metadata.
 
     Raises:
         ValueError: if there are no layers, the size is not positive, the dtype is unknown, or
@@ -46,6 +62,7 @@ class RowFormat:
     quantization: Literal["none", "fp8"] = "none"
     weights: str = ""
     basis: Literal["", "model", "rotated"] = ""
+    adapter: Adapter = NO_ADAPTER
 
     def __post_init__(self) -> None:
         if not self.layer_ids:

@@ -27,7 +27,7 @@ INDEX_MAX = 256 << 20
 # Metadata of a member that differ between the members of a shard.
 _OF_ONE = (
     "format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "arrived_ns",
-    "checksum",
+    "lora", "lora_weights", "checksum",
 )  # fmt: skip
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _TICK_NS = 50_000_000  # largest lag of a filesystem's clock against the system's

@@ -15,8 +15,11 @@ from vllm_ascend_hsx.protocol.checksum import names_checksum, stated_checksum, u
 from vllm_ascend_hsx.protocol.format import (
     DTYPE_BYTES,
     HIDDEN_STATES,
+    LORA,
+    LORA_WEIGHTS,
     SCALES,
     TOKEN_IDS,
+    WEIGHTS,
     Header,
     TensorInfo,
     layer_ids_of,
@@ -48,6 +51,7 @@ class Kind(NamedTuple):
         layers, hidden_size: of a row.
         dtype: the model's, by its name in torch; "bfloat16 in float8_e4m3fn" for quantised rows.
         rotated: whether rows are in the basis of rotated weights, and not in the model's own.
+        lora: name of the adapter (LoRA); empty without one.
     """
 
     layer_ids: tuple[int, ...] = ()
@@ -55,10 +59,12 @@ class Kind(NamedTuple):
     hidden_size: int = 0
     dtype: str = ""
     rotated: bool = False
+    lora: str = ""
 
     def __str__(self) -> str:
         basis = ", rotated" if self.rotated else ""
-        return f"{self.layers} layers {list(self.layer_ids)} x {self.hidden_size} {self.dtype}{basis}"
+        adapter = f", adapter {self.lora}" if self.lora else ""
+        return f"{self.layers} layers {list(self.layer_ids)} x {self.hidden_size} {self.dtype}{basis}{adapter}"
 
 
 _UNKNOWN = Kind()
@@ -128,6 +134,12 @@ class Examination:
         return "verified" if names_checksum(self.metadata) else "plausible"
 
     @property
+    def weights(self) -> str | None:
+        """Fingerprint of the target's weights, with that of its adapter's; None if not stated."""
+        stated = [self.metadata.get(key) for key in ((WEIGHTS, LORA_WEIGHTS) if self.kind.lora else (WEIGHTS,))]
+        return None if None in stated else "+".join(filter(None, stated))
+
+    @property
     def norms(self) -> list[float]:
         """Mean of `token_norms` over the tokens, for each layer; empty without them."""
         if self.token_norms is None:
@@ -193,7 +205,7 @@ def _describe(path: Path, place: Place, header: Header, scales: Numbers | None) 
         path,
         tokens=tokens,
         prompt_tokens=num_prompt_tokens_of(metadata),
-        kind=Kind(tuple(layer_ids_of(metadata) or ()), layers, hidden, dtype, metadata.get("basis") == "rotated"),
+        kind=Kind(tuple(layer_ids_of(metadata) or ()), layers, hidden, dtype, metadata.get("basis") == "rotated", metadata.get(LORA, "")),
         num_bytes=rows.end - rows.begin + (0 if scales is None else scales.nbytes),
         file_bytes=place.size,
         tiny_tokens=0 if scales is None else int((scales <= LEAST_SCALE).sum()),

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
+from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, Rows, TokenIds
 
 REFUSED = "refused"  # a kind of failure: the request asks for something unsupported or in use
 # Published in place of every file that is incomplete when its server stops.
@@ -120,7 +120,14 @@ class Sink(ABC):
     writes_side_by_side: bool
 
     @abstractmethod
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> SinkFile:
+    def open(
+        self,
+        request_id: str,
+        path: Path,
+        expected_tokens: int = 0,
+        arrived_ns: int | None = None,
+        adapter: Adapter = NO_ADAPTER,
+    ) -> SinkFile:
         """Announce a request, so that readers of `path` wait. Cheap: moves no data.
 
         Args:
@@ -130,6 +137,7 @@ class Sink(ABC):
             arrived_ns: when the API server received the request, in nanoseconds since the epoch. A
                 request is refused if one that arrived later has published its path. None: it is not
                 known, and whatever is at the path is hidden.
+            adapter: that computes the rows, for the metadata.
 
         Raises:
             SinkError: if the path cannot be used, or is being written.

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.files import describe
-from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.lock import LockHeldError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK, below, file_name, path_refusal
-from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
 from vllm_ascend_hsx.protocol.shard_index import Tombstone
 from vllm_ascend_hsx.sinks.arrival import arrival_of_error, arrival_of_file, arrival_of_member
 from vllm_ascend_hsx.sinks.base import REFUSED, SERVER_STOPPED, Sink, SinkError
@@ -102,9 +101,9 @@ class DirectorySink(Sink):
 
     def make_data(self, file: RequestFile) -> DataFile:
         """Make the hidden file of a request whose first rows have arrived. Raises OSError."""
-        session, layout = file.session, FileLayout(self.row_format, file.request_id, file.arrived_ns)
+        session = file.session
         place = session.workspace, session.new_name(file.name), file.gid
-        return DataFile(*place, layout, self.options, file.expected_tokens, session.filesystem)
+        return DataFile(*place, file.layout, self.options, file.expected_tokens, session.filesystem)
 
     @abstractmethod
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
@@ -145,11 +144,20 @@ class DirectorySink(Sink):
                 self._shards[session] = SessionShards(session, self.shard_bytes, self.options.durable)
             return self._shards[session]
 
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> RequestFile:
+    def open(
+        self,
+        request_id: str,
+        path: Path,
+        expected_tokens: int = 0,
+        arrived_ns: int | None = None,
+        adapter: Adapter = NO_ADAPTER,
+    ) -> RequestFile:
         try:
-            return self._open(request_id, path, expected_tokens, arrived_ns)
+            file = self._open(request_id, path, expected_tokens, arrived_ns)
         except _LaterRequest:
             raise SinkError(request_id, path, _SUPERSEDED, REFUSED) from None
+        file.adapter = adapter
+        return file
 
     def leave_reason(self, request_id: str, path: Path, reason: str, arrived_ns: int | None) -> None:
         with suppress(_LaterRequest):

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
@@ -25,7 +26,7 @@ from vllm_ascend_hsx.protocol.mooncake_manifest import (
     packed_layout,
 )
 from vllm_ascend_hsx.protocol.mooncake_store import OPTION, MooncakeClient, MooncakeError, MooncakeOptions
-from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
+from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat, Rows, TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.buffer_pool import BufferPool, BufferPoolFullError, PooledBuffer
 from vllm_ascend_hsx.sinks.data_file import as_bytes, rows_as_bytes
@@ -47,12 +48,12 @@ class MooncakeFile(SinkFile):
     It enters the store, whole, when it is committed.
     """
 
-    def __init__(self, sink: MooncakeSink, request_id: str, path: Path) -> None:
+    def __init__(self, sink: MooncakeSink, request_id: str, path: Path, adapter: Adapter) -> None:
         self.request_id = request_id
         self.path = path
         self.handle = os.fspath(path)
         self._sink = sink
-        self._format = sink.row_format
+        self._format = replace(sink.row_format, adapter=adapter)
         self._encoder = encoder_for(sink.row_format)
         self._buffer = PooledBuffer(sink.buffer_pool)
 
@@ -202,12 +203,19 @@ class MooncakeSink(Sink):
         self._files: dict[str, MooncakeFile] = {}
         self._closed = False
 
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> MooncakeFile:
+    def open(
+        self,
+        request_id: str,
+        path: Path,
+        expected_tokens: int = 0,
+        arrived_ns: int | None = None,
+        adapter: Adapter = NO_ADAPTER,
+    ) -> MooncakeFile:
         handle = os.fspath(path)
         if not handle or not handle.isascii() or not handle.isprintable() or set(handle) & {"/", ":"}:
             reason = "the handle cannot be used: it is not a plain, printable name"
             raise SinkError(request_id, path, reason)
-        file = MooncakeFile(self, request_id, path)
+        file = MooncakeFile(self, request_id, path, adapter)
         with self._mutex:
             if self._closed:
                 raise SinkError(request_id, path, "the sink is closed")

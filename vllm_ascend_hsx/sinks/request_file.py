@@ -7,16 +7,17 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Protocol
 
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.files import describe, write_at
-from vllm_ascend_hsx.protocol.format import ARRIVED, PRODUCER
+from vllm_ascend_hsx.protocol.format import ARRIVED, PRODUCER, FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, partial_name
-from vllm_ascend_hsx.protocol.rows import RowFormat, Rows, TokenIds
+from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat, Rows, TokenIds
 from vllm_ascend_hsx.sinks.base import SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import DataFile, rows_as_bytes
 from vllm_ascend_hsx.sinks.directory import Session
@@ -51,6 +52,7 @@ class RequestFile(SinkFile):
 
     Attributes:
         gid: group of its files; see Storage.group_in.
+        adapter: that computes its rows.
         lock: held until the end, or None.
         remove_previous: called at the end; see DirectorySink.hide_previous.
     """
@@ -75,6 +77,7 @@ class RequestFile(SinkFile):
         self.expected_tokens = expected_tokens
         self.arrived_ns = arrived_ns
         self.gid = -1
+        self.adapter: Adapter = NO_ADAPTER
         self.lock: HeldLock | None = None
         self.remove_previous: Callable[[], None] | None = None
         self._sink = sink
@@ -84,6 +87,11 @@ class RequestFile(SinkFile):
         self._data: DataFile | None = None
         self._withdrawn = False
         self._successor: RequestFile | None = None  # in the folder that its path leads to now
+
+    @property
+    def layout(self) -> FileLayout:
+        """The offsets in its file."""
+        return FileLayout(replace(self._sink.row_format, adapter=self.adapter), self.request_id, self.arrived_ns)
 
     @property
     def destination(self) -> RequestFile:

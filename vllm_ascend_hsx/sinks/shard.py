@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.file import DirectorySink
@@ -43,8 +42,7 @@ class ShardSink(DirectorySink):
 
     def make_data(self, file: RequestFile) -> DataFile:
         session, hidden = file.session, self.shards_of(file.session).hidden_file()
-        layout = FileLayout(self.row_format, file.request_id, file.arrived_ns)
-        return DataFile(session.workspace, hidden, -1, layout, self._file_options, file.expected_tokens, session.filesystem)
+        return DataFile(session.workspace, hidden, -1, file.layout, self._file_options, file.expected_tokens, session.filesystem)
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
         shards = self.shards_of(file.session)

@@ -9,7 +9,7 @@ target differ by more than two of a target in bfloat16: rows are compared with t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import pytest
 import torch
 from harness import Run, run_engine, tokens
 from launch import FLASHCOMM
+from releases import only_with
 from session import WITH_OUTPUT
 from tiny_model_claims import TOLERANCE
 from transformers import AutoModelForCausalLM
@@ -54,6 +55,8 @@ class Target(NamedTuple):
     Attributes:
         build: makes the model that is quantised. choose: see write_modelslim.
         engine: EngineArgs beside the quantisation.
+        int8_cache: with an int8 KV cache (C8).
+        script: that the engine runs.
     """
 
     build: Callable[[Path], Path]
@@ -61,6 +64,8 @@ class Target(NamedTuple):
     rotated: bool
     engine: dict[str, Any]
     environ: dict[str, str]
+    int8_cache: bool = False
+    script: Sequence[Sequence[Any]] = SCRIPT
 
 
 PARALLEL = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
@@ -97,10 +102,10 @@ class Served(NamedTuple):
 
 
 def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Served:
-    checkpoint = write_modelslim(source, directory / "checkpoint", target.choose, rotated=target.rotated)
+    checkpoint = write_modelslim(source, directory / "checkpoint", target.choose, rotated=target.rotated, int8_cache=target.int8_cache)
     options = {"quantization": "ascend", "connector_options": {"rotation": "keep"}, **target.engine, **engine}
     run = run_engine(
-        directory / "run", checkpoint, SCRIPT, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, environ=target.environ, **options
+        directory / "run", checkpoint, target.script, layer_ids=LAYER_IDS, max_num_batched_tokens=CHUNK, environ=target.environ, **options
     )
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     return Served(source, checkpoint, target.rotated, run, options.get("tensor_parallel_size", 1))
@@ -227,3 +232,45 @@ def test_turning_back_is_exact_in_float32(float32_qwen3: Path, tmp_path: Path) -
         expected = reference_hidden_states(float32_qwen3, run.sequence(request_id), LAYER_IDS)
         torch.testing.assert_close(served.rows(request_id), expected @ rotation_of(checkpoint), atol=1e-4, rtol=0)
         torch.testing.assert_close(served.turned_back(request_id), expected, atol=1e-4, rtol=0)
+
+
+# With an int8 KV cache (C8)
+
+# Each request, and the position from which on its tokens attend to the cache: a whole prompt
+# attends to keys and values as they were computed, a later chunk and a generated token to int8.
+CACHED_FROM = {"decoding": 40, "chunked": CHUNK, "running": 20, "beside-a-decode": 17}
+OVER_THE_CACHE: list[list[Any]] = [
+    ["add", "decoding", tokens(40), {"max_tokens": 24, **WITH_OUTPUT}],
+    ["drain"],
+    ["add", "chunked", tokens(2 * CHUNK + 9), {"max_tokens": 1}],
+    ["drain"],
+    ["add", "running", tokens(20), {"max_tokens": 24, **WITH_OUTPUT}],
+    ["step", 3],
+    ["add", "beside-a-decode", tokens(17), {"max_tokens": 2}],
+    ["drain"],
+    ["add", "last", tokens(5), {"max_tokens": 1}],
+    ["drain"],
+]
+INT8_CACHES = {
+    "qwen3": Target(build_qwen3, mixed, False, {}, {}, True, OVER_THE_CACHE),
+    "minimax-m2-quarot": Target(build_minimax_m2, mixed, True, PARALLEL, {}, True, OVER_THE_CACHE),
+}
+
+
+@pytest.fixture(scope="module", params=INT8_CACHES)
+def over_the_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    directory, target = tmp_path_factory.mktemp("int8-cache"), INT8_CACHES[request.param]
+    return serve(directory, target, target.build(directory / "source"))
+
+
+@only_with("<0.26", "an int8 KV cache is not tested with them")
+def test_rows_are_those_of_keys_and_values_from_an_int8_cache(over_the_cache: Served) -> None:
+    own, without = [], []
+    for request_id, cached_from in CACHED_FROM.items():
+        sequence, rows = over_the_cache.run.sequence(request_id), over_the_cache.rows(request_id)
+        found = errors(rows, quantised_hidden_states(over_the_cache.checkpoint, sequence, LAYER_IDS, cached_from))
+        assert found.max() < QUANTISED, request_id
+        own.append(found[cached_from:, FIRST])
+        without.append(errors(rows, quantised_hidden_states(over_the_cache.checkpoint, sequence, LAYER_IDS))[cached_from:, FIRST])
+    nearer = (torch.cat(own) < torch.cat(without)).float().mean()
+    assert nearer > 0.9, f"{nearer}: {torch.cat(own).mean()} from the cache, {torch.cat(without).mean()} from what was computed"

@@ -48,6 +48,32 @@ def test_preemption_stays_on_for_our_connector_alone(connector: str | None, disa
     assert module._disable_preemption_on_prefill_node(SimpleNamespace(kv_transfer_config=transfer)) is disabled
 
 
+@pytest.mark.parametrize(
+    ("connector", "quantised"),
+    [("AscendHiddenStatesConnector", True), ("MultiConnector", False), ("MooncakeConnector", False), (None, True)],
+)
+def test_an_int8_cache_stays_one_with_our_connector_alone(connector: str | None, quantised: bool) -> None:
+    """As upstream decides: whether the cache is int8, and how a layer computes."""
+
+    class Method:
+        def __init__(self) -> None:
+            self.is_kv_producer = connector is not None
+
+        def create_weights(self, layer: Any) -> None:
+            layer.is_int8 = not self.is_kv_producer
+
+    module = SimpleNamespace(AscendC8KVCacheAttentionMethod=Method)
+    apply(module, engine.keep_int8_cache)
+    transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
+    config = SimpleNamespace(kv_transfer_config=transfer, cache_config=object())
+    layer = SimpleNamespace(impl=SimpleNamespace(vllm_config=config))
+    module.AscendC8KVCacheAttentionMethod().create_weights(layer)
+    assert layer.is_int8 is quantised
+    assert (layer.impl.vllm_config.kv_transfer_config is None) is quantised
+    assert layer.impl.vllm_config.cache_config is config.cache_config
+    assert config.kv_transfer_config is transfer  # the server's own
+
+
 def speculative(method: str = "extract_hidden_states", number: int = 1) -> Any:
     return SimpleNamespace(method=method, num_speculative_tokens=number)
 

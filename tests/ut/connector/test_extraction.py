@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -83,7 +84,7 @@ class StrictSink(Sink):
     def __init__(self, file: StrictFile) -> None:
         self._file = file
 
-    def open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> SinkFile:
+    def open(self, request_id: str, path: Path, expected_tokens: int = 0, *_: Any) -> SinkFile:
         return self._file
 
     def close(self) -> None: ...

@@ -33,6 +33,14 @@ def test_an_extracted_request_skips_the_prefix_cache_and_its_response_names_the_
     assert Path(start.path).parent == Path("/data")
 
 
+def test_each_request_of_a_step_starts_with_its_own_adapter() -> None:
+    scheduler, adapters = make_scheduler(), [object(), None, object()]
+    requests = [make_request(f"r{index}", lora_request=adapter) for index, adapter in enumerate(adapters)]
+    for request in requests:
+        scheduler.on_new_request(request)
+    assert [start.lora for start in schedule(scheduler, *requests).started] == adapters
+
+
 @pytest.mark.parametrize(
     ("change", "answer"),
     [

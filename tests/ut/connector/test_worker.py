@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -117,10 +118,10 @@ def test_an_id_whose_file_is_still_being_written_fails_and_leaves_that_file_alon
 def test_a_file_that_cannot_be_opened_fails_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     original = engine.sink.open
 
-    def open_file(request_id: str, path: Path, expected_tokens: int, arrived_ns: int) -> object:
+    def open_file(request_id: str, path: Path, expected_tokens: int, *more: Any) -> object:
         if request_id == "a":
             raise SinkError(request_id, path, "Too many open files")
-        return original(request_id, path, expected_tokens, arrived_ns)
+        return original(request_id, path, expected_tokens, *more)
 
     monkeypatch.setattr(engine.sink, "open", open_file)
     engine.step(started(engine.start("a", 3), engine.start("b", 3)), [("a", 0, 3), ("b", 0, 3)])
@@ -133,8 +134,8 @@ def test_a_file_that_cannot_be_opened_fails_alone(engine: Engine, monkeypatch: p
 def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     original = engine.sink.open
 
-    def open_file(request_id: str, path: Path, expected_tokens: int, arrived_ns: int) -> object:
-        file = original(request_id, path, expected_tokens, arrived_ns)
+    def open_file(request_id: str, path: Path, expected_tokens: int, *more: Any) -> object:
+        file = original(request_id, path, expected_tokens, *more)
         if request_id == "a":
 
             def write(first: int, rows: object) -> None:

@@ -39,8 +39,8 @@ def replace_method(engine: Engine, monkeypatch: pytest.MonkeyPatch, request_id: 
     """Have the file of one request do something else."""
     original = engine.sink.open
 
-    def open_file(its_id: str, path: Path, expected_tokens: int, arrived_ns: int) -> object:
-        file = original(its_id, path, expected_tokens, arrived_ns)
+    def open_file(its_id: str, path: Path, expected_tokens: int, *more: Any) -> object:
+        file = original(its_id, path, expected_tokens, *more)
         if its_id == request_id:
             monkeypatch.setattr(file, method, replacement)
         return file

@@ -22,9 +22,9 @@ def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_
     engine = make_engine()
     original, opened_by = engine.sink.open, []
 
-    def open_file(request_id: str, path: Path, expected_tokens: int, arrived_ns: int) -> object:
+    def open_file(request_id: str, path: Path, expected_tokens: int, *more: Any) -> object:
         opened_by.append((request_id, threading.current_thread().name, expected_tokens))
-        return original(request_id, path, expected_tokens, arrived_ns)
+        return original(request_id, path, expected_tokens, *more)
 
     monkeypatch.setattr(engine.sink, "open", open_file)
     engine.step(started(*(engine.start(f"r{index}", 4) for index in range(5))), [])

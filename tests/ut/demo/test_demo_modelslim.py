@@ -43,6 +43,25 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return BUILDERS[request.param](tmp_path_factory.mktemp("models") / "bfloat16", layers=2)
 
 
+@pytest.mark.parametrize("rotated", [False, True])
+def test_scales_of_an_int8_cache_map_the_largest_key_and_value_of_each_channel_to_127(source: Path, tmp_path: Path, rotated: bool) -> None:
+    """A rotation of the residual stream changes neither keys nor values."""
+    directory = write_modelslim(source, tmp_path / "c8", plain, rotated=rotated, int8_cache=True)
+    assert kinds(directory)["kv_cache_type"] == "C8"
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    ids = torch.randint(0, model.config.vocab_size, (1, 512), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        layers = model(ids, use_cache=True).past_key_values.layers
+    tensors = load_file(directory / WEIGHTS)
+    for index, layer in enumerate(layers):
+        for name, cached in (("k_proj", layer.keys), ("v_proj", layer.values)):
+            prefix = f"model.layers.{index}.self_attn.{name}.kv_cache_"
+            assert kinds(directory)[f"{prefix}scale"] == "C8"
+            largest = torch.stack([cached[0, head, :, element].abs().max() for head in range(4) for element in range(cached.shape[-1])])
+            torch.testing.assert_close(tensors[f"{prefix}scale"].float() * 127, largest, rtol=2**-7 if rotated else 2**-8, atol=0)
+            assert not tensors[f"{prefix}offset"].any()
+
+
 @pytest.fixture(scope="module", params=BUILDERS)
 def exact_source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in float32."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,8 +99,35 @@ def store(seed: int) -> Call:
     return (random(2, 2, 8, seed=seed), random(2, 2, 8, seed=7), *[torch.zeros(2, 4, 2, 8) for _ in "kv"], int32(seed, -1)), {}
 
 
+def store_fractal(seed: int) -> Call:
+    caches = [torch.zeros(2, 2, 1, 4, 32, dtype=torch.int8) for _ in "kv"]
+    return (int8(2, 2, 32, seed=seed), int8(2, 2, 32, seed=7), *caches, int32(seed, -1)), {}
+
+
+def int8_attention(seed: int) -> Call:
+    """Two sequences of one query over a paged int8 cache of blocks of 32."""
+    scales = {f"{name}_antiquant_scale": half(2, 1, 32, seed=i).abs() for i, name in enumerate(("key", "value"))}
+    return (half(2, 4, 1, 32, seed=seed), int8(5, 2, 1, 32, 32, seed=seed), int8(5, 2, 1, 32, 32, seed=9)), {
+        "num_heads": 4, "num_key_value_heads": 2, "scale": 0.01, "input_layout": "BNSD", "block_size": 32, "inner_precise": 1,
+        "block_table": torch.tensor([[1 + seed % 2, 3], [0, 4]], dtype=torch.int32), "actual_seq_lengths_kv": [40, 9], **scales,
+    }
+
+
 def turn(seed: int, heads: int) -> Call:
     return (random(1, 3, 2, 8, seed=seed), *[random(1, 3, 2, 8, seed=9)] * (heads - 1), random(1, 3, 1, 8), random(1, 3, 1, 8, seed=5)), {}
+
+
+def adapters(seed: int, runs: bool) -> tuple[torch.Tensor, ...]:
+    """Return the adapter of each of three rows, or of runs of rows and their lengths."""
+    return (torch.tensor([seed % 2, -1]), torch.tensor([2, 1])) if runs else (torch.tensor([seed % 2, -1, 1]),)
+
+
+def shrink(seed: int, runs: bool) -> Call:
+    return (half(3, 32, seed=seed), half(2, 8, 32, seed=3), *adapters(seed, runs), torch.ones(3, 8), 0.5), {}
+
+
+def expand(seed: int, runs: bool) -> Call:
+    return (random(3, 8, seed=seed), half(2, 1, 16, 8, seed=3), *adapters(seed, runs), half(3, 48, seed=4), 16, 16), {}
 
 
 # The operator's qualified name, and after a comma what is special about the call.
@@ -116,6 +144,8 @@ CASES: dict[str, Callable[[int], Call]] = {
         seed, sparse_mode=3, atten_mask=torch.ones(2048, 2048, dtype=torch.int8).triu(1)),
     "npu::npu_fused_infer_attention_score, latent": latent_attention,
     "npu::npu_fused_infer_attention_score, with sums": lambda seed: attention(seed, softmax_lse_flag=True),
+    "npu::npu_fused_infer_attention_score, over an int8 cache": int8_attention,
+    "npu::npu_scatter_pa_kv_cache, in parts of 32 bytes": store_fractal,
     "npu::npu_fused_infer_attention_score.out": lambda seed: attention(seed, out=outputs()),
     "npu::npu_fused_infer_attention_score_v2": attention_v2,
     "npu::npu_fused_infer_attention_score_v2.out": lambda seed: attention_v2(seed, out=outputs()),
@@ -152,6 +182,8 @@ CASES: dict[str, Callable[[int], Call]] = {
     "_C_ascend::npu_moe_init_routing_custom, quantised": quantised_routing,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": lambda seed: (
         (int8(6, 8, seed=seed), int8(2, 8, 6), random(2, 6).abs(), random(6, seed=seed).abs(), torch.tensor([2, 4 + seed])), {}),
+    **{f"_C_ascend::{name}_shrink": partial(shrink, runs=name == "sgmv") for name in ("bgmv", "sgmv")},
+    **{f"_C_ascend::{name}_expand": partial(expand, runs=name == "sgmv") for name in ("bgmv", "sgmv")},
     "_C_ascend::moe_gating_top_k": lambda seed: (
         (random(3, 8, seed=seed), 2, 1, 1, 1, 1, 1, False, 1.0, 1e-20), {"bias_opt": random(8, seed=1)}),
 }

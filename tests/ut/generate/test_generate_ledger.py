@@ -16,7 +16,7 @@ from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import Identity, Ledger, ledger_name, open_ledger, row_file, row_of_file
 
 IDENTITY = Identity({"rows": 20, "digest": "d0"}, {"include_output_tokens": False, "max_tokens": 1})
-SERVER = {"model": "tiny", "layer_ids": [1, 2], "layers": 2, "hidden_size": 8, "dtype": "bfloat16", "rotated": False}
+SERVER = {"model": "tiny", "layer_ids": [1, 2], "layers": 2, "hidden_size": 8, "dtype": "bfloat16", "rotated": False, "lora": ""}
 
 
 def opened(path: Path, identity: Identity = IDENTITY, world_size: int = 1, rank: int = 0) -> Ledger:

@@ -18,7 +18,7 @@ from test_generate_refusals import keep_lines, other_layers
 
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import open_ledger
-from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
 from vllm_ascend_hsx.reader.load import remove
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
@@ -86,7 +86,31 @@ def without_weights(line: dict[str, Any]) -> dict[str, Any]:
     return line
 
 
-def replace_row(bench: Bench, row: int, sink: Any) -> None:
+@pytest.mark.parametrize(
+    ("adapters", "difference"),
+    [
+        ((Adapter(), Adapter("a", NEW)), "lora was , is a"),
+        ((Adapter("a", NEW), Adapter("b", NEW)), "lora was a, is b"),
+        ((Adapter("a", OLD), Adapter("a", NEW)), f"weights was {OLD}+{OLD}, is {OLD}+{NEW}"),
+    ],
+)
+def test_rows_of_an_adapter_are_not_mixed_with_others(bench: Bench, adapters: tuple[Adapter, Adapter], difference: str) -> None:
+    def as_noted(line: dict[str, Any]) -> dict[str, Any]:
+        if "server" in line:
+            line["server"] |= {"lora": adapters[0].name, "weights": "+".join(filter(None, (OLD, adapters[0].weights)))}
+        return line
+
+    assert run_with(bench, OLD)[0] == 0
+    write_ledger(bench, as_noted)
+    with bench.server.make_sink(bench.output, RowFormat((2, 0, 3), 8, "BF16", "tiny", weights=OLD), FileOptions()) as sink:
+        for row in range(6):
+            replace_row(bench, row, sink, adapters[row == 5])
+    code, printed = bench.run("--validate", "--concurrency", 1)
+    assert (code, len(bench.server.seen)) == (2, 0), printed
+    assert difference in printed
+
+
+def replace_row(bench: Bench, row: int, sink: Any, adapter: Adapter = NO_ADAPTER) -> None:
     """As a server with that sink writes it."""
     import numpy as np
     from generate_files import expected_rows
@@ -94,7 +118,7 @@ def replace_row(bench: Bench, row: int, sink: Any) -> None:
     ids = token_rows(6)[row]["token_ids"]
     path = bench.output / f"hs_{row}.safetensors"
     path.unlink(missing_ok=True)
-    file = sink.open("another", path, len(ids))
+    file = sink.open("another", path, len(ids), adapter=adapter)
     file.write(0, expected_rows(ids))
     file.commit(np.asarray(ids, dtype=np.int64), len(ids))
     Path(f"{path}.lock").unlink(missing_ok=True)

@@ -28,7 +28,7 @@ def test_a_good_file_is_described(tmp_path: Path) -> None:
     rows = rows_of(50)
     found = examine(write(tmp_path, "a", rows, prompt=40), norms=True)
     assert (found.problem, found.verdict) == (None, "verified")
-    assert (found.tokens, found.prompt_tokens, found.kind) == (50, 40, ((2, 4), 2, 8, "bfloat16", False))
+    assert (found.tokens, found.prompt_tokens, found.kind) == (50, 40, ((2, 4), 2, 8, "bfloat16", False, ""))
     assert found.num_bytes == rows.nbytes
     norms = rows.float().norm(dim=-1)
     assert found.norms == pytest.approx(norms.mean(0).tolist())

@@ -37,7 +37,7 @@ ODD_LINES = [DEEP, "[" * 100_000, "[1]", "1e400", '{"row":1e400}', '{"row":true,
 
 def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Path) -> None:
     identity = Identity({"sha256": "x", "rows": 3}, {"a": 1})
-    server = {"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16", "rotated": False}
+    server = {"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16", "rotated": False, "lora": ""}
     first = open_ledger(tmp_path, identity, 1, 0)
     first.note_server(server)
     first.close()

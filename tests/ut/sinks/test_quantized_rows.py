@@ -191,7 +191,7 @@ def test_a_scale_that_is_not_finite_is_found(tmp_path: Path) -> None:
 
 def test_quantised_rows_of_different_models_are_of_different_kinds(tmp_path: Path) -> None:
     kinds = [examine(publish(tmp_path, rows_of(4, dtype), dtype, name)).kind for name, dtype in (("a", "BF16"), ("b", "F16"))]
-    assert kinds[0] == ((2, 0, 3), *ROW_SHAPE, "bfloat16 in float8_e4m3fn", False)
+    assert kinds[0] == ((2, 0, 3), *ROW_SHAPE, "bfloat16 in float8_e4m3fn", False, "")
     assert kinds[1].dtype == "float16 in float8_e4m3fn"
 
 

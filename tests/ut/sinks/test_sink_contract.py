@@ -20,6 +20,7 @@ from sink_cases import IN_A_DIRECTORY, IN_A_STORE, QUANTIZED, FileCase, Mooncake
 from sink_harness import ENDS, FORMAT, end, finite_rows, join_sleepers, listing, make_rows, put, run_threads, token_ids, wait_for_sleepers
 
 from vllm_ascend_hsx.connector.stats import failure_kind
+from vllm_ascend_hsx.protocol.rows import Adapter
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks import directory as directory_module
@@ -67,6 +68,17 @@ def test_rows_are_read_in_the_models_dtype_with_ids_and_metadata(case: SinkCase,
     assert states.token_ids.tolist() == token_ids(5).tolist()
     assert (states.layer_ids, states.num_prompt_tokens, states.metadata["num_output_tokens"]) == ([2, 0, 3], 4, "1")
     assert (states.metadata["model"], states.metadata["request_id"]) == ("tiny", "typed")
+
+
+@pytest.mark.parametrize("name", ["of an adapter", "long" * 1500])
+def test_only_a_request_of_an_adapter_names_one(case: SinkCase, name: str) -> None:
+    adapters = {"plain": Adapter(), "adapted": Adapter(name, "0a" * 16), "unknown": Adapter("other"), "plain too": Adapter()}
+    for request, adapter in adapters.items():
+        put(case.open(request, adapter=adapter), 2)
+    for request, adapter in adapters.items():
+        metadata = case.load(request).metadata
+        assert (metadata.get("lora", ""), metadata.get("lora_weights", "")) == adapter
+        assert ("lora" in metadata, "lora_weights" in metadata) == (bool(adapter.name), bool(adapter.weights))
 
 
 @settings(max_examples=depth(100), suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -16,6 +16,12 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, NpuGuard);
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
+// Whether `tensor.data = other` may change the device: torch_npu has this operator, too.
+bool may_replace_data(const at::Tensor& self, const at::Tensor& other) {
+  const auto is_dense = [](const at::Tensor& each) { return each.layout() == at::kStrided && (each.is_cpu() || each.is_privateuseone()); };
+  return self.key_set() == other.key_set() || (is_dense(self) && is_dense(other));
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_kernel);
   m.impl("empty_strided", empty_strided_kernel);
@@ -32,6 +38,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("zero_", zero_kernel);
   m.impl("histc", histc_kernel);
   m.impl("record_stream", record_stream_kernel);
+  m.impl("_has_compatible_shallow_copy_type", may_replace_data);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 

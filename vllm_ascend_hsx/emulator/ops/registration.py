@@ -58,6 +58,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
         **_by_name(
             norm.npu_add_rms_norm_bias, norm.npu_gemma_rms_norm,
             moe_gating.moe_gating_top_k,
+            matmul.bgmv_shrink, matmul.bgmv_expand, matmul.sgmv_shrink, matmul.sgmv_expand,
             moe_experts.npu_moe_init_routing_custom, experts.grouped_matmul_swiglu_quant_weight_nz,
             causal_conv1d.npu_causal_conv1d_custom,
             gated_delta_rule.npu_fused_gdn_gating, gated_delta_rule.npu_recurrent_gated_delta_rule,

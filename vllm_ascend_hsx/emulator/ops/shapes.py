@@ -110,6 +110,20 @@ def _unpermute(
     return permuted_tokens.new_empty(sorted_indices.shape[0] // top_k, permuted_tokens.shape[1])
 
 
+def _adapted(
+    x: torch.Tensor, weight: torch.Tensor, indices: torch.Tensor, y: torch.Tensor, *_: object
+) -> torch.Tensor:
+    """Return ``y``, which the schema marks as written."""
+    return y
+
+
+def _adapted_runs(
+    x: torch.Tensor, weight: torch.Tensor, lora_indices: torch.Tensor, seq_len: torch.Tensor, y: torch.Tensor, *_: object
+) -> torch.Tensor:
+    """Return ``y``, which the schema marks as written."""
+    return y
+
+
 def _like_first(first: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return torch.empty_like(first)
 
@@ -124,6 +138,8 @@ SHAPES: dict[str, Shape] = {
     "npu::npu_grouped_matmul": _grouped_matmul,
     "npu::npu_moe_token_unpermute": _unpermute,
     "npu::npu_top_k_top_p": _like_first,
+    "_C_ascend::bgmv_expand": _adapted,
+    "_C_ascend::sgmv_expand": _adapted_runs,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": _grouped_swiglu,
     "_C_ascend::npu_moe_init_routing_custom": _init_routing,
 }

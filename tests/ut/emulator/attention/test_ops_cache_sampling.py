@@ -107,7 +107,6 @@ BAD_VALUES: dict[str, tuple[Callable[[], object], str]] = {
     "p in another dtype": (sample(p=torch.tensor([0.5]).half()), "p: dtype"),
 }
 NO_REFERENCE: dict[str, tuple[Callable[[], object], str]] = {
-    "a cache in NZ": (lambda: cache.npu_scatter_pa_kv_cache(*rows(1), *caches(), int32(0)), "cache_mode='PA_NZ'"),
     "another memory format": (lambda: cache.npu_format_cast(torch.ones(2), 4), "acl_format=4"),
 }
 

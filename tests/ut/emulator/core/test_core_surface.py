@@ -169,3 +169,14 @@ def test_a_name_that_torchvision_has_removed_is_an_import_error() -> None:
         from torchvision.io import VideoReader  # noqa: F401
     with pytest.raises(ImportError):
         importlib.import_module("torchvision.io.VideoReader")
+
+
+def test_data_may_be_replaced_by_a_tensor_of_the_other_device() -> None:
+    """As torch_npu allows; vllm-ascend loads the scales of an int8 KV cache so."""
+    parameter = torch.nn.Parameter(torch.ones(1, device="npu"), requires_grad=False)
+    parameter.data = torch.arange(3.0)
+    assert (parameter.device.type, parameter.tolist()) == ("cpu", [0.0, 1.0, 2.0])
+    parameter.data = parameter.data.to("npu")
+    assert (parameter.device.type, parameter.tolist()) == ("npu", [0.0, 1.0, 2.0])
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        parameter.data = torch.eye(2).to_sparse()

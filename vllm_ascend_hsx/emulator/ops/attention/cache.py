@@ -4,6 +4,7 @@ import torch
 
 from vllm_ascend_hsx.emulator.ops.checks import check, check_blocks, check_dtype, check_rank, refuse_options, unsupported
 
+FRACTAL_BYTES = 32  # of a part of a row in the format FRACTAL_NZ
 ACL_FORMATS = {2: "ND", 29: "FRACTAL_NZ"}  # the two that vllm-ascend 0.23.0 asks for (utils.py, ACL_FORMAT_*)
 
 
@@ -68,7 +69,10 @@ def npu_scatter_pa_kv_cache(
     seq_lens: torch.Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """Do the same as ``_npu_reshape_and_cache``, for ``cache_mode`` "Norm".
+    """Do the same as ``_npu_reshape_and_cache``, for ``cache_mode`` "Norm" and "PA_NZ".
+
+    In "PA_NZ" a cache is [blocks, kv_heads, D / n, block_size, n], and n elements have 32 bytes:
+    element d of a head is d % n of its part d // n.
 
     ``slot_mapping`` is int32 or int64. A negative slot is skipped, as by CANN's published kernels;
     model runner V2 gives -1 for the tokens of dummy batches.
@@ -76,13 +80,35 @@ def npu_scatter_pa_kv_cache(
     op = "npu_scatter_pa_kv_cache"
     refuse_options(op, compress_lens=compress_lens, compress_seq_offsets=compress_seq_offsets, seq_lens=seq_lens)
     check(cache_mode in (None, "Norm", "PA_NZ"), op, "cache_mode", f"{cache_mode!r} is not one of Norm, PA_NZ")
-    if cache_mode == "PA_NZ":
-        raise unsupported(op, "cache_mode", cache_mode)
     check_dtype(op, "slot_mapping", slot_mapping, (torch.int32, torch.int64))
     check_rank(op, "slot_mapping", slot_mapping, 1)
     for name, tensor in (("key", key), ("value", value), ("slot_mapping", slot_mapping)):
         check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
-    _store_all(op, key, value, key_cache, value_cache, slot_mapping, "slot_mapping")
+    if cache_mode == "PA_NZ":
+        for name, rows, cache in (("key", key, key_cache), ("value", value, value_cache)):
+            _store_fractal(op, name, rows, cache, slot_mapping)
+    else:
+        _store_all(op, key, value, key_cache, value_cache, slot_mapping, "slot_mapping")
+
+
+def _store_fractal(op: str, name: str, rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write ``rows`` [T, N, D] to the ``slots`` [T] of a cache in "PA_NZ"."""
+    check_rank(op, name, rows, 3)
+    check_dtype(op, name, rows, (torch.int8, torch.float16, torch.bfloat16))
+    check(rows.dtype == cache.dtype, op, name, f"dtype {rows.dtype} must equal the cache's {cache.dtype}")
+    check(rows.shape[0] == slots.shape[0], op, name, f"{rows.shape[0]} rows for {slots.shape[0]} slots")
+    (heads, width), part = rows.shape[1:], FRACTAL_BYTES // rows.element_size()
+    check(width % part == 0, op, name, f"heads of {width} elements are no multiple of {part}")
+    check_rank(op, f"{name}_cache", cache, 5)
+    check(cache.is_contiguous(), op, f"{name}_cache", f"strides {cache.stride()} must be contiguous")
+    blocks, size = cache.shape[0], cache.shape[3]
+    wanted = (blocks, heads, width // part, size, part)
+    check(tuple(cache.shape) == wanted, op, f"{name}_cache", f"shape {tuple(cache.shape)} must be {wanted}")
+    beyond = slots[slots >= blocks * size]
+    check(beyond.numel() == 0, op, "slot_mapping", f"{beyond.tolist()[:8]} lie past the cache's {blocks * size} slots")
+    kept = slots >= 0
+    at = slots[kept].long()
+    cache.permute(0, 3, 1, 2, 4)[at // size, at % size] = rows[kept].view(-1, heads, width // part, part)
 
 
 def npu_format_cast(

@@ -107,7 +107,8 @@ class PagedKeys:
     Args:
         op: the operator, for errors.
         cache: [blocks, block_size, kv_heads * D] or [blocks, block_size, kv_heads, D]; [blocks,
-            kv_heads, block_size, D] with ``head_major``.
+            kv_heads, block_size, D] with ``head_major``; [blocks, kv_heads, D / n, block_size, n]
+            in the format of npu_scatter_pa_kv_cache.
         table: int32 [sequences, blocks per sequence].
         kv_heads, head_major: of the cache.
     """
@@ -118,7 +119,10 @@ class PagedKeys:
         self._op = op
         self._table = table
         self._host_table = table.cpu()
-        self._blocks = cache.transpose(1, 2) if head_major else cache.view(*cache.shape[:2], kv_heads, -1)
+        if cache.dim() == 5:
+            self._blocks = cache.permute(0, 3, 1, 2, 4)
+        else:
+            self._blocks = cache.transpose(1, 2) if head_major else cache.view(*cache.shape[:2], kv_heads, -1)
         self.block_size = self._blocks.shape[1]
 
     def of(self, sequence: int, length: int) -> torch.Tensor:
@@ -133,7 +137,7 @@ class PagedKeys:
         outside = ids[(ids < 0) | (ids >= self._blocks.shape[0])]
         check(outside.numel() == 0, self._op, "block_table",
               f"sequence {sequence} names blocks {outside.tolist()[:8]}; the cache has {self._blocks.shape[0]}")
-        return self._blocks.index_select(0, self._table[sequence, :count]).flatten(0, 1)[:length]
+        return self._blocks.index_select(0, self._table[sequence, :count]).flatten(0, 1)[:length].flatten(2)
 
 
 def check_heads(op: str, heads: int, kv_heads: int) -> int:

@@ -9,6 +9,7 @@ import torch
 
 from vllm_ascend_hsx.emulator.ops.attention.definition import PagedKeys, check_heads
 from vllm_ascend_hsx.emulator.ops.attention.fused_call import FusedCall
+from vllm_ascend_hsx.emulator.ops.attention.int8_keys import int8_attention
 from vllm_ascend_hsx.emulator.ops.attention.latent import latent_attention
 from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_blocks, check_dtype, check_rank, refuse_options, unsupported
 
@@ -75,9 +76,9 @@ def _fused(call: FusedCall) -> Results:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_dtype(op, name, tensor, FLOATS)
         check(tensor.dtype == query.dtype, op, name, f"dtype {tensor.dtype} must equal query's {query.dtype}")
-        if table is None or name == "query":
+        if name == "query":
             check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
-        else:
+        elif table is not None:  # without a table CANN copies what has gaps (AutoContiguous)
             check_blocks(op, name, tensor)
     check(call.inner_precise in (0, 1, 2, 3), op, "inner_precise", f"{call.inner_precise} is not one of 0, 1, 2, 3")
     check_rank(op, "query", query, 3)
@@ -100,7 +101,10 @@ def _fused(call: FusedCall) -> Results:
 def _infer(call: FusedCall) -> Results:
     _check_mask(call.op, call.mask, call.sparse_mode)
     latent = call.query_rope is not None or call.key_rope is not None
-    out, lse = latent_attention(call) if latent else _fused(call)
+    if call.key_scale is not None or call.value_scale is not None:
+        out, lse = int8_attention(call)
+    else:
+        out, lse = latent_attention(call) if latent else _fused(call)
     return out, lse if call.with_lse else lse.new_empty(0)
 
 
@@ -126,6 +130,8 @@ def npu_fused_infer_attention_score(
     inner_precise: int = 0,
     block_size: int = 0,
     softmax_lse_flag: bool = False,
+    key_antiquant_scale: torch.Tensor | None = None,
+    value_antiquant_scale: torch.Tensor | None = None,
     **quantisation_and_prefix: object,
 ) -> Results:
     """Compute attention of many sequences laid end to end (layout TND).
@@ -143,6 +149,7 @@ def npu_fused_infer_attention_score(
             sequence.
         block_table: int32 [sequences, n], or None.
         query_rope, key_rope: see latent.py.
+        key_antiquant_scale, value_antiquant_scale: see int8_keys.py.
         sparse_mode: 0, 2, 3 or 4; see attention.band_of.
         pre_tokens, next_tokens: the window in sparse mode 4; ignored in the other modes, as on
             hardware.
@@ -156,6 +163,7 @@ def npu_fused_infer_attention_score(
     return _infer(FusedCall(
         op, query, key, value, query_rope, key_rope, atten_mask, actual_seq_lengths, actual_seq_lengths_kv, block_table, num_heads,
         num_key_value_heads, scale, pre_tokens, next_tokens, input_layout, sparse_mode, inner_precise, block_size, softmax_lse_flag,
+        None, key_antiquant_scale, value_antiquant_scale,
     ))
 
 

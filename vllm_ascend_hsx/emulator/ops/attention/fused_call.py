@@ -34,6 +34,8 @@ class FusedCall:
     block_size: int
     with_lse: bool
     sink: torch.Tensor | None = None
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
 
     def query_spans(self, rows: int) -> list[tuple[int, int]]:
         """Return the rows [first, end) of each sequence, of ``rows`` in all."""
