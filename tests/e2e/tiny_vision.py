@@ -153,7 +153,7 @@ def picture(seed: int, unit: int) -> Image.Image:
 
 
 def mark(seed: int) -> list[int]:
-    """Return an image in a prompt as a client sends it, after a token that tells which one it is."""
+    """Return an image in a prompt as clients send it, after a token that tells which one it is."""
     return [_FIRST_MARK + seed, VISION_START, IMAGE_PAD, VISION_END]
 
 

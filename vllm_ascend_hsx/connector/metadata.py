@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class RequestStart:
         max_output_rows: most rows of generated tokens.
         arrived_ns: when the API server received it, in nanoseconds since the epoch; None if that is
             not known. Of two requests for one path the later one's rows stay.
+        placeholders: of the images in the prompt.
     """
 
     request_id: str
@@ -33,6 +37,19 @@ class RequestStart:
     include_output: bool = False
     max_output_rows: int = 0
     arrived_ns: int | None = None
+    placeholders: tuple[Placeholder, ...] = ()
+
+
+def placeholders_in(request: Any) -> tuple[Placeholder, ...]:
+    """Return where the images of a request are in its prompt, whose tokens vLLM has expanded.
+
+    A range has all tokens of an image, also those that a model puts among its features.
+
+    Args:
+        request: vllm.v1.request.Request; `mm_features` describes its images.
+    """
+    places = [(item.modality, item.mm_position) for item in request.mm_features]
+    return tuple(sorted((Placeholder(modality, place.offset, place.length) for modality, place in places), key=lambda each: each.start))
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,8 @@ def resize(
 
 def normalize(inpt: torch.Tensor, mean: Sequence[float], std: Sequence[float], inplace: bool = False) -> torch.Tensor:
     """Return (image - mean) / std for images [..., channels, height, width]."""
-    mean, std = (torch.as_tensor(each, dtype=inpt.dtype).view(-1, 1, 1) for each in (mean, std))
-    normal = (inpt - mean) / std
+    center, scale = (torch.as_tensor(each, dtype=inpt.dtype).view(-1, 1, 1) for each in (mean, std))
+    normal = (inpt - center) / scale
     return inpt.copy_(normal) if inplace else normal
 
 
@@ -160,7 +160,7 @@ class _TorchvisionFinder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         vars(module).update(__version__="0.0.0", InterpolationMode=InterpolationMode)
         if module.__name__ == "torchvision.transforms.v2":
-            module.functional = importlib.import_module(_IMAGES)
+            vars(module).update(functional=importlib.import_module(_IMAGES))
         elif module.__name__ == _IMAGES:
             vars(module).update(pil_to_tensor=pil_to_tensor, resize=resize, normalize=normalize)
 

@@ -102,7 +102,7 @@ class DirectorySink(Sink):
 
     def make_data(self, file: RequestFile) -> DataFile:
         """Make the hidden file of a request whose first rows have arrived. Raises OSError."""
-        session, layout = file.session, FileLayout(self.row_format, file.request_id, file.arrived_ns)
+        session, layout = file.session, FileLayout(self.row_format, file.request_id, file.arrived_ns, file.placeholders)
         place = session.workspace, session.new_name(file.name), file.gid
         return DataFile(*place, layout, self.options, file.expected_tokens, session.filesystem)
 

@@ -43,7 +43,7 @@ class ShardSink(DirectorySink):
 
     def make_data(self, file: RequestFile) -> DataFile:
         session, hidden = file.session, self.shards_of(file.session).hidden_file()
-        layout = FileLayout(self.row_format, file.request_id, file.arrived_ns)
+        layout = FileLayout(self.row_format, file.request_id, file.arrived_ns, file.placeholders)
         return DataFile(session.workspace, hidden, -1, layout, self._file_options, file.expected_tokens, session.filesystem)
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
