@@ -84,7 +84,8 @@ def an_image_first_last_and_alone(play: Play) -> None:
 
 
 def several_images_of_different_sizes(play: Play) -> None:
-    play.add([*tokens(4), *mark(OF_12), *tokens(2), *mark(OF_20), *mark(OF_12 + 6), *tokens(9)], name="three", max_tokens=9, expect="output")
+    three = [*tokens(4), *mark(OF_12), *tokens(2), *mark(OF_20), *mark(OF_12 + 6), *tokens(9)]
+    play.add(three, name="three", max_tokens=9, expect="output")
 
 
 def a_chunk_ends_within_an_image(play: Play) -> None:
@@ -158,3 +159,75 @@ def test_rows_and_placeholders_are_right_when(
     playing = Play(stage_of(stages, references, name), references[name])
     play(playing)
     playing.check()
+
+
+def test_a_video_is_refused_with_the_reason_and_the_request_generates(stages: Stages, references: dict[str, VisionReference]) -> None:
+    """Given as its embeddings, because the emulated set-up cannot read videos."""
+    stage = stage_of(stages, references, "qwen2_5_vl")
+    prompt = [*tokens(5), VISION_START, VIDEO_PAD, VISION_END, *tokens(4)]
+    video = stage.add(prompt, name="video", expect="nothing", max_tokens=3, options={"clip": [6, 512]})
+    stage.drain()
+    assert video.kv_transfer_params == {
+        "hidden_states_error": "a prompt with video is not extracted; of media, only images are supported"
+    }
+    assert len(video.tokens) == 3
+    stage.check()
+
+
+def test_rows_are_those_that_the_next_layer_reads_where_qwen3_vl_adds_visual_features(references: dict[str, VisionReference]) -> None:
+    """transformers' own hidden_states are those before the addition, as the file format says."""
+    reference = references["qwen3_vl"]
+    prompt, ((_, start, length),) = reference.expand([*tokens(4), *mark(OF_12), *tokens(4)])
+    rows, theirs = reference.rows(prompt, range(4)), reference.hidden_states(prompt)
+    image = torch.zeros(len(prompt), dtype=torch.bool)
+    image[start : start + length] = True
+    for layer_id in range(4):
+        differs = (rows[:, layer_id] - theirs[layer_id]).abs().amax(-1) > 0.1
+        assert torch.equal(differs, image if layer_id in (1, 2) else torch.zeros_like(image)), layer_id
+
+
+# Over HTTP
+
+
+def part(seed: int, unit: int) -> list[dict[str, Any]]:
+    """Return an image and the text that tells which one it is, as parts of a message."""
+    data = io.BytesIO()
+    picture(seed, unit).save(data, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+    return [{"type": "text", "text": f"<|unused_{mark(seed)[0]}|>"}, {"type": "image_url", "image_url": {"url": url}}]
+
+
+def assert_right(states: HiddenStates, reference: VisionReference, sizes: Sequence[int]) -> None:
+    """Compare a file with the images that its tokens name, of `sizes` tokens."""
+    token_ids = states.token_ids.tolist()
+    starts = [row + 1 for row, token in enumerate(token_ids) if token == VISION_START]
+    assert states.placeholders == [("image", start, size) for start, size in zip(starts, sizes, strict=True)]
+    assert (states.hidden_states.double() - reference.rows(token_ids, LAYER_IDS)).abs().max() <= EXACT
+
+
+def test_chats_with_images_are_extracted_over_http_and_by_hsx_generate(references: dict[str, VisionReference], tmp_path: Path) -> None:
+    reference = references["qwen3_vl"]
+    text = {"type": "text", "text": "What is the capital of France?"}
+    chats = [
+        [{"role": "user", "content": [*part(OF_81, reference.unit), text]}],
+        [{"role": "user", "content": [text, *part(OF_12, reference.unit), *part(OF_20, reference.unit)]}],
+        [{"role": "user", "content": "No image."}],
+    ]
+    sizes = [[81], [12, 20], []]
+    extra = ("--dtype", "float32", "--limit-mm-per-prompt", json.dumps(NO_VIDEOS["limit_mm_per_prompt"]))
+    connector = {"allow_custom_save_path": True}
+    with tiny_server(tmp_path, reference.model, LAYER_IDS, connector=connector, extra=extra, expert_parallel=False) as server:
+        server.wait_ready(START_SECONDS)
+        for messages, expected in zip(chats, sizes, strict=True):
+            body = {"model": str(reference.model), "messages": messages, "max_tokens": 2, "temperature": 0, "return_token_ids": True}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120).raise_for_status().json()
+            states = load(answer["kv_transfer_params"]["hidden_states_path"])
+            assert states.token_ids.tolist() == answer["prompt_token_ids"]
+            assert_right(states, reference, expected)
+        data, output = tmp_path / "chats.jsonl", tmp_path / "hidden_states" / "rows"
+        data.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats))
+        arguments = ("generate", "--data", str(data), "--output", str(output), "--endpoint", server.url, "--validate")
+        code, printed = run_module("vllm_ascend_hsx.cli.main", *arguments)
+        assert code == 0, printed
+    for row, expected in enumerate(sizes):
+        assert_right(load(output / f"hs_{row}.safetensors"), reference, expected)

@@ -191,9 +191,17 @@ class VisionReference(Reference):
     def _images(self, token_ids: Sequence[int]) -> Any:
         return self._processor([picture(seed, self.unit) for seed in seeds_in(token_ids)], return_tensors="pt")
 
+    def hidden_states(self, token_ids: Sequence[int]) -> list[torch.Tensor]:
+        """Return transformers' own hidden states of a prompt, [tokens, hidden] for each layer."""
+        with torch.no_grad():
+            output = self._target(torch.tensor([token_ids]), **self._inputs(token_ids), output_hidden_states=True, use_cache=False)
+        return [each[0] for each in output.hidden_states]
+
+    def _inputs(self, token_ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        if IMAGE_PAD not in token_ids:
+            return {}
+        images = {**self._images(token_ids), "mm_token_type_ids": (torch.tensor([token_ids]) == IMAGE_PAD).int()}
+        return {**images, "pixel_values": images["pixel_values"].to(self._target.dtype)}
+
     def _compute(self, token_ids: Sequence[int]) -> torch.Tensor:
-        images: dict[str, torch.Tensor] = {}
-        if IMAGE_PAD in token_ids:
-            images = {**self._images(token_ids), "mm_token_type_ids": (torch.tensor([token_ids]) == IMAGE_PAD).int()}
-            images["pixel_values"] = images["pixel_values"].to(self._target.dtype)
-        return hidden_states_of(self._target, token_ids, self._layer_ids, **images)
+        return hidden_states_of(self._target, token_ids, self._layer_ids, **self._inputs(token_ids))

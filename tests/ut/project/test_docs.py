@@ -24,6 +24,7 @@ from vllm_ascend_hsx.cli import generate, plan, serve
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.reader.load import HiddenStates, load
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -230,12 +231,13 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
     for row_format in (FORMAT, replace(FORMAT, quantization="fp8", weights="0123456789abcdef" * 2, basis="model")):
         with FileSink(tmp_path, row_format) as sink:
             file = sink.open("one", path, arrived_ns=1 if row_format.basis else None)
+            file.placeholders = [Placeholder("image", 1, 2)] if row_format.basis else ()
             file.write(0, make_rows(0, 5))
             file.commit(token_ids(5), num_prompt_tokens=4)
         of_files.append(load(path, verify=True).metadata)
     plain, metadata = of_files
     assert keys("metadata") == list(metadata)
-    assert [key for key in metadata if key not in ("quantization", "weights", "basis", "arrived_ns")] == list(plain)
+    assert [key for key in metadata if key not in ("quantization", "weights", "basis", "arrived_ns", "placeholders")] == list(plain)
     assert "format version 2." in page("file-format.md") and metadata["format_version"] == "2"
     for key in ("format_version", "producer", "quantization", "checksum_algorithm"):
         assert f"| `{key}` | `{metadata[key]}`" in page("file-format.md")
