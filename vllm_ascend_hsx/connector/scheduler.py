@@ -11,13 +11,7 @@ import numpy as np
 
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad
 from vllm_ascend_hsx.connector.limits import RefusalLog, RequestLimits
-from vllm_ascend_hsx.connector.metadata import (
-    HsxConnectorMetadata,
-    RequestEnd,
-    RequestStart,
-    WorkerReport,
-    placeholders_in,
-)
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport, placeholders_in
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
 from vllm_ascend_hsx.connector.storage_watch import Reminder
 from vllm_ascend_hsx.protocol.api import (
