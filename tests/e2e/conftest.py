@@ -17,6 +17,7 @@ LONGEST = (
     "test_speculators.py",
     "test_scenarios.py",
     "test_hybrid_targets.py",
+    "test_vision_targets.py",
     "test_tensor_parallel.py",
     "test_expert_communication.py",
     "test_any_traffic.py",

@@ -25,6 +25,7 @@ def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
         kv_transfer_params=None,
         pooling_params=None,
         resumable=False,
+        mm_features=[],
         priority=0,
         arrival_time=0.0,
         skip_reading_prefix_cache=False,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -19,10 +21,18 @@ def rows_of(tokens: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(tokens, *FORMAT.row_shape, generator=generator) * scale).bfloat16()
 
 
-def write(directory: Path, name: str, rows: torch.Tensor, prompt: int | None = None, options: FileOptions | None = None) -> Path:
+def write(
+    directory: Path,
+    name: str,
+    rows: torch.Tensor,
+    prompt: int | None = None,
+    options: FileOptions | None = None,
+    images: Sequence[Placeholder] = (),
+) -> Path:
     row_format = RowFormat(tuple(range(1, rows.shape[1] + 1)), rows.shape[2], "BF16") if rows.shape[1:] != FORMAT.row_shape else FORMAT
     with FileSink(directory, row_format, options or FileOptions()) as sink:
         file = sink.open(name, directory / f"{name}.safetensors", len(rows))
+        file.placeholders = images
         if len(rows):
             file.write(0, rows.contiguous().view(torch.uint8).numpy())
         file.commit(np.arange(len(rows), dtype=np.int64), len(rows) if prompt is None else prompt)

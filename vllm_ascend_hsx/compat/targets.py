@@ -21,8 +21,10 @@ SHOWN = (
     "DeepseekV3ForCausalLM",
     "GptOssForCausalLM",
     "MiniMaxM2ForCausalLM",
+    "Qwen2_5_VLForConditionalGeneration",
     "Qwen3ForCausalLM",
     "Qwen3NextForCausalLM",
+    "Qwen3VLForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
 

@@ -61,6 +61,7 @@ class Extraction:
         self._prompt = start.token_ids
         self._arrived_ns = start.arrived_ns
         self._lora = start.lora
+        self._placeholders = start.placeholders
         self._include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
@@ -103,6 +104,7 @@ class Extraction:
             with self._mutex:
                 self._file, self._opened, failed = file, file, self._failure is not None
                 file.later_failure = self._later_failure
+                file.placeholders = self._placeholders
             if failed:
                 self.stop()
         finally:

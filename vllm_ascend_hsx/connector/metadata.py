@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
+
 
 @dataclass(frozen=True)
 class RequestStart:
@@ -26,6 +28,7 @@ class RequestStart:
         arrived_ns: when the API server received it, in nanoseconds since the epoch; None if that is
             not known. Of two requests for one path the later one's rows stay.
         lora: vllm.lora.request.LoRARequest of its adapter; None without one.
+        placeholders: of the images in the prompt.
     """
 
     request_id: str
@@ -36,6 +39,19 @@ class RequestStart:
     max_output_rows: int = 0
     arrived_ns: int | None = None
     lora: Any = None
+    placeholders: tuple[Placeholder, ...] = ()
+
+
+def placeholders_in(request: Any) -> tuple[Placeholder, ...]:
+    """Return where the images of a request are in its prompt, whose tokens vLLM has expanded.
+
+    A range has all tokens of an image, also those that a model puts among its features.
+
+    Args:
+        request: vllm.v1.request.Request; `mm_features` describes its images.
+    """
+    places = [(item.modality, item.mm_position) for item in request.mm_features]
+    return tuple(sorted((Placeholder(modality, place.offset, place.length) for modality, place in places), key=lambda each: each.start))
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,7 @@ import numpy as np
 
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad
 from vllm_ascend_hsx.connector.limits import RefusalLog, RequestLimits
-from vllm_ascend_hsx.connector.metadata import (
-    HsxConnectorMetadata,
-    RequestEnd,
-    RequestStart,
-    WorkerReport,
-)
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport, placeholders_in
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
 from vllm_ascend_hsx.connector.storage_watch import Reminder
 from vllm_ascend_hsx.protocol.api import (
@@ -28,6 +23,7 @@ from vllm_ascend_hsx.protocol.api import (
     path_in_use,
     read_params,
 )
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.request_ids import split_id
 from vllm_ascend_hsx.sinks.destination import Destination
 
@@ -47,6 +43,7 @@ class _Request:
     max_output_rows: int
     include_output: bool
     arrived_ns: int
+    placeholders: tuple[Placeholder, ...]
     owner: int | None = None
     error: str | None = None
     decided: bool = False
@@ -127,6 +124,7 @@ class ExtractionScheduler:
                 output_rows,
                 params.include_output,
                 int(request.arrival_time * 1e9),
+                placeholders_in(request),
                 predecessor=self._writing.get(path),
             )
             # Rows of a cached prefix would not be computed. Other requests keep using the prefix
@@ -136,6 +134,8 @@ class ExtractionScheduler:
     def _refusal(self, request: Any, params: RequestParams, path: str, num_rows: int) -> str | None:
         if request.prompt_token_ids is None:
             return "prompt_embeds have no token ids to store; send token ids or text"
+        if others := {item.modality for item in request.mm_features} - {"image"}:
+            return f"a prompt with {' and '.join(sorted(others))} is not extracted; of media, only images are supported"
         if request.resumable:
             return "streaming input is not supported; send the whole prompt at once"
         if params.path is not None and not set(split_id(request.request_id)[1]) <= {"", "0"}:
@@ -235,6 +235,7 @@ class ExtractionScheduler:
                         request.max_output_rows,
                         request.arrived_ns,
                         new.lora_request,
+                        request.placeholders,
                     )
                 )
         for request_id, rank in promised.items():  # did not fit into the KV cache

@@ -25,9 +25,14 @@ def reference_hidden_states(
     return hidden_states_of(_load(str(model_dir), dtype or torch.float32), token_ids, layer_ids)
 
 
-def hidden_states_of(model: Any, token_ids: Sequence[int], layer_ids: Sequence[int]) -> torch.Tensor:
-    """Return the rows of a model of transformers. Otherwise like reference_hidden_states."""
-    layers = model.get_decoder().layers
+def hidden_states_of(model: Any, token_ids: Sequence[int], layer_ids: Sequence[int], **images: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a model of transformers. Otherwise like reference_hidden_states.
+
+    `images` are what the model's processor makes of them. Row i is what layer i reads, or the final
+    norm after the last one: Qwen3-VL adds visual features between its first layers.
+    """
+    decoder = model.get_decoder()
+    layers = decoder.layers
     wrong = [i for i in layer_ids if not 0 <= i <= len(layers)]
     if wrong:
         raise ValueError(f"layer ids {wrong}: {model.config.name_or_path} has {len(layers)} layers; choose from 0 to {len(layers)}")
@@ -36,20 +41,18 @@ def hidden_states_of(model: Any, token_ids: Sequence[int], layer_ids: Sequence[i
     stream: dict[int, torch.Tensor] = {}
 
     # Hooks, because output_hidden_states returns the last layer after the final norm.
-    def keep_input(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stream[0] = (args[0] if args else kwargs["hidden_states"])[0]
-
-    def keep_output(index: int) -> Any:
-        def hook(_module: torch.nn.Module, _args: tuple[Any, ...], output: Any) -> None:
-            stream[index] = (output[0] if isinstance(output, tuple) else output)[0]
+    def keep_input(index: int) -> Any:
+        def hook(_module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            stream[index] = (args[0] if args else kwargs["hidden_states"])[0]
 
         return hook
 
-    handles = [layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)]
-    handles += [layer.register_forward_hook(keep_output(index + 1)) for index, layer in enumerate(layers)]
+    handles = [
+        reader.register_forward_pre_hook(keep_input(index), with_kwargs=True) for index, reader in enumerate([*layers, decoder.norm])
+    ]
     try:
         with torch.no_grad():
-            model(input_ids=torch.tensor([list(token_ids)]), use_cache=False)
+            model(input_ids=torch.tensor([list(token_ids)]), use_cache=False, **images)
     finally:
         for handle in handles:
             handle.remove()

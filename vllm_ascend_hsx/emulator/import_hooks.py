@@ -9,6 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
 
 from vllm_ascend_hsx.emulator.missing import NotEmulated
 
@@ -94,11 +98,53 @@ class InterpolationMode(enum.Enum):
     LANCZOS = "lanczos"
 
 
+def pil_to_tensor(pic: Any) -> torch.Tensor:
+    """Return a PIL image as uint8 [channels, height, width]."""
+    pixels = torch.from_numpy(np.array(pic))
+    return pixels.unsqueeze(0) if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+
+
+def resize(
+    inpt: torch.Tensor,
+    size: Sequence[int],
+    interpolation: InterpolationMode = InterpolationMode.BILINEAR,
+    max_size: int | None = None,
+    antialias: bool = True,
+) -> torch.Tensor:
+    """Return images [..., channels, height, width] in another height and width.
+
+    As torchvision 0.28.0 does with PyTorch's interpolation (transforms/v2/functional/_geometry.py).
+
+    Raises:
+        NotImplementedError: neither bilinear nor bicubic; or one size is given for both.
+    """
+    smooth = interpolation in (InterpolationMode.BILINEAR, InterpolationMode.BICUBIC)
+    if not smooth or len(size) != 2 or max_size is not None:
+        raise NotImplementedError(f"torchvision's resize to {size} by {interpolation} is not implemented by the emulated NPU")
+    if tuple(inpt.shape[-2:]) == tuple(size):
+        return inpt
+    images = inpt.reshape(-1, *inpt.shape[-3:]).float()
+    resized = torch.nn.functional.interpolate(images, tuple(size), mode=interpolation.value, align_corners=False, antialias=antialias)
+    if not inpt.is_floating_point():
+        resized = resized.round().clamp(0, 255)
+    return resized.to(inpt.dtype).reshape(*inpt.shape[:-2], *size)
+
+
+def normalize(inpt: torch.Tensor, mean: Sequence[float], std: Sequence[float], inplace: bool = False) -> torch.Tensor:
+    """Return (image - mean) / std for images [..., channels, height, width]."""
+    center, scale = (torch.as_tensor(each, dtype=inpt.dtype).view(-1, 1, 1) for each in (mean, std))
+    normal = (inpt - center) / scale
+    return inpt.copy_(normal) if inplace else normal
+
+
 class _Stub(ModuleType):
     def __getattr__(self, name: str) -> NotEmulated:
         if name.startswith("__") or f"{self.__name__}.{name}" in REMOVED:
             raise AttributeError(name)
         return NotEmulated(f"{self.__name__}.{name}")
+
+
+_IMAGES = "torchvision.transforms.v2.functional"
 
 
 class _TorchvisionFinder(MetaPathFinder, Loader):
@@ -113,13 +159,18 @@ class _TorchvisionFinder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module).update(__version__="0.0.0", InterpolationMode=InterpolationMode)
+        if module.__name__ == "torchvision.transforms.v2":
+            vars(module).update(functional=importlib.import_module(_IMAGES))
+        elif module.__name__ == _IMAGES:
+            vars(module).update(pil_to_tensor=pil_to_tensor, resize=resize, normalize=normalize)
 
 
 def stand_in_for_torchvision() -> None:
-    """Provide ``torchvision`` if it is not installed; its names raise errors when they are used.
+    """Provide ``torchvision`` if it is not installed, without most of its functions.
 
     transformers and vLLM import it even for text-only models, and a torchvision built for another
-    torch would break those imports.
+    torch would break those imports. What transformers' processors do with images is there; all
+    other names raise errors when they are used.
     """
     if importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_TorchvisionFinder())

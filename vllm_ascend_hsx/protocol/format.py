@@ -6,7 +6,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.checksum import ALGORITHM, BLANK
+from vllm_ascend_hsx.protocol.placeholders import Placeholder, encode_placeholders, placeholders_of
 from vllm_ascend_hsx.protocol.rows import RowFormat, TokenIds
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
 
@@ -81,16 +82,16 @@ class Header:
 
 
 class FileLayout:
-    """Offsets in one request's file: header space, rows by position, token ids and scales.
+    """Offsets in one request's file: header space, rows by position, token ids and scales."""
 
-    `arrived_ns` is for the metadata: when the request arrived, since the epoch; None if unknown.
-    """
-
-    def __init__(self, row_format: RowFormat, request_id: str, arrived_ns: int | None = None) -> None:
+    def __init__(
+        self, row_format: RowFormat, request_id: str, arrived_ns: int | None = None, placeholders: Sequence[Placeholder] = ()
+    ) -> None:
         self._row_format = row_format
         self._request_id = request_id
-        self._arrived_ns = arrived_ns
-        needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(valid_unicode(request_id))) + _LATE_BYTES
+        self._late = arrived_ns, tuple(placeholders)
+        of_request = [valid_unicode(request_id), encode_placeholders(placeholders)]
+        needed = _LENGTH.size + _fixed_bytes(row_format) + len(_ENCODER.encode(of_request)) + _LATE_BYTES
         self.data_start = -(-needed // PAGE) * PAGE
 
     def row_offset(self, position: int) -> int:
@@ -122,7 +123,7 @@ class FileLayout:
             num_prompt_tokens: number of rows of the prompt.
             checksum: whether to reserve space for a checksum, which `Digest.stamp` fills in.
         """
-        text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum, self._arrived_ns)
+        text = _header_json(self._row_format, self._request_id, tokens, num_prompt_tokens, checksum, *self._late)
         size = self.data_start - _LENGTH.size
         assert len(text) <= size, f"header of {len(text)} bytes does not fit in the {size} reserved"
         return _LENGTH.pack(size) + text.ljust(size)
@@ -134,13 +135,11 @@ def _fixed_bytes(row_format: RowFormat) -> int:
     return len(_header_json(row_format, "", 0, 0, False))
 
 
-def _header_json(
-    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool, arrived_ns: int | None = None
-) -> bytes:
+def _header_json(row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool, *late: Any) -> bytes:
     rows_end = tokens * row_format.stored_row_bytes
     ids_end = rows_end + tokens * _TOKEN_ID_BYTES
     header: dict[str, Any] = {
-        "__metadata__": metadata_of(row_format, request_id, tokens, num_prompt_tokens, checksum, arrived_ns),
+        "__metadata__": metadata_of(row_format, request_id, tokens, num_prompt_tokens, checksum, *late),
         HIDDEN_STATES: {
             "dtype": row_format.stored_dtype,
             "shape": [tokens, *row_format.row_shape],
@@ -162,7 +161,13 @@ def _header_json(
 
 
 def metadata_of(
-    row_format: RowFormat, request_id: str, tokens: int, num_prompt_tokens: int, checksum: bool, arrived_ns: int | None = None
+    row_format: RowFormat,
+    request_id: str,
+    tokens: int,
+    num_prompt_tokens: int,
+    checksum: bool,
+    arrived_ns: int | None = None,
+    placeholders: Sequence[Placeholder] = (),
 ) -> dict[str, str]:
     """Return the metadata of a request's rows, wherever they are stored.
 
@@ -173,6 +178,7 @@ def metadata_of(
         num_prompt_tokens: number of rows of the prompt.
         checksum: whether to reserve space for a checksum, which `Digest.stamp` fills in.
         arrived_ns: when the request arrived, since the epoch; None if unknown.
+        placeholders: of the images in the prompt.
     """
     return {
         **_fixed_metadata(row_format),
@@ -180,6 +186,7 @@ def metadata_of(
         "num_output_tokens": str(tokens - num_prompt_tokens),
         "request_id": valid_unicode(request_id),
         **({} if arrived_ns is None else {ARRIVED: str(arrived_ns)}),
+        **encode_placeholders(placeholders),
         **({"checksum_algorithm": ALGORITHM, "checksum": BLANK} if checksum else {}),
     }
 
@@ -286,6 +293,7 @@ def check_metadata(value: object) -> dict[str, str]:
         raise ValueError(f"format_version={_short(version)} is unknown to this version of {PRODUCER}")
     layer_ids_of(value)
     num_prompt_tokens_of(value)
+    placeholders_of(value)
     return value
 
 

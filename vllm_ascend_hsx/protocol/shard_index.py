@@ -16,6 +16,7 @@ from vllm_ascend_hsx.protocol.checksum import Digest
 from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_all
 from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, PRODUCER, FormatError, layer_ids_of, read_header
 from vllm_ascend_hsx.protocol.names import INDEX, REMOVED, parse_shard_name, path_refusal
+from vllm_ascend_hsx.protocol.placeholders import PLACEHOLDERS
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
 from vllm_ascend_hsx.protocol.tar import BLOCK, is_headed, round_up
 
@@ -27,7 +28,7 @@ INDEX_MAX = 256 << 20
 # Metadata of a member that differ between the members of a shard.
 _OF_ONE = (
     "format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "arrived_ns",
-    "lora", "lora_weights", "checksum",
+    "lora", "lora_weights", "checksum", PLACEHOLDERS,
 )  # fmt: skip
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _TICK_NS = 50_000_000  # largest lag of a filesystem's clock against the system's

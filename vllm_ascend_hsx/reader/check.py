@@ -25,9 +25,9 @@ from vllm_ascend_hsx.protocol.format import (
     layer_ids_of,
     num_prompt_tokens_of,
 )
-from vllm_ascend_hsx.reader.load import HiddenStatesError, checked, checksum_difference, model_dtype
+from vllm_ascend_hsx.reader.load import HiddenStatesError, checked, checksum_difference
 from vllm_ascend_hsx.reader.shards import Place
-from vllm_ascend_hsx.reader.tensors import LEAST_SCALE, dequantized, dtype_name, read_at, torch_dtype
+from vllm_ascend_hsx.reader.tensors import LEAST_SCALE, dequantized, dtype_name, model_dtype, read_at, torch_dtype
 
 Numbers = npt.NDArray[Any]
 

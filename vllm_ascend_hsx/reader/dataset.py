@@ -32,6 +32,7 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
         hidden_states: [tokens, layers, hidden]. Quantised rows are dequantised.
         token_ids: int64 [tokens].
         is_output: bool [tokens], true for generated tokens.
+        is_placeholder: bool [tokens], true for the tokens of images.
         path: the file.
 
     Raises:
@@ -82,7 +83,16 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
             rows = rows.to(self._dtype)
         has_output = "num_prompt_tokens" in states.metadata
         prompt = states.num_prompt_tokens if has_output else len(states.token_ids)
-        return {"hidden_states": rows, "token_ids": token_ids, "is_output": torch.arange(len(token_ids)) >= prompt, "path": str(path)}
+        is_placeholder = torch.zeros(len(token_ids), dtype=torch.bool)
+        for _, start, length in states.placeholders:
+            is_placeholder[start : start + length] = True
+        return {
+            "hidden_states": rows,
+            "token_ids": token_ids,
+            "is_output": torch.arange(len(token_ids)) >= prompt,
+            "is_placeholder": is_placeholder,
+            "path": str(path),
+        }
 
 
 def _columns(path: Path, states: HiddenStates, wanted: Sequence[int]) -> list[int]:
@@ -104,9 +114,9 @@ def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
         items: at least one item of a HiddenStatesDataset, all with the same layers.
 
     Returns:
-        hidden_states [batch, longest, layers, hidden], token_ids int64 [batch, longest], is_output
-        and attention_mask bool [batch, longest] (true for tokens, false for padding), lengths int64
-        [batch], paths.
+        hidden_states [batch, longest, layers, hidden], token_ids int64 [batch, longest], is_output,
+        is_placeholder and attention_mask bool [batch, longest] (true for tokens, false for
+        padding), lengths int64 [batch], paths.
     """
     lengths = torch.tensor([len(item["token_ids"]) for item in items])
 
@@ -114,7 +124,7 @@ def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return torch.nn.utils.rnn.pad_sequence([item[key] for item in items], batch_first=True)
 
     return {
-        **{key: padded(key) for key in ("hidden_states", "token_ids", "is_output")},
+        **{key: padded(key) for key in ("hidden_states", "token_ids", "is_output", "is_placeholder")},
         "attention_mask": torch.arange(int(lengths.max())) < lengths.unsqueeze(1),
         "lengths": lengths,
         "paths": [item["path"] for item in items],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -30,16 +30,16 @@ from vllm_ascend_hsx.protocol.format import (
     read_header,
 )
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.placeholders import Placeholder, placeholders_of
 from vllm_ascend_hsx.protocol.request_ids import belongs_to
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
 from vllm_ascend_hsx.reader.shards import Place, member_problem
-from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, read_tensor, torch_dtype
+from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, model_dtype, read_tensor
 
 if TYPE_CHECKING:
     import torch
-
 
 # Seconds in which another reader, which may try an exclusive lock, has let go of it.
 _MOMENT_S = 0.05
@@ -100,14 +100,14 @@ class HiddenStates(NamedTuple):
         return number
 
     @property
+    def placeholders(self) -> list[Placeholder]:
+        """The rows of each image in the prompt: (modality, start, length). Raises ValueError."""
+        return placeholders_of(self.metadata)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the model's rows, before quantisation. Default: bfloat16."""
         return self.hidden_states.dtype if self.scales is None else model_dtype(self.metadata)
-
-
-def model_dtype(metadata: Mapping[str, str]) -> torch.dtype:
-    """Return the dtype to which quantised rows are dequantised."""
-    return torch_dtype(metadata.get("dtype", "BF16"))
 
 
 def load(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap as memory_map
 import os
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -126,6 +127,11 @@ def torch_dtype(name: str) -> torch.dtype:
 
     dtype: torch.dtype = getattr(torch, dtype_name(name))
     return dtype
+
+
+def model_dtype(metadata: Mapping[str, str]) -> torch.dtype:
+    """Return the dtype to which quantised rows are dequantised."""
+    return torch_dtype(metadata.get("dtype", "BF16"))
 
 
 def read_at(fd: int, begin: int, end: int) -> memoryview:

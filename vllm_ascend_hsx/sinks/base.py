@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, Rows, TokenIds
 
 REFUSED = "refused"  # a kind of failure: the request asks for something unsupported or in use
@@ -41,6 +43,7 @@ class SinkFile(ABC):
     * Each position of the tokens has been written when `commit` is called.
 
     Attributes:
+        placeholders: of the images in the prompt, for the metadata. Set before the first write.
         later_failure: why a later request of this name has failed, if one has. Its readers must
             find this reason, so `commit` leaves it in place of the rows. Any thread may set it.
     """
@@ -48,6 +51,7 @@ class SinkFile(ABC):
     request_id: str
     path: Path
     later_failure: str | None = None
+    placeholders: Sequence[Placeholder] = ()
 
     def give_way(self) -> None:
         """Raise SinkError if a later request of this name has failed."""

@@ -91,7 +91,8 @@ class RequestFile(SinkFile):
     @property
     def layout(self) -> FileLayout:
         """The offsets in its file."""
-        return FileLayout(replace(self._sink.row_format, adapter=self.adapter), self.request_id, self.arrived_ns)
+        row_format = replace(self._sink.row_format, adapter=self.adapter)
+        return FileLayout(row_format, self.request_id, self.arrived_ns, self.placeholders)
 
     @property
     def destination(self) -> RequestFile:

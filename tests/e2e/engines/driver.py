@@ -76,6 +76,8 @@ class Driver:
         priority: int = 0,
         as_embeds: bool = False,
         lora: dict[str, Any] | None = None,
+        pictures: list[list[int]] | None = None,
+        clip: list[int] | None = None,
     ) -> str:
         """Add a request and return vLLM's internal id, which names its file (see Request).
 
@@ -87,6 +89,8 @@ class Driver:
             priority: with scheduling_policy="priority", lower is earlier.
             as_embeds: send the embeddings of the tokens instead of the tokens.
             lora: arguments of LoRARequest.
+            pictures: arguments of tiny_vision.picture for each image of the prompt, in order.
+            clip: arguments of tiny_vision.embedded_clip, for a video of the prompt.
         """
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
@@ -100,6 +104,11 @@ class Driver:
         if "structured_outputs" in options:
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
         prompt: Any = {"prompt_embeds": self._embeddings(token_ids)} if as_embeds else {"prompt_token_ids": token_ids}
+        if pictures or clip:
+            from tiny_vision import embedded_clip, picture
+
+            data = {"image": [picture(*each) for each in pictures or ()], "video": embedded_clip(*clip) if clip else None}
+            prompt["multi_modal_data"] = {modality: items for modality, items in data.items() if items}
         internal_id: str = self.engine.add_request(
             request_id,
             prompt,

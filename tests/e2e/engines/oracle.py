@@ -63,11 +63,14 @@ class Reference:
         whole = next((known for known in self._known if known[: len(wanted)] == wanted), wanted)
         rows = self._known.pop(whole, None)
         if rows is None:
-            rows = reference_hidden_states(self.model, whole, self._layer_ids, WIDER[self.dtype])
+            rows = self._compute(whole)
         self._known[whole] = rows  # as the latest
         while sum(map(len, self._known)) > KNOWN_TOKENS:
             del self._known[next(iter(self._known))]
         return rows[: len(wanted), list(layer_ids)]
+
+    def _compute(self, token_ids: Sequence[int]) -> torch.Tensor:
+        return reference_hidden_states(self.model, token_ids, self._layer_ids, WIDER[self.dtype])
 
 
 class Found(NamedTuple):

@@ -19,6 +19,7 @@ from written_files import FORMAT, rows_of, write
 from vllm_ascend_hsx.cli import inspect, verify
 from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.protocol.names import INDEX
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.sinks.data_file import FileOptions
@@ -155,6 +156,12 @@ def test_many_problems_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture
         (tmp_path / f"{index}.safetensors").write_bytes(b"x")
     assert verify.main([str(tmp_path), "--jobs", "1"]) == 1
     assert "... and 5 more bad" in capsys.readouterr().out
+
+
+def test_inspect_shows_the_rows_of_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, "images", rows_of(5), images=[Placeholder("image", 1, 2), Placeholder("image", 4, 1)])
+    assert inspect.main([str(path)]) == 0
+    assert '[["image",1,2],["image",4,1]]' in capsys.readouterr().out
 
 
 def test_inspect_shows_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

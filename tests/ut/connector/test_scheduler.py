@@ -41,6 +41,24 @@ def test_each_request_of_a_step_starts_with_its_own_adapter() -> None:
     assert [start.lora for start in schedule(scheduler, *requests).started] == adapters
 
 
+def feature(modality: str, offset: int, length: int) -> Any:
+    """As much of vllm.multimodal.inputs.MultiModalFeatureSpec as is read."""
+    return SimpleNamespace(modality=modality, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def test_each_request_starts_with_the_rows_of_its_own_images_in_the_order_of_its_prompt() -> None:
+    scheduler = make_scheduler()
+    requests = [
+        make_request("two", 9, mm_features=[feature("image", 5, 3), feature("image", 1, 2)]),
+        make_request("text"),
+        make_request("one", mm_features=[feature("image", 0, 4)]),
+    ]
+    for request in requests:
+        scheduler.on_new_request(request)
+    placeholders = [start.placeholders for start in schedule(scheduler, *requests).started]
+    assert placeholders == [(("image", 1, 2), ("image", 5, 3)), (), (("image", 0, 4),)]
+
+
 @pytest.mark.parametrize(
     ("change", "answer"),
     [
@@ -52,6 +70,8 @@ def test_each_request_of_a_step_starts_with_its_own_adapter() -> None:
         pytest.param({"kv_transfer_params": {"hidden_states_path": "a.safetensors"}}, "allow_custom_save_path", id="chooses a name"),
         pytest.param({"prompt_token_ids": None}, "prompt_embeds", id="embeddings"),
         pytest.param({"resumable": True}, "streaming input", id="streaming input"),
+        pytest.param({"mm_features": [feature("video", 1, 2), feature("image", 3, 1)]}, "with video is not extracted", id="video"),
+        pytest.param({"mm_features": [feature("audio", 1, 2)]}, "with audio is not extracted", id="audio"),
     ],
 )
 def test_what_is_not_extracted_keeps_its_prefix_cache_and_is_told_why(change: dict[str, Any], answer: str | None) -> None:

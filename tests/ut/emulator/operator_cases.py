@@ -135,6 +135,9 @@ CASES: dict[str, Callable[[int], Call]] = {
     "npu::npu_rms_norm": lambda seed: ((random(3, 8, seed=seed), random(8)), {"epsilon": 1e-5}),
     "npu::npu_add_rms_norm": norm,
     "npu::npu_swiglu": lambda seed: ((random(3, 8, seed=seed),), {}),
+    "npu::npu_mrope": lambda seed: (
+        (torch.arange(6).view(3, 2), random(2, 256, seed=seed), random(2, 128, seed=1), random(6, 128, seed=2), 128),
+        {"mrope_section": [16, 24, 24]}),
     "npu::npu_rotary_mul": lambda seed: turn(seed, 1),
     "npu::npu_apply_rotary_pos_emb": lambda seed: turn(seed, 2),
     "npu::npu_format_cast": lambda seed: ((random(3, 8, seed=seed), 2), {}),

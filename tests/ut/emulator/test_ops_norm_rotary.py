@@ -97,6 +97,28 @@ def test_rotary_embedding_turns_the_first_elements_of_each_head_in_place(neox: b
         close_twice(actual, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("section", [[16, 24, 24], [0, 0, 0], None])
+@pytest.mark.parametrize("mode", ["half", "interleave"])
+def test_mrope_turns_each_part_of_a_head_by_time_height_or_width(mode: str, section: list[int] | None, dtype: torch.dtype) -> None:
+    head, rotary_dim = 136, 128
+    places = torch.tensor([[4, 0, 2], [1, 5, 3], [0, 2, 5]])
+    cache = random(6, rotary_dim, seed=5, dtype=dtype)
+    query, key = random(3, 2 * head, dtype=dtype), random(3, head, seed=1, dtype=dtype)
+    before = query.clone(), key.clone()
+    axes = [0] * 16 + [1] * 24 + [2] * 24 if section and any(section) else [0] * 64
+    positions = places if section and any(section) else places[0]
+    results = rotary.npu_mrope(positions, query, key, cache, head, mrope_section=section, rotary_mode=mode)
+    for result, tensor, unchanged in zip(results, (query, key), before, strict=True):
+        rows = []
+        for token in range(3):
+            cos = [float(cache[places[axis, token], angle]) for angle, axis in enumerate(axes)]
+            sin = [float(cache[places[axis, token], 64 + angle]) for angle, axis in enumerate(axes)]
+            rows.append([rotated_row(part, cos, sin, mode == "interleave") for part in tensor[token].double().view(-1, head).tolist()])
+        close_twice(result, torch.tensor(rows, dtype=torch.float64).view(tensor.shape))
+        assert torch.equal(tensor, unchanged)
+
+
 @pytest.mark.parametrize("mode", ["half", "interleave"])
 def test_rotary_mul_is_r1_times_x_plus_r2_times_the_turned_x(mode: str) -> None:
     x, r1, r2 = random(2, 3, 4, 6), random(1, 3, 1, 6, seed=1), random(1, 3, 1, 6, seed=2)
@@ -134,6 +156,12 @@ WRONG_CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "addends of different shape": (lambda: norm.npu_add_rms_norm(random(2, 8), random(1, 8), random(8)), "npu_add_rms_norm: x2"),
     "odd swiglu": (lambda: norm.npu_swiglu(random(2, 7)), "npu_swiglu: dim"),
     "rotary mode": (lambda: rotary.npu_rotary_mul(*(random(1, 1, 1, 4),) * 3, "quarter"), "npu_rotary_mul: rotary_mode"),
+    "sections that hardware lacks": (
+        lambda: rotary.npu_mrope(torch.zeros(3, 2).long(), *(random(2, 32),) * 2, random(4, 32), 32, mrope_section=[4, 6, 6]),
+        "npu_mrope: mrope_section"),
+    "sections of one position": (
+        lambda: rotary.npu_mrope(POSITIONS, *(random(2, 128),) * 2, random(4, 128), 128, mrope_section=[16, 24, 24]),
+        "npu_mrope: positions"),
     "layout that A2 lacks": (
         lambda: rotary.npu_apply_rotary_pos_emb(*(random(1, 2, 1, 64),) * 4, layout="BNSD"), "npu_apply_rotary_pos_emb: layout"),
     "rows that are not positions": (

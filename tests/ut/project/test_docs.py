@@ -24,6 +24,7 @@ from vllm_ascend_hsx.cli import generate, plan, serve
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.demo.client import EXTRA_BODY
 from vllm_ascend_hsx.plan.presets import PRESETS
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import Adapter
 from vllm_ascend_hsx.reader.load import HiddenStates, load
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
@@ -239,12 +240,14 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
         with FileSink(tmp_path, row_format) as sink:
             more = {"arrived_ns": 1, "adapter": Adapter("a", "0a" * 16)} if row_format.basis else {}
             file = sink.open("one", path, **more)
+            file.placeholders = [Placeholder("image", 1, 2)] if row_format.basis else ()
             file.write(0, make_rows(0, 5))
             file.commit(token_ids(5), num_prompt_tokens=4)
         of_files.append(load(path, verify=True).metadata)
     plain, metadata = of_files
     assert keys("metadata") == list(metadata)
-    assert [key for key in metadata if key not in ("quantization", "weights", "lora", "lora_weights", "basis", "arrived_ns")] == list(plain)
+    of_some = ("quantization", "weights", "lora", "lora_weights", "basis", "arrived_ns", "placeholders")
+    assert [key for key in metadata if key not in of_some] == list(plain)
     assert "format version 2." in page("file-format.md") and metadata["format_version"] == "2"
     for key in ("format_version", "producer", "quantization", "checksum_algorithm"):
         assert f"| `{key}` | `{metadata[key]}`" in page("file-format.md")

@@ -17,6 +17,7 @@ from sink_harness import FORMAT
 
 import vllm_ascend_hsx
 from vllm_ascend_hsx.protocol.format import PAGE, FileLayout, FormatError, read_header
+from vllm_ascend_hsx.protocol.placeholders import Placeholder, placeholders_of
 from vllm_ascend_hsx.protocol.rows import RowFormat
 
 
@@ -25,12 +26,14 @@ from vllm_ascend_hsx.protocol.rows import RowFormat
     st.lists(st.integers(0, 200), min_size=1, max_size=80, unique=True),
     st.text(st.characters(exclude_categories=()), max_size=100),
     st.integers(0, 2**40),
+    st.lists(st.builds(Placeholder, st.text(max_size=9), st.integers(0, 2**40), st.integers(1, 2**40)), max_size=300),
 )
-@example("", [0], "", 2**40)
+@example("", [0], "", 2**40, [])
+@example("", [0], "", 2**40, [Placeholder("image", 2**40, 2**40)] * 300)
 def test_the_header_always_fits_in_the_space_reserved_before_the_length_was_known(
-    request_id: str, layer_ids: list[int], model: str, tokens: int
+    request_id: str, layer_ids: list[int], model: str, tokens: int, placeholders: list[Placeholder]
 ) -> None:
-    layout = FileLayout(RowFormat(tuple(layer_ids), 4, "F16", model), request_id)
+    layout = FileLayout(RowFormat(tuple(layer_ids), 4, "F16", model), request_id, 2**63, placeholders)
     header = layout.header(tokens, tokens // 2)
     assert len(header) == layout.data_start
     assert layout.data_start % PAGE == 0
@@ -76,6 +79,14 @@ def test_the_metadata_reads_back_with_safetensors(tmp_path: Path, request_id: st
         "num_output_tokens": "1",
         "request_id": request_id if request_id != "\ud800" else "\\ud800",
     }
+
+
+@pytest.mark.parametrize("text", ['[["image",0,2],["image",1,1]]', '[["image",3,2]]', '[["image",0,0]]', "[]"])
+def test_images_that_overlap_or_are_not_within_the_prompt_are_refused(text: str) -> None:
+    good = {"placeholders": '[["image",0,2],["image",2,2]]', "num_prompt_tokens": "4"}
+    assert placeholders_of(good) == [("image", 0, 2), ("image", 2, 2)]
+    with pytest.raises(ValueError, match="placeholders"):
+        placeholders_of({"placeholders": text, "num_prompt_tokens": "4"})
 
 
 @pytest.mark.parametrize(

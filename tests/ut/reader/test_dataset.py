@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from written_files import rows_of, write
 
 from vllm_ascend_hsx import HiddenStatesDataset, collate
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 
 LENGTHS = {"a": 9, "b": 3, "c": 17}
@@ -38,6 +39,15 @@ def test_layers_are_chosen_by_id_and_rows_converted_and_cut(directory: Path) -> 
     item = HiddenStatesDataset(directory, layer_ids=[4], dtype=torch.float32, max_tokens=5)[2]
     assert torch.equal(item["hidden_states"], rows_of(17)[:5, 1:].float())
     assert len(item["token_ids"]) == len(item["is_output"]) == 5
+
+
+def test_the_rows_of_images_are_masked_in_items_and_batches_also_if_they_are_cut(tmp_path: Path) -> None:
+    images = [Placeholder("image", 1, 3), Placeholder("image", 6, 2)]
+    paths = [write(tmp_path, "images", rows_of(9), images=images), write(tmp_path, "text", rows_of(4))]
+    masks = [list(map(int, item["is_placeholder"])) for item in HiddenStatesDataset(paths)]
+    assert masks == [[0, 1, 1, 1, 0, 0, 1, 1, 0], [0, 0, 0, 0]]
+    batch = collate([HiddenStatesDataset(paths, max_tokens=7)[index] for index in range(2)])
+    assert batch["is_placeholder"].int().tolist() == [[0, 1, 1, 1, 0, 0, 1], [0] * 7]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

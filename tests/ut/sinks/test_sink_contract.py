@@ -20,6 +20,7 @@ from sink_cases import IN_A_DIRECTORY, IN_A_STORE, QUANTIZED, FileCase, Mooncake
 from sink_harness import ENDS, FORMAT, end, finite_rows, join_sleepers, listing, make_rows, put, run_threads, token_ids, wait_for_sleepers
 
 from vllm_ascend_hsx.connector.stats import failure_kind
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import Adapter
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
@@ -79,6 +80,18 @@ def test_only_a_request_of_an_adapter_names_one(case: SinkCase, name: str) -> No
         metadata = case.load(request).metadata
         assert (metadata.get("lora", ""), metadata.get("lora_weights", "")) == adapter
         assert ("lora" in metadata, "lora_weights" in metadata) == (bool(adapter.name), bool(adapter.weights))
+
+
+def test_the_rows_of_each_image_are_read_with_the_rows(case: SinkCase) -> None:
+    ranges = [Placeholder("image", 0, 2), Placeholder("image", 2, 1)]
+    for name, placeholders in (("images", ranges), ("text", [])):
+        file = case.open(name)
+        file.placeholders = placeholders
+        file.write(0, make_rows(0, 5))
+        file.commit(token_ids(5), 4)
+        states = case.load(name)
+        assert states.placeholders == placeholders
+        assert ("placeholders" in states.metadata) == bool(placeholders)
 
 
 @settings(max_examples=depth(100), suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -36,6 +36,7 @@ from sink_harness import (
 )
 
 from vllm_ascend_hsx.protocol.format import PAGE
+from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.reader.shards import Shards
@@ -59,6 +60,15 @@ def members(where: Path) -> list[str]:
 
 def manifests(where: Path) -> list[dict[str, int]]:
     return [json.loads(path.read_text()) for path in sorted(where.glob("hsx-*.json"))]
+
+
+def test_the_images_of_a_request_are_told_by_its_member_and_not_by_its_shard(tmp_path: Path) -> None:
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        file = open_request(sink, tmp_path, "images", 3)
+        file.placeholders = [Placeholder("image", 0, 2)]
+        put(file, 3)
+    assert "placeholders" not in manifests(tmp_path)[0]
+    assert load(file.path).placeholders == [("image", 0, 2)]
 
 
 @pytest.mark.parametrize("how", ["fail", "discard"])

@@ -26,7 +26,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
     "npu": {
         **_by_name(
             norm.npu_rms_norm, norm.npu_add_rms_norm, norm.npu_swiglu,
-            rotary.npu_rotary_mul, rotary.npu_apply_rotary_pos_emb,
+            rotary.npu_mrope, rotary.npu_rotary_mul, rotary.npu_apply_rotary_pos_emb,
             cache.npu_scatter_pa_kv_cache, cache.npu_format_cast, cache.npu_prefetch,
             fused.npu_fused_infer_attention_score, fused.npu_fused_infer_attention_score_v2,
             mla.npu_interleave_rope, mla.npu_kv_rmsnorm_rope_cache, mla.npu_transpose_batchmatmul,

@@ -1,5 +1,7 @@
 """References for the rotary position embeddings."""
 
+from collections.abc import Sequence
+
 import torch
 
 from vllm_ascend_hsx.emulator.ops.checks import FLOATS, check, check_dtype, check_rank, unsupported
@@ -57,6 +59,54 @@ def _npu_rotary_embedding(
         heads = tensor.view(places.numel(), -1, head_size)
         turning = heads[..., :rotary_dim]
         turning.copy_(rotate(turning, cos, sin, is_neox_style).to(tensor.dtype))
+
+
+def npu_mrope(
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    head_size: int,
+    *,
+    mrope_section: Sequence[int] | None = None,
+    rotary_mode: str | None = "half",
+    cache_mode: str | None = "default",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``query`` [T, heads * head_size] and ``key`` [T, kv_heads * head_size], rotated.
+
+    The first R elements of each head are rotated, as by ``_npu_rotary_embedding``. With sections,
+    ``positions`` [3, T] are those of a token in time, height and width, and of a head's R/2 angles
+    the first mrope_section[0] follow the first, the next ones the second, the last ones the third.
+    Without sections, or with zeros, ``positions`` is [T]. Hardware has no sections but 16, 24, 24.
+    """
+    op = "npu_mrope"
+    section = list(mrope_section or (0, 0, 0))
+    check(rotary_mode in _HALF_OR_PAIRS, op, "rotary_mode", f"{rotary_mode!r} is not one of {_HALF_OR_PAIRS}")
+    if cache_mode != "default":
+        raise unsupported(op, "cache_mode", cache_mode)
+    check(section in ([0, 0, 0], [16, 24, 24]), op, "mrope_section", f"{section} is neither [16, 24, 24] nor [0, 0, 0]")
+    check_dtype(op, "positions", positions, (torch.int32, torch.int64))
+    check_rank(op, "positions", positions, 2 if any(section) else 1)
+    check_rank(op, "cos_sin_cache", cos_sin_cache, 2)
+    rotary_dim = cos_sin_cache.shape[-1]
+    check(0 < rotary_dim <= head_size and rotary_dim % 2 == 0, op, "cos_sin_cache",
+          f"last dimension {rotary_dim} must be even and at most head_size={head_size}")
+    cos, sin = cos_sin_cache[positions].float().chunk(2, -1)
+    if any(section):
+        check(positions.shape[0] == 3, op, "positions", f"{positions.shape[0]} rows for time, height and width")
+        check(sum(section) == rotary_dim // 2, op, "mrope_section", f"{section} does not divide {rotary_dim // 2} angles")
+        cos, sin = (torch.cat([part[axis] for axis, part in enumerate(each.split(section, -1))], -1) for each in (cos, sin))
+    rotated = []
+    for name, tensor in (("query", query), ("key", key)):
+        check_dtype(op, name, tensor, FLOATS)
+        check(tensor.dtype == cos_sin_cache.dtype, op, name, f"dtype {tensor.dtype} must equal cos_sin_cache's {cos_sin_cache.dtype}")
+        check(tensor.is_contiguous(), op, name, f"strides {tensor.stride()} must be contiguous")
+        check(tensor.shape[0] == positions.shape[-1], op, name, f"{tensor.shape[0]} rows for {positions.shape[-1]} positions")
+        heads = tensor.clone().view(tensor.shape[0], -1, head_size)
+        turning = heads[..., :rotary_dim]
+        turning.copy_(rotate(turning, cos.unsqueeze(1), sin.unsqueeze(1), rotary_mode == "half").to(tensor.dtype))
+        rotated.append(heads.view(tensor.shape))
+    return rotated[0], rotated[1]
 
 
 def npu_rotary_mul(

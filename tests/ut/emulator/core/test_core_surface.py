@@ -10,9 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 import torch_npu
+from PIL import Image
 
 from vllm_ascend_hsx.emulator import import_hooks
 from vllm_ascend_hsx.emulator.missing import NotEmulated
@@ -161,6 +163,26 @@ def test_a_name_of_torchvision_is_importable_and_an_error_when_used() -> None:
     transforms = importlib.import_module("torchvision.transforms")
     with pytest.raises(NotImplementedError, match=r"torchvision\.transforms\.Resize"):
         transforms.Resize(3)
+
+
+def test_images_are_what_pillow_makes_of_them() -> None:
+    """A level of 256 apart: Pillow rounds between its two passes."""
+    transforms = importlib.import_module("torchvision.transforms.v2").functional
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels)
+    tensor = transforms.pil_to_tensor(image)
+    assert torch.equal(tensor, torch.from_numpy(pixels).permute(2, 0, 1))
+    assert torch.equal(transforms.pil_to_tensor(image.convert("L"))[0], torch.from_numpy(np.array(image.convert("L"))))
+    for mode in ("BILINEAR", "BICUBIC"):
+        expected = np.array(image.resize((12, 50), Image.Resampling[mode])).astype(int)
+        resized = transforms.resize(tensor, [50, 12], interpolation=transforms.InterpolationMode[mode])
+        assert resized.dtype == torch.uint8
+        assert np.abs(resized.permute(1, 2, 0).numpy().astype(int) - expected).max() <= 2
+    assert transforms.resize(tensor, (20, 30)) is tensor
+    with pytest.raises(NotImplementedError, match="resize"):
+        transforms.resize(tensor, [50, 12], interpolation=transforms.InterpolationMode.NEAREST)
+    normal = transforms.normalize(tensor.double(), [1.0, 2.0, 3.0], [2.0, 4.0, 8.0])
+    assert torch.equal(normal[2], (tensor[2].double() - 3) / 8)
 
 
 def test_a_name_that_torchvision_has_removed_is_an_import_error() -> None:
