@@ -65,8 +65,8 @@ def _attention_in_float32(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, scaling: float, **__: Any
 ) -> tuple[torch.Tensor, None]:
     def attend(pair: Sequence[torch.Tensor]) -> torch.Tensor:
-        repeated = (each.float().repeat_interleave(module.num_key_value_groups, 1) for each in pair)
-        return torch.nn.functional.scaled_dot_product_attention(query.float(), *repeated, is_causal=True, scale=scaling)
+        keys, values = (each.float().repeat_interleave(module.num_key_value_groups, 1) for each in pair)
+        return torch.nn.functional.scaled_dot_product_attention(query.float(), keys, values, is_causal=True, scale=scaling)
 
     output = attend((key, value))
     if module.cached_from is not None:
