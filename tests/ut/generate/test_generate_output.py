@@ -217,7 +217,7 @@ def test_the_ledger_s_first_lines_say_whose_rows_these_are(bench: Bench) -> None
     first, second = map(json.loads, (bench.output / "ledger.jsonl").read_text().splitlines()[:2])
     assert first["dataset"]["rows"] == 6 and len(first["dataset"]["digest"]) == 64
     assert first["request"] == {"include_output_tokens": False, "max_tokens": 1}
-    server = {"model": "tiny", "layer_ids": [2, 0, 3], "layers": 3, "hidden_size": 8, "dtype": "bfloat16", "rotated": False}
+    server = {"model": "tiny", "layer_ids": [2, 0, 3], "layers": 3, "hidden_size": 8, "dtype": "bfloat16", "rotated": False, "lora": ""}
     assert second == {"server": server}
 
 

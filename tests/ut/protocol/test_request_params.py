@@ -32,6 +32,7 @@ def make_request(request_id: str, params: Any, output: int = 2) -> Any:
         kv_transfer_params=params,
         pooling_params=None,
         resumable=False,
+        mm_features=[],
         priority=0,
         arrival_time=0.0,
         status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
