@@ -258,6 +258,7 @@ def test_all_ranks_select_the_same_in_each_step_and_call_the_same(served: Served
     assert (small, large) == ({served.method.small}, {served.method.large})
 
 
+@pytest.mark.long  # a second server
 @pytest.mark.parametrize("traffic", TRAFFIC)
 def test_the_selection_is_that_of_a_server_without_extraction(served: Served, without: Served, traffic: str) -> None:
     ours, theirs = (
