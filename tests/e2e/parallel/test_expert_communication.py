@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -272,6 +273,26 @@ def test_the_selection_is_that_of_a_server_without_extraction(served: Served, wi
         assert of_ours == of_theirs
     else:  # all steps, but for how many of the same follow each other
         assert [step for step, _ in itertools.groupby(ours)] == [step for step, _ in itertools.groupby(theirs)]
+
+
+@pytest.mark.long
+def test_a_rank_that_selects_another_method_than_the_others_is_named(tiny_minimax_m2: Path, tmp_path: Path) -> None:
+    """MC2 has a group of its own: the ranks wait in different groups."""
+    gate = tmp_path / "gate"
+    with tiny_server(
+        tmp_path, tiny_minimax_m2, LAYER_IDS, data_parallel=2, tensor_parallel=2, soc="a3", environ=FLASHCOMM,
+        instruments={"another_method": str(gate)}, max_num_seqs=SEQUENCES, max_num_batched_tokens=CHUNK,
+    ) as server:  # fmt: skip
+        server.wait_ready(START_SECONDS)
+        send(server, tiny_minimax_m2, Job(tokens(5, seed=4), 2, 0))
+        gate.touch()
+        with pytest.raises((httpx.HTTPError, AssertionError)):  # the server ends
+            send(server, tiny_minimax_m2, Job(tokens(5, seed=4), 2, 0))
+        log = server.log.read_text()
+    everyone = r"in group \S+ \(ranks 0, 1, 2, 3\)"
+    dispatch = rf"rank [0-2] calls npu_moe_distribute_dispatch_v2\(.*\) of \[.*\] BFloat16 {everyone}"
+    counts = rf"rank 3 calls all_gather_into_tensor of \[.*\] \w+ {everyone}"
+    assert re.search(f"hccl: ranks wait for each other in different groups: {dispatch}, {counts}", log), log[-4000:]
 
 
 @pytest.mark.parametrize("traffic", TRAFFIC)

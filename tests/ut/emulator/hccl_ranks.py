@@ -61,16 +61,24 @@ class Ranks:
         assert not failures, "\n".join(failures)
         return [value for _, value in answers]
 
-    def outcomes(self, scenario: Scenario, late: bool = False) -> list[tuple[str, Any]]:
-        """Return ("ok", result) or ("error", text) of each rank."""
+    def outcomes(self, scenario: Scenario, late: bool = False, leaver: int | None = None) -> list[tuple[str, Any]]:
+        """Return ("ok", result) or ("error", text) of each rank, but for one that ends itself."""
         for pipe in self._pipes:
             pipe.send((scenario, late))
         answers = []
         for rank, pipe in enumerate(self._pipes):
+            if rank == leaver:
+                continue
             # However long it takes: its first scenario includes the import of torch.
             assert pipe in connection.wait([pipe, self._processes[rank].sentinel]), f"rank {rank} has ended: {scenario}"
             answers.append(pipe.recv())
         return answers
+
+    def kill(self) -> None:
+        """End processes whose groups can no longer be left."""
+        for process in self._processes:
+            process.kill()
+            process.join()
 
     def close(self) -> None:
         for pipe in self._pipes:

@@ -16,8 +16,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/extension.h>
 
-#include "graphs.h"
-#include "hccl_wire.h"
+#include "hccl_tensors.h"
 
 namespace hsx {
 
@@ -57,8 +56,8 @@ class HcclBackend final : public c10d::Backend {
  public:
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  HcclBackend(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::string name)
-      : Backend(rank, size), wire_(std::move(gloo), rank, size), name_(std::move(name)) {}
+  HcclBackend(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, const Group& group)
+      : Backend(rank, size), wire_(std::move(gloo), rank, size, group), name_(group.key) {}
 
   const std::string getBackendName() const override { return "hccl"; }
   void setTimeout(std::chrono::milliseconds timeout) override { wire_.set_timeout(timeout); }
@@ -101,7 +100,7 @@ class HcclBackend final : public c10d::Backend {
     const Tensors out = launched(outputs[0], "all_gather");
     return launch(OpType::ALLGATHER, "hccl::all_gather", {in}, out, o.asyncOp, [=, this] {
       const Tensors parts = wire_.exchange(describe("all_gather", in), in, false);
-      for (int r = 0; r < size_; ++r) expect_bytes("all_gather", r, parts[r], out[r]);
+      for (int r = 0; r < size_; ++r) expect_bytes("all_gather", r, parts[r], rank_, out[r]);
       for (int r = 0; r < size_; ++r) write(out[r], parts[r]);
     });
   }
@@ -147,7 +146,7 @@ class HcclBackend final : public c10d::Backend {
     return launch(OpType::GATHER, "hccl::gather", {in}, out, o.asyncOp, [=, this] {
       const Tensors parts = wire_.exchange(describe("gather", in, -1, root), in, true);
       for (int r = 0; here && r < size_; ++r) {
-        expect_bytes("gather", r, parts[r], out[r]);
+        expect_bytes("gather", r, parts[r], rank_, out[r]);
         write(out[r], parts[r]);
       }
     });
@@ -165,14 +164,15 @@ class HcclBackend final : public c10d::Backend {
         TORCH_CHECK(t.sizes().equals(out.sizes()) && t.scalar_type() == out.scalar_type(), "hccl scatter: input ", shape_text(t), " does not fit output ", shape_text(out));
     }
     return launch(OpType::SCATTER, "hccl::scatter", in, {out}, o.asyncOp, [=, this] {
-      wire_.agree(describe("scatter", out, -1, root));
+      const Description call = describe("scatter", out, -1, root);
+      wire_.agree(call);
       at::Tensor payload = at::zeros({static_cast<int64_t>(out.nbytes()) * size_}, at::kByte);
       if (here) {
         Tensors rows;
         for (const at::Tensor& t : in) rows.push_back(bytes(t));
         payload = at::cat(rows);
       }
-      const Tensors parts = wire_.gathered(payload);
+      const Tensors parts = wire_.gathered(payload, call);
       write(out, parts[root].narrow(0, static_cast<int64_t>(out.nbytes()) * rank_, static_cast<int64_t>(out.nbytes())));
     });
   }
@@ -185,10 +185,9 @@ class HcclBackend final : public c10d::Backend {
     for (const at::Tensor& t : in)
       TORCH_CHECK(t.sizes().equals(out.sizes()) && t.scalar_type() == out.scalar_type(), "hccl reduce_scatter: input ", shape_text(t), " does not fit output ", shape_text(out));
     return launch(OpType::REDUCE_SCATTER, "hccl::reduce_scatter", in, {out}, o.asyncOp, [=, this] {
-      wire_.agree(describe("reduce_scatter", out, reduce));
       Tensors rows;
       for (const at::Tensor& t : in) rows.push_back(bytes(t));
-      scatter_reduced(out, at::cat(rows), reduce);
+      scatter_reduced(describe("reduce_scatter", out, reduce), out, at::cat(rows));
     });
   }
 
@@ -201,8 +200,7 @@ class HcclBackend final : public c10d::Backend {
         "input tensor must be the same size as output size times world size, and of the same type: input ", shape_text(in), " ",
         in.scalar_type(), ", output ", shape_text(out), " ", out.scalar_type(), ", world size ", size_);
     return launch(OpType::_REDUCE_SCATTER_BASE, "hccl::reduce_scatter_tensor", {in}, {out}, o.asyncOp, [=, this] {
-      wire_.agree(describe("reduce_scatter_tensor", in, reduce));
-      scatter_reduced(out, bytes(in), reduce);
+      scatter_reduced(describe("reduce_scatter_tensor", in, reduce), out, bytes(in));
     });
   }
 
@@ -218,7 +216,7 @@ class HcclBackend final : public c10d::Backend {
     const Tensors both = launched({input, output}, "all_to_all_single");
     const at::Tensor in = both[0], out = both[1];
     TORCH_CHECK(in.scalar_type() == out.scalar_type(), "hccl all_to_all_single: input is ", in.scalar_type(), ", output is ", out.scalar_type());
-    const std::vector<int64_t> sends = split_bytes(in, in_splits, "input"), receives = split_bytes(out, out_splits, "output");
+    const std::vector<int64_t> sends = split_bytes(in, in_splits, "input", size_), receives = split_bytes(out, out_splits, "output", size_);
     return launch(OpType::ALLTOALL_BASE, "hccl::all_to_all_single", {in}, {out}, o.asyncOp, [=, this] {
       write(out, wire_.all_to_all("all_to_all_single", describe_type("all_to_all_single", in), bytes(in), sends, receives));
     });
@@ -319,91 +317,12 @@ class HcclBackend final : public c10d::Backend {
     return *s;
   }
 
-  static void check_tensors(const Tensors& tensors, const char* op) {
-    for (const at::Tensor& t : tensors) {
-      TORCH_CHECK(t.device().type() == kNpu, "hccl ", op, ": expected npu tensors, got one on ", t.device().str());
-      TORCH_CHECK(t.is_contiguous(), "hccl ", op, ": Tensors must be contiguous, got strides ", t.strides(), " for ", shape_text(t));
-      TORCH_CHECK(
-          t.device() == tensors[0].device(), "hccl ", op, ": tensors on ", t.device().str(), " and ", tensors[0].device().str(), " in one call");
-    }
-  }
-
-  // The checked tensors of a call. A captured call's tensors do not keep the graph's memory in use.
-  static Tensors launched(const Tensors& tensors, const char* op) {
-    check_tensors(tensors, op);
-    if (tensors.empty() || current_stream(tensors[0].device().index()).recording == nullptr) return tensors;
-    Tensors weak;
-    for (const at::Tensor& t : tensors) weak.push_back(weak_ref(t));
-    return weak;
-  }
-
-  static at::Tensor single(const Tensors& tensors, const char* op) {
-    TORCH_CHECK(tensors.size() == 1, "hccl ", op, ": expected one tensor, got ", tensors.size());
-    return launched(tensors, op)[0];
-  }
-
-  static int checked(const c10d::ReduceOp& op) {
-    using Kind = c10d::ReduceOp::RedOpType;
-    const Kind kind = op.op_;
-    TORCH_CHECK(
-        kind == Kind::SUM || kind == Kind::PRODUCT || kind == Kind::MAX || kind == Kind::MIN,
-        "hccl supports the reductions SUM, PRODUCT, MAX and MIN only");
-    return static_cast<int>(kind);
-  }
-
-  static at::Tensor reduced(const Tensors& parts, const at::Tensor& like, int reduce) {
-    using Kind = c10d::ReduceOp::RedOpType;
-    const auto dtype = like.scalar_type();
-    const auto wide = dtype == at::kHalf || dtype == at::kBFloat16 ? at::kFloat : dtype == at::kBool ? at::kByte : dtype;
-    at::Tensor total = parts[0].to(wide);
-    for (size_t r = 1; r < parts.size(); ++r) {
-      const at::Tensor next = parts[r].to(wide);
-      switch (static_cast<Kind>(reduce)) {
-        case Kind::SUM: total = total + next; break;
-        case Kind::PRODUCT: total = total * next; break;
-        case Kind::MAX: total = at::maximum(total, next); break;
-        default: total = at::minimum(total, next); break;
-      }
-    }
-    return total.to(dtype);
-  }
-
-  void scatter_reduced(const at::Tensor& out, const at::Tensor& in, int reduce) {
+  void scatter_reduced(const Description& call, const at::Tensor& out, const at::Tensor& in) {
+    wire_.agree(call);
     const int64_t share = static_cast<int64_t>(out.nbytes());
     Tensors mine;
-    for (const at::Tensor& part : wire_.gathered(in)) mine.push_back(part.narrow(0, share * rank_, share).clone().view(out.scalar_type()));
-    write(out, reduced(mine, out, reduce));
-  }
-
-  static Description describe_type(const char* op, const at::Tensor& t) {
-    Description d = describe(op, t);
-    d.dims = 0;
-    std::fill_n(d.sizes, kMaxDims, 0);
-    return d;
-  }
-
-  std::vector<int64_t> split_bytes(const at::Tensor& t, const std::vector<int64_t>& splits, const char* which) const {
-    const int64_t rows = t.dim() == 0 ? 1 : t.size(0);
-    const int64_t row = rows == 0 ? 0 : static_cast<int64_t>(t.nbytes()) / rows;
-    if (splits.empty()) {
-      TORCH_CHECK(rows % size_ == 0, "Tensor's dim 0 does not divide equally across group size: ", which, " ", shape_text(t), ", group size ", size_);
-      return std::vector<int64_t>(size_, rows / size_ * row);
-    }
-    TORCH_CHECK(static_cast<int>(splits.size()) == size_, "Number of tensor splits not equal to group size: ", splits.size(), " ", which, " splits, group size ", size_);
-    int64_t sum = 0;
-    std::vector<int64_t> out;
-    for (int64_t s : splits) {
-      sum += s;
-      out.push_back(s * row);
-    }
-    TORCH_CHECK(sum == rows, "Split sizes doesn't match total dim 0 size: ", which, " splits sum to ", sum, ", tensor is ", shape_text(t));
-    return out;
-  }
-
-  void expect_bytes(const char* op, int from, const at::Tensor& part, const at::Tensor& out) const {
-    TORCH_CHECK(
-        part.numel() == out.numel() && part.scalar_type() == out.scalar_type(), "hccl ", op, ": rank ", from, " gives ", part.numel(),
-        " elements of ", part.scalar_type(), ", but rank ", rank_, " has an output of ", shape_text(out), " ", out.scalar_type(), " for it");
+    for (const at::Tensor& part : wire_.gathered(in, call)) mine.push_back(part.narrow(0, share * rank_, share).clone().view(out.scalar_type()));
+    write(out, reduced(mine, out, call.reduce));
   }
 
   Wire wire_;
@@ -418,8 +337,9 @@ inline void bind_hccl(py::module_& m) {
       .def(
           py::init([](const py::object& store, int rank, int size, const py::object& options) {
             const py::object made = py::module_::import("vllm_ascend_hsx.emulator.hccl").attr("transport")(store, rank, size, options);
-            const auto parts = made.cast<std::pair<py::object, std::string>>();
-            return c10::make_intrusive<HcclBackend>(parts.first.cast<c10::intrusive_ptr<c10d::Backend>>(), rank, size, parts.second);
+            auto [gloo, key, name, ranks, waits] = made.cast<std::tuple<py::object, std::string, std::string, std::vector<int>, py::object>>();
+            return c10::make_intrusive<HcclBackend>(
+                gloo.cast<c10::intrusive_ptr<c10d::Backend>>(), rank, size, Group{key, name, ranks, waits.cast<c10::intrusive_ptr<c10d::Store>>()});
           }),
           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options") = py::none())
       .def("gather_for_kernel", &HcclBackend::gather_for_kernel)

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "hccl_waits.h"
 #include "ordering.h"
 #include "relabel.h"
 
@@ -89,24 +90,26 @@ inline at::Tensor padded(const at::Tensor& t, int64_t to) {
 
 class Wire {
  public:
-  Wire(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) : gloo_(std::move(gloo)), rank_(rank), size_(size) {}
+  Wire(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, Group group)
+      : gloo_(std::move(gloo)), rank_(rank), size_(size), group_(std::move(group)) {}
 
   void set_timeout(std::chrono::milliseconds timeout) { gloo_->setTimeout(timeout); }
 
-  // Every rank's tensor; all have the same shape and type.
-  Tensors gathered(const at::Tensor& mine) {
+  // Every rank's tensor; all have the same shape and type. `call`: of the operator, for errors.
+  Tensors gathered(const at::Tensor& mine, const Description& call) {
     std::vector<Tensors> all(1);
     for (int r = 0; r < size_; ++r) all[0].push_back(at::empty_like(mine));
     Tensors in{mine};
     c10d::AllgatherOptions options;
-    gloo_->allgather(all, in, options)->wait();
+    Wait wait(group_, rank_);
+    wait.until_done(*gloo_->allgather(all, in, options), [&] { return call.text(); });
     return all[0];
   }
 
   // Sends this rank's operator to all ranks, and fails if another's differs. `shapes` false: shapes
   // may.
   std::vector<Description> agree(const Description& mine, const at::Tensor& payload = at::Tensor(), bool shapes = true, Tensors* frames = nullptr) {
-    const Tensors all = gathered(frame_of(mine, payload));
+    const Tensors all = gathered(frame_of(mine, payload), mine);
     std::vector<Description> said;
     for (const at::Tensor& frame : all) said.push_back(read_description(frame));
     // Every rank reports the same pair: the first rank that differs from rank 0.
@@ -131,7 +134,7 @@ class Wire {
     for (const Description& d : said) most = std::max(most, d.bytes);
     Tensors raw;
     if (most > kInline) {
-      raw = gathered(padded(bytes(t), most));
+      raw = gathered(padded(bytes(t), most), mine);
     }
     Tensors parts;
     for (int r = 0; r < size_; ++r) {
@@ -149,7 +152,7 @@ class Wire {
       plan.data_ptr<int64_t>()[r] = sends[r];
       plan.data_ptr<int64_t>()[size_ + r] = receives[r];
     }
-    const Tensors plans = gathered(plan);
+    const Tensors plans = gathered(plan, d);
     int64_t most = 0;
     for (int from = 0; from < size_; ++from) {
       const int64_t* p = plans[from].data_ptr<int64_t>();
@@ -160,7 +163,7 @@ class Wire {
             ", which expects ", plans[to].data_ptr<int64_t>()[size_ + from]);
     }
     if (most == 0) return at::empty({0}, at::kByte);
-    const Tensors all = gathered(padded(in, most));
+    const Tensors all = gathered(padded(in, most), d);
     Tensors mine;
     for (int from = 0; from < size_; ++from) {
       const int64_t* p = plans[from].data_ptr<int64_t>();
@@ -220,6 +223,7 @@ class Wire {
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   int rank_, size_;
+  Group group_;
   std::map<std::pair<int, int>, int64_t> sent_, received_;
   std::vector<std::pair<c10::intrusive_ptr<c10d::Work>, std::shared_ptr<Tensors>>> sending_;
 };

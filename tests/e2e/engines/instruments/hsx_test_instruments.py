@@ -166,6 +166,24 @@ def trace_experts(directory: str) -> None:
     _after_import("vllm_ascend.worker.model_runner_v1", trace_steps)
 
 
+def another_method(gate: str) -> None:
+    """Let the last rank choose ALLTOALL for its experts, in steps that begin once `gate` exists."""
+
+    def wrap(context: Any) -> None:
+        from vllm.distributed import get_ep_group
+
+        select = context.select_moe_comm_method
+
+        @functools.wraps(select)
+        def selected(*args: Any, **kwargs: Any) -> Any:
+            last = get_ep_group().is_last_rank and Path(gate).exists()
+            return context.MoECommType.ALLTOALL if last else select(*args, **kwargs)
+
+        context.select_moe_comm_method = selected
+
+    _after_import("vllm_ascend.ascend_forward_context", wrap)
+
+
 def trace_files(directory: str) -> None:
     """Record which process opens a file for which request, with our connector or vLLM's."""
     trace = _Trace(directory)
@@ -378,6 +396,7 @@ INSTRUMENTS = {
     for function in (
         trace_collectives,
         trace_experts,
+        another_method,
         trace_files,
         trace_graph_mode,
         unfixed_proposer,
