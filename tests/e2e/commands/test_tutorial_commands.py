@@ -11,11 +11,11 @@ import pytest
 from documents import blocks, parse_serve
 from harness import tokens
 from launch import START_SECONDS, ForkedServer, process_environment, smaller
-from quantised_reference import quantised_hidden_states, rotation_of
 from tiny_model_claims import TOLERANCE
 
 from vllm_ascend_hsx import load
 from vllm_ascend_hsx.demo.modelslim import mixed, write_modelslim
+from vllm_ascend_hsx.demo.quantised_reference import rows_in_the_models_basis
 from vllm_ascend_hsx.demo.server import free_port
 
 LAYER_IDS = (2, 0, 4)
@@ -66,6 +66,6 @@ def test_rows_are_in_the_models_own_basis(served: Served, prompt: list[int]) -> 
     answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=120).raise_for_status().json()
     states = load(answer["kv_transfer_params"]["hidden_states_path"], timeout=60, verify=True)
     assert states.metadata["basis"] == "model"
-    expected = quantised_hidden_states(served.checkpoint, prompt, LAYER_IDS).float() @ rotation_of(served.checkpoint).t()
+    expected = rows_in_the_models_basis(served.checkpoint, prompt, LAYER_IDS)
     found = states.hidden_states.float()
     assert ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 2 * TOLERANCE
