@@ -47,7 +47,7 @@ def process_environment(
 ) -> dict[str, str]:
     """Return what to add to the environment of a process on emulated NPUs."""
     added = environment(npus=npus, hbm_bytes=HBM_BYTES, late=late, soc=soc)
-    folders = [str(HERE / "instruments"), added["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
+    folders = [str(HERE / "instruments"), str(HERE.parent / "models"), added["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
     unique = dict.fromkeys(filter(None, os.pathsep.join(folders).split(os.pathsep)))
     added["PYTHONPATH"] = os.pathsep.join(unique)
     added["HSX_TEST_INSTRUMENTS"] = json.dumps(instruments or {})

@@ -25,7 +25,7 @@ from test_scenarios import ENGINES, NUM_LAYERS
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
 from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 
-PAGE = Path(__file__).parents[2] / "docs/migration.md"
+PAGE = Path(__file__).parents[3] / "docs/migration.md"
 LAYER_IDS = (1, 2, 4)  # ascending: upstream does not keep another order (defect 7)
 WRONG, GENERATED, MISSING = "wrong rows of prompts", "wrong rows of generated tokens", "missing rows"
 LEFT_OVER, STOPS, TEXT = "left-over file", "engine stops", "other text"
