@@ -57,7 +57,7 @@ class _Call(Exchange):
         group = group_called(op, "group_ep", group_ep, ep_world_size)
         check(ep_rank_id == group.rank(), op, "ep_rank_id", f"{ep_rank_id} is rank {group.rank()} of {group_ep}")
         agreed = {"moe_expert_num": moe_expert_num, "global_bs": global_bs, **agreed}
-        super().__init__(op, expert_ids, hidden, x_active_mask, group, moe_expert_num, **agreed)
+        super().__init__(op, expert_ids, hidden, x_active_mask, group, moe_expert_num, "expert_ids", **agreed)
 
     def _check_values(self, expert_ids: torch.Tensor) -> None:
         active = self.active.tolist()
