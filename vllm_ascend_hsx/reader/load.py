@@ -38,6 +38,8 @@ from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_memb
 from vllm_ascend_hsx.reader.shards import Place, member_problem
 from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, model_dtype, read_tensor
 
+_DIED = "the server died before the file was complete, or its storage took no reason: it left an unheld lock file and no data"
+
 if TYPE_CHECKING:
     import torch
 
@@ -205,11 +207,7 @@ def open_stored(path: Path, timeout: float | None) -> Place:
                 )
                 raise FileNotFoundError(errno.ENOENT, problem, str(path))
             if is_left_over(lock_path, partial(is_decided, path)):
-                problem = (
-                    "the server died before the file was complete, or its storage took no reason: it left "
-                    "an unheld lock file and no data"
-                )
-                raise HiddenStatesError(path, problem)
+                raise HiddenStatesError(path, _DIED)
             # Between two checks a server has started or finished the file.
     except NotAFileError as error:
         raise HiddenStatesError(path, error.reason) from error

@@ -40,12 +40,12 @@ def test_schemas_of_each_release_can_be_parsed(release: str) -> None:
 def test_a_reference_takes_what_its_schema_declares(namespace: str, name: str, schema: str) -> None:
     """torch drops arguments that equal the schema's default, so another default would show."""
     parameters = dict(inspect.signature(REFERENCES[namespace][name]).parameters)
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    kinds = {p.kind for p in parameters.values()}
     declared = {argument.name: argument for argument in torch._C.parse_schema(f"{namespace}::{schema}").arguments}
     for argument in declared.values():
         if argument.name not in parameters:
-            assert takes_any, f"{argument.name} of the schema is not taken"
-            assert argument.kwarg_only, f"{argument.name} may be given by position"
+            assert inspect.Parameter.VAR_KEYWORD in kinds, f"{argument.name} of the schema is not taken"
+            assert argument.kwarg_only or inspect.Parameter.VAR_POSITIONAL in kinds, f"{argument.name} may be given by position"
             continue
         parameter = parameters[argument.name]
         if argument.has_default_value():

@@ -7,8 +7,8 @@ import torch
 
 from vllm_ascend_hsx.emulator.ops import matmul, moe_experts, moe_gating, norm, rotary, sampling
 from vllm_ascend_hsx.emulator.ops.attention import cache, fused, mla, paged
+from vllm_ascend_hsx.emulator.ops.collectives import fused_mc2, mc2
 from vllm_ascend_hsx.emulator.ops.collectives import matmul as fused_matmul
-from vllm_ascend_hsx.emulator.ops.collectives import mc2
 from vllm_ascend_hsx.emulator.ops.quantization import experts, linear
 from vllm_ascend_hsx.emulator.ops.recording import recordable
 from vllm_ascend_hsx.emulator.ops.recurrent import causal_conv1d, fla_npu, gated_delta_rule
@@ -59,7 +59,7 @@ REFERENCES: dict[str, dict[str, Reference]] = {
             norm.npu_add_rms_norm_bias, norm.npu_gemma_rms_norm,
             moe_gating.moe_gating_top_k,
             matmul.bgmv_shrink, matmul.bgmv_expand, matmul.sgmv_shrink, matmul.sgmv_expand,
-            moe_experts.npu_moe_init_routing_custom, experts.grouped_matmul_swiglu_quant_weight_nz,
+            fused_mc2.dispatch_ffn_combine, moe_experts.npu_moe_init_routing_custom, experts.grouped_matmul_swiglu_quant_weight_nz,
             causal_conv1d.npu_causal_conv1d_custom,
             gated_delta_rule.npu_fused_gdn_gating, gated_delta_rule.npu_recurrent_gated_delta_rule,
             gated_delta_rule.chunk_gated_delta_rule_fwd_h, gated_delta_rule.chunk_fwd_o,
@@ -69,7 +69,12 @@ REFERENCES: dict[str, dict[str, Reference]] = {
 }  # fmt: skip
 # References that launch a collective of their own.
 COMPOSITES = frozenset(
-    {"npu::npu_mm_reduce_scatter_base", "npu::npu_moe_distribute_dispatch_v2", "npu::npu_moe_distribute_combine_v2"}
+    {
+        "npu::npu_mm_reduce_scatter_base",
+        "npu::npu_moe_distribute_dispatch_v2",
+        "npu::npu_moe_distribute_combine_v2",
+        "_C_ascend::dispatch_ffn_combine",
+    }
 )
 _libraries: list[torch.library.Library] = []  # an operator lives as long as the Library object that declared it
 

@@ -124,6 +124,12 @@ def _adapted_runs(
     return y
 
 
+def _experts_out(*arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``out`` and ``expert_token_nums``, which the schema marks as written."""
+    given = dict(zip(("out", "expert_token_nums"), arguments[11:13], strict=False)) | named
+    return given["out"], given["expert_token_nums"]
+
+
 def _like_first(first: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
     return torch.empty_like(first)
 
@@ -140,6 +146,7 @@ SHAPES: dict[str, Shape] = {
     "npu::npu_top_k_top_p": _like_first,
     "_C_ascend::bgmv_expand": _adapted,
     "_C_ascend::sgmv_expand": _adapted_runs,
+    "_C_ascend::dispatch_ffn_combine": _experts_out,
     "_C_ascend::grouped_matmul_swiglu_quant_weight_nz": _grouped_swiglu,
     "_C_ascend::npu_moe_init_routing_custom": _init_routing,
 }

@@ -118,6 +118,18 @@ def trace_experts(directory: str) -> None:
             return original(selected)
 
         methods.get_moe_comm_method = get_moe_comm_method
+        trace_fused(methods.FusedMC2CommImpl)
+
+    def trace_fused(fused: Any) -> None:
+        compute = fused.fused_experts
+
+        def fused_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = compute(self, *args, **kwargs)
+            trace.write(dispatched="FUSED_MC2", received=int(result.expert_tokens.sum()))
+            trace.write(combined="FUSED_MC2")
+            return result
+
+        fused.fused_experts = fused_experts
 
     def trace_layers(dispatchers: Any) -> None:
         for name in ("AllGather", "All2AllV", "MC2"):

@@ -7,15 +7,14 @@ takes its own: no shape depends on the rows' values, so that graphs can have the
 checked in calls that run, not in captures.
 """
 
-import os
 from typing import Any
 
 import torch
 
 from vllm_ascend_hsx.emulator.devices import soc
-from vllm_ascend_hsx.emulator.native import core
 from vllm_ascend_hsx.emulator.ops.checks import check, check_dtype, check_rank, refuse_options, unsupported
-from vllm_ascend_hsx.emulator.ops.collectives.groups import gather, group_called
+from vllm_ascend_hsx.emulator.ops.collectives.exchange import Exchange
+from vllm_ascend_hsx.emulator.ops.collectives.groups import buffer_size, group_called
 from vllm_ascend_hsx.emulator.ops.poison import poisoned
 from vllm_ascend_hsx.emulator.ops.quantization.linear import rows_to_int8
 
@@ -29,15 +28,8 @@ _EP_SIZES = {"a2": {*range(2, 9), 16, 32, 64, 128, 192, 256, 384}, "a3": range(2
 _MOST_CHOSEN = 16
 
 
-class _Call:
-    """The arguments that both operators share, checked.
-
-    Attributes:
-        tokens, top_k, hidden: the sizes BS, K and H.
-        local: experts of each rank. capacity: rows that a rank can receive.
-        group: the EP group. text: the arguments in which ranks must agree.
-        active: bool [tokens], which tokens take part.
-    """
+class _Call(Exchange):
+    """The arguments that both operators share, checked."""
 
     def __init__(
         self, op: str, expert_ids: torch.Tensor, hidden: int, x_active_mask: torch.Tensor | None, group_ep: str, ep_world_size: int,
@@ -45,67 +37,44 @@ class _Call:
     ) -> None:  # fmt: skip
         check_rank(op, "expert_ids", expert_ids, 2)
         check_dtype(op, "expert_ids", expert_ids, (torch.int32,))
-        self.op, self.size, self.rank, self.experts = op, ep_world_size, ep_rank_id, moe_expert_num
-        (self.tokens, self.top_k), self.hidden = expert_ids.shape, hidden
+        tokens, top_k = expert_ids.shape
         chip = soc()
         check(ep_world_size in _EP_SIZES[chip], op, "ep_world_size", f"{ep_world_size} is no size that an {chip.upper()} has")
         check(0 < moe_expert_num <= _MOST_EXPERTS[chip], op, "moe_expert_num", f"{moe_expert_num} must lie in 1..{_MOST_EXPERTS[chip]}")
         check(moe_expert_num % ep_world_size == 0, op, "moe_expert_num", f"{moe_expert_num} must be a multiple of {ep_world_size} ranks")
-        check(0 < self.tokens <= _MOST_ROWS[chip], op, "x", f"{self.tokens} rows must lie in 1..{_MOST_ROWS[chip]}")
+        check(0 < tokens <= _MOST_ROWS[chip], op, "x", f"{tokens} rows must lie in 1..{_MOST_ROWS[chip]}")
         check(0 < hidden <= _WIDEST[chip], op, "x", f"{hidden} columns must lie in 1..{_WIDEST[chip]}")
         most = min(_MOST_CHOSEN, moe_expert_num)
-        check(0 < self.top_k <= most, op, "expert_ids", f"{self.top_k} experts per token must lie in 1..{most}")
+        check(0 < top_k <= most, op, "expert_ids", f"{top_k} experts per token must lie in 1..{most}")
         if tp_world_size > 1:
             raise unsupported(op, "tp_world_size", tp_world_size)
         check(tp_rank_id == 0, op, "tp_rank_id", f"{tp_rank_id} must be 0 without a TP domain")
         if chip == "a2":
             check((group_tp, tp_world_size) == ("", 0), op, "group_tp", "an A2 has no TP domain: give '' and tp_world_size=0")
-        if global_bs not in (0, self.tokens * ep_world_size):
+        if global_bs not in (0, tokens * ep_world_size):
             raise unsupported(op, "global_bs", global_bs)  # ranks with different numbers of rows
-        self.local = moe_expert_num // ep_world_size
-        self.capacity = self.tokens * ep_world_size * min(self.local, self.top_k)
-        self._check_window(chip)
-        self.group = group_called(op, "group_ep", group_ep, ep_world_size)
-        check(ep_rank_id == self.group.rank(), op, "ep_rank_id", f"{ep_rank_id} is rank {self.group.rank()} of {group_ep}")
+        _check_window(op, chip, tokens, top_k, hidden, ep_world_size, moe_expert_num // ep_world_size)
+        group = group_called(op, "group_ep", group_ep, ep_world_size)
+        check(ep_rank_id == group.rank(), op, "ep_rank_id", f"{ep_rank_id} is rank {group.rank()} of {group_ep}")
         agreed = {"moe_expert_num": moe_expert_num, "global_bs": global_bs, **agreed}
-        self.text = ", ".join(f"{name}={value}" for name, value in agreed.items())
-        if x_active_mask is None:
-            self.active = torch.ones(self.tokens, dtype=torch.bool, device=expert_ids.device)
-        else:
-            if x_active_mask.dim() != 1:
-                raise unsupported(op, "x_active_mask", x_active_mask)
-            check_dtype(op, "x_active_mask", x_active_mask, (torch.bool,))
-            given = tuple(x_active_mask.shape)
-            check(given == (self.tokens,), op, "x_active_mask", f"shape {given} must be ({self.tokens},)")
-            self.active = x_active_mask
-        if not self.captured(expert_ids):
-            self._check_values(expert_ids)
-
-    def captured(self, tensor: torch.Tensor) -> bool:
-        """Return whether the call is recorded, so that there are no values."""
-        return tensor.is_meta or bool(core.recordings() and core.recording(tensor.device.index))
-
-    def _check_window(self, chip: str) -> None:
-        """Refuse rows that exceed the group's buffer, of which two halves take turns."""
-        row = 2 * self.hidden
-        if chip == "a2":
-            needed = 2 * (self.capacity * row + (2 << 20))
-        else:
-            arriving = self.local * self.tokens * self.size * _aligned(_aligned(row, 32) + 64, 512)
-            needed = 2 * (arriving + self.top_k * self.tokens * _aligned(row, 512))
-        buffer = int(os.environ.get("HCCL_BUFFSIZE", "200")) << 20
-        check(needed <= buffer, self.op, "x", f"{needed} bytes exceed HCCL_BUFFSIZE, {buffer >> 20} MB: set {-(-needed >> 20)}")
+        super().__init__(op, expert_ids, hidden, x_active_mask, group, moe_expert_num, "expert_ids", **agreed)
 
     def _check_values(self, expert_ids: torch.Tensor) -> None:
         active = self.active.tolist()
-        count = sum(active)
-        check(all(active[:count]), self.op, "x_active_mask", f"true must precede false, not {active}")
-        for token, chosen in enumerate(expert_ids.tolist()[:count]):
-            right = all(0 <= expert < self.experts for expert in chosen) and len(set(chosen)) == len(chosen)
-            check(right, self.op, "expert_ids", f"{chosen} of token {token} are not different experts of 0..{self.experts - 1}")
+        check(all(active[: sum(active)]), self.op, "x_active_mask", f"true must precede false, not {active}")
+        super()._check_values(expert_ids)
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        return gather(self.group, self.op, self.text, mine)
+
+def _check_window(op: str, chip: str, tokens: int, top_k: int, hidden: int, size: int, local: int) -> None:
+    """Refuse rows that exceed the group's buffer, of which two halves take turns."""
+    row = 2 * hidden
+    if chip == "a2":
+        needed = 2 * (tokens * size * min(local, top_k) * row + (2 << 20))
+    else:
+        arriving = local * tokens * size * _aligned(_aligned(row, 32) + 64, 512)
+        needed = 2 * (arriving + top_k * tokens * _aligned(row, 512))
+    buffer = buffer_size()
+    check(needed <= buffer, op, "x", f"{needed} bytes exceed HCCL_BUFFSIZE, {buffer >> 20} MB: set {-(-needed >> 20)}")
 
 
 def _aligned(number: int, to: int) -> int:
@@ -170,24 +139,18 @@ def npu_moe_distribute_dispatch_v2(
         op, expert_ids, x.shape[1], x_active_mask, group_ep, ep_world_size, ep_rank_id, moe_expert_num, global_bs, group_tp,
         tp_world_size, tp_rank_id, quant_mode=quant_mode,
     )  # fmt: skip
-    size, local, capacity = ep_world_size, call.local, call.capacity
+    capacity = call.capacity
     rows, row_scales = (x, None) if quant_mode == _UNQUANTISED else rows_to_int8(x)
     rows = call.gather(rows)
-    chosen = call.gather(torch.where(call.active[:, None], expert_ids, moe_expert_num)).flatten()
     everyones_scales = None if row_scales is None else call.gather(row_scales)
-    own = chosen - ep_rank_id * local
-    own = torch.where((own >= 0) & (own < local), own, local)  # other ranks' copies come after all of ours
-    copies = torch.sort(own, stable=True).indices[:capacity]
-    counts = (own.view(size, 1, -1) == torch.arange(local, device=x.device).view(1, local, 1)).sum(-1).t()  # by expert and rank
-    live = torch.arange(capacity, device=x.device) < counts.sum()
+    copies, live, counts = call.receive(expert_ids)
     source = copies // call.top_k
     expanded = torch.where(live[:, None], rows[source], poisoned((), rows))
     scale = poisoned((capacity,), x, torch.float32)
     if everyones_scales is not None:
         scale = torch.where(live, everyones_scales[source], scale)
     info = poisoned((max(call.tokens * call.top_k, capacity * _INFO),), x, torch.int32)
-    origin = torch.stack([source // call.tokens, source % call.tokens, copies % call.top_k], 1).int()
-    info[: capacity * _INFO].view(capacity, _INFO)[:, :3] = torch.where(live[:, None], origin, poisoned((), x, torch.int32))
+    info[: capacity * _INFO].view(capacity, _INFO)[:, :3] = torch.where(live[:, None], call.origins(copies), poisoned((), x, torch.int32))
     per_expert = counts.sum(1)
     totals = counts.flatten().cumsum(0).int()
     numbers = per_expert if counting == _COUNTS else per_expert.cumsum(0)
@@ -248,12 +211,8 @@ def npu_moe_distribute_combine_v2(
         check(tuple(tensor.shape) == shape, op, name, f"shape {tuple(tensor.shape)} must be {shape}")
     live = torch.arange(capacity, device=expand_x.device) < ep_send_counts[-1]
     origin = assist_info_for_combine[: capacity * _INFO].view(capacity, _INFO)[:, :3]
-    rows, origins = call.gather(expand_x), call.gather(torch.where(live[:, None], origin, -1))
-    place = torch.where(origins[:, 0] == ep_rank_id, origins[:, 1] * top_k + origins[:, 2], tokens * top_k).long()
-    returned = poisoned((tokens * top_k + 1, call.hidden), expand_x)  # the last one is for rows of other ranks
-    returned[place] = rows
+    returned, place = call.bring_back(expand_x, live, origin)
     if not call.captured(expand_x):
         arrived = torch.bincount(place, minlength=tokens * top_k + 1)[:-1].view(tokens, top_k)[call.active]
         check(bool((arrived == 1).all()), op, "assist_info_for_combine", f"of the rows of each token came back {arrived.tolist()}")
-    sums = (returned[:-1].view(tokens, top_k, call.hidden).float() * expert_scales[..., None]).sum(1).to(expand_x.dtype)
-    return torch.where(call.active[:, None], sums, poisoned((), expand_x))
+    return call.add(returned, expert_scales)
