@@ -38,13 +38,12 @@ from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_memb
 from vllm_ascend_hsx.reader.shards import Place, member_problem
 from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, model_dtype, read_tensor
 
-_DIED = "the server died before the file was complete, or its storage took no reason: it left an unheld lock file and no data"
-
 if TYPE_CHECKING:
     import torch
 
 # Seconds in which another reader, which may try an exclusive lock, has let go of it.
 _MOMENT_S = 0.05
+_DIED = "the server died before the file was complete, or its storage took no reason: it left an unheld lock file and no data"
 
 
 class HiddenStatesError(Exception):
