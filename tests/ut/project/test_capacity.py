@@ -160,6 +160,12 @@ def test_performance_md_has_what_the_planner_says(measured: capacity.Result) -> 
     assert all(f"| {' | '.join(line)} |\n" in text for line in (headings, *rows))
 
 
+def test_performance_md_has_the_plan_s_cost_of_turning_rows_back() -> None:
+    planned = plan.plan(plan.parse_arguments(["minimax-m2", "--rotated"]))
+    cost = f"{planned.turn_back_flops / 1e6:.0f} MFLOP per token and {planned.turn_back_bytes >> 20} MiB per NPU"
+    assert cost in " ".join(PAGE.with_suffix(".md").read_text().split())
+
+
 @pytest.mark.parametrize("name", UPSTREAM_KEEPS)
 def test_ours_keeps_the_share_that_the_plan_says_to_a_block(name: str, measured: capacity.Result) -> None:
     plain, ours, upstream = (cell for cell in measured.cells if cell.model == PRESETS[name].repository)
