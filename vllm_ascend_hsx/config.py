@@ -93,6 +93,22 @@ class HsxConfig(BaseModel):
         "`max_files_per_request`. Rows of generated tokens count with the request's max_tokens. "
         "Bytes, or a size such as '128GiB'.",
     )
+    prefix_reuse_bytes: Size = Field(
+        default=4 << 30,
+        ge=0,
+        le=1 << 60,
+        description="Most bytes of published files that each data-parallel rank keeps open, so that "
+        "requests with the same first tokens copy these rows and read the prefix cache instead of "
+        "computing them. The space of a kept file that a consumer removes is freed when newer "
+        "files take its place. 0: each request computes all of its rows. Bytes, or a size such as "
+        "'4GiB'.",
+    )
+    prefix_reuse_files: int = Field(
+        default=256,
+        ge=0,
+        le=1 << 16,
+        description="Most files that are kept open for this, on each data-parallel rank.",
+    )
     use_synchronization_lock: bool = Field(
         default=True,
         description="Hold an flock on `<file>.lock` until the file is complete, so that "

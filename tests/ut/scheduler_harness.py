@@ -35,6 +35,7 @@ def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
         num_output_tokens=0,
         output_token_ids=[],
         lora_request=None,
+        num_computed_tokens=0,
     )
     vars(request).update(changes)
     return request
@@ -42,7 +43,12 @@ def make_request(request_id: str, num_tokens: int = 5, **changes: Any) -> Any:
 
 def schedule(scheduler: ExtractionScheduler, *requests: Any) -> HsxConnectorMetadata:
     new = [
-        SimpleNamespace(req_id=request.request_id, prompt_token_ids=request.prompt_token_ids, lora_request=request.lora_request)
+        SimpleNamespace(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            lora_request=request.lora_request,
+            num_computed_tokens=request.num_computed_tokens,
+        )
         for request in requests
     ]
     return scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=new))

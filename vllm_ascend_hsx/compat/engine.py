@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_ascend_hsx.compat.patch_points import patch, uses
@@ -17,6 +17,7 @@ OUTPUTS = "vllm.v1.engine.output_processor"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
 KV_C8 = "vllm_ascend.quantization.methods.kv_c8"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
+KV_CACHE = "vllm.v1.core.kv_cache_manager"
 KV_DELIVERY = "vllm_ascend.patch.platform.patch_kv_delivery_preemption"
 KV_TRANSFER = "vllm.distributed.kv_transfer"
 RECOMPUTE = "vllm_ascend.core.recompute_scheduler"
@@ -87,6 +88,62 @@ def compute_extracted_tokens(original: Any, self: Any, request: Any, num_compute
         self._requests_to_connector.pop(request.request_id, None)
         return 0, False
     return tokens, load_async
+
+
+_REUSES = "extracted requests read the prefix cache as far as their rows are at hand"
+
+
+class _Limited:
+    """A request that may read only its first tokens, for KVCacheManager.get_computed_blocks."""
+
+    def __init__(self, request: Any, num_tokens: int) -> None:
+        self._request = request
+        self.num_tokens = num_tokens + 1  # the last token of a request is always computed
+        self.skip_reading_prefix_cache = request.skip_reading_prefix_cache or not num_tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def limit_prefix_cache(request: Any, rows_at_hand: Callable[[Any, int], int]) -> None:
+    """Let an extracted request read only those tokens from the prefix cache that have rows.
+
+    Args:
+        request: vllm.v1.request.Request.
+        rows_at_hand: called with the request and the tokens of a block of `request.block_hashes`
+            each time that the request could start or resume. Returns how many first tokens may be
+            read.
+    """
+    request.hsx_rows_at_hand = rows_at_hand
+
+
+@patch(KV_CACHE, "KVCacheManager.get_computed_blocks", SINCE_0_23, why=_REUSES)
+def read_where_rows_are(original: Any, self: Any, request: Any) -> Any:
+    """Read the prefix cache for an extracted request only as far as its rows are at hand.
+
+    Reason: tokens that are read from the cache are not computed and make no rows. vLLM knows all or
+    nothing (`skip_reading_prefix_cache`), but generated tokens, and requests that are not
+    extracted, leave more in the cache than there are rows of (v1/core/kv_cache_manager.py:196 in
+    0.23.0). In the statistics of the prefix cache such a request counts with the tokens that it
+    may read.
+    """
+    rows_at_hand = getattr(request, "hsx_rows_at_hand", None)
+    if rows_at_hand is None or not self.enable_caching:
+        return original(self, request)
+    num_tokens = rows_at_hand(request, self.block_pool.hash_block_size)
+    return original(self, request if num_tokens >= request.num_tokens else _Limited(request, num_tokens))
+
+
+@patch(SCHEDULER, "Scheduler.reset_prefix_cache", SINCE_0_23, why="rows of earlier weights are not reused")
+def reset_rows_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have our connector reuse no rows that were computed before the prefix cache was reset.
+
+    Reason: a reset follows a change of weights, and vLLM tells connectors only if it is asked to
+    (`reset_connector`, v1/core/sched/scheduler.py:1988 in 0.23.0).
+    """
+    for reset_prefixes in methods(self.connector, "reset_prefixes"):
+        reset_prefixes()
+    return original(self, *args, **kwargs)
 
 
 @patch(SCHEDULER, "Scheduler.update_from_output", SINCE_0_23, why=_NAMES_FAILURE)

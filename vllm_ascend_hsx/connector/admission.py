@@ -1,11 +1,33 @@
-"""Admission: which new requests a rank can take without a step having to wait for storage."""
+"""Admission: what one API request may store, and what a rank can take without a step that waits."""
 
 from __future__ import annotations
 
-from collections import deque
-from typing import NamedTuple
+import logging
+import time
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from vllm_ascend_hsx.connector.metadata import RankState
+from vllm_ascend_hsx.connector.stats import SchedulerRecorder
+from vllm_ascend_hsx.connector.storage_watch import Reminder
+from vllm_ascend_hsx.protocol.api import shown
+from vllm_ascend_hsx.protocol.request_ids import split_id
+
+FILES_OPTION = "kv_connector_extra_config.max_files_per_request"
+BYTES_OPTION = "kv_connector_extra_config.max_bytes_per_request"
+
+# API requests: at most this many others may arrive between two prompts or samples of one
+_REMEMBERED = 1024
+_LOG_SECONDS = 10.0
+_MIB = 1 << 20
+_HELD_LONG_S = 5.0  # seconds after which a log line reports held requests
+# Sort key of a held request: priority, arrival time and id, as in vLLM.
+_Place = tuple[int, float, str]
+
+logger = logging.getLogger(__name__)
 
 
 class Cost(NamedTuple):
@@ -104,3 +126,205 @@ class RankLoad:
         if coming is None:
             return 1.0
         return max(0.0, 1 - (self.state.write_rate or 0.0) / coming) if coming else 0.0
+
+
+class Admission:
+    """Admit new requests to ranks, in order; hold back those that storage could not take in time.
+
+    Args:
+        num_ranks: tensor-parallel ranks.
+        ring_bytes, row_bytes: as for RankLoad.
+        where: description of the storage.
+        recorder: records how many requests are held.
+
+    Attributes:
+        loads: what each rank has yet to write.
+    """
+
+    def __init__(self, num_ranks: int, ring_bytes: int, row_bytes: int, where: str, recorder: SchedulerRecorder) -> None:
+        self.loads = tuple(RankLoad(ring_bytes, row_bytes) for _ in range(num_ranks))
+        self._where = where
+        self._recorder = recorder
+        self._outstanding = [0] * num_ranks
+        self._promised: dict[str, tuple[int, Cost]] = {}  # requests admitted since the last step
+        self._held: list[_Place] = []  # sorted
+        self._places: dict[str, _Place] = {}  # the same, by request
+        self._reminder = Reminder(_HELD_LONG_S)
+
+    def is_promised(self, request_id: str) -> bool:
+        """Return whether the request was admitted since the last step."""
+        return request_id in self._promised
+
+    def admit(self, request: Any, rank: int, cost: Cost) -> bool:
+        """Admit a request to a rank, or hold it back.
+
+        Args:
+            request: vllm.v1.request.Request, which is in the waiting queue.
+            rank: the rank that would own it.
+            cost: bytes of its rows.
+        """
+        place = (request.priority, request.arrival_time, request.request_id)
+        load = self.loads[rank]
+        # Requests start in order. If small ones could overtake, large ones would wait forever. vLLM
+        # asks about new requests before held ones.
+        first = not self._held or place <= self._held[0]
+        # A rank whose storage is stuck refuses the request at once, so that it does not wait
+        # indefinitely.
+        if load.state.stuck or (first and load.admits(cost)):
+            self.stop_holding(request.request_id)
+            load.promise(cost)
+            self._promised[request.request_id] = rank, cost
+            self._outstanding[rank] += sum(cost)
+            return True
+        if request.request_id not in self._places:
+            self._places[request.request_id] = place
+            insort(self._held, place)
+            self._reminder.begin()
+            self._recorder.held(len(self._held))
+        return False
+
+    def stop_holding(self, request_id: str) -> None:
+        """Forget a request that is admitted or has ended."""
+        place = self._places.pop(request_id, None)
+        if place is not None:
+            del self._held[bisect_left(self._held, place)]
+            self._recorder.held(len(self._held))
+            if not self._held:
+                self._reminder.end()
+
+    def promised(self, request_id: str) -> tuple[int, Cost] | None:
+        """Return the rank and the cost of a request that was admitted since the last step."""
+        return self._promised.get(request_id)
+
+    def start(self, started: Mapping[str, tuple[int, Cost]]) -> None:
+        """Record the requests that start in this step, with their ranks and costs.
+
+        Others that were admitted did not fit into the KV cache.
+        """
+        if self._held and self._reminder.due_in() == 0:
+            self._warn()
+        promised, self._promised = self._promised, {}
+        for request_id in started.keys() - promised.keys():
+            rank, cost = started[request_id]
+            self._outstanding[rank] += sum(cost)
+        for request_id in promised.keys() - started.keys():
+            self.end(*promised[request_id])
+        for rank, load in enumerate(self.loads):
+            load.start([cost for owner, cost in started.values() if owner == rank])
+
+    def end(self, rank: int, cost: Cost) -> None:
+        """Record that a request that was admitted or has started makes no more rows."""
+        self._outstanding[rank] -= sum(cost)
+
+    def least_loaded(self) -> int:
+        """Return the rank that owes least, of those whose storage answers if there are any."""
+        states = [load.state for load in self.loads]
+        return min(range(len(states)), key=lambda rank: (states[rank].stuck, states[rank].quiet, self._outstanding[rank]))
+
+    def _warn(self) -> None:
+        load = self.loads[self.least_loaded()]
+        logger.warning(
+            "slow storage: new requests have been held back for %.0f s, %d now, until admitted "
+            "requests can be written to %s: at least %.1f MiB, of which %.1f MiB are computed, "
+            "and storage takes %.1f MiB/s. Use faster storage, raise pinned_ring_bytes or "
+            "extract fewer layers.",
+            self._reminder.seconds,
+            len(self._held),
+            self._where,
+            load.owed / _MIB,
+            load.state.backlog / _MIB,
+            (load.state.write_rate or 0) / _MIB,
+        )
+        self._reminder.logged()
+
+
+@dataclass
+class _Account:
+    """Stored files and bytes of an API request.
+
+    `first_child` is its first prompt and sample. If that arrives again, it is a later request with
+    the same id.
+    """
+
+    first_child: int
+    files: int = 0
+    bytes: int = 0
+
+
+class RequestLimits:
+    """Count files and bytes by API request, in this engine.
+
+    Each data-parallel rank counts its own requests.
+
+    Args:
+        max_files: most files of an API request.
+        max_bytes: most bytes of an API request.
+        row_bytes: stored bytes of one token's rows, all layers.
+    """
+
+    def __init__(self, max_files: int, max_bytes: int, row_bytes: int) -> None:
+        self._max_files = max_files
+        self._max_bytes = max_bytes
+        self._row_bytes = row_bytes
+        # keys are hashes: a client's id can be megabytes long
+        self._accounts: OrderedDict[int, _Account] = OrderedDict()
+
+    def refusal(self, request_id: str, num_rows: int) -> str | None:
+        """Count a file, or return the reason why the API request may store no more.
+
+        Args:
+            request_id: vLLM's internal id.
+            num_rows: most rows that the file can have.
+        """
+        account = self._account(request_id)
+        num_bytes = num_rows * self._row_bytes
+        if account.files >= self._max_files:
+            reason = (
+                f"this API request has stored {account.files} files already, as many as "
+                f"{FILES_OPTION} allows; send fewer prompts or samples in one request"
+            )
+        elif account.bytes + num_bytes > self._max_bytes:
+            reason = (
+                f"this API request would store up to {account.bytes + num_bytes} bytes, and "
+                f"{BYTES_OPTION} is {self._max_bytes}; send fewer prompts or samples in one "
+                "request or, with include_output_tokens, a smaller max_tokens"
+            )
+        else:
+            account.files += 1
+            account.bytes += num_bytes
+            return None
+        return reason
+
+    def _account(self, request_id: str) -> _Account:
+        api_request, child = map(hash, split_id(request_id))
+        account = self._accounts.pop(api_request, None)
+        if account is None or account.first_child == child:
+            account = _Account(child)
+        self._accounts[api_request] = account
+        if len(self._accounts) > _REMEMBERED:
+            self._accounts.popitem(last=False)
+        return account
+
+
+class RefusalLog:
+    """Log a refused request, and in the ten seconds after that only count others.
+
+    Args:
+        clock: monotonic clock in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._silent_until = float("-inf")
+        self._unlogged = 0
+
+    def add(self, request_id: str, reason: str) -> None:
+        """Log or count a request, by vLLM's internal id, and the reason why it is refused."""
+        now = self._clock()
+        if now < self._silent_until:
+            self._unlogged += 1
+            return
+        self._silent_until = now + _LOG_SECONDS
+        others = f" ({self._unlogged} others were refused since the last log line)" if self._unlogged else ""
+        self._unlogged = 0
+        logger.warning("request %s is not extracted: %s%s", shown(request_id), reason, others)

@@ -18,9 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm_ascend_hsx.checkpoint import weights_of
 from vllm_ascend_hsx.compat.drafts import require_no_drafts
 from vllm_ascend_hsx.compat.runner import find_layers, tensor_parallel_rank
-from vllm_ascend_hsx.connector.limits import RequestLimits
+from vllm_ascend_hsx.connector.admission import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, WorkerReport
 from vllm_ascend_hsx.connector.metrics import HsxPromMetrics
+from vllm_ascend_hsx.connector.prefixes import PrefixIndex
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
@@ -51,6 +52,9 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         require_no_drafts(vllm_config)
         if role is KVConnectorRole.SCHEDULER:
             config = settings.config
+            stored_row_bytes = settings.row_format.stored_row_bytes
+            reuses = config.prefix_reuse_bytes and config.prefix_reuse_files and config.sink != "mooncake"
+            prefixes = PrefixIndex(config.prefix_reuse_files, config.prefix_reuse_bytes, stored_row_bytes) if reuses else None
             self._scheduler = ExtractionScheduler(
                 settings.destination,
                 settings.row_format.row_bytes,
@@ -59,7 +63,8 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 include_output=config.include_output_tokens,
                 allow_path=config.allow_custom_save_path,
                 extract_all=config.extract == "all",
-                limits=RequestLimits(config.max_files_per_request, config.max_bytes_per_request, settings.row_format.stored_row_bytes),
+                limits=RequestLimits(config.max_files_per_request, config.max_bytes_per_request, stored_row_bytes),
+                prefixes=prefixes,
             )
         else:
             self._worker = self._build_worker(settings)
@@ -109,8 +114,8 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.extracts(request.request_id)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return 0, because nothing is loaded, or None while the request must wait for storage."""
-        return (None, False) if self._scheduler.must_wait(request) else (0, False)
+        """Return 0, because nothing is loaded, or None while the request must wait."""
+        return (None, False) if self._scheduler.must_wait(request, num_computed_tokens) else (0, False)
 
     def end_request(self, request: Any) -> dict[str, Any] | None:
         """Return the request's `kv_transfer_params`; see compat.engine.answer_beside_others."""
@@ -118,6 +123,10 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         pass
+
+    def reset_prefixes(self) -> None:
+        """Reuse no rows that were computed before; see compat.engine.reset_rows_with_cache."""
+        self._scheduler.reset_prefixes()
 
     def server_stops(self) -> None:
         """Treat later aborts as caused by the server's stop; see compat.shutdown.stop_in_order."""

@@ -18,6 +18,7 @@ from vllm_ascend_hsx.connector.threads import ThreadPool
 from vllm_ascend_hsx.connector.write_order import SpanSet, WriteOrder, describe_missing
 from vllm_ascend_hsx.protocol.rows import TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
+from vllm_ascend_hsx.sinks.data_file import RowSource
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +31,8 @@ class Extraction:
     or the one that stops the worker. A failure does not wait for writes in flight; the last of them
     closes the file.
 
-    The opener calls `open`. Writers call `write` and `end`, as far as `order` lets them. Any thread
-    may call the other methods.
+    The opener calls `open`. Writers call `write`, `copy` and `end`, as far as `order` lets them.
+    Any thread may call the other methods.
 
     Args:
         start: the scheduler's message.
@@ -41,6 +42,7 @@ class Extraction:
         on_decided: called once, with the error, or None for a file that is complete or was
             discarded after an abort.
         on_ended: called once, when readers can see the outcome, or the file could not be opened.
+        keep: called with its number and its published file, if others may copy its rows.
         stats: records writes and outcomes.
     """
 
@@ -52,6 +54,7 @@ class Extraction:
         row_bytes: tuple[int, int],
         on_decided: Callable[[Extraction, str | None], None],
         on_ended: Callable[[Extraction], None],
+        keep: Callable[[int, RowSource], None],
         stats: StatsRecorder,
     ) -> None:
         self.request_id = start.request_id
@@ -62,10 +65,14 @@ class Extraction:
         self._arrived_ns = start.arrived_ns
         self._lora = start.lora
         self._placeholders = start.placeholders
+        self._keeps_source = start.keeps_source
+        self.number = start.number
+        self.is_kept = False  # whether its file was given to `keep`
         self._include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
         self._on_ended = on_ended
+        self._keep = keep
         self._stats = stats
         self._opened_or_failed = threading.Event()
         self._mutex = threading.Lock()  # guards everything below
@@ -104,7 +111,7 @@ class Extraction:
             with self._mutex:
                 self._file, self._opened, failed = file, file, self._failure is not None
                 file.later_failure = self._later_failure
-                file.placeholders = self._placeholders
+                file.placeholders, file.keeps_source = self._placeholders, self._keeps_source
             if failed:
                 self.stop()
         finally:
@@ -122,22 +129,34 @@ class Extraction:
         Returns:
             Number of rows written: 0 if the request is decided or the write failed.
         """
+        count = len(rows) // self._row_bytes
+
+        def write(file: SinkFile) -> None:
+            if check is not None and (problem := describe_not_finite(first, check)):
+                raise SinkError(self.request_id, Path(self.path), problem, NOT_FINITE)
+            began = time.perf_counter()
+            file.write(first, rows)
+            self._stats.wrote(count * self._stored_row_bytes, time.perf_counter() - began)
+
+        return self._store(first, count, write, landed_at)
+
+    def copy(self, source: RowSource, num_rows: int) -> None:
+        """Copy the first rows from another request's file, as `write` does."""
+        self._store(0, num_rows, lambda file: file.copy(source, num_rows))
+
+    def _store(self, first: int, count: int, write: Callable[[SinkFile], None], landed_at: float = 0.0) -> int:
+        """Write `count` rows; return how many were written. The last ones complete the file."""
         self._opened_or_failed.wait()
         with self._mutex:
             file = None if self._decided else self._file
             if file is None:
                 return 0
             self._writing += 1
-        count, failure = 0, None
+        failure = None
         try:
-            if check is not None and (problem := describe_not_finite(first, check)):
-                raise SinkError(self.request_id, Path(self.path), problem, NOT_FINITE)
-            began = time.perf_counter()
-            file.write(first, rows)
-            count = len(rows) // self._row_bytes
-            self._stats.wrote(count * self._stored_row_bytes, time.perf_counter() - began)
+            write(file)
         except Exception as error:  # noqa: BLE001 - any error fails this request alone
-            failure = error
+            count, failure = 0, error
         with self._mutex:
             self._writing -= 1
             self._written.add(first, first + count)
@@ -244,6 +263,9 @@ class Extraction:
         except Exception as error:  # noqa: BLE001 - a bug, and the file has not ended
             self._fail_file(file, error)
             return
+        if file.source is not None:
+            self._keep(self.number, file.source)
+            self.is_kept = True
         self._on_ended(self)
         seconds = time.perf_counter() - self._landed_at
         self._stats.published(len(token_ids) * self._stored_row_bytes, seconds)

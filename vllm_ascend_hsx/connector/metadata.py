@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -12,6 +12,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
+
+
+class Prefix(NamedTuple):
+    """The first rows of a request, which are copied instead of computed.
+
+    Attributes:
+        source: number of the request whose file has them; see RequestStart.
+        num_rows: number of rows.
+    """
+
+    source: int
+    num_rows: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +41,10 @@ class RequestStart:
             not known. Of two requests for one path the later one's rows stay.
         lora: vllm.lora.request.LoRARequest of its adapter; None without one.
         placeholders: of the images in the prompt.
+        number: of the request; no other one of this engine has it. The owner keeps its file open
+            for other requests, until `HsxConnectorMetadata.released` has the number.
+        prefix: rows that are copied; None if all are computed.
+        keeps_source: whether the owner keeps the file open.
     """
 
     request_id: str
@@ -40,6 +56,9 @@ class RequestStart:
     arrived_ns: int | None = None
     lora: Any = None
     placeholders: tuple[Placeholder, ...] = ()
+    number: int = 0
+    prefix: Prefix | None = None
+    keeps_source: bool = False
 
 
 def placeholders_in(request: Any) -> tuple[Placeholder, ...]:
@@ -76,6 +95,8 @@ class HsxConnectorMetadata(KVConnectorMetadata):
 
     Attributes:
         ended: requests that have ended since the last step.
+        released: numbers of requests whose files are no longer kept open. No request that starts in
+            this step or later has one of them as its prefix.
         started: requests that start in this step.
         stats_wanted: whether the workers send stats with this step even if they counted nothing.
             vLLM asks the scheduler's side for stats only if workers have sent some
@@ -83,6 +104,7 @@ class HsxConnectorMetadata(KVConnectorMetadata):
     """
 
     ended: list[RequestEnd] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)
     started: list[RequestStart] = field(default_factory=list)
     stats_wanted: bool = False
 
@@ -129,11 +151,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
         outcomes: requests whose file was finished since the last report. None for a complete file
             or one discarded after an abort, else the reason of the failure.
         ranks: progress of the ranks.
+        sources: numbers of those requests whose files are kept open.
     """
 
     outcomes: dict[str, str | None] = field(default_factory=dict)
     ranks: dict[int, RankState] = field(default_factory=dict)
+    sources: frozenset[int] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.outcomes | other.outcomes, self.ranks | other.ranks)
+        return WorkerReport(self.outcomes | other.outcomes, self.ranks | other.ranks, self.sources | other.sources)

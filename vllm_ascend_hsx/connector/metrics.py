@@ -34,6 +34,7 @@ COUNTERS = (
     _Series("published_bytes", "published_bytes", "Bytes of hidden states in files that were published."),
     _Series("backpressure_seconds", "backpressure_ns", "Time in which at least one new request was held back for storage.", 1e9),
     _Series("stall_seconds", "stall_ns", "Time that steps waited for storage, over all workers.", 1e9),
+    _Series("reused_tokens", "reused_tokens", "Prompt tokens whose rows were copied from an earlier request and not computed."),
 )
 FILES = _Series("files", "files", "Finished files of hidden states, by outcome.")
 FAILURES = _Series("failures", "failures", "Failed files of hidden states, by errno name or other reason.")
@@ -46,6 +47,8 @@ BY_RANK = (
         "write_rate",
         "Bytes that storage takes per second while all writers are busy, by tensor-parallel rank.",
     ),
+    _Series("kept_files", "kept_files", "Files kept open for later requests with the same first tokens, by tensor-parallel rank."),
+    _Series("kept_bytes", "kept_bytes", "Bytes of those kept files that consumers have removed, by tensor-parallel rank."),
 )
 LATENCIES = (
     _Series("copy_seconds", "copy", "Time from the issue of a device copy to its completion."),

@@ -136,10 +136,10 @@ class OwedRows(Generic[Key]):
         self.prompt = self.output = self.generating = 0
         self._debts: dict[Key, _Debt] = {}
 
-    def begin(self, request: Key, prompt_rows: int, output_rows: int) -> None:
-        """Add a request that starts."""
+    def begin(self, request: Key, prompt_rows: int, output_rows: int, copied_rows: int = 0) -> None:
+        """Add a request that starts. Its first `copied_rows` do not pass through memory."""
         self._debts[request] = _Debt(prompt_rows)
-        self._add(self._debts[request], prompt_rows, output_rows)
+        self._add(self._debts[request], prompt_rows - copied_rows, output_rows)
 
     def wrote(self, request: Key, first: int, end: int) -> None:
         """Subtract rows [first, end), which have left the memory. Ignore a request that ended."""
@@ -192,11 +192,11 @@ class RankProgress:
         self._answered_at = 0.0
         self._reported = RankState()
 
-    def begin(self, request: Extraction, prompt_rows: int, output_rows: int) -> None:
-        """Record a request that starts."""
+    def begin(self, request: Extraction, prompt_rows: int, output_rows: int, copied_rows: int = 0) -> None:
+        """Record a request that starts; see OwedRows.begin."""
         with self._mutex:
             self._num_started += 1
-            self.owed.begin(request, prompt_rows, output_rows)
+            self.owed.begin(request, prompt_rows, output_rows, copied_rows)
 
     def refuse(self, request_id: str, reason: str) -> None:
         """Record a request that was refused when it should have started."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from vllm_ascend_hsx.connector.admission import Cost, RankLoad
-from vllm_ascend_hsx.connector.limits import RefusalLog, RequestLimits
+from vllm_ascend_hsx.compat.engine import limit_prefix_cache
+from vllm_ascend_hsx.connector.admission import Admission, Cost, RefusalLog, RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport, placeholders_in
+from vllm_ascend_hsx.connector.prefixes import PrefixIndex, PrefixReuse, Reuse
 from vllm_ascend_hsx.connector.stats import HsxStats, SchedulerRecorder
-from vllm_ascend_hsx.connector.storage_watch import Reminder
 from vllm_ascend_hsx.protocol.api import (
     ERROR_KEY,
+    REUSED_KEY,
     ParamsError,
     RequestParams,
     ServerParams,
@@ -26,13 +25,6 @@ from vllm_ascend_hsx.protocol.api import (
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.request_ids import split_id
 from vllm_ascend_hsx.sinks.destination import Destination
-
-logger = logging.getLogger(__name__)
-
-_MIB = 1 << 20
-_HELD_LONG_S = 5.0  # seconds after which a log line reports held requests
-# Sort key of a held request: priority, arrival time and id, as in vLLM.
-_Place = tuple[int, float, str]
 
 
 @dataclass
@@ -48,9 +40,10 @@ class _Request:
     error: str | None = None
     decided: bool = False
     ended: bool = False
-    place: _Place | None = None  # set while the request is held
     # an ended request whose file has the same name and is not finished
     predecessor: _Request | None = None
+    reuse: Reuse | None = None  # None if rows are not reused
+    num_rows: int = 0  # known once it has ended, or only its prompt is extracted
 
 
 class ExtractionScheduler:
@@ -65,6 +58,8 @@ class ExtractionScheduler:
         allow_path: whether a request may choose its file.
         extract_all: whether requests are extracted by default.
         limits: limits on what one API request may store; None for no limits.
+        prefixes: files that are kept open for requests with the same first tokens; None if each
+            request computes all of its rows.
     """
 
     def __init__(
@@ -77,6 +72,7 @@ class ExtractionScheduler:
         allow_path: bool = False,
         extract_all: bool = True,
         limits: RequestLimits | None = None,
+        prefixes: PrefixIndex | None = None,
     ) -> None:
         self._destination = destination
         self._row_bytes = row_bytes
@@ -88,16 +84,15 @@ class ExtractionScheduler:
         self._ended: list[RequestEnd] = []
         self._undecided: dict[str, _Request] = {}  # requests that have ended
         self._writing: dict[str, _Request] = {}  # by path, until the file is finished
-        self._outstanding = [0] * num_ranks
-        self._loads = tuple(RankLoad(ring_bytes, row_bytes) for _ in range(num_ranks))
-        self._promised: dict[str, int] = {}  # ranks of requests admitted since the last step
-        self._held: list[_Place] = []  # sorted
-        self._reminder = Reminder(_HELD_LONG_S)
         self._recorder = SchedulerRecorder()
+        where = str(destination.directory or "the Mooncake store")
+        self._admission = Admission(num_ranks, ring_bytes, row_bytes, where, self._recorder)
+        self._loads = self._admission.loads
+        self._reuse = None if prefixes is None else PrefixReuse(prefixes, self._loads, row_bytes)
         self._stopping = False
 
     def on_new_request(self, request: Any) -> None:
-        """Decide whether the request is extracted. If so, make it compute all of its rows.
+        """Decide whether the request is extracted. If so, have it compute all rows not at hand.
 
         Args:
             request: vllm.v1.request.Request, which has just entered the waiting queue.
@@ -126,10 +121,15 @@ class ExtractionScheduler:
                 int(request.arrival_time * 1e9),
                 placeholders_in(request),
                 predecessor=self._writing.get(path),
+                reuse=None if self._reuse is None else self._reuse.new(),
+                num_rows=prompt_tokens,
             )
-            # Rows of a cached prefix would not be computed. Other requests keep using the prefix
-            # cache.
-            request.skip_reading_prefix_cache = True
+            # Tokens that are read from the prefix cache are not computed and make no rows. Other
+            # requests read all of it.
+            if self._reuse is None:
+                request.skip_reading_prefix_cache = True
+            else:
+                limit_prefix_cache(request, self.rows_at_hand)
 
     def _refusal(self, request: Any, params: RequestParams, path: str, num_rows: int) -> str | None:
         if request.prompt_token_ids is None:
@@ -154,16 +154,37 @@ class ExtractionScheduler:
         """Return whether the request is extracted."""
         return request_id in self._requests
 
-    def must_wait(self, request: Any) -> bool:
+    def rows_at_hand(self, request: Any, block_size: int) -> int:
+        """Return how many first tokens of a request may be read from the prefix cache.
+
+        vLLM asks for each request that could start or resume, before `must_wait`.
+
+        Args:
+            request: vllm.v1.request.Request, which is extracted.
+            block_size: tokens of each of its `block_hashes`.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or state.decided:  # it needs no more rows
+            return int(request.num_tokens)
+        assert self._reuse is not None and state.reuse is not None
+        if state.owner is not None:
+            return self._reuse.resume(state.reuse)
+        if state.predecessor is not None:  # its rank is that one's
+            return 0
+        return self._reuse.offer(state.reuse, request, state.prompt_tokens, block_size)
+
+    def must_wait(self, request: Any, num_computed_tokens: int = 0) -> bool:
         """Return whether the request must wait because storage could not take its rows in time.
 
-        It also waits if an earlier extracted request waits.
+        It also waits if an earlier extracted request waits, and for rows that another request is
+        computing.
 
         Args:
             request: vllm.v1.request.Request, which is in the waiting queue.
+            num_computed_tokens: number of its first tokens in the prefix cache; see `rows_at_hand`.
         """
         state = self._requests.get(request.request_id)
-        if state is None or state.owner is not None or request.request_id in self._promised:
+        if state is None or state.owner is not None or self._admission.is_promised(request.request_id):
             return False
         # Workers report with steps, so a file may have been finished while the engine was idle. The
         # next step reports it. Until then an outcome could be attributed to the wrong request of
@@ -172,7 +193,7 @@ class ExtractionScheduler:
             assert same.owner is not None
             if not self._loads[same.owner].state.stuck:
                 return True
-            self._stop_holding(state)
+            self._admission.stop_holding(request.request_id)
             self._let_go_of(self._requests.pop(request.request_id))
             self._refuse(request.request_id, "an earlier request of this id has not ended, because the storage does not answer")
             return False
@@ -181,27 +202,11 @@ class ExtractionScheduler:
             if not self._loads[before.owner].state.stuck:
                 return True
             rank = before.owner  # refuses it, and leaves the reason when that file has ended
+        elif state.reuse is not None and state.reuse.waits:
+            return True
         else:
-            rank = self._least_loaded()
-        place = (request.priority, request.arrival_time, request.request_id)
-        load = self._loads[rank]
-        # Requests start in order. If small ones could overtake, large ones would wait forever. vLLM
-        # asks about new requests before held ones.
-        first = not self._held or place <= self._held[0]
-        # A rank whose storage is stuck refuses the request at once, so that it does not wait
-        # indefinitely.
-        if load.state.stuck or (first and load.admits(state.cost)):
-            self._stop_holding(state)
-            load.promise(state.cost)
-            self._promised[request.request_id] = rank
-            self._outstanding[rank] += sum(state.cost)
-            return False
-        if state.place is None:
-            state.place = place
-            insort(self._held, place)
-            self._reminder.begin()
-            self._recorder.held(len(self._held))
-        return True
+            rank = self._rank_for(state, num_computed_tokens)
+        return not self._admission.admit(request, rank, self._cost(state, num_computed_tokens))
 
     def build_metadata(self, scheduler_output: Any) -> HsxConnectorMetadata:
         """Return the message to the workers for this step.
@@ -209,40 +214,46 @@ class ExtractionScheduler:
         Args:
             scheduler_output: vllm.v1.core.sched.output.SchedulerOutput; not modified.
         """
-        if self._held and self._reminder.due_in() == 0:
-            self._warn_of_held()
         metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._recorder.has_news)
         self._ended = []
-        promised, self._promised = self._promised, {}
-        started: list[list[Cost]] = [[] for _ in self._loads]
+        if self._reuse is not None:
+            metadata.released = self._reuse.take_released()
+        started: dict[str, tuple[int, Cost]] = {}
         for new in scheduler_output.scheduled_new_reqs:
             request = self._requests.get(new.req_id)
             if request is not None and request.owner is None:
-                rank = promised.pop(new.req_id, None)
-                if rank is None:
-                    rank = self._least_loaded()
-                    self._outstanding[rank] += sum(request.cost)
-                request.owner = rank
-                started[rank].append(request.cost)
-                token_ids = np.asarray(new.prompt_token_ids, dtype=np.int64)
-                metadata.started.append(
-                    RequestStart(
-                        new.req_id,
-                        request.path,
-                        rank,
-                        token_ids,
-                        request.include_output,
-                        request.max_output_rows,
-                        request.arrived_ns,
-                        new.lora_request,
-                        request.placeholders,
-                    )
-                )
-        for request_id, rank in promised.items():  # did not fit into the KV cache
-            self._outstanding[rank] -= sum(self._requests[request_id].cost)
-        for load, costs in zip(self._loads, started, strict=True):
-            load.start(costs)
+                promised = self._admission.promised(new.req_id)
+                if promised is None:
+                    promised = self._rank_for(request, new.num_computed_tokens), self._cost(request, new.num_computed_tokens)
+                request.owner, request.cost = started[new.req_id] = promised
+                metadata.started.append(self._start(new, request, request.owner))
+        self._admission.start(started)
         return metadata
+
+    def _start(self, new: Any, request: _Request, rank: int) -> RequestStart:
+        start = RequestStart(
+            new.req_id,
+            request.path,
+            rank,
+            np.asarray(new.prompt_token_ids, dtype=np.int64),
+            request.include_output,
+            request.max_output_rows,
+            request.arrived_ns,
+            new.lora_request,
+            request.placeholders,
+        )
+        if self._reuse is None or request.reuse is None:
+            return start
+        prefix = self._reuse.start(request.reuse, rank, new.num_computed_tokens, request.include_output)
+        if prefix is not None:
+            self._recorder.reused(prefix.num_rows)
+        keeps_source = self._reuse.keeps_source(request.reuse, request.include_output)
+        return replace(start, number=request.reuse.number, prefix=prefix, keeps_source=keeps_source)
+
+    def reset_prefixes(self) -> None:
+        """Reuse no rows that were computed before: the prefix cache was reset."""
+        if self._reuse is not None:
+            self._reuse.reset()
 
     def on_worker_report(self, report: WorkerReport) -> None:
         """Record finished files and the progress of the ranks."""
@@ -252,8 +263,11 @@ class ExtractionScheduler:
             request = self._undecided.pop(request_id, None) or self._requests.get(request_id)
             if request is not None and request.owner is not None and not request.decided:
                 request.decided, request.error = True, error
-                self._outstanding[request.owner] -= sum(request.cost)
+                self._admission.end(request.owner, request.cost)
                 self._let_go_of(request)
+                if self._reuse is not None and request.reuse is not None:
+                    is_kept = request.reuse.number in report.sources
+                    self._reuse.decide(request.reuse, request.owner, request.num_rows, is_kept)
 
     def take_stats(self) -> HsxStats | None:
         """Return held time and refused requests since the last call, or None if there are none."""
@@ -281,7 +295,7 @@ class ExtractionScheduler:
         if state is None:
             return None
         if state.owner is None:
-            self._stop_holding(state)
+            self._admission.stop_holding(request_id)
             self._let_go_of(state)
             return None
         state.ended = True
@@ -291,38 +305,18 @@ class ExtractionScheduler:
         end = RequestEnd(request_id, aborted=aborted and not _stopped_by_string(request))
         if state.include_output and not end.aborted:
             end = replace(end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64))
+            state.num_rows += len(end.output_token_ids)
+            if self._reuse is not None and state.reuse is not None:
+                self._reuse.end(state.reuse, request, state.num_rows)
         self._ended.append(end)
         if not state.decided:
             self._undecided[request_id] = state
-        answer = self._destination.answer(state.path, state.prompt_tokens + len(end.output_token_ids), state.include_output)
+        answer = self._destination.answer(state.path, state.num_rows, state.include_output)
+        if state.reuse is not None and state.reuse.tokens:
+            answer[REUSED_KEY] = state.reuse.tokens
         if state.error is not None:
             answer[ERROR_KEY] = state.error
         return answer
-
-    def _stop_holding(self, request: _Request) -> None:
-        if request.place is not None:
-            del self._held[bisect_left(self._held, request.place)]
-            self._recorder.held(len(self._held))
-            request.place = None
-            if not self._held:
-                self._reminder.end()
-
-    def _warn_of_held(self) -> None:
-        rank = self._least_loaded()
-        load = self._loads[rank]
-        logger.warning(
-            "slow storage: new requests have been held back for %.0f s, %d now, until admitted "
-            "requests can be written to %s: at least %.1f MiB, of which %.1f MiB are computed, "
-            "and storage takes %.1f MiB/s. Use faster storage, raise pinned_ring_bytes or "
-            "extract fewer layers.",
-            self._reminder.seconds,
-            len(self._held),
-            self._destination.directory or "the Mooncake store",
-            load.owed / _MIB,
-            load.state.backlog / _MIB,
-            (load.state.write_rate or 0) / _MIB,
-        )
-        self._reminder.logged()
 
     def _let_go_of(self, request: _Request) -> None:
         before, request.predecessor = request.predecessor, None
@@ -332,10 +326,13 @@ class ExtractionScheduler:
             else:
                 del self._writing[request.path]
 
-    def _least_loaded(self) -> int:
-        """Return the rank that owes least, of those whose storage answers if there are any."""
-        states = [load.state for load in self._loads]
-        return min(range(len(states)), key=lambda rank: (states[rank].stuck, states[rank].quiet, self._outstanding[rank]))
+    def _rank_for(self, request: _Request, num_computed_tokens: int) -> int:
+        """Return the rank that has the file of the first rows, or else the one that owes least."""
+        source = None if request.reuse is None else request.reuse.source
+        return source.rank if source is not None and num_computed_tokens else self._admission.least_loaded()
+
+    def _cost(self, request: _Request, num_computed_tokens: int) -> Cost:
+        return request.cost._replace(prompt=(request.prompt_tokens - num_computed_tokens) * self._row_bytes)
 
 
 def _stopped_by_string(request: Any) -> bool:

@@ -46,7 +46,7 @@ class HsxStats(KVConnectorStats):
         """Return a counter, 0 if absent.
 
         Names: "copied_bytes", "written_bytes", "published_bytes", "published", "failed", "aborted",
-        "stall_ns", "backpressure_ns".
+        "stall_ns", "backpressure_ns", "reused_tokens".
         """
         return int(self._part("counters").get(name, 0))
 
@@ -59,7 +59,7 @@ class HsxStats(KVConnectorStats):
         """Return a gauge by rank, for the ranks that reported one.
 
         Names: "ring_fill" (0 to 1), "backlog_bytes", "write_rate" (bytes per second),
-        "requests_held".
+        "requests_held", "kept_files", "kept_bytes".
         """
         keys = ((*key.split(), value) for key, value in self._part("gauges").items())
         return {rank: value for gauge, rank, value in keys if gauge == name}
@@ -131,6 +131,8 @@ class StatsRecorder:
             to 1.
         backlog: returns the bytes of rows that were computed but are not yet in their files.
         write_rate: returns the bytes per second that storage takes, None if unknown.
+        kept: returns how many files are kept open for other requests, and the bytes of those that
+            consumers have removed.
     """
 
     def __init__(
@@ -139,15 +141,17 @@ class StatsRecorder:
         ring_fill: Callable[[], float],
         backlog: Callable[[], int],
         write_rate: Callable[[], float | None] = lambda: None,
+        kept: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._rank = rank
         self._ring_fill = ring_fill
         self._backlog = backlog
         self._write_rate = write_rate
+        self._kept = kept
         self._lock = threading.Lock()  # guards everything below
         self._sums: dict[str, Counter[str]] = {part: Counter() for part in _SUMS}
         self._must_send = False
-        self._taken_gauges = (0.0, 0)
+        self._taken_gauges: tuple[float, int, int, int] = (0.0, 0, 0, 0)
 
     def copied(self, num_bytes: int, seconds: float) -> None:
         """Record a chunk that reached pinned memory `seconds` after its copy was issued."""
@@ -187,7 +191,7 @@ class StatsRecorder:
 
         None if nothing has changed.
         """
-        gauges = (float(self._ring_fill()), int(self._backlog()))
+        gauges = (float(self._ring_fill()), int(self._backlog()), *self._kept())
         with self._lock:
             if not self._must_send and not any(self._sums.values()) and gauges == self._taken_gauges:
                 return None
@@ -195,7 +199,8 @@ class StatsRecorder:
             self._must_send, self._taken_gauges = False, gauges
         # msgpack does not accept other integer types, such as numpy's.
         data: dict[str, Any] = {part: {key: int(value) for key, value in sums.items()} for part, sums in taken.items()}
-        shown = {"ring_fill": gauges[0], "backlog_bytes": gauges[1], "write_rate": self._write_rate()}
+        shown: dict[str, float | None] = dict(zip(("ring_fill", "backlog_bytes", "kept_files", "kept_bytes"), gauges, strict=True))
+        shown["write_rate"] = self._write_rate()
         data["gauges"] = {f"{name} {self._rank}": value for name, value in shown.items() if value is not None}
         return HsxStats(data=data)
 
@@ -223,6 +228,11 @@ class SchedulerRecorder:
         self._seconds = 0.0
         self._taken_held = 0
         self._refused = 0
+        self._reused = 0
+
+    def reused(self, num_tokens: int) -> None:
+        """Record tokens whose rows a request has from another one."""
+        self._reused += num_tokens
 
     def refused(self) -> None:
         """Record a request that asked for rows and was refused."""
@@ -236,17 +246,19 @@ class SchedulerRecorder:
     @property
     def has_news(self) -> bool:
         """Whether `take` would return stats."""
-        return bool(self._held or self._seconds or self._taken_held or self._refused)
+        return bool(self._held or self._seconds or self._taken_held or self._refused or self._reused)
 
     def take(self) -> HsxStats | None:
-        """Return the stats since the last call. None if no request was held or refused."""
+        """Return the stats since the last call. None if nothing was recorded."""
         if not self.has_news:
             return None
         self._settle()
         self._taken_held = self._held
         nanoseconds, self._seconds = int(self._seconds * 1e9), 0.0
         refused, self._refused = self._refused, 0
-        counters = {"backpressure_ns": nanoseconds, **({"failed": refused} if refused else {})}
+        reused, self._reused = self._reused, 0
+        counters = {"backpressure_ns": nanoseconds, "failed": refused, "reused_tokens": reused}
+        counters = {name: number for name, number in counters.items() if number or name == "backpressure_ns"}
         failures = {REFUSED: refused} if refused else {}
         return HsxStats(data={"counters": counters, "failures": failures, "gauges": {_HELD_KEY: self._taken_held}})
 

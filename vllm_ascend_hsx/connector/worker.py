@@ -14,6 +14,7 @@ import torch
 
 from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
+from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import COPY_FAILED, SILENT_STORAGE, HsxStats, StatsRecorder
@@ -25,6 +26,7 @@ from vllm_ascend_hsx.drafter.spans import ALL_ROWS, Span
 from vllm_ascend_hsx.drafter.staging import Copier, HostChunk, StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.sinks.base import REFUSED, Sink
+from vllm_ascend_hsx.sinks.data_file import RowSource
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +83,11 @@ class ExtractionWorker:
         # For the main thread only.
         self._owned: dict[str, Extraction] = {}
         self._opening: list[Extraction] = []
+        self._kept_files = KeptFiles()
         self._extractions: dict[str, Extraction] = {}  # for the copier's thread only
         self._progress = RankProgress(ring.row_bytes, num_writers)
         write_rate = self._progress.write_rate.value
-        self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._progress.backlog, write_rate)
+        self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._progress.backlog, write_rate, self._kept_files.space)
         self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
         self._not_ended: dict[str, Extraction] = {}  # by path
         # Requests that were refused while another one of their name had not ended, and why.
@@ -102,6 +105,8 @@ class ExtractionWorker:
         """End finished requests, and open the files of new ones."""
         if metadata.stats_wanted:
             self._stats.send()
+        for number in metadata.released:
+            self._kept_files.release(number)
         for ended in metadata.ended:
             self._staging.wanted.pop(ended.request_id, None)
             if self._owned.pop(ended.request_id, None) is not None:
@@ -120,18 +125,22 @@ class ExtractionWorker:
         if start.path in self._not_ended:
             self._refuse(start, NAME_IN_USE, SILENT_STORAGE)
             return
-        row_bytes = self._row_bytes, self._stored_row_bytes
-        extraction = Extraction(
-            start, self._writers, self._sink.writes_side_by_side, row_bytes, self._on_decided, self._on_ended, self._stats
-        )
+        row_bytes, told = (self._row_bytes, self._stored_row_bytes), (self._on_decided, self._on_ended, self._kept_files.add)
+        extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, *told, self._stats)
         self._owned[start.request_id] = extraction
         with self._ended:
             self._not_ended[start.path] = extraction
-        self._progress.begin(extraction, len(start.token_ids), start.max_output_rows)
+        copied_rows = 0 if start.prefix is None else start.prefix.num_rows
+        self._progress.begin(extraction, len(start.token_ids), start.max_output_rows, copied_rows)
         self._opening.append(extraction)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         self._copier.then(partial(self._extractions.__setitem__, start.request_id, extraction))
         self._opener.submit(partial(extraction.open, self._sink))
+        # If the source were not kept any more, the request would end without these rows, and fail.
+        if start.prefix is not None and (source := self._kept_files.retain(start.prefix.source)) is not None:
+            job = partial(self._copy, extraction, source, copied_rows)
+            extraction.order.begin((0, copied_rows), job)
+            self._writers.submit(job)
 
     def _refuse(self, start: RequestStart, reason: str, kind: str) -> None:
         self._stats.failed(kind)
@@ -184,6 +193,7 @@ class ExtractionWorker:
             return None
         state, decided, refused = news
         report = WorkerReport(refused, {self._rank: state})
+        report.sources = frozenset(extraction.number for extraction, _ in decided if extraction.is_kept)
         for extraction, error in decided:
             report.outcomes[extraction.request_id] = error
             if error is not None and self._owned.get(extraction.request_id) is extraction:
@@ -236,6 +246,7 @@ class ExtractionWorker:
             logger.error("the storage does not answer: some of these files may have no reason in their place")
 
     def _end_files(self, extractions: Sequence[Extraction]) -> None:
+        self._kept_files.close()
         for extraction in extractions:
             extraction.stop()
         with self._ended:
@@ -314,6 +325,16 @@ class ExtractionWorker:
                 self._stats.copied(len(chunk.rows) * self._row_bytes, chunk.landed_after)
             self._progress.left_memory(num_rows, parts)
         return [job for extraction, span in parts for job in extraction.order.done(span.positions)]
+
+    def _copy(self, extraction: Extraction, source: RowSource, num_rows: int) -> list[Job]:
+        self._progress.write_rate.begin(0)
+        try:
+            with self._progress.finishing():
+                extraction.copy(source, num_rows)
+        finally:
+            source.release()
+            self._progress.write_rate.end(0)
+        return extraction.order.done((0, num_rows))
 
     def _end_file(self, extraction: Extraction, end: RequestEnd) -> None:
         self._progress.write_rate.begin(0)

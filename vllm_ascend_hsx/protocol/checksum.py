@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import threading
-from bisect import bisect_left, insort
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Mapping, Sequence
 
 from awscrt.checksums import combine_crc32c, crc32c
 
 ALGORITHM = "crc32c"
 BLANK = "0" * 8  # placeholder for the checksum's digits
 _BLOCK = 4 << 20
+_APART = 1 << 20  # least bytes between two sums of a file's beginning that are kept
 _DATA_ONLY = ("1", None)  # format versions whose checksum does not cover the header
 
 
@@ -42,6 +43,11 @@ class Digest:
         """Add `size` bytes with the checksum `value`."""
         self._value = combine_crc32c(self._value, value, size)
         self._size += size
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """The number of bytes, and their checksum as a number."""
+        return self._size, self._value
 
     def hexdigest(self) -> str:
         return f"{self._value:08x}"
@@ -107,13 +113,18 @@ class Checksums:
         self._mutex = threading.Lock()
         self._begins: list[int] = []  # of the parts, ascending; parts do not overlap
         self._parts: dict[int, tuple[int, int]] = {}  # end and checksum by offset
+        self.sums: list[tuple[int, int]] = []  # set by `finish`: number of first bytes and their checksum
 
     def begin_write(self, offset: int, data: memoryview) -> int:
         """Drop the checksums of the bytes that `data` replaces, and return the checksum of `data`.
 
         No other write of these bytes may be in flight.
         """
-        end = offset + len(data)
+        self.drop(offset, offset + len(data))
+        return crc32c(data)
+
+    def drop(self, offset: int, end: int) -> None:
+        """Drop the checksums of bytes [offset, end), which are about to be replaced."""
         with self._mutex:
             begins = self._begins
             first = bisect_left(begins, offset)
@@ -124,7 +135,6 @@ class Checksums:
                 del self._parts[begins[last]]
                 last += 1
             del begins[first:last]
-        return crc32c(data)
 
     def end_write(self, offset: int, num_bytes: int, checksum: int) -> None:
         """Record that the bytes are in the file. `checksum` is the result of begin_write."""
@@ -146,9 +156,26 @@ class Checksums:
             digest.read(fd, position, begin)  # empty, unless parts overlapped
             digest.combine(checksum, part_end - begin)
             position = part_end
+            if position - self._begin >= (self.sums[-1][0] if self.sums else 0) + _APART:
+                self.sums.append(digest.state)
         digest.read(fd, position, end)
         digest.update(rest)
         return digest
+
+
+def sum_of_beginning(fd: int, offset: int, size: int, sums: Sequence[tuple[int, int]]) -> int:
+    """Return the CRC-32C of `size` bytes of a file from `offset` on.
+
+    Bytes after the last known sum are read. Raises OSError if they cannot be.
+
+    Args:
+        sums: of the bytes from `offset` on, as in Checksums, ascending.
+    """
+    known = bisect_right(sums, (size, 1 << 32))
+    num_bytes, value = sums[known - 1] if known else (0, 0)
+    digest = Digest(value, num_bytes)
+    digest.read(fd, offset + num_bytes, offset + size)
+    return digest.state[1]
 
 
 def unverifiable(metadata: Mapping[str, str]) -> str:

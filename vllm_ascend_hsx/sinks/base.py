@@ -9,6 +9,7 @@ from pathlib import Path
 
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, Rows, TokenIds
+from vllm_ascend_hsx.sinks.data_file import RowSource
 
 REFUSED = "refused"  # a kind of failure: the request asks for something unsupported or in use
 # Published in place of every file that is incomplete when its server stops.
@@ -44,6 +45,9 @@ class SinkFile(ABC):
 
     Attributes:
         placeholders: of the images in the prompt, for the metadata. Set before the first write.
+        keeps_source: whether `commit` sets `source`. Set before it.
+        source: the published rows, open for requests that begin with the same tokens. None if the
+            sink has none. Whoever takes it must release it.
         later_failure: why a later request of this name has failed, if one has. Its readers must
             find this reason, so `commit` leaves it in place of the rows. Any thread may set it.
     """
@@ -52,6 +56,8 @@ class SinkFile(ABC):
     path: Path
     later_failure: str | None = None
     placeholders: Sequence[Placeholder] = ()
+    keeps_source: bool = False
+    source: RowSource | None = None
 
     def give_way(self) -> None:
         """Raise SinkError if a later request of this name has failed."""
@@ -74,6 +80,16 @@ class SinkFile(ABC):
             SinkError: if they could not be stored, or `fail` was called before.
             ValueError: if they are not contiguous or not whole rows, or the position is negative.
         """
+
+    def copy(self, source: RowSource, num_rows: int) -> None:
+        """Store the rows of positions [0, num_rows) from another request's file, as `write` does.
+
+        Only for sinks whose files have a `source`.
+
+        Raises:
+            SinkError: if they could not be copied, or `fail` was called before.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:

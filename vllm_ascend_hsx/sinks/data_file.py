@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from vllm_ascend_hsx.protocol.checksum import Checksums
+import numpy as np
+
+from vllm_ascend_hsx.protocol.checksum import Checksums, sum_of_beginning
 from vllm_ascend_hsx.protocol.files import OnError, write_at
 from vllm_ascend_hsx.protocol.format import FileLayout
-from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
+from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, Rows, TokenIds
 from vllm_ascend_hsx.sinks.encoder import Scales
-from vllm_ascend_hsx.sinks.storage import Storage, reserve, start_writeback
+from vllm_ascend_hsx.sinks.storage import Storage, copy_into, reserve, start_writeback
 
 WRITEBACK = 1 << 20  # bytes of a write from which starting the writeback at once pays
 
@@ -63,6 +67,69 @@ class Spare(NamedTuple):
     name: str
     size: int
     fd: int
+
+
+class RowSource:
+    """The rows of a published request, kept open for requests that begin with the same tokens.
+
+    The file may be renamed or removed meanwhile; its space is then freed by the last `release`.
+    Thread-safe.
+
+    Args:
+        fd: a descriptor of the file, closed by the last `release`.
+        offset: offset of the first row in it.
+        tokens: number of rows.
+        layout: of the request's file.
+        adapter: that computed the rows.
+        sums: known checksums of the first bytes of the rows; see sum_of_beginning.
+    """
+
+    def __init__(
+        self, fd: int, offset: int, tokens: int, layout: FileLayout, adapter: Adapter = NO_ADAPTER, sums: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self.adapter = adapter
+        self._fd = fd
+        self._offset = offset
+        self._layout = layout
+        self._tokens = tokens
+        self._sums = sums
+        self._mutex = threading.Lock()  # guards the next one
+        self._users = 1
+
+    def retain(self) -> None:
+        """Keep the file open until one more `release`."""
+        with self._mutex:
+            assert self._users, "the source was released"
+            self._users += 1
+
+    def release(self) -> None:
+        """Close the file if nobody else uses it."""
+        with self._mutex:
+            self._users -= 1
+            if not self._users:
+                os.close(self._fd)
+
+    @property
+    def space(self) -> tuple[tuple[int, int], int]:
+        """The file, and its bytes of storage if it was removed and only descriptors hold it."""
+        status = os.fstat(self._fd)
+        return (status.st_dev, status.st_ino), 0 if status.st_nlink else status.st_blocks * 512
+
+    def copy_to(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Copy the first bytes of the rows into another file. Raises OSError."""
+        copy_into(self._fd, num_bytes, fd, offset, self._offset)
+
+    def checksum(self, num_bytes: int) -> int:
+        """Return the CRC-32C of the first bytes of the rows. Raises OSError."""
+        return sum_of_beginning(self._fd, self._offset, num_bytes, self._sums)
+
+    def scales(self, num_rows: int) -> Scales:
+        """Return float32 [num_rows], the scales of the first quantised rows. Raises OSError."""
+        begin = self._layout.scales_offset(self._tokens) - self._layout.data_start
+        data = os.pread(self._fd, 4 * num_rows, self._offset + begin)
+        if len(data) != 4 * num_rows:
+            raise OSError(errno.EIO, "the file that has the first rows has been truncated")
+        return np.frombuffer(data, "<f4")
 
 
 class DataFile:
@@ -133,6 +200,30 @@ class DataFile:
             self._checksum.end_write(offset, data.nbytes, checksum)
         if self._options.durable and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
             start_writeback(self.fd, offset, data.nbytes)
+
+    def copy(self, source: RowSource, num_rows: int) -> None:
+        """Copy the first rows from another file: the kernel does, and their checksum is combined.
+
+        Raises OSError.
+        """
+        begin, end = self._layout.data_start, self._layout.row_offset(num_rows)
+        self._make_room(end)
+        if self._checksum is not None:
+            self._checksum.drop(begin, end)
+        source.copy_to(self.fd, begin, end - begin)
+        if self._checksum is not None:
+            self._checksum.end_write(begin, end - begin, source.checksum(end - begin))
+
+    def source(self, tokens: int, adapter: Adapter, fd: int = -1, offset: int = 0) -> RowSource:
+        """Keep the rows of this complete file open for other requests. Raises OSError.
+
+        Args:
+            tokens: number of its rows.
+            adapter: that computed them.
+            fd, offset: another file that has the bytes of this one, and where they begin.
+        """
+        sums = () if self._checksum is None else self._checksum.sums
+        return RowSource(os.dup(self.fd if fd < 0 else fd), offset + self._layout.data_start, tokens, self._layout, adapter, sums)
 
     def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
         """Write tail and header, truncate the file after them, and sync it if it must be durable.

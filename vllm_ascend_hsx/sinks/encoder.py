@@ -38,6 +38,11 @@ class Fp8PerToken:
         calling thread encodes again.
         """
         stored, scales = _workspace().quantize(data, self._row_format)
+        self.keep(first, scales)
+        return stored
+
+    def keep(self, first: int, scales: Scales) -> None:
+        """Keep the scales, float32 [rows], of rows from token position `first` on."""
         with self._mutex:
             end = first + len(scales)
             if end > len(self._scales):
@@ -45,7 +50,6 @@ class Fp8PerToken:
                 grown[: len(self._scales)] = self._scales
                 self._scales = grown
             self._scales[first:end] = scales
-        return stored
 
     def scales(self, tokens: int) -> Scales:
         """Return float32 [tokens], the scale last computed for each position."""

@@ -107,7 +107,7 @@ class DirectorySink(Sink):
 
     @abstractmethod
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
-        """Make a complete request of `tokens` rows visible where its path leads.
+        """Make a complete request of `tokens` rows visible where its path leads; set its `source`.
 
         Raises OSError: it is not visible.
 
@@ -328,4 +328,6 @@ class FileSink(DirectorySink):
     """Publishes a file per request: its hidden file is renamed when it is complete."""
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
+        with suppress(OSError):  # no more descriptors: then requests compute these rows anew
+            file.source = data.source(tokens, file.adapter) if file.keeps_source else None
         data.publish(file.destination.storage, file.name)

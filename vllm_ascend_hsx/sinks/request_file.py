@@ -19,7 +19,7 @@ from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, partial_name
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat, Rows, TokenIds
 from vllm_ascend_hsx.sinks.base import SinkError, SinkFile
-from vllm_ascend_hsx.sinks.data_file import DataFile, rows_as_bytes
+from vllm_ascend_hsx.sinks.data_file import DataFile, RowSource, rows_as_bytes
 from vllm_ascend_hsx.sinks.directory import Session
 from vllm_ascend_hsx.sinks.encoder import encoder_for
 from vllm_ascend_hsx.sinks.storage import Storage
@@ -108,6 +108,18 @@ class RequestFile(SinkFile):
             problem = f"rows [{first}, {first + count}) could not be written"
             raise self._error(describe(problem, error)) from error
 
+    def copy(self, source: RowSource, num_rows: int) -> None:
+        if source.adapter != self.adapter:
+            raise self._error(f"rows [0, {num_rows}) were computed before, but with other weights of this adapter")
+        file = self._made_data()
+        try:
+            if self._encoder:
+                self._encoder.keep(0, source.scales(num_rows))
+            file.copy(source, num_rows)
+        except OSError as error:
+            problem = f"rows [0, {num_rows}) could not be copied from the request that has them"
+            raise self._error(describe(problem, error)) from error
+
     def commit(self, token_ids: TokenIds, num_prompt_tokens: int) -> None:
         try:
             data = self._made_data()
@@ -194,6 +206,9 @@ class RequestFile(SinkFile):
             return self._data
 
     def _withdraw(self) -> None:
+        source, self.source = self.source, None
+        if source is not None:
+            source.release()
         with self._mutex:
             self._withdrawn = True
             if self._data is not None:

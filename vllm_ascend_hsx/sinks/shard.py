@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,5 +53,7 @@ class ShardSink(DirectorySink):
         there = self.shards_of(file.destination.session)
         with there.current(file.relative) as shard:
             shard.append(data, file.relative, tokens, file.request_id, there.now_ns())
+            with suppress(OSError):  # no more descriptors: then requests compute these rows anew
+                file.source = shard.source(data, tokens, file.adapter) if file.keeps_source else None
         if is_spare:
             shards.spares.append(data.detach())

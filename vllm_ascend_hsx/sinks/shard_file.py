@@ -21,6 +21,7 @@ from typing import Literal
 
 from vllm_ascend_hsx.protocol.files import describe, open_regular, write_at
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, SHARDS_MARK, TAR, parse_shard_name, shard_stem
+from vllm_ascend_hsx.protocol.rows import Adapter
 from vllm_ascend_hsx.protocol.shard_index import (
     INDEX_MAX,
     Member,
@@ -34,7 +35,7 @@ from vllm_ascend_hsx.protocol.shard_index import (
     split_lines,
 )
 from vllm_ascend_hsx.protocol.tar import END, headers
-from vllm_ascend_hsx.sinks.data_file import DataFile, Spare
+from vllm_ascend_hsx.sinks.data_file import DataFile, RowSource, Spare
 from vllm_ascend_hsx.sinks.directory import Session
 from vllm_ascend_hsx.sinks.storage import Storage, copy_into
 
@@ -71,6 +72,7 @@ class Shard:
         self._index_fd, self._fd = fds
         self._durable = durable
         self._index_end = index_end
+        self._last = -1  # offset of the last member that was appended
 
     @classmethod
     def create(cls, storage: Storage, stem: str, durable: bool) -> Shard:
@@ -113,8 +115,12 @@ class Shard:
                 self._cut()
             raise
         self.add_line(member)
-        self.end = member.end
+        self.end, self._last = member.end, offset
         self.names.add(name)
+
+    def source(self, data: DataFile, tokens: int, adapter: Adapter) -> RowSource:
+        """Keep the member that was appended last open, as DataFile.source does."""
+        return data.source(tokens, adapter, self._fd, self._last)
 
     def _cut(self) -> None:
         self._is_cut = False

@@ -24,6 +24,7 @@ _IN_MEMORY = (0x01021994, 0x858458F6)  # TMPFS_MAGIC and RAMFS_MAGIC of linux/ma
 # Errors of copy_file_range where read and write may work.
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM)
 _BLOCK = 4 << 20
+_PAGE = 4096
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: start writing dirty pages, wait for none
 
 
@@ -207,21 +208,24 @@ def reserve(fd: int, num_bytes: int) -> None:
             raise OSError(number, os.strerror(number))
 
 
-def copy_into(source: int, size: int, target: int, offset: int) -> None:
-    """Copy the first `size` bytes of a file to `offset` in another.
+def copy_into(source: int, size: int, target: int, offset: int, begin: int = 0) -> None:
+    """Copy `size` bytes of a file, from `begin` on, to `offset` in another.
 
     The kernel copies, or makes a reflink, where it can. Raises OSError.
     """
     position = 0
     while position < size:
+        rest = size - position
+        if rest > _PAGE:  # whole pages can be a reflink
+            rest -= rest % _PAGE
         try:
-            copied = os.copy_file_range(source, target, size - position, position, offset + position)
+            copied = os.copy_file_range(source, target, rest, begin + position, offset + position)
         except OSError as error:
             if error.errno not in _NO_COPY:
                 raise
             copied = 0
         if copied == 0:
-            block = os.pread(source, _BLOCK, position)
+            block = os.pread(source, min(_BLOCK, size - position), begin + position)
             copied = os.pwrite(target, block, offset + position)
             if copied == 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -260,22 +260,26 @@ class Driver:
         """Return what the process holds; it is the same whenever the engine is idle.
 
         Returns:
-            fds, threads: kinds of the open descriptors, names; sorted.
+            fds, threads: kinds of the open descriptors, without files that are kept for their rows;
+                names; sorted.
             device_bytes: allocated on the NPU.
             scheduler, worker: the size of each container in that half of the connector.
-            busy: pinned rows, staging slots without an issued copy, open sink files.
+            busy: pinned rows, staging slots without an issued copy, open sink files, files that are
+                kept by one half only, prefixes that are being computed.
         """
         import torch
 
+        halves = {} if self.engine is None else self._halves()
+        kept = halves["worker"]._kept_files._sources if halves else {}
+        fds = set(os.listdir("/proc/self/fd")) - {str(source._fd) for source in kept.values()}
         found: dict[str, Any] = {
-            "fds": sorted(filter(None, map(_descriptor, os.listdir("/proc/self/fd")))),
+            "fds": sorted(filter(None, map(_descriptor, fds))),
             # vLLM starts a pool when it first compiles a grammar, and keeps it.
             "threads": sorted(thread.name for thread in threading.enumerate() if not thread.name.startswith("ThreadPoolExecutor")),
             "device_bytes": torch.npu.memory_allocated(),
         }
         if self.engine is None:
             return found
-        halves = self._halves()
         worker = halves["worker"]
         ring = worker._copier._ring
         found["busy"] = {
@@ -283,8 +287,12 @@ class Driver:
             "staging_slots": sum(not slot.issued.is_set() for slot in worker._staging.slots),
             "sink_files": len(worker._sink._files),
         }
+        if (reuse := halves["scheduler"]._reuse) is not None:
+            index = reuse._index
+            found["busy"]["kept_files"] = len(kept.keys() ^ {*index._kept, *index._released})
+            found["busy"]["computing"] = len(index._computing)
         for name, half in halves.items():
-            held = vars(half) | (vars(worker._progress) if half is worker else {})
+            held = vars(half) | vars(worker._progress if half is worker else half._admission)
             found[name] = {key: len(value) for key, value in held.items() if isinstance(value, dict | set)}
             found[name] |= {key: sum(value) for key, value in held.items() if isinstance(value, list) and _numbers(value)}
         found["wanted"] = len(worker._staging.wanted)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from harness import tokens
 from session import Request
 from stage import Stage
+
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
+from vllm_ascend_hsx.reader.load import load
 
 CHUNK = 64
 BLOCK = 128  # tokens in a KV block of vllm-ascend
@@ -71,12 +76,94 @@ def repeated_prompts_at_the_same_time(stage: Stage) -> None:
         stage.add(prompt, name=f"twin-{index}", max_tokens=3)
 
 
+def reused(request: Request) -> int:
+    """Return how many rows a request has from another one; these tokens it read from the cache."""
+    count = (request.kv_transfer_params or {}).get("reused_tokens", 0)
+    assert request.num_cached_tokens == count, (request.num_cached_tokens, count)
+    return int(count)
+
+
+def rows_of_a_prefix_are_copied(stage: Stage) -> None:
+    prompt = tokens(BLOCK + 20, seed=11)
+    source = stage.add(prompt, name="source")
+    stage.session.settle()
+    requests = [
+        stage.add(prompt, name="again"),
+        stage.add([*prompt, *tokens(BLOCK - 10, seed=12)], name="extended"),
+        stage.add(prompt[: BLOCK + 1], name="shorter", expect="output", max_tokens=5),
+        stage.add([*prompt[:BLOCK], *tokens(3, seed=13)], name="samples", n=2, expect="output", max_tokens=3, temperature=1.0, seed=1),
+    ]
+    stage.session.settle()
+    assert [reused(each) for each in (source, *requests)] == [0, BLOCK, BLOCK, BLOCK, BLOCK]
+    less_than_a_block = stage.add(prompt[:BLOCK], name="a-block")
+    stage.session.settle()
+    assert reused(less_than_a_block) == 0
+
+
+def more_is_cached_than_there_are_rows_of(stage: Stage) -> None:
+    """Rows of generated tokens, and of requests that opt out, are not at hand."""
+    prompt = tokens(BLOCK + 5, seed=14)
+    first = stage.add(prompt, name="prompt-only", max_tokens=BLOCK)
+    stage.session.settle()
+    turn = [*first.sequence(), *tokens(9, seed=15)]
+    second = stage.add(turn, name="second-turn", expect="output", max_tokens=3)
+    stage.session.settle()
+    ordinary = stage.add([*turn, *tokens(BLOCK, seed=16)], name="ordinary", expect="nothing", params={"hidden_states": False})
+    stage.session.settle()
+    third = stage.add([*turn, *tokens(BLOCK + 1, seed=16)], name="third-turn")
+    stage.session.settle()
+    assert (reused(first), reused(second), reused(third)) == (0, BLOCK, 2 * BLOCK)
+    assert ordinary.num_cached_tokens == 2 * BLOCK
+
+
+def the_source_of_a_prefix_is_removed(stage: Stage) -> None:
+    prompt = tokens(BLOCK + 7, seed=17)
+    source = stage.add(prompt, name="removed", expect="either")
+    stage.session.settle()
+    (path,) = stage.session.paths(source)
+    load(path)
+    path.unlink()
+    path.with_name(path.name + LOCK_SUFFIX).unlink()
+    again = stage.add(prompt, name="again")
+    stage.session.settle()
+    assert reused(again) == BLOCK
+
+
+def preempted_after_a_copied_prefix(stage: Stage) -> None:
+    beginning = tokens(BLOCK, seed=19)
+    stage.add([*beginning, 8], name="source")
+    stage.session.settle()
+    victim = preempt_a_prefill(stage, beginning)
+    stage.session.settle()
+    assert (victim.kv_transfer_params or {})["reused_tokens"] == BLOCK
+
+
+def a_file_is_published_just_now(stage: Stage) -> None:
+    """The scheduler learns it with the next step, for which the second request waits."""
+    prompt = tokens(2 * BLOCK + 8)
+    stage.add(prompt, name="first")
+    stage.drain()
+    stage.catch_up()
+    second = stage.add(prompt, name="second")
+    stage.drain()
+    assert reused(second) == 2 * BLOCK
+
+
 def the_prefix_cache_is_reset(stage: Stage) -> None:
     prompt = tokens(2 * BLOCK + 6)
-    stage.add(prompt, name="before-the-reset")
-    stage.drain()
+    before = [stage.add(prompt, name="before-the-reset")]
+    stage.session.settle()
+    before.append(stage.add(prompt, name="once-more"))
+    stage.session.settle()
     assert stage.session.call("reset_prefix_cache")
-    stage.add(prompt, name="after-the-reset")
+    # It fills the cache again, perhaps with other weights, and has no rows.
+    stage.add(prompt, name="filler", expect="nothing", params={"hidden_states": False})
+    stage.session.settle()
+    after = [stage.add(prompt, name="after-the-reset")]
+    stage.session.settle()
+    after.append(stage.add(prompt, name="and-again"))
+    stage.session.settle()
+    assert (found := [reused(each) for each in (*before, *after)]) == [0, 2 * BLOCK, 0, 2 * BLOCK], found
 
 
 # Preemption
@@ -86,12 +173,13 @@ def phases(stage: Stage, since: int) -> set[tuple[str, str]]:
     return {(each["id"], each["phase"]) for each in stage.session.preemptions[since:]}
 
 
-def preempt_a_prefill(stage: Stage) -> Request:
+def preempt_a_prefill(stage: Stage, beginning: Sequence[int] = ()) -> Request:
     """A decode grows into a third block beside a prompt of four: one too many."""
     before = len(stage.session.preemptions)
-    growing = stage.add(tokens(2 * BLOCK - 6), name="growing", max_tokens=60)
+    new = 100 + len(stage.session.requests)  # a seed: nobody has rows of these prompts
+    growing = stage.add(tokens(2 * BLOCK - 6, seed=new), name="growing", max_tokens=60)
     stage.until_mid_decode(growing)
-    victim = stage.add(tokens(4 * BLOCK - 15), name="victim")
+    victim = stage.add([*beginning, *tokens(4 * BLOCK - 15 - len(beginning), seed=new)], name="victim")
     stage.until(lambda: (victim.id, "prefill") in phases(stage, before))
     assert stage.progress(victim)["status"] == "PREEMPTED"
     return victim
@@ -299,7 +387,7 @@ def urgent_requests_overtake(stage: Stage) -> None:
 
 def asleep_and_awake(stage: Stage) -> None:
     """Of sleep levels only 0 is emulated: the others free device memory with a library of CANN."""
-    kept = stage.add(tokens(5 * CHUNK), name="kept-by-sleep")
+    kept = stage.add(tokens(5 * CHUNK, seed=20), name="kept-by-sleep")
     stage.until_mid_prefill(kept)
     stage.session.call("sleep", 0, "keep")
     waiting = stage.add(tokens(40), name="sent-while-asleep", max_tokens=4)
@@ -307,7 +395,7 @@ def asleep_and_awake(stage: Stage) -> None:
     assert stage.progress(waiting)["computed"] == 0
     stage.session.call("wake_up", ["scheduling"])
     stage.until(lambda: waiting.finished)
-    aborted = stage.add(tokens(5 * CHUNK, seed=1), name="aborted-by-sleep")
+    aborted = stage.add(tokens(5 * CHUNK, seed=21), name="aborted-by-sleep")
     stage.until_mid_prefill(aborted)
     stage.session.call("sleep", 0, "abort")
     assert not stage.progress(aborted)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.connector.limits import RefusalLog, RequestLimits
+from vllm_ascend_hsx.connector.admission import RefusalLog, RequestLimits
 
 ROW_BYTES = 64
 DIGITS = "0123abcd"

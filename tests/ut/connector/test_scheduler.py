@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scheduler_harness import ROW_BYTES, make_request, make_scheduler, schedule
 
-from vllm_ascend_hsx.connector.limits import RequestLimits
+from vllm_ascend_hsx.connector.admission import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
