@@ -1,0 +1,388 @@
+"""Which rows a request has from another one: the index, the decision, and the files kept open."""
+
+from __future__ import annotations
+
+import os
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scheduler_harness import ROW_BYTES, make_request, schedule
+from sink_harness import FORMAT, finite_rows, make_rows, open_request, put, rows_of, token_ids
+
+from vllm_ascend_hsx.compat.engine import read_where_rows_are
+from vllm_ascend_hsx.connector.kept_files import KeptFiles
+from vllm_ascend_hsx.connector.metadata import Prefix, RankState, WorkerReport
+from vllm_ascend_hsx.connector.prefixes import PrefixIndex, Source
+from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
+from vllm_ascend_hsx.sinks.data_file import RowSource
+from vllm_ascend_hsx.sinks.destination import InDirectory
+from vllm_ascend_hsx.sinks.file import FileSink
+
+BLOCK = 4
+TEXTS = st.lists(st.integers(0, 1), max_size=4)
+
+
+def hashes(text: Any) -> list[Any]:
+    """Return a hash for each block of a text, which names all blocks up to it."""
+    return list(accumulate((each,) for each in text))
+
+
+# The index
+
+
+@given(st.lists(st.tuples(TEXTS, st.booleans()), max_size=30))
+def test_the_index_has_the_latest_request_of_each_prefix_within_its_bounds(published: list[tuple[list[int], bool]]) -> None:
+    """As requests are in practice: each has what it uses of another one itself."""
+    index, kept = PrefixIndex(max_files=3, max_bytes=10 * ROW_BYTES, row_bytes=ROW_BYTES), []
+    released: list[int] = []
+    for number, (text, uses) in enumerate(published):
+        longest = max((_common(text, other) for _, other in kept), default=0)
+        found = index.find(hashes(text))
+        assert (found[1] if found else 0) == longest
+        if found:
+            holder = next(other for other_number, other in kept if other_number == found[0].number)
+            assert _common(text, holder) == longest
+            if uses:
+                index.use(found[0])
+                kept.sort(key=lambda each: each[0] == found[0].number)  # the latest
+        index.publish(Source(number, 0, hashes(text), len(text)))
+        kept.append((number, text))
+        dropped = [kept.pop()] if not text else []
+        while len(kept) > 3 or sum(len(other) for _, other in kept) > 10:
+            dropped.append(kept.pop(0))
+        released += index.take_released()
+        assert released[len(released) - len(dropped) :] == [each for each, _ in dropped]
+    index.clear()
+    assert sorted(released + index.take_released()) == list(range(len(published)))
+    assert index.find(hashes([0])) is index.find(hashes([1])) is None
+
+
+def _common(one: list[int], two: list[int]) -> int:
+    return next((n for n in range(min(len(one), len(two)), 0, -1) if one[:n] == two[:n]), 0)
+
+
+def test_a_request_larger_than_the_bound_displaces_no_other() -> None:
+    index = PrefixIndex(max_files=3, max_bytes=10, row_bytes=1)
+    index.publish(Source(1, 0, hashes([0]), 10))
+    index.publish(Source(2, 0, hashes([0, 0]), 11))
+    assert index.take_released() == [2]
+    assert index.find(hashes([0, 0])) == (index._kept[1], 1)
+
+
+# The decision
+
+
+class Engine:
+    """As much of vLLM's scheduler as decides where a request starts."""
+
+    def __init__(self, **options: Any) -> None:
+        index = PrefixIndex(**{"max_files": 8, "max_bytes": 1 << 20, "row_bytes": ROW_BYTES, **options})
+        self.scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=100_000, prefixes=index)
+        self.now = 0.0
+        assert self.scheduler._reuse is not None
+        self.scheduler._reuse._clock = lambda: self.now
+        self.started: dict[str, Any] = {}
+        self.requests: dict[str, Any] = {}
+
+    def add(self, request_id: str, text: str, **changes: Any) -> Any:
+        """Add a request of one block for each letter, and one more token."""
+        number = BLOCK * len(text) + 1
+        changes = {"num_tokens": number, "block_hashes": hashes(text), "num_prompt_tokens": number, **changes}
+        request = self.requests[request_id] = make_request(request_id, **changes)
+        request.num_tokens = number
+        self.scheduler.on_new_request(request)
+        return request
+
+    def tries(self, request_id: str, cached: int = 99) -> int | None:
+        """Return how many blocks it reads of the `cached` ones in the cache; None: it waits."""
+        request = self.requests[request_id]
+        allowed = request.hsx_rows_at_hand(request, BLOCK)
+        computed = min(cached * BLOCK, allowed, len(request.block_hashes) * BLOCK)
+        if self.scheduler.must_wait(request, computed):
+            return None
+        request.num_computed_tokens = computed
+        return computed // BLOCK
+
+    def start(self, request_id: str, cached: int = 99) -> Any:
+        assert self.tries(request_id, cached) is not None
+        metadata = schedule(self.scheduler, self.requests[request_id])
+        self.released = metadata.released
+        (self.started[request_id],) = metadata.started
+        return self.started[request_id]
+
+    def publish(self, request_id: str, error: str | None = None, *, kept: bool = True) -> None:
+        number = self.started[request_id].number
+        self.scheduler.on_worker_report(WorkerReport({request_id: error}, {}, frozenset([number] if kept else [])))
+
+    def serve(self, request_id: str, text: str) -> Any:
+        """Add, start and publish a request."""
+        self.add(request_id, text)
+        start = self.start(request_id)
+        self.publish(request_id)
+        return start
+
+    def rank(self, rank: int, **state: Any) -> None:
+        self.scheduler.on_worker_report(WorkerReport({}, {rank: RankState(**state)}))
+
+
+def test_a_request_has_the_rows_of_whole_blocks_that_a_published_one_has() -> None:
+    engine = Engine()
+    first = engine.serve("first", "abc")
+    assert (first.prefix, first.keeps_source) == (None, True)
+    engine.add("second", "abxy")
+    second = engine.start("second")
+    assert second.prefix == Prefix(first.number, 2 * BLOCK)
+    assert second.owner == first.owner
+    assert engine.scheduler.on_finished(engine.requests["second"])["reused_tokens"] == 2 * BLOCK
+    stats = engine.scheduler.take_stats()
+    assert stats is not None
+    assert stats.counter("reused_tokens") == 2 * BLOCK
+
+
+@pytest.mark.parametrize("cached", range(4))
+def test_a_request_has_no_more_rows_than_tokens_that_are_cached(cached: int) -> None:
+    engine = Engine()
+    first = engine.serve("first", "abc")
+    engine.add("second", "abc")
+    expected = Prefix(first.number, cached * BLOCK) if cached else None
+    assert engine.start("second", cached).prefix == expected
+
+
+def test_what_is_cached_without_rows_is_computed() -> None:
+    engine = Engine()
+    engine.add("unpublished", "abc")
+    engine.start("unpublished")
+    engine.publish("unpublished", kept=False)  # the rank could not keep it open
+    engine.serve("shorter", "a")
+    engine.add("failed", "abc")
+    engine.start("failed")
+    engine.publish("failed", "the disk is full", kept=False)
+    engine.add("last", "abc")
+    assert engine.start("last").prefix == Prefix(engine.started["shorter"].number, BLOCK)
+
+
+def test_requests_that_use_rows_keep_their_source_and_the_least_recently_used_is_released() -> None:
+    engine = Engine(max_files=2)
+    engine.serve("one", "a")
+    engine.serve("two", "b")
+    engine.serve("three", "ac")
+    engine.add("next", "b")
+    assert engine.start("next").prefix is None
+    assert engine.released == [engine.started["two"].number]
+
+
+def test_rows_of_a_rank_that_does_not_answer_are_computed_by_another() -> None:
+    engine = Engine()
+    first = engine.serve("first", "abc")
+    engine.rank(first.owner, stuck=True, started=1)
+    engine.add("second", "abc")
+    second = engine.start("second")
+    assert (second.prefix, second.owner) == (None, 1 - first.owner)
+
+
+def test_only_computed_rows_count_as_bytes_to_be_written() -> None:
+    engine = Engine()
+    first = engine.serve("first", "abc")
+    engine.rank(first.owner, started=1)
+    engine.add("second", "abc")
+    engine.start("second")
+    assert engine.scheduler._loads[first.owner].owed == ROW_BYTES
+
+
+def test_a_preempted_request_has_the_rows_that_it_started_with() -> None:
+    engine = Engine()
+    engine.serve("first", "ab")
+    engine.add("second", "abc")
+    engine.start("second")
+    engine.serve("longer", "abc")
+    assert engine.tries("second") == 2
+    engine.publish("second")
+    assert engine.requests["second"].hsx_rows_at_hand(engine.requests["second"], BLOCK) == 3 * BLOCK + 1  # it needs no more rows
+
+
+def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
+    engine = Engine()
+    engine.serve("before", "ab")
+    engine.add("running", "abc")
+    engine.start("running")
+    engine.scheduler.reset_prefixes()
+    assert engine.tries("running") == 0
+    engine.publish("running")
+    engine.add("after", "abc")
+    after = engine.start("after")
+    assert after.prefix is None
+    assert sorted(engine.released) == [engine.started["before"].number, engine.started["running"].number]
+    engine.publish("after")
+    engine.add("again", "abc")
+    assert engine.start("again").prefix == Prefix(after.number, 3 * BLOCK)
+
+
+def test_rows_of_generated_tokens_are_at_hand_once_they_are_published() -> None:
+    engine = Engine()
+    request = engine.add("first", "a", kv_transfer_params={"include_output_tokens": True})
+    engine.start("first")
+    engine.add("beside", "ab")
+    assert engine.tries("beside") == 0
+    # one token of the prompt's second block, three generated ones, and the last, which has no row
+    request.output_token_ids, request.block_hashes = [1, 2, 3, 4], hashes("ab")
+    engine.scheduler.on_finished(request)
+    engine.publish("first")
+    engine.add("second", "abc")
+    assert engine.start("second").prefix == Prefix(engine.started["first"].number, 2 * BLOCK)
+
+
+RATES = {"prompt_rate": 10.0 * ROW_BYTES, "write_rate": 1000.0 * ROW_BYTES, "step_rate": 10.0}  # ten tokens a second
+
+
+@pytest.mark.parametrize(
+    ("left", "state", "waits"),
+    [
+        (0, {}, True),  # it is being published
+        (0, {"quiet": True}, False),
+        (1, {}, False),  # nobody knows how long that takes
+        (1, RATES, True),  # 0.1 s and two steps, against 1.2 s
+        (9, RATES, True),
+        (10, RATES, False),
+        (1, {**RATES, "backlog": 1000 * ROW_BYTES}, False),  # the file takes another second
+    ],
+)
+def test_a_request_waits_for_rows_that_are_published_before_it_could_compute_them(left: int, state: dict[str, Any], waits: bool) -> None:
+    engine = Engine()
+    twin = engine.add("twin", "abc")
+    start = engine.start("twin")
+    twin.num_computed_tokens = twin.num_prompt_tokens - left
+    engine.rank(start.owner, started=1, **state)
+    engine.add("second", "abcd")
+    assert engine.tries("second") == (None if waits else 0)
+    engine.publish("twin")
+    assert engine.tries("second") == (0 if state.get("quiet") else 3)
+
+
+def test_a_request_waits_no_longer_than_computing_would_have_taken() -> None:
+    engine = Engine()
+    twin = engine.add("twin", "abc")
+    start = engine.start("twin")
+    engine.rank(start.owner, started=1, **RATES)
+    twin.num_computed_tokens = twin.num_prompt_tokens
+    engine.add("second", "abcd")
+    assert engine.tries("second") is None
+    engine.now = 1.19
+    assert engine.tries("second") is None
+    engine.now = 1.21
+    assert engine.tries("second") == 0
+
+
+def test_a_request_that_fails_keeps_nobody_waiting() -> None:
+    engine = Engine()
+    twin = engine.add("twin", "abc")
+    engine.start("twin")
+    twin.num_computed_tokens = twin.num_prompt_tokens
+    engine.add("second", "abc")
+    assert engine.tries("second") is None
+    engine.publish("twin", "the disk is full", kept=False)
+    assert engine.tries("second") == 0
+
+
+def test_a_request_whose_name_is_in_use_has_no_rows_of_others() -> None:
+    """Its rank is that of the former request, and may not have them."""
+    engine = Engine()
+    engine.serve("source", "ab")
+    former = engine.add("one", "xy")
+    engine.start("one")
+    engine.scheduler.on_finished(former)
+    state = engine.scheduler._requests
+    engine.add("two", "ab")
+    state["two"].predecessor = engine.scheduler._undecided["one"]
+    assert engine.requests["two"].hsx_rows_at_hand(engine.requests["two"], BLOCK) == 0
+
+
+# vLLM's prefix cache
+
+
+def test_vllm_looks_for_no_more_cached_tokens_than_there_are_rows_of() -> None:
+    seen: list[Any] = []
+
+    def original(self: Any, request: Any) -> str:
+        seen.append((request.num_tokens, request.skip_reading_prefix_cache, request.block_hashes))
+        return "blocks"
+
+    manager = SimpleNamespace(enable_caching=True, block_pool=SimpleNamespace(hash_block_size=BLOCK))
+    request = make_request("one", num_tokens=20, block_hashes="hashes")
+    request.num_tokens = 20
+    for at_hand in (None, 0, 8, 20):
+        request.hsx_rows_at_hand = None if at_hand is None else lambda _, block_size, at_hand=at_hand: at_hand * block_size // BLOCK
+        assert read_where_rows_are(original, manager, request) == "blocks"
+    assert seen == [(20, False, "hashes"), (1, True, "hashes"), (9, False, "hashes"), (20, False, "hashes")]
+    request.skip_reading_prefix_cache = True  # as with prompt_logprobs
+    request.hsx_rows_at_hand = lambda *_: 8
+    read_where_rows_are(original, manager, request)
+    assert seen[-1] == (9, True, "hashes")
+
+
+# Files that are kept
+
+
+def kept_source(tmp_path: Path, tokens: int = 5) -> tuple[RowSource, Path]:
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = open_request(sink, tmp_path, tokens=tokens)
+        file.keeps_source = True
+        path = put(file, tokens)
+    assert file.source is not None
+    return file.source, path
+
+
+def is_open(source: RowSource) -> bool:
+    return Path(f"/proc/self/fd/{source._fd}").exists()
+
+
+def test_a_file_stays_open_until_its_last_user_releases_it(tmp_path: Path) -> None:
+    kept = KeptFiles()
+    source, path = kept_source(tmp_path)
+    kept.add(7, source)
+    path.unlink()
+    assert kept.retain(7) is source
+    assert kept.retain(8) is None
+    kept.release(7)
+    assert kept.retain(7) is None
+    assert is_open(source)
+    with FileSink(tmp_path / "other", FORMAT) as sink:
+        file = open_request(sink, tmp_path / "other", tokens=6)
+        file.copy(source, 3)
+        file.write(3, make_rows(3, 6))
+        file.commit(token_ids(6), 6)
+    source.release()
+    assert not is_open(source)
+    assert (rows_of(file.path)[:3] == finite_rows(0, 3)).all()
+
+
+def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -> None:
+    kept = KeptFiles()
+    first, _ = kept_source(tmp_path / "first")
+    late, _ = kept_source(tmp_path / "late")
+    kept.add(1, first)
+    kept.close()
+    kept.add(2, late)
+    assert not is_open(first)
+    assert not is_open(late)
+
+
+def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> None:
+    now = 0.0
+    kept = KeptFiles(lambda: now)
+    sources = [kept_source(tmp_path / name, 1000) for name in "ab"]
+    for number, (source, _) in enumerate(sources):
+        kept.add(number, source)
+    assert kept.space() == (2, 0)
+    size = os.stat(sources[0][1]).st_blocks * 512
+    sources[0][1].unlink()
+    sources[1][1].rename(tmp_path / "moved")
+    assert kept.space() == (2, 0)  # it is counted once a second
+    now = 1.0
+    assert kept.space() == (2, size)
+    kept.close()
+    assert kept.space() == (0, 0)

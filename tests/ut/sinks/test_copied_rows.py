@@ -1,0 +1,210 @@
+"""Rows that a request has from another one, copied with their checksum and their scales."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tarfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sink_harness import FORMAT, bits, finite_rows, open_request, put, reason_of, rows_of, token_ids
+
+from vllm_ascend_hsx import open_dir
+from vllm_ascend_hsx.protocol.checksum import Checksums, Digest, sum_of_beginning
+from vllm_ascend_hsx.protocol.rows import Adapter, RowFormat
+from vllm_ascend_hsx.reader.load import load
+from vllm_ascend_hsx.sinks import storage
+from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.data_file import FileOptions, RowSource
+from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
+
+FP8 = replace(FORMAT, quantization="fp8")
+
+
+def files(directory: Path, row_format: RowFormat = FORMAT, **options: Any) -> DirectorySink:
+    return FileSink(directory, row_format, FileOptions(**options))
+
+
+def shards(directory: Path, row_format: RowFormat = FORMAT, **options: Any) -> DirectorySink:
+    return ShardSink(directory, row_format, FileOptions(**options), shard_bytes=1 << 30)
+
+
+SINKS = {
+    "files": files,
+    "shards": shards,
+    "fp8": lambda directory, **options: files(directory, FP8, **options),
+    "fp8 shards": lambda directory, **options: shards(directory, FP8, **options),
+    "without checksum": lambda directory, **options: files(directory, checksum="none", **options),
+    "durable": lambda directory, **options: files(directory, durability="fdatasync", **options),
+}
+
+
+def make_source(sink: DirectorySink, where: Path, tokens: int, name: str = "source", adapter: Adapter | None = None) -> RowSource:
+    """Publish a request, and return its rows."""
+    file = open_request(sink, where, name, tokens)
+    file.keeps_source = True
+    if adapter is not None:
+        file.adapter = adapter
+    put(file, tokens)
+    assert file.source is not None
+    return file.source
+
+
+def continue_from(sink: DirectorySink, where: Path, source: RowSource, num_rows: int, tokens: int, name: str = "next") -> RequestFile:
+    """Publish a request that has its first rows from another one."""
+    file = sink.open("x" * 5000, where / f"{name}-0123abcd.safetensors", tokens)  # a header of another size
+    file.keeps_source = True
+    file.copy(source, num_rows)
+    file.write(num_rows, finite_rows(num_rows, tokens, version=1))
+    file.commit(token_ids(tokens), tokens)
+    return file
+
+
+@pytest.mark.parametrize("kind", SINKS)
+def test_copied_rows_are_those_of_their_source_and_the_others_its_own(kind: str, tmp_path: Path) -> None:
+    with SINKS[kind](tmp_path) as sink:
+        put(open_request(sink, tmp_path, "before"), 4, version=2)  # a source in a shard has an offset
+        source = make_source(sink, tmp_path, 6)
+        file = continue_from(sink, tmp_path, source, 4, 7)
+        second = file.source
+        assert second is not None
+        continue_from(sink, tmp_path, second, 7, 9, "last")  # 4 rows of the first, 3 of the second, 2 of its own
+        expected = {
+            "next": np.concatenate([finite_rows(0, 4), finite_rows(4, 7, version=1)]),
+            "last": np.concatenate([finite_rows(0, 4), finite_rows(4, 9, version=1)]),
+        }
+        for name, rows in expected.items():
+            own = open_request(sink, tmp_path, f"{name}-computed", len(rows))
+            own.write(0, rows)
+            own.commit(token_ids(len(rows)), len(rows))
+    source.release()
+    second.release()
+    verify = kind != "without checksum"
+    found = {Path(path).name.removesuffix("-0123abcd.safetensors"): load(path, 0, verify=verify) for path, _ in open_dir(tmp_path)}
+    for name in expected:
+        copied, computed = found[name], found[f"{name}-computed"]
+        assert (bits(copied.hidden_states) == bits(computed.hidden_states)).all(), name
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_the_checksum_of_a_beginning_is_that_of_its_bytes_whatever_sums_are_known(data: st.DataObject) -> None:
+    content = data.draw(st.binary(min_size=1, max_size=300))
+    ends = sorted(data.draw(st.sets(st.integers(1, len(content)))))
+    size = data.draw(st.integers(0, len(content)))
+    sums = [(end, _sum(content[:end])) for end in ends]
+    fd = os.memfd_create("content")
+    os.write(fd, b"before" + content)
+    try:
+        assert sum_of_beginning(fd, 6, size, sums) == _sum(content[:size])
+    finally:
+        os.close(fd)
+
+
+def _sum(content: bytes) -> int:
+    digest = Digest()
+    digest.update(content)
+    return digest.state[1]
+
+
+def test_sums_that_are_known_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of a MiB, in whatever order they were written."""
+    part = bytes(range(256)) * 4096
+    sums = Checksums(8)
+    for index in (2, 0, 1):
+        offset = 8 + index * len(part)
+        sums.end_write(offset, len(part), sums.begin_write(offset, memoryview(part)))
+    sums.finish(-1, 8 + 3 * len(part), memoryview(b""))
+    assert [size for size, _ in sums.sums] == [len(part), 2 * len(part), 3 * len(part)]
+    assert sum_of_beginning(-1, 8, 2 * len(part), sums.sums) == _sum(2 * part)  # -1 cannot be read
+
+
+def test_rows_are_copied_although_the_source_was_removed_or_sealed(tmp_path: Path) -> None:
+    with shards(tmp_path) as sink:
+        source = make_source(sink, tmp_path, 6)
+    for path in tmp_path.iterdir():
+        if path.suffix == ".tar":
+            assert tarfile.is_tarfile(path)
+            path.unlink()
+    with files(tmp_path / "other") as sink:
+        path = continue_from(sink, tmp_path / "other", source, 5, 6).path
+    source.release()
+    assert (rows_of(path)[:5] == finite_rows(0, 5)).all()
+
+
+def test_rows_of_other_weights_of_an_adapter_are_refused(tmp_path: Path) -> None:
+    with files(tmp_path) as sink:
+        source = make_source(sink, tmp_path, 6, adapter=Adapter("lora", "1"))
+        file = open_request(sink, tmp_path, "next", 6)
+        file.adapter = Adapter("lora", "2")
+        with pytest.raises(SinkError, match="other weights of this adapter"):
+            file.copy(source, 3)
+        file.fail("as a test")
+    source.release()
+
+
+def truncate(source: RowSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.truncate(f"/proc/self/fd/{source._fd}", 5000)
+
+
+def break_copies(source: RowSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(storage.os, "copy_file_range", fail)
+
+
+@pytest.mark.parametrize("break_it", [truncate, break_copies])
+@pytest.mark.parametrize("kind", ["files", "fp8"])
+def test_a_source_that_cannot_be_read_fails_the_request_with_the_reason(
+    kind: str, break_it: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SINKS[kind](tmp_path) as sink:
+        source = make_source(sink, tmp_path, 300)
+        file = open_request(sink, tmp_path, "next", 300)
+        with monkeypatch.context() as patch:
+            break_it(source, patch)
+            with pytest.raises(SinkError, match=r"rows \[0, 299\) could not be copied from the request that has them"):
+                file.copy(source, 299)
+        file.fail("as a test")
+    source.release()
+    assert reason_of(file.path) == "as a test"
+
+
+@pytest.mark.parametrize("kind", ["files", "shards"])
+def test_a_request_that_is_not_kept_and_one_that_fails_leave_no_descriptor(kind: str, tmp_path: Path) -> None:
+    with SINKS[kind](tmp_path) as sink:
+        put(open_request(sink, tmp_path, "first"), 3)
+        before = sorted(os.listdir("/proc/self/fd"))
+        file = open_request(sink, tmp_path, "not-kept", 3)
+        put(file, 3)
+        assert file.source is None
+        failed = open_request(sink, tmp_path, "failed", 3)
+        failed.keeps_source = True
+        failed.later_failure = "as a test"
+        with pytest.raises(SinkError):
+            put(failed, 3)
+        assert failed.source is None
+        assert len(os.listdir("/proc/self/fd")) <= len(before) + 1  # a spare of the shard sink
+
+
+def test_rows_that_are_computed_again_replace_copied_ones(tmp_path: Path) -> None:
+    """As after a preemption, if the prefix cache has lost some of them."""
+    with files(tmp_path) as sink:
+        source = make_source(sink, tmp_path, 6)
+        file = open_request(sink, tmp_path, "next", 6)
+        file.copy(source, 4)
+        file.write(2, finite_rows(2, 6, version=1))
+        file.commit(token_ids(6), 6)
+    source.release()
+    assert (rows_of(file.path) == np.concatenate([finite_rows(0, 2), finite_rows(2, 6, version=1)])).all()
+    assert load(file.path, verify=True).metadata["checksum"]
