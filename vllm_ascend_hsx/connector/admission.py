@@ -6,7 +6,7 @@ import logging
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -168,13 +168,14 @@ class Admission:
         # Requests start in order. If small ones could overtake, large ones would wait forever. vLLM
         # asks about new requests before held ones.
         first = not self._held or place <= self._held[0]
+        # Ranks share the storage. While one of them rests because it was silent, another one would
+        # make the next step wait for the same silence.
+        rests = any(each.state.quiet and not each.state.stuck for each in self.loads)
         # A rank whose storage is stuck refuses the request at once, so that it does not wait
         # indefinitely.
-        if load.state.stuck or (first and load.admits(cost)):
+        if load.state.stuck or (first and not rests and load.admits(cost)):
             self.stop_holding(request.request_id)
-            load.promise(cost)
-            self._promised[request.request_id] = rank, cost
-            self._outstanding[rank] += sum(cost)
+            self.promise(request.request_id, rank, cost)
             return True
         if request.request_id not in self._places:
             self._places[request.request_id] = place
@@ -192,29 +193,35 @@ class Admission:
             if not self._held:
                 self._reminder.end()
 
-    def promised(self, request_id: str) -> tuple[int, Cost] | None:
-        """Return the rank and the cost of a request that was admitted since the last step."""
-        return self._promised.get(request_id)
+    def promise(self, request_id: str, rank: int, cost: Cost) -> None:
+        """Admit a request without asking."""
+        self.loads[rank].promise(cost)
+        self._promised[request_id] = rank, cost
+        self._outstanding[rank] += sum(cost)
 
-    def start(self, started: Mapping[str, tuple[int, Cost]]) -> None:
-        """Record the requests that start in this step, with their ranks and costs.
+    def start(self, started: Collection[str]) -> dict[str, tuple[int, Cost]]:
+        """Record which admitted requests start in this step; return their ranks and costs.
 
-        Others that were admitted did not fit into the KV cache.
+        The others did not fit into the KV cache.
         """
         if self._held and self._reminder.due_in() == 0:
             self._warn()
         promised, self._promised = self._promised, {}
-        for request_id in started.keys() - promised.keys():
-            rank, cost = started[request_id]
-            self._outstanding[rank] += sum(cost)
-        for request_id in promised.keys() - started.keys():
+        for request_id in promised.keys() - set(started):
             self.end(*promised[request_id])
+        starts = {request_id: promised[request_id] for request_id in started}
         for rank, load in enumerate(self.loads):
-            load.start([cost for owner, cost in started.values() if owner == rank])
+            load.start([cost for owner, cost in starts.values() if owner == rank])
+        return starts
 
     def end(self, rank: int, cost: Cost) -> None:
         """Record that a request that was admitted or has started makes no more rows."""
         self._outstanding[rank] -= sum(cost)
+
+    @property
+    def stuck(self) -> frozenset[int]:
+        """Ranks whose storage is stuck."""
+        return frozenset(rank for rank, load in enumerate(self.loads) if load.state.stuck)
 
     def least_loaded(self) -> int:
         """Return the rank that owes least, of those whose storage answers if there are any."""

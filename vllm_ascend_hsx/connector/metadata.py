@@ -101,12 +101,14 @@ class HsxConnectorMetadata(KVConnectorMetadata):
         stats_wanted: whether the workers send stats with this step even if they counted nothing.
             vLLM asks the scheduler's side for stats only if workers have sent some
             (v1/core/sched/scheduler.py:1352 in 0.23.0).
+        stuck: ranks whose storage is stuck.
     """
 
     ended: list[RequestEnd] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     started: list[RequestStart] = field(default_factory=list)
     stats_wanted: bool = False
+    stuck: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

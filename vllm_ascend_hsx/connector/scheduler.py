@@ -214,20 +214,22 @@ class ExtractionScheduler:
         Args:
             scheduler_output: vllm.v1.core.sched.output.SchedulerOutput; not modified.
         """
-        metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._recorder.has_news)
+        metadata = HsxConnectorMetadata(ended=self._ended, stats_wanted=self._recorder.has_news, stuck=self._admission.stuck)
         self._ended = []
         if self._reuse is not None:
             metadata.released = self._reuse.take_released()
-        started: dict[str, tuple[int, Cost]] = {}
+        started = []
         for new in scheduler_output.scheduled_new_reqs:
             request = self._requests.get(new.req_id)
             if request is not None and request.owner is None:
-                promised = self._admission.promised(new.req_id)
-                if promised is None:
-                    promised = self._rank_for(request, new.num_computed_tokens), self._cost(request, new.num_computed_tokens)
-                request.owner, request.cost = started[new.req_id] = promised
-                metadata.started.append(self._start(new, request, request.owner))
-        self._admission.start(started)
+                started.append((new, request))
+                if not self._admission.is_promised(new.req_id):
+                    num_computed = new.num_computed_tokens
+                    self._admission.promise(new.req_id, self._rank_for(request, num_computed), self._cost(request, num_computed))
+        starts = self._admission.start([new.req_id for new, _ in started])
+        for new, request in started:
+            request.owner, request.cost = starts[new.req_id]
+            metadata.started.append(self._start(new, request, request.owner))
         return metadata
 
     def _start(self, new: Any, request: _Request, rank: int) -> RequestStart:

@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _STALLED_S = 0.5  # seconds that a step waits for storage before a log line is due
 _QUIET_S = 1.0  # seconds without an answer, after which no new request starts
 _HUNG_S = 2.0  # ... after which new requests are refused if no step waits for storage
+_PEER_STUCK_S = 1.0  # seconds that a step waits if the same storage is stuck for another rank
 _OPENS_S = 0.05  # time for files to open after their step, before it counts as waiting for storage
 # Pause between a step that waited for files and the next new request, as a multiple of that wait.
 _REST = 3.0
@@ -86,6 +87,8 @@ class StorageWatch:
         stats: records stalls.
 
     Attributes:
+        peer_is_stuck: whether storage, which ranks share, is stuck for another one. Otherwise its
+            steps would wait for each rank in turn.
         opens_slowly: whether a step had to wait for its files, and none has been opened at once
             since. Then one new request starts at a time.
     """
@@ -105,6 +108,7 @@ class StorageWatch:
         self._stats = stats
         self._stall = Reminder(_STALLED_S)
         self._rest_until = 0.0
+        self.peer_is_stuck = False
         self.opens_slowly = False
 
     @property
@@ -129,7 +133,11 @@ class StorageWatch:
 
     @property
     def _limit(self) -> float:
-        return self.storage_timeout if self.steps_wait else min(self.storage_timeout, _HUNG_S)
+        return self._patience if self.steps_wait else min(self.storage_timeout, _HUNG_S)
+
+    @property
+    def _patience(self) -> float:
+        return min(self.storage_timeout, _PEER_STUCK_S) if self.peer_is_stuck else self.storage_timeout
 
     def wait_for_files(self, opener: ThreadPool) -> bool:
         """Make the step wait until the files of its new requests are open.
@@ -160,12 +168,13 @@ class StorageWatch:
             silent_for: returns the seconds since storage last answered.
 
         Returns:
-            False if storage was silent for `storage_timeout` seconds.
+            False if storage was silent for `storage_timeout` seconds; for a second, if it is stuck
+            for another rank.
         """
         self._stall.begin()
         try:
-            while not done(min(self._stall.due_in(), max(0.0, self.storage_timeout - silent_for()))):
-                if silent_for() >= self.storage_timeout:
+            while not done(min(self._stall.due_in(), max(0.0, self._patience - silent_for()))):
+                if silent_for() >= self._patience:
                     return False
                 if self._stall.due_in() == 0:
                     self._warn()

@@ -40,8 +40,7 @@ class ExtractionWorker:
     """One rank's part of the extraction.
 
     The main thread stages rows and passes slots on, an opener opens files, the copier's thread
-    issues copies, and writer threads write and finish files. Threads exchange work through queues,
-    so no lock is held during anything slow.
+    issues copies, and writers write and finish files. Threads exchange work through queues.
 
     Args:
         rank: tensor-parallel rank; requests of other owners are ignored.
@@ -50,10 +49,7 @@ class ExtractionWorker:
         sink: makes files.
         device: the worker's NPU.
         num_writers: number of writer threads.
-        storage_timeout: seconds that a step waits for storage without progress; then the requests
-            whose rows it holds fail.
-        slow_storage: "fail" fails requests whose rows would make a step wait for storage.
-        where: description of the storage.
+        storage_timeout, slow_storage, where: as for StorageWatch.
         check_finite: whether a file with a NaN or an infinity fails.
         stored_row_bytes: bytes of one token in the sink; None for those of a row of the ring.
     """
@@ -75,7 +71,6 @@ class ExtractionWorker:
     ) -> None:
         self._rank = rank
         self._staging = staging
-        self._ring = ring
         self._sink = sink
         self._check_finite = check_finite
         self._row_bytes = ring.row_bytes
@@ -105,6 +100,7 @@ class ExtractionWorker:
         """End finished requests, and open the files of new ones."""
         if metadata.stats_wanted:
             self._stats.send()
+        self._watch.peer_is_stuck = not metadata.stuck <= {self._rank}
         for number in metadata.released:
             self._kept_files.release(number)
         for ended in metadata.ended:
@@ -130,17 +126,15 @@ class ExtractionWorker:
         self._owned[start.request_id] = extraction
         with self._ended:
             self._not_ended[start.path] = extraction
-        copied_rows = 0 if start.prefix is None else start.prefix.num_rows
+        copied_rows = start.prefix.num_rows if start.prefix else 0
         self._progress.begin(extraction, len(start.token_ids), start.max_output_rows, copied_rows)
         self._opening.append(extraction)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         self._copier.then(partial(self._extractions.__setitem__, start.request_id, extraction))
         self._opener.submit(partial(extraction.open, self._sink))
-        # If the source were not kept any more, the request would end without these rows, and fail.
-        if start.prefix is not None and (source := self._kept_files.retain(start.prefix.source)) is not None:
-            job = partial(self._copy, extraction, source, copied_rows)
-            extraction.order.begin((0, copied_rows), job)
-            self._writers.submit(job)
+        if start.prefix and (source := self._kept_files.retain(start.prefix.source)):
+            extraction.order.begin((0, copied_rows), list)
+            self._writers.submit(partial(self._copy, extraction, source, copied_rows))
 
     def _refuse(self, start: RequestStart, reason: str, kind: str) -> None:
         self._stats.failed(kind)
@@ -201,7 +195,7 @@ class ExtractionWorker:
         return report
 
     def take_stats(self) -> HsxStats | None:
-        """Return the statistics since the last call, or None if nothing has changed."""
+        """Return the statistics since the last call; None if nothing has changed."""
         return self._stats.take()
 
     def close(self, timeout: float | None = None) -> None:
@@ -268,7 +262,7 @@ class ExtractionWorker:
         return False
 
     def _wait_until_open(self) -> None:
-        """Wait for the files of this step's new requests. Fail those that do not open in time."""
+        """Wait for the files of this step's new requests. Fail those not open in time."""
         done = self._watch.wait_for_files(self._opener)
         for extraction in self._opening:
             if not done and not extraction.has_opened:

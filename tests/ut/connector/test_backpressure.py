@@ -125,7 +125,7 @@ def test_nothing_new_begins_while_storage_does_not_answer_until_it_is_refused() 
 def test_the_log_tells_of_requests_that_are_held_for_long_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
     now = 100.0
     scheduler, request = make_scheduler(num_ranks=1), make_request("r")
-    scheduler._reminder = Reminder(5.0, lambda: now)
+    scheduler._admission._reminder = Reminder(5.0, lambda: now)
     scheduler.on_new_request(request)
     report(scheduler, backlog=1001, write_rate=2.0 * (1 << 20))
     lines = []
@@ -187,7 +187,7 @@ def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome
     (start,) = schedule(scheduler, second).started
     assert scheduler.on_finished(second) == {"hidden_states_path": start.path}
     scheduler.on_worker_report(WorkerReport({second.request_id: None}, {0: RankState(started=2)}))
-    assert scheduler._outstanding == [0]
+    assert scheduler._admission._outstanding == [0]
     assert (scheduler._undecided, scheduler._writing) == ({}, {})
 
 
@@ -263,13 +263,12 @@ def test_a_request_whose_id_a_stuck_rank_is_writing_is_refused_and_generates() -
     assert scheduler.on_finished(second) == {
         "hidden_states_error": "an earlier request of this id has not ended, because the storage does not answer"
     }
-    assert (scheduler._undecided, scheduler._writing, scheduler._outstanding) == ({}, {}, [0])
+    assert (scheduler._undecided, scheduler._writing, scheduler._admission._outstanding) == ({}, {}, [0])
 
 
-@pytest.mark.parametrize("state", [{"quiet": True}, {"quiet": True, "stuck": True}])
-def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does(state: dict[str, bool]) -> None:
+def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does() -> None:
     scheduler = make_scheduler()
-    report(scheduler, rank=0, backlog=1, **state)
+    report(scheduler, rank=0, backlog=1, quiet=True, stuck=True)
     for request in (make_request(f"r{index}", 1, arrival_time=index) for index in range(3)):
         scheduler.on_new_request(request)
         assert not scheduler.must_wait(request)
@@ -294,3 +293,18 @@ def test_a_rank_whose_storage_is_stuck_refuses_requests_only_if_all_are() -> Non
     assert owners(requests[3:5]) == [0, 0]
     report(scheduler, rank=1, started=3)
     assert owners(requests[5:]) == [1]
+
+
+def test_while_a_rank_rests_no_other_one_starts_a_request_and_all_are_told_of_a_stuck_one() -> None:
+    """They share the storage: the next step would wait for the same silence."""
+    scheduler, request = make_scheduler(num_ranks=2), make_request("one")
+    scheduler.on_new_request(request)
+    report(scheduler, 0, quiet=True)
+    assert scheduler.must_wait(request)
+    report(scheduler, 0, quiet=True, stuck=True)  # perhaps of this rank alone
+    assert not scheduler.must_wait(request)
+    metadata = schedule(scheduler, request)
+    assert [start.owner for start in metadata.started] == [1]
+    assert metadata.stuck == {0}
+    report(scheduler, 0)
+    assert not schedule(scheduler).stuck

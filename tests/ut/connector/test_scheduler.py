@@ -280,7 +280,7 @@ class SchedulerLife(RuleBasedStateMachine):
 
     @invariant()
     def outstanding_bytes_are_those_of_undecided_requests(self) -> None:
-        assert sum(self.scheduler._outstanding) == sum(self.undecided.values()) * ROW_BYTES
+        assert sum(self.scheduler._admission._outstanding) == sum(self.undecided.values()) * ROW_BYTES
         assert len(self.scheduler._requests) == len(self.waiting) + len(self.running)
 
 

@@ -97,3 +97,20 @@ def test_storage_that_hangs_while_a_file_is_finished_is_silent(monkeypatch: pyte
         now = 106.0
         assert progress.silent_for() == 2.0
     assert progress.silent_for() == 0.0
+
+
+@pytest.mark.parametrize(("peer_is_stuck", "seconds"), [(False, 30.0), (True, 1.0)])
+def test_a_step_does_not_wait_for_each_rank_in_turn(peer_is_stuck: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
+
+    def never(timeout: float) -> bool:
+        nonlocal now
+        now += timeout
+        return False
+
+    watch = StorageWatch(30.0, "wait", "/data", RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0))
+    watch.peer_is_stuck = peer_is_stuck
+    assert not watch.wait(never, lambda: now)
+    assert now == seconds
+    assert watch.silence == f"the storage did not answer for {seconds:g} s"

@@ -1,0 +1,180 @@
+"""A worker copies rows of a request's prefix from a file that it keeps open."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sink_harness import reason_of
+from worker_harness import NOTHING, PATIENCE, SILENT, Engine, ended, started
+
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, Prefix, RequestStart
+from vllm_ascend_hsx.sinks.data_file import RowSource
+
+TOKENS = 8
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path)
+    yield engine
+    engine.close()
+
+
+def publish(engine: Engine, number: int = 7) -> RequestStart:
+    """Publish the request "source", whose file is kept."""
+    start = replace(engine.start("source", TOKENS), number=number, keeps_source=True)
+    engine.step(started(start), [("source", 0, TOKENS)])
+    engine.wait_until_decided("source")
+    engine.step(ended("source"), [])
+    assert engine.last_report.sources == {number}
+    return start
+
+
+def continuing(engine: Engine, request_id: str, num_rows: int, number: int = 7) -> RequestStart:
+    """Return the start of a request that begins with rows of the source."""
+    engine.values |= {(request_id, position): engine.value("source", position) for position in range(num_rows)}
+    return replace(engine.start(request_id, TOKENS), number=8, prefix=Prefix(number, num_rows))
+
+
+@contextmanager
+def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Copies begin when the event is set, and with the end of the block."""
+    go_on = threading.Event()
+    copy_to = RowSource.copy_to
+
+    def wait(self: RowSource, *args: Any) -> None:
+        assert go_on.wait(30)
+        copy_to(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowSource, "copy_to", wait)
+        try:
+            yield go_on
+        finally:
+            go_on.set()
+
+
+def assert_right(engine: Engine, request_id: str, num_rows: int) -> None:
+    rows = {position: engine.values.get((request_id, position), engine.value(request_id, position)) for position in range(TOKENS)}
+    from safetensors.torch import load_file
+
+    found = load_file(engine.path(request_id))["hidden_states"][:, 1, 0].tolist()
+    assert found == list(rows.values())
+    assert num_rows == 0 or found[0] == engine.value("source", 0)
+
+
+def test_a_file_is_complete_with_its_copied_and_its_computed_rows(engine: Engine) -> None:
+    publish(engine)
+    engine.step(started(continuing(engine, "next", 5)), [("next", 5, 3)])
+    engine.wait_until_decided("next")
+    engine.collect()
+    assert engine.outcomes["next"] is None
+    assert_right(engine, "next", 5)
+    assert engine.worker._progress.owed.prompt == 0
+    assert engine.worker.take_stats().gauge("kept_files") == {"0": 1}  # type: ignore[union-attr]
+
+
+def test_a_file_waits_for_its_copied_rows_and_its_source_for_the_copy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler may release a source as soon as a request has started."""
+    publish(engine)
+    engine.path("source").unlink()
+    with copies_wait(monkeypatch):
+        engine.step(started(continuing(engine, "next", 5)), [("next", 5, 3)])
+        engine.step(HsxConnectorMetadata(released=[7]), [])
+        assert engine.worker.take_stats().gauge("kept_files") == {"0": 0}  # type: ignore[union-attr]
+        assert not engine.path("next").exists()
+    engine.wait_until_decided("next")
+    assert_right(engine, "next", 5)
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_rows_that_are_computed_again_are_written_after_the_copy(
+    side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a preemption; here they differ, so that the order is seen."""
+    engine = Engine(tmp_path, side_by_side=side_by_side)
+    publish(engine)
+    start = continuing(engine, "next", 5)
+    with copies_wait(monkeypatch):
+        engine.step(started(start), [("next", 5, 1)])
+        engine.values |= {("next", 3): -3.0, ("next", 4): -4.0}
+        engine.step(NOTHING, [("next", 3, 4)])
+        threading.Event().wait(0.05)  # time to write them too early
+    engine.worker._writers.wait()
+    engine.step(NOTHING, [("next", 7, 1)])  # it would be complete without the rows that wait
+    engine.wait_until_decided("next")
+    engine.close()
+    assert_right(engine, "next", 5)
+
+
+def test_an_aborted_request_leaves_its_source_to_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(engine)
+    with copies_wait(monkeypatch):
+        engine.step(started(continuing(engine, "aborted", 5)), [("aborted", 5, 1)])
+        engine.step(ended("aborted", aborted=True), [])
+    engine.wait_until_decided("aborted")
+    engine.step(started(continuing(engine, "next", 6)), [("next", 6, 2)])
+    engine.wait_until_decided("next")
+    assert_right(engine, "next", 6)
+    assert not engine.path("aborted").exists()
+
+
+def test_a_copy_that_fails_fails_its_request_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish(engine)
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowSource, "copy_to", fail)
+        engine.step(started(continuing(engine, "failed", 5)), [("failed", 5, 3)])
+        engine.wait_until_decided("failed")
+    engine.step(started(continuing(engine, "next", 5)), [("next", 5, 3)])
+    engine.wait_until_decided("next")
+    engine.collect()
+    assert "could not be copied from the request that has them" in (engine.outcomes["failed"] or "")
+    assert "Input/output error" in reason_of(engine.path("failed"))
+    assert_right(engine, "next", 5)
+
+
+def test_a_request_whose_source_is_not_there_fails_for_the_rows_that_it_lacks(engine: Engine) -> None:
+    publish(engine)
+    engine.step(HsxConnectorMetadata(released=[7]), [])
+    engine.step(started(continuing(engine, "next", 5)), [("next", 5, 3)])
+    engine.step(ended("next"), [])
+    engine.wait_until_decided("next")
+    engine.collect()
+    assert engine.outcomes["next"] == f"the request ended without rows of token positions [0, 5) of {TOKENS}"
+
+
+def test_a_copy_that_hangs_counts_as_silent_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path, storage_timeout=PATIENCE)
+    publish(engine)
+    with copies_wait(monkeypatch):
+        engine.step(started(continuing(engine, "next", 5)), [])
+        deadline = threading.Event()
+        while not engine.worker._watch.is_stuck:
+            deadline.wait(0.01)
+        engine.step(started(engine.start("refused", 3)), [("refused", 0, 3)])
+    engine.collect()
+    assert engine.outcomes["refused"] == SILENT
+    engine.close()
+
+
+def test_all_files_are_closed_with_the_worker(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    engine = Engine(tmp_path)
+    publish(engine)
+    last = replace(engine.start("last", TOKENS), number=9, keeps_source=True)
+    engine.step(started(last), [("last", 0, TOKENS)])
+    engine.close()
+    new = [f"/proc/self/fd/{fd}" for fd in set(os.listdir("/proc/self/fd")) - before]
+    assert not [fd for fd in new if os.path.lexists(fd) and os.readlink(fd).startswith(str(tmp_path))]
