@@ -189,8 +189,8 @@ class HsxConfig(BaseModel):
         gt=0,
         le=LONGEST_S,
         description="Seconds that an engine step waits for storage that makes no progress. "
-        "Then requests whose rows wait fail, and new ones are refused until it recovers. All "
-        "others continue.",
+        "Then requests whose rows wait fail, and new ones are held back or refused until it "
+        "recovers. All others continue.",
     )
     drain_timeout_s: float = Field(
         default=30.0,
