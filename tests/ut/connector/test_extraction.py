@@ -99,9 +99,8 @@ class Life:
         self.ended = threading.Semaphore(0)
         start = RequestStart("r", "r.safetensors", 0, np.arange(TOKENS, dtype=np.int64), False)
         stats = StatsRecorder(0, lambda: 0.0, lambda: 0, lambda: None)
-        self.extraction = Extraction(
-            start, writers, True, (ROW, ROW), lambda _, error: self.decided.append(error), lambda _: self.ended.release(), stats
-        )
+        told = lambda _, error: self.decided.append(error), lambda _: self.ended.release(), lambda *_: None
+        self.extraction = Extraction(start, writers, True, (ROW, ROW), *told, stats)
 
     def open(self) -> Life:
         self.extraction.open(StrictSink(self.file))

@@ -48,7 +48,7 @@ def take(recorder: StatsRecorder) -> HsxStats:
 
 def busy(rank: int) -> HsxStats:
     """Stats of a rank that did a bit of everything."""
-    recorder = StatsRecorder(rank, lambda: 0.25 * (rank + 1), lambda: 100 * (rank + 1), lambda: 1e6 * (rank + 1))
+    recorder = StatsRecorder(rank, lambda: 0.25 * (rank + 1), lambda: 100 * (rank + 1), lambda: 1e6 * (rank + 1), lambda: (3, 30))
     recorder.copied(1000, 0.002)
     recorder.wrote(900, 0.004)
     recorder.published(1100, 0.0007)
@@ -60,10 +60,11 @@ def busy(rank: int) -> HsxStats:
 
 
 def held() -> HsxStats:
-    """Stats of a scheduler that has held two requests back for three seconds."""
+    """Stats of a scheduler that has held two requests for three seconds; two blocks were reused."""
     clock = iter([0.0, 3.0])
     recorder = SchedulerRecorder(clock=lambda: next(clock))
     recorder.held(2)
+    recorder.reused(256)
     stats = recorder.take()
     assert stats is not None
     return stats
@@ -87,6 +88,7 @@ EXPECTED = {
     "published_bytes_total": 2200,
     "backpressure_seconds_total": 3,
     "stall_seconds_total": 1,
+    "reused_tokens_total": 256,
     "files_total outcome=published": 2,
     "files_total outcome=failed": 4,
     "files_total outcome=aborted": 2,
@@ -99,6 +101,10 @@ EXPECTED = {
     "backlog_bytes tp_rank=1": 200,
     "storage_bytes_per_second tp_rank=0": 1e6,
     "storage_bytes_per_second tp_rank=1": 2e6,
+    "kept_files tp_rank=0": 3,
+    "kept_files tp_rank=1": 3,
+    "kept_bytes tp_rank=0": 30,
+    "kept_bytes tp_rank=1": 30,
     "copy_seconds_count": 2,
     "copy_seconds_sum": 0.004,
     "write_seconds_count": 2,

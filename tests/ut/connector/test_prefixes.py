@@ -144,6 +144,17 @@ def test_a_request_has_the_rows_of_whole_blocks_that_a_published_one_has() -> No
     assert stats.counter("reused_tokens") == 2 * BLOCK
 
 
+def test_a_request_is_owned_by_the_rank_that_has_the_file() -> None:
+    engine = Engine()
+    engine.add("busy", "xyz")
+    engine.start("busy")
+    first = engine.serve("first", "abc")
+    engine.publish("busy", kept=False)
+    engine.add("second", "abc")
+    assert (first.owner, engine.scheduler._admission.least_loaded()) == (1, 0)
+    assert engine.start("second").owner == 1
+
+
 @pytest.mark.parametrize("cached", range(4))
 def test_a_request_has_no_more_rows_than_tokens_that_are_cached(cached: int) -> None:
     engine = Engine()
