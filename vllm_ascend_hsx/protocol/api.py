@@ -10,6 +10,7 @@ from vllm_ascend_hsx.protocol.names import below, path_refusal
 
 PATH_KEY = "hidden_states_path"
 ERROR_KEY = "hidden_states_error"  # in responses only
+REUSED_KEY = "reused_tokens"  # in responses only
 EXTRACT_KEY = "hidden_states"
 OUTPUT_KEY = "include_output_tokens"
 PATH_OPTION = "allow_custom_save_path"
