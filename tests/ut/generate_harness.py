@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-from generate_files import HIDDEN, LAYER_IDS, MODEL, Exchange, Seen, change_a_bit, expected_rows
+from generate_files import HIDDEN, LAYER_IDS, MODEL, Exchange, Seen, change_a_bit, expected_rows, in_common
 from sink_harness import wait_for_sleepers
 
 from vllm_ascend_hsx.generate.ledger import row_of_file
@@ -221,7 +221,7 @@ class FakeServer:
         seen = exchange.seen
         if self.reuses is not False:
             ids = seen.token_ids[:-1]
-            reused = max((len(os.path.commonprefix([ids, each])) for each in self._published), default=0)
+            reused = max((in_common(ids, each) for each in self._published), default=0)
             self._reused[id(seen)] = {REUSED_KEY: reused if self.reuses is True else self.reuses}
         sink = sink or self._sink
         file = sink.open(f"{seen.request_id}-0123abcd", self.path(seen), len(seen.stored))

@@ -41,14 +41,12 @@ class Turn:
         row: to be sent.
         number: rows are sent by ascending number, apart from those that are held.
         parent: the first row with the longest prefix in common, if it is long enough.
-        common: length of this prefix.
         endpoint: where the row was answered; None until it has ended.
     """
 
     row: Row
     number: int
     parent: Turn | None = None
-    common: int = 0
     endpoint: Any = None
     children: list[Turn] = field(default_factory=list, repr=False)
 
@@ -110,9 +108,9 @@ class RowOrder:
         """
         self._under_way -= 1
         turn.endpoint = endpoint
-        # A row that was sent while its parent is under way may have what others wait for.
-        beside = turn.parent.children if turn.parent is not None else ()
-        for each in (*turn.children, *(each for each in beside if each.common <= turn.common)):
+        # If it was sent while its parent is under way, it was the first of those held beside it. They
+        # have no longer prefix in common with the parent: rows are sorted.
+        for each in (*turn.children, *(turn.parent.children if turn.parent is not None else ())):
             if self._held.pop(each.number, None) is not None:
                 heapq.heappush(self._ready, (each.number, each))
         turn.children.clear()
@@ -189,7 +187,7 @@ def _chain(block: Sequence[tuple[_Key, Row]], first_number: int) -> Iterator[Tur
         if common >= key.least:
             if not prefixes or prefixes[-1][0] < common:
                 prefixes.append((common, first))
-            turn.parent, turn.common = prefixes[-1][1], common
+            turn.parent = prefixes[-1][1]
         turns.append(turn)
         yield turn
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from generate_bench import Bench
+from generate_files import in_common
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,10 +31,9 @@ def row_of(index: int, kind: str, letters: Sequence[str]) -> Row:
     return Row(index, "".join(letters) if kind == "text" else [{"role": "user", "content": each} for each in letters])
 
 
-def in_common(one: Row, other: Row) -> int:
+def shared_by(one: Row, other: Row) -> int:
     (kind, mine), (other_kind, its) = order._key(one).value, order._key(other).value
-    pairs = zip(mine, its, strict=False) if kind == other_kind else ()
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(its)) if kind == other_kind else 0)
+    return in_common(mine, its) if kind == other_kind else 0
 
 
 def blocks_of(rows: Sequence[Row], most_rows: int, most_bytes: int) -> list[list[Row]]:
@@ -90,7 +90,7 @@ def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended
                 continue
             row = next_turn.row
             others = [each for each in block_of[row.index] if each.index != row.index]
-            shared = {each.index: in_common(each, row) for each in others}
+            shared = {each.index: shared_by(each, row) for each in others}
             for each in others:
                 is_prefix = shared[each.index] == len(order._key(each).value[1]) < len(order._key(row).value[1])
                 assert not is_prefix or each.index in taken, "sent before what it begins with"
@@ -146,6 +146,27 @@ def test_a_prefix_shorter_than_a_block_of_the_cache_is_not_waited_for() -> None:
 def test_a_row_that_does_not_end_holds_back_three_quarters_at_most() -> None:
     made = RowOrder(token_rows(conversation(1, turns=20)), 8)
     assert [made.take() is not None for _ in range(4)] == [True, True, False, False]
+
+
+def test_no_third_block_is_sorted_while_rows_of_two_are_held() -> None:
+    read: list[int] = []
+
+    def rows() -> Iterator[Row]:
+        for row in token_rows([conversation(name, turns=1)[0] for name in range(60)]):
+            read.append(row.index)
+            yield row
+
+    made = RowOrder(rows(), 8, block_rows=5)
+    assert [made.take() is not None for _ in range(8)] == [True, True, *[False] * 6], "each the first of its block"
+    assert len(read) <= 15
+
+
+def test_rows_go_on_when_any_row_has_the_prefix_that_they_wait_for() -> None:
+    made = RowOrder(token_rows([conversation(name, turns=1)[0] for name in range(9)]), 8)
+    hangs, second = made.take(), made.take()
+    assert hangs and second and made.take() is None
+    made.end(second)
+    assert [made.take() is not None for _ in range(8)] == [True] * 7 + [False]
 
 
 def test_the_given_order_reads_nothing_ahead() -> None:
