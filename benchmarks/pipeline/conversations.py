@@ -243,7 +243,7 @@ def serve(engine: Any, order: Mapping[str, Any]) -> dict[str, Any]:
 
     scale = Scale(**order["scale"])
     prompts = prompts_of(scale, range(order["first"], order["last"]))
-    rows = RowOrder((Row(index, array("q", prompt)) for index, prompt in enumerate(prompts)), scale.concurrency)
+    rows = RowOrder((Row(index, array("q", prompt)) for index, prompt in enumerate(prompts)))
     sampling = SamplingParams(temperature=0.0, max_tokens=1)
     in_flight: dict[str, Turn] = {}
     unpublished: dict[str, Turn] = {}

@@ -85,7 +85,7 @@ class Generation:
         self._files = RowFiles(options, ledger)
         self._balancer = Balancer(options.endpoints, options.retry_delay)
         block_rows = BLOCK_ROWS if options.order == "prefix" else 1
-        self._order = RowOrder(dataset.rows(options.is_wanted), options.concurrency, block_rows)
+        self._order = RowOrder(dataset.rows(options.is_wanted), block_rows)
         self._mutex = threading.Lock()  # guards the order and counts of rows that were there
         self._held = asyncio.Lock()  # one worker waits until a row may be sent, the others for it
         self._row_ended = asyncio.Event()
@@ -146,8 +146,7 @@ class Generation:
         """
         output = None if self._options.include_output_tokens else ()
         if ended is not None:
-            with self._mutex:
-                self._order.end(ended.turn, ended.endpoint)
+            self._end(ended)
         while self.outcome.stopped_by is None:
             with self._mutex:
                 turn, self._all_taken = self._order.take(), self._order.is_over
@@ -164,6 +163,10 @@ class Generation:
                 self._order.end(turn)
         return None
 
+    def _end(self, work: Work) -> None:
+        with self._mutex:
+            self._order.end(work.turn, work.endpoint)
+
     async def _do(self, work: Work) -> None:
         """Request a row until it succeeds or the retries are used up."""
         while True:
@@ -172,6 +175,8 @@ class Generation:
             except RequestError as error:
                 if error.is_unreached:
                     continue
+                await self._in_pool(self._end, work)  # what begins with this row does not wait for retries
+                self._row_ended.set()
                 last = not error.again or work.attempts - work.spared > self._options.max_retries
                 if not last:
                     self.outcome.retries += 1

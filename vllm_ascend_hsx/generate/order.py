@@ -8,8 +8,9 @@ are sent meanwhile. Of all rows that may be sent the first one is, which complet
 before it begins others: with `concurrency` C at most C of them are unfinished, and their prefixes
 are what the server's KV cache must keep. 32 conversations of 4,000 tokens are 128,000 tokens.
 
-Holding rows must not idle a server. Eight prompts of 1,000 tokens fill a step of 8,192 tokens, so
-while less than a quarter of C (8 of 32) is under way, the first held row is sent nevertheless.
+A held row costs no time where computing is the limit: a server that computes one prompt of 2,000
+tokens is busy, and 31 others with the same beginning would have it compute 62,000 more. At the end
+of a dataset, and in few long conversations, less than C is under way.
 """
 
 from __future__ import annotations
@@ -60,14 +61,12 @@ class RowOrder:
 
     Args:
         rows: of the dataset.
-        concurrency: most rows under way.
         block_rows, block_bytes: rows that are sorted together: until there are as many, or as many
             bytes. With one row the order is that of the dataset.
     """
 
-    def __init__(self, rows: Iterator[Row], concurrency: int, block_rows: int = BLOCK_ROWS, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, rows: Iterator[Row], block_rows: int = BLOCK_ROWS, block_bytes: int = BLOCK_BYTES) -> None:
         self._rows = rows
-        self._least_under_way = max(1, concurrency // 4)
         self._block_rows = block_rows
         self._block_bytes = block_bytes
         self._gathered: list[tuple[_Key, Row]] = []
@@ -77,7 +76,6 @@ class RowOrder:
         self._held: dict[int, Turn] = {}  # by number, ascending
         self._block_begins = 0  # number of the first row of the last block
         self._end = 0  # number of the next row
-        self._under_way = 0
 
     @property
     def is_over(self) -> bool:
@@ -90,29 +88,19 @@ class RowOrder:
         if not self._ready and self._may_add_block():
             self._gather(self._block_rows)
             self._add_block()
-        if self._ready:
-            _, turn = heapq.heappop(self._ready)
-        elif self._held and self._under_way < self._least_under_way:
-            turn = self._held.pop(next(iter(self._held)))
-        else:
-            return None
-        self._under_way += 1
-        return turn
+        return heapq.heappop(self._ready)[1] if self._ready else None
 
     def end(self, turn: Turn, endpoint: Any = None) -> None:
-        """Record that a row is done or has failed, so that rows that wait for it may be sent.
+        """Record that a row has its file, or has failed: rows that wait for it may be sent.
 
         Args:
-            turn: as taken.
+            turn: as taken. Once is enough.
             endpoint: where it was answered.
         """
-        self._under_way -= 1
         turn.endpoint = endpoint
-        # If it was sent while its parent is under way, it was the first of those held beside it. They
-        # have no longer prefix in common with the parent: rows are sorted.
-        for each in (*turn.children, *(turn.parent.children if turn.parent is not None else ())):
-            if self._held.pop(each.number, None) is not None:
-                heapq.heappush(self._ready, (each.number, each))
+        for each in turn.children:
+            del self._held[each.number]
+            heapq.heappush(self._ready, (each.number, each))
         turn.children.clear()
 
     def _may_add_block(self) -> bool:

@@ -48,13 +48,12 @@ def blocks_of(rows: Sequence[Row], most_rows: int, most_bytes: int) -> list[list
 
 @given(
     prompts=st.lists(st.tuples(st.sampled_from(KINDS), LETTERS), max_size=40),
-    concurrency=st.integers(1, 13),
     block_rows=st.integers(1, 12),
     block_bytes=st.integers(1, 3000),
     chance=st.randoms(use_true_random=False),
 )
 def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended(
-    prompts: list[tuple[str, list[str]]], concurrency: int, block_rows: int, block_bytes: int, chance: random.Random
+    prompts: list[tuple[str, list[str]]], block_rows: int, block_bytes: int, chance: random.Random
 ) -> None:
     rows = [row_of(index, *prompt) for index, prompt in enumerate(prompts)]
     read: list[Row] = []
@@ -69,11 +68,10 @@ def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended
     ended: set[int] = set()
     block_of = {row.index: block for block in blocks_of(rows, block_rows, block_bytes) for row in block}
     largest = max((order._key(row).num_bytes for row in rows), default=0)
-    least = max(1, concurrency // 4)
     with patch.multiple(order, LEAST_TOKENS=1, _CHARACTERS_PER_TOKEN=1):
-        made = RowOrder(reading(), concurrency, block_rows, block_bytes)
+        made = RowOrder(reading(), block_rows, block_bytes)
         while under_way or not made.is_over:
-            if under_way and (len(under_way) == concurrency or chance.random() < 0.5):
+            if under_way and chance.random() < 0.5:
                 turn = under_way.pop(chance.randrange(len(under_way)))
                 made.end(turn)
                 ended.add(turn.row.index)
@@ -83,7 +81,7 @@ def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended
             assert len(in_memory) <= 3 * block_rows
             assert sum(order._key(row).num_bytes for row in in_memory) <= 3 * (block_bytes + largest)
             if next_turn is None:
-                assert made.is_over or len(under_way) >= least, "a row could be sent, and the server is idle"
+                assert made.is_over or under_way, "nothing is under way, and nothing may be sent"
                 if under_way:
                     made.end(turn := under_way.pop(0))
                     ended.add(turn.row.index)
@@ -96,7 +94,7 @@ def test_a_row_comes_once_after_its_prefixes_when_one_with_the_longest_has_ended
                 assert not is_prefix or each.index in taken, "sent before what it begins with"
             before = [each for each in others if (order._key(each).value, each.index) < (order._key(row).value, row.index)]
             longest = max((shared[each.index] for each in before), default=0)
-            if len(under_way) >= least and longest:
+            if longest:
                 assert any(shared[each.index] >= longest for each in others if each.index in ended), "sent too early"
             taken.append(row.index)
             under_way.append(next_turn)
@@ -118,7 +116,7 @@ def test_conversations_are_completed_before_others_begin() -> None:
     """With as many servers' requests as 3, no more than 3 of 20 conversations are unfinished."""
     prompts = [turn for name in range(20) for turn in conversation(name)]
     random.Random(1).shuffle(prompts)
-    made = RowOrder(token_rows(prompts), 3)
+    made = RowOrder(token_rows(prompts))
     first = made.take()
     assert first is not None and made.take() is None, "the others begin with 200 of its tokens"
     made.end(first)
@@ -138,14 +136,9 @@ def test_conversations_are_completed_before_others_begin() -> None:
 
 def test_a_prefix_shorter_than_a_block_of_the_cache_is_not_waited_for() -> None:
     for shared, waits in ((order.LEAST_TOKENS - 1, False), (order.LEAST_TOKENS, True)):
-        made = RowOrder(token_rows([[*range(shared), 7000], [*range(shared), 8000]]), 4)
+        made = RowOrder(token_rows([[*range(shared), 7000], [*range(shared), 8000]]))
         made.take()
         assert (made.take() is None) == waits
-
-
-def test_a_row_that_does_not_end_holds_back_three_quarters_at_most() -> None:
-    made = RowOrder(token_rows(conversation(1, turns=20)), 8)
-    assert [made.take() is not None for _ in range(4)] == [True, True, False, False]
 
 
 def test_no_third_block_is_sorted_while_rows_of_two_are_held() -> None:
@@ -156,17 +149,9 @@ def test_no_third_block_is_sorted_while_rows_of_two_are_held() -> None:
             read.append(row.index)
             yield row
 
-    made = RowOrder(rows(), 8, block_rows=5)
+    made = RowOrder(rows(), block_rows=5)
     assert [made.take() is not None for _ in range(8)] == [True, True, *[False] * 6], "each the first of its block"
     assert len(read) <= 15
-
-
-def test_rows_go_on_when_any_row_has_the_prefix_that_they_wait_for() -> None:
-    made = RowOrder(token_rows([conversation(name, turns=1)[0] for name in range(9)]), 8)
-    hangs, second = made.take(), made.take()
-    assert hangs and second and made.take() is None
-    made.end(second)
-    assert [made.take() is not None for _ in range(8)] == [True] * 7 + [False]
 
 
 def test_the_given_order_reads_nothing_ahead() -> None:
@@ -177,7 +162,7 @@ def test_the_given_order_reads_nothing_ahead() -> None:
             read.append(row.index)
             yield row
 
-    made = RowOrder(rows(), 4, block_rows=1)
+    made = RowOrder(rows(), block_rows=1)
     for index in range(4):
         turn = made.take()
         assert turn is not None and turn.row.index == index and read == list(range(index + 1))
@@ -223,6 +208,15 @@ def test_in_the_given_order_rows_meet_what_they_begin_with_by_chance(bench: Benc
     tokens, computed = (sum(len(each["token_ids"]) for each in records()), 200 + 12 * 4 * 128)
     reused = sum(line.get("reused", 0) for line in bench.lines().values())
     assert 0 < reused < tokens - computed and f"{reused:,} of {tokens:,} prompt tokens" in printed
+
+
+def test_rows_do_not_wait_for_one_that_failed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "uniform", lambda least, most: 1.0)
+    bench.server.behave = lambda seen: 502 if (seen.row, seen.time) == (1, 1) else "ok"
+    prompts = [[1, 2], *conversation(1, turns=3)]  # the first shows that the server works: it gets no rest
+    code, printed = bench.run("--retry-delay", 3, records=[{"token_ids": prompt} for prompt in prompts])
+    assert code == 0, printed
+    assert [seen.row for seen in bench.server.seen] == [0, 1, 2, 3, 1], "the rows that begin with row 1 come before its retry"
 
 
 def test_chats_are_sent_turn_by_turn(bench: Bench) -> None:
