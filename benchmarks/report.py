@@ -133,13 +133,13 @@ def slow_storage_table(result: slow_storage.Result) -> TABLE:
 
 def conversations_table(result: conversations.Result) -> TABLE:
     rows = [
-        [each.name, f"{each.computed:,}", f"{each.of_off:.2f}", f"{each.wall:.0f}", f"{each.wall_of_off:.2f}"]
+        [each.name, f"{each.prompt:,}", f"{each.computed:,}", f"{each.of_off:.2f}", f"{each.wall:.0f}", f"{each.wall_of_off:.2f}"]
         + ([f"{each.copied:,}", f"{each.bytes / MIB:,.0f}", f"{each.right} of {each.files}"] if each.files else ["", "", ""])
         if not each.reason
-        else [f"{each.name}: {each.reason}", *[""] * 7]
+        else [f"{each.name}: {each.reason}", *[""] * 8]
         for each in result.cells
     ]
-    headings = ["extraction", "tokens computed", "times off", "seconds", "times off's", "rows copied", "MiB in files", "files right"]
+    headings = ["extraction", "prompt tokens", "computed", "times off's", "seconds", "times off's", "rows copied", "MiB in files", "files right"]
     return "conversations", headings, rows
 
 

@@ -102,7 +102,8 @@ each turn adds {{least}} to {{most}} tokens to the one before. The {{tokens}} to
 {{distinct}} different ones; a server computes more because it caches whole blocks of 128 tokens.
 Every engine has its prefix cache on and gets the prompts in the order of `hsx generate`,
 {{concurrency}} at a time, on the emulated NPU. They take turns, {{rounds}} rounds with a share of the
-conversations each. «Tokens computed» is what vLLM counts as `{COUNTER}` with
+conversations each; without reuse there is the first round only, compared with the same round of
+«off». «Computed» is what vLLM counts as `{COUNTER}` with
 `source="{SOURCE}"`: prompt tokens less those read from the prefix cache. Seconds are those until the
 last file is published, in all rounds; their ratio is the median of the rounds. «Rows copied» come
 from earlier files. A file is right if it has the row of each token, equal to that of transformers in

@@ -68,7 +68,7 @@ class Cell:
     """One contestant.
 
     Attributes:
-        computed: prompt tokens that were computed. prompt: all prompt tokens.
+        prompt, computed: prompt tokens, and those of them that were computed.
         copied: rows that came from earlier files.
         wall: seconds until the last file was published; of that of `off` of the same release, the
             median of the rounds.
@@ -78,8 +78,8 @@ class Cell:
     """
 
     name: str
-    computed: int = 0
     prompt: int = 0
+    computed: int = 0
     copied: int = 0
     wall: float = 0.0
     wall_of_off: float = 0.0
@@ -152,6 +152,8 @@ def run(scale: Scale, directory: Path, show: Callable[[str], None], python: Path
             each = -(-scale.conversations // scale.rounds)
             numbers = range(-2, 0) if index < 0 else range(index * each, min((index + 1) * each, scale.conversations))
             for name in random.Random(index).sample(list(engines), len(engines)):
+                if name == WITHOUT and index > 0:
+                    continue  # the first round of this one takes longer than all of another
                 found = engines[name].order({"scale": asdict(scale), "first": numbers.start, "last": numbers.stop})
                 cell = _cell(name, found, prompts_of(scale, numbers), model)
                 if index >= 0:
@@ -199,7 +201,7 @@ def _cell(name: str, found: Mapping[str, Any], prompts: Sequence[Sequence[int]],
         right += not problem
         vllm_ascend_hsx.remove(path)
     return Cell(
-        name, found["computed"], sum(map(len, prompts)), found["copied"], found["wall"],
+        name, sum(map(len, prompts)), found["computed"], found["copied"], found["wall"],
         bytes=num_bytes, files=len(found["paths"]), right=right,
     )  # fmt: skip
 
@@ -223,7 +225,7 @@ def _reference(model: str, prompt: tuple[int, ...]) -> Any:
 
 
 def _sum(name: str, rounds: Mapping[str, Sequence[Cell]]) -> Cell:
-    cells, off = rounds[name], rounds[CONTESTANTS[name]]
+    cells, off = rounds[name], rounds[CONTESTANTS[name]][: len(rounds[name])]
     total = {key: sum(getattr(cell, key) for cell in cells) for key in ("computed", "prompt", "copied", "wall", "bytes", "files", "right")}
     wall = statistics.median(cell.wall / other.wall for cell, other in zip(cells, off, strict=True))
     return Cell(name, **total, wall_of_off=wall, of_off=total["computed"] / sum(cell.computed for cell in off))

@@ -146,7 +146,7 @@ class Generation:
         """
         output = None if self._options.include_output_tokens else ()
         if ended is not None:
-            self._end(ended)
+            self._end(ended, ended.endpoint)
         while self.outcome.stopped_by is None:
             with self._mutex:
                 turn, self._all_taken = self._order.take(), self._order.is_over
@@ -163,9 +163,9 @@ class Generation:
                 self._order.end(turn)
         return None
 
-    def _end(self, work: Work) -> None:
+    def _end(self, work: Work, endpoint: Endpoint | None) -> None:
         with self._mutex:
-            self._order.end(work.turn, work.endpoint)
+            self._order.end(work.turn, endpoint)
 
     async def _do(self, work: Work) -> None:
         """Request a row until it succeeds or the retries are used up."""
@@ -175,7 +175,7 @@ class Generation:
             except RequestError as error:
                 if error.is_unreached:
                     continue
-                await self._in_pool(self._end, work)  # what begins with this row does not wait for retries
+                await self._in_pool(self._end, work, None)  # what begins with this row does not wait for retries
                 self._row_ended.set()
                 last = not error.again or work.attempts - work.spared > self._options.max_retries
                 if not last:

@@ -35,8 +35,8 @@ STEP = per_step.Scale(tokens=(8, 40, 80), in_flight=(1, 4), rounds=1, waves=2, s
 
 TALK = conversations.Result(
     [
-        conversations.Cell(conversations.OFF, 1000, 9000, wall=10.0, wall_of_off=1.0, of_off=1.0),
-        conversations.Cell(conversations.OURS, 1100, 9000, 7900, 11.4, 1.14, 1.1, 5 << 20, 8, 8),
+        conversations.Cell(conversations.OFF, 9000, 1000, wall=10.0, wall_of_off=1.0, of_off=1.0),
+        conversations.Cell(conversations.OURS, 9000, 1100, 7900, 11.4, 1.14, 1.1, 5 << 20, 8, 8),
         conversations.Cell(conversations.WITHOUT, 9000, 9000, 0, 70.0, 7.0, 9.0, 5 << 20, 8, 8),
         conversations.Cell(conversations.VLLM, reason="needs another release"),
     ],
