@@ -139,7 +139,8 @@ def conversations_table(result: conversations.Result) -> TABLE:
         else [f"{each.name}: {each.reason}", *[""] * 8]
         for each in result.cells
     ]
-    headings = ["extraction", "prompt tokens", "computed", "times off's", "seconds", "times off's", "rows copied", "MiB in files", "files right"]
+    headings = ["extraction", "prompt tokens", "computed", "times off's", "seconds", "times off's"]
+    headings += ["rows copied", "MiB in files", "files right"]
     return "conversations", headings, rows
 
 
