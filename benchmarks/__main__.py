@@ -13,19 +13,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks import ROOT
 from vllm_ascend_hsx.doctor.storage import filesystem_of
 
-PARTS = ("host", "latency", "engine", "step", "slow_storage", "capacity")
+PARTS = ("host", "latency", "engine", "step", "slow_storage", "conversations", "capacity")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a minute instead of ten; writes nothing unless --output says where")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="leave the others out (default: all)")
+    parser.add_argument("--conversations", type=int, metavar="N", help="of that part (default: 200, with --quick 8)")
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"), metavar="DIR", help="on a tmpfs (default: %(default)s)")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), metavar="DIR", help="on a disk (default: the system's)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: docs/, with all parts)")
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks import machine, report
     from benchmarks.goals import Results
     from benchmarks.kv_cache import capacity
-    from benchmarks.pipeline import engine, host_path, latency, per_step, slow_storage
+    from benchmarks.pipeline import conversations, engine, host_path, latency, per_step, slow_storage
     from benchmarks.pipeline.ours import ring_bytes
     from benchmarks.pipeline.rows import MINIMAX_M2, Source, npu
 
@@ -84,12 +86,18 @@ def run(arguments: argparse.Namespace) -> int:
     slow = None
     if "slow_storage" in arguments.parts:
         slow = slow_storage.run(slow_storage.QUICK if arguments.quick else slow_storage.FULL, arguments.memory, show)
+    talk = None
+    if "conversations" in arguments.parts:
+        scale = conversations.QUICK if arguments.quick else conversations.FULL
+        if arguments.conversations is not None:
+            scale = replace(scale, conversations=arguments.conversations)
+        talk = conversations.run(scale, arguments.memory, show)
     capacities = None
     if "capacity" in arguments.parts:  # last: it patches vLLM in this process
         logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells of every plan
         capacities = capacity.run(show)
     loads = (load, machine.load_average())
-    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps, slow, capacities)
+    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps, slow, capacities, talk)
     report.show(console, results)
     if arguments.merge and arguments.output is not None:
         results = report.merge(results, arguments.output, arguments.parts)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.kv_cache import capacity
-from benchmarks.pipeline import engine, latency, per_step, slow_storage
+from benchmarks.pipeline import conversations, engine, latency, per_step, slow_storage
 from benchmarks.pipeline.host_path import (
     COPIED,
     DIRECT,
@@ -41,6 +41,7 @@ class Results:
     step: per_step.Result | None
     slow_storage: slow_storage.Result | None
     capacity: capacity.Result | None
+    conversations: conversations.Result | None
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def judge(results: Results) -> list[Verdict]:
         *_latency(results.latency),
         _memory(host, results.ring_bytes),
         *_steps(results.step),
+        *_conversations(results.conversations),
     ]
     return [verdict for verdict in verdicts if verdict is not None]
 
@@ -255,5 +257,24 @@ def _steps(result: per_step.Result | None) -> list[Verdict]:
             "main thread: at most 20 µs per request",
             f"{result.per_request * 1e6:.1f} µs for each in a step, {begins:.1f} µs for each that begins in it",
             "yes" if max(begins, result.per_request * 1e6) <= 20 else "no",
+        ),
+    ]
+
+
+def _conversations(result: conversations.Result | None) -> list[Verdict]:
+    cells = {cell.name: cell for cell in result.cells} if result is not None else {}
+    if (ours := cells.get(conversations.OURS)) is None:
+        return []
+    off, without = cells[conversations.OFF], cells[conversations.WITHOUT]
+    return [
+        Verdict(
+            "conversations: computes at most 1.1 times the tokens of a server without extraction",
+            f"{ours.of_off:.2f} times {off.computed:,} tokens (without reuse {without.of_off:.1f})",
+            "yes" if ours.of_off <= 1.1 else "no",
+        ),
+        Verdict(
+            "conversations: takes at most 1.15 times as long as without extraction",
+            f"{ours.wall_of_off:.2f} times (without reuse {without.wall_of_off:.1f})",
+            "yes" if ours.wall_of_off <= 1.15 else "no",
         ),
     ]

@@ -15,7 +15,7 @@ from rich.table import Table
 from benchmarks import words
 from benchmarks.goals import MIB, Results, judge
 from benchmarks.kv_cache import capacity
-from benchmarks.pipeline import engine, latency, per_step, slow_storage
+from benchmarks.pipeline import conversations, engine, latency, per_step, slow_storage
 from benchmarks.pipeline.engine import OFF
 from benchmarks.pipeline.host_path import COPIED, DIRECT, DURABLY, OURS, PINNED, RAW, VLLM, Cell
 from benchmarks.pipeline.rows import STEP_TOKENS
@@ -40,6 +40,8 @@ def tables(results: Results) -> list[TABLE]:
         shown.append(step_table(results.step))
     if results.slow_storage is not None:
         shown.append(slow_storage_table(results.slow_storage))
+    if results.conversations is not None:
+        shown.append(conversations_table(results.conversations))
     if results.capacity is not None:
         shown.append(capacity_table(results.capacity))
     return shown
@@ -129,6 +131,19 @@ def slow_storage_table(result: slow_storage.Result) -> TABLE:
     return "a stream that is not extracted, beside prompts that are", headings, rows
 
 
+def conversations_table(result: conversations.Result) -> TABLE:
+    rows = [
+        [each.name, f"{each.prompt:,}", f"{each.computed:,}", f"{each.of_off:.2f}", f"{each.wall:.0f}", f"{each.wall_of_off:.2f}"]
+        + ([f"{each.copied:,}", f"{each.bytes / MIB:,.0f}", f"{each.right} of {each.files}"] if each.files else ["", "", ""])
+        if not each.reason
+        else [f"{each.name}: {each.reason}", *[""] * 8]
+        for each in result.cells
+    ]
+    headings = ["extraction", "prompt tokens", "computed", "times off's", "seconds", "times off's"]
+    headings += ["rows copied", "MiB in files", "files right"]
+    return "conversations", headings, rows
+
+
 def capacity_table(result: capacity.Result) -> TABLE:
     rows = [
         [each.model, each.layout, *(f"{number:,}" for number in (each.block_size, each.blocks, each.tokens)), f"{each.kept:.2%}"]
@@ -193,6 +208,9 @@ def markdown(results: Results) -> str:
     if results.slow_storage is not None:
         table = found.pop(slow_storage_table(results.slow_storage)[0])
         parts += ["## Slow storage", _slow_storage_words(results.slow_storage), table]
+    if results.conversations is not None:
+        table = found.pop(conversations_table(results.conversations)[0])
+        parts += ["## Conversations", _conversations_words(results.conversations), table]
     if results.capacity is not None:
         parts += ["## KV cache", _capacity_words(results.capacity), found.pop(capacity_table(results.capacity)[0])]
     assert not found, found.keys()
@@ -236,6 +254,11 @@ def _step_words(result: per_step.Result) -> str:
         begins=result.per_beginning * 1e6,
         slope=result.per_1000_tokens * 1e6,
     )
+
+
+def _conversations_words(result: conversations.Result) -> str:
+    tokens = f"{result.cells[0].prompt:,}"
+    return words.CONVERSATIONS.format(**asdict(result.scale), tokens=tokens, distinct=f"{result.distinct:,}", machine=result.machine)
 
 
 def _capacity_words(result: capacity.Result) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from benchmarks.pipeline.conversations import COUNTER, RELEASE, SOURCE
 from benchmarks.pipeline.host_path import COPIED, DURABLY, PINNED
 from benchmarks.pipeline.peers import BLOCK_TOKENS, PIECE, VLLM_THREADS
 from benchmarks.pipeline.rows import MINIMAX_M2, STEP_TOKENS
@@ -94,6 +95,20 @@ produce when it is fast ({{needed}}); os.pwrite waits accordingly.
 later, and the stream then has the engine to itself, so its gaps are shorter than without
 extraction. Machine:
 {{machine}}."""
+
+CONVERSATIONS = f"""\
+{{conversations}} conversations of {{turns}} turns. All prompts begin with the same {{system:,}} tokens, and
+each turn adds {{least}} to {{most}} tokens to the one before. The {{tokens}} tokens of the prompts are
+{{distinct}} different ones; a server computes more because it caches whole blocks of 128 tokens.
+Every engine has its prefix cache on and gets the prompts in the order of `hsx generate`,
+{{concurrency}} at a time, on the emulated NPU. They take turns, {{rounds}} rounds with a share of the
+conversations each; without reuse there is the first round only, compared with the same round of
+«off». «Computed» is what vLLM counts as `{COUNTER}` with
+`source="{SOURCE}"`: prompt tokens less those read from the prefix cache. Seconds are those until the
+last file is published, in all rounds; their ratio is the median of the rounds. «Rows copied» come
+from earlier files. A file is right if it has the row of each token, equal to that of transformers in
+float32. vLLM's connector is that of vllm-ascend {RELEASE}, compared with an engine of that release
+without extraction. Machine: {{machine}}."""
 
 CAPACITY = """\
 The part of the KV cache that remains on a server with {memory} GiB per NPU for it, TP={tensor_parallel},

@@ -69,14 +69,19 @@ class Engine:
     """A process of a module that takes orders; its output goes to `log`."""
 
     def __init__(
-        self, arguments: Mapping[str, Any], environ: Mapping[str, str], log: Path, module: str = "engine_process"
+        self,
+        arguments: Mapping[str, Any],
+        environ: Mapping[str, str],
+        log: Path,
+        module: str = "engine_process",
+        python: str = sys.executable,
     ) -> None:
         orders_read, orders_write = os.pipe()
         answers_read, answers_write = os.pipe()
         self._log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"benchmarks.pipeline.{module}", str(orders_read), str(answers_write)],
+                [python, "-m", f"benchmarks.pipeline.{module}", str(orders_read), str(answers_write)],
                 pass_fds=(orders_read, answers_write),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

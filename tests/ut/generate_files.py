@@ -58,6 +58,12 @@ def token_rows(count: int) -> list[dict[str, Any]]:
     return [{"token_ids": [100 * row + at for at in range(1 + row * 5 % 9)]} for row in range(count)]
 
 
+def in_common(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many elements two sequences have in common at their beginning."""
+    different = (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(different, min(len(one), len(other)))
+
+
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
 SINKS: dict[str, Callable[..., DirectorySink]] = {"files": FileSink, "shards": partial(ShardSink, shard_bytes=1 << 15)}
 

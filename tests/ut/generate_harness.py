@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 import numpy as np
-from generate_files import HIDDEN, LAYER_IDS, MODEL, Exchange, Seen, change_a_bit, expected_rows
+from generate_files import HIDDEN, LAYER_IDS, MODEL, Exchange, Seen, change_a_bit, expected_rows, in_common
 from sink_harness import wait_for_sleepers
 
 from vllm_ascend_hsx.generate.ledger import row_of_file
-from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
+from vllm_ascend_hsx.protocol.api import REUSED_KEY, ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
@@ -38,6 +38,7 @@ class FakeServer:
         at: called at the stages of a request: "asked", "begun" (its lock is held), "written" (its
             file exists), "answered".
         tls: of its HTTPS; None for HTTP.
+        reuses: True to reuse rows of published prompts, and say so; else what to say instead.
         seen: requests for rows.
     """
 
@@ -53,6 +54,7 @@ class FakeServer:
     api_key: str | None = None
     allow_path: bool = True
     tls: ssl.SSLContext | None = None
+    reuses: Any = False
     seen: list[Seen] = field(default_factory=list)
     probes: int = 0
     most_at_once: int = 0
@@ -65,6 +67,8 @@ class FakeServer:
         self._unanswered = 0
         self._answered: dict[int, asyncio.Event] = {}
         self._hanging: dict[int, asyncio.Event] = {}
+        self._published: list[list[int]] = []
+        self._reused: dict[int, dict[str, Any]] = {}
         self._late: list[tuple[Exchange, RequestFile]] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._busy = 0
@@ -192,7 +196,7 @@ class FakeServer:
     async def answer(self, exchange: Exchange, path: str | None, **changes: Any) -> None:
         seen = exchange.seen
         choice = {"index": 0, "token_ids": seen.output}
-        params = {"hidden_states_path": path} if path else None
+        params = {"hidden_states_path": path} | self._reused.pop(id(seen), {}) if path else None
         body = {"id": "x", "choices": [choice], "kv_transfer_params": params}
         (body if "messages" in seen.body else choice)["prompt_token_ids"] = changes.pop("prompt", seen.token_ids)
         self.send(exchange.writer, 200, body | changes)
@@ -215,6 +219,10 @@ class FakeServer:
     async def begin(self, exchange: Exchange, sink: DirectorySink | None = None) -> RequestFile:
         """The lock is held, the rows are written."""
         seen = exchange.seen
+        if self.reuses is not False:
+            ids = seen.token_ids[:-1]
+            reused = max((in_common(ids, each) for each in self._published), default=0)
+            self._reused[id(seen)] = {REUSED_KEY: reused if self.reuses is True else self.reuses}
         sink = sink or self._sink
         file = sink.open(f"{seen.request_id}-0123abcd", self.path(seen), len(seen.stored))
         file.write(0, expected_rows(seen.stored, sink.row_format.num_layers))
@@ -223,6 +231,7 @@ class FakeServer:
 
     async def publish(self, exchange: Exchange, file: RequestFile) -> str:
         file.commit(np.asarray(exchange.seen.stored, dtype=np.int64), len(exchange.seen.token_ids))
+        self._published.append(exchange.seen.token_ids)
         await self._at(exchange.seen, "written")
         return str(file.path)
 

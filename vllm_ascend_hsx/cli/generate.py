@@ -12,7 +12,7 @@ from typing import Any
 from vllm_ascend_hsx.cli.arguments import non_empty_path, seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, make_console, say
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.options import BOUNDS, Options, base_url, path_map
+from vllm_ascend_hsx.generate.options import BOUNDS, ORDERS, RANK_ROWS, Options, base_url, path_map
 
 DEFAULTS = Options(Path(), Path())
 
@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     add("--column", metavar="NAME", help=f"what to send (default: the first that exists of {columns})")
     add("--limit", "--max-samples", **numbers("limit"), help="only the first N rows of the dataset")
     add("--world-size", **numbers("world_size"), help="divide the rows between N runs, as on N machines (default: 1)")
-    add("--rank", **numbers("rank", "R"), help="this run does the rows whose number modulo world size is R (default: 0)")
+    add("--rank", **numbers("rank", "R"), help=f"this run does every N-th run of {RANK_ROWS} rows, from the R-th (default: 0)")
+    order = "prefix: send rows with a common prefix one after the other, so that servers compute it once; given: as they are "
+    add("--order", choices=ORDERS, default=DEFAULTS.order, help=order + "(default: %(default)s)")
     add("--include-output-tokens", action="store_true", help="store rows of generated tokens too, all but the last (greedy)")
     add("--max-tokens", **numbers("max_tokens"), help="tokens to generate; with --include-output-tokens only")
     add = parser.add_argument_group("servers").add_argument

@@ -6,14 +6,14 @@ import asyncio
 import json
 import os
 import ssl
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from vllm_ascend_hsx.generate.errors import Fault, InputError, RequestError
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import CHAT, Row
-from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, refuses_path
+from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, REUSED_KEY, refuses_path
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.reader.check import Expected
 
@@ -26,6 +26,18 @@ _UNAUTHORIZED = (401, 403)
 # Environment variables that httpx reads; those of proxies also in capitals.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+
+
+class Answer(NamedTuple):
+    """What a server answers.
+
+    Attributes:
+        expected: the tokens that the file must hold.
+        reused: number of prompt tokens whose rows were copied from an earlier file.
+    """
+
+    expected: Expected
+    reused: int
 
 
 def check_url(url: str) -> None:
@@ -91,7 +103,7 @@ class Client:
             raise InputError(f"{url} serves {served}, and not {wanted}; name one with --model")
         return str(model)
 
-    async def ask(self, url: str, model: str, row: Row, path: str, request_id: str) -> Expected:
+    async def ask(self, url: str, model: str, row: Row, path: str, request_id: str) -> Answer:
         """Request a row.
 
         Args:
@@ -101,9 +113,6 @@ class Client:
             path: of the row's file, on the server's machine.
             request_id: unique.
 
-        Returns:
-            The tokens that the file must hold.
-
         Raises:
             RequestError: there is no answer, or it names no hidden states of this row.
             InputError: the server refuses the file's path, or needs a key.
@@ -111,10 +120,10 @@ class Client:
         options = self._options
         body = row.body(model, options.tokens_to_generate, options.include_output_tokens, path) | {"request_id": request_id}
         answer = await self._send("POST", f"{url}/v1/{row.endpoint}", body)
-        prompt, output = _read(url, answer, row, path)
+        prompt, output, reused = _read(url, answer, row, path)
         # The last generated token has no row: it was never an input of the model.
         output = output[:-1] if options.include_output_tokens else []
-        return Expected(prompt if row.token_ids is None else row.token_ids, output)
+        return Answer(Expected(prompt if row.token_ids is None else row.token_ids, output), reused)
 
     async def _send(self, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
         seconds = self._options.request_timeout
@@ -198,8 +207,11 @@ def _retry_after(response: httpx.Response) -> float | None:
     return min(seconds, LONGEST_DELAY_S) if seconds >= 0 else None
 
 
-def _read(url: str, answer: Any, row: Row, path: str) -> tuple[list[int], list[int]]:
-    """Return the token ids of prompt and output. The answer may be anything."""
+def _read(url: str, answer: Any, row: Row, path: str) -> tuple[list[int], list[int], int]:
+    """Return the token ids of prompt and output, and the number of reused tokens.
+
+    The answer may be anything.
+    """
     try:
         params = answer.get("kv_transfer_params") or {}
         choice = answer["choices"][0]
@@ -225,7 +237,8 @@ def _read(url: str, answer: Any, row: Row, path: str) -> tuple[list[int], list[i
         raise RequestError(reason, lost=True)
     if not _are_token_ids(prompt) or not _are_token_ids(output):
         raise RequestError("the answer has no token ids, although they were asked for with return_token_ids")
-    return prompt, output
+    reused = params.get(REUSED_KEY)  # only counted: no reason to refuse a file
+    return prompt, output, reused if type(reused) is int and 0 <= reused <= len(prompt) else 0
 
 
 def _are_token_ids(value: object) -> bool:

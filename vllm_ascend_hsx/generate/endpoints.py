@@ -1,4 +1,4 @@
-"""Choose an endpoint for each request: the least busy one that is not resting."""
+"""Choose an endpoint for each request: the least busy, or nearly so with the row's prefix."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from vllm_ascend_hsx.generate.errors import Fault
 
 LONGEST_REST_S = 30.0
 FAULTS_TO_REST = 3  # in a row, of an endpoint that answers
+# Requests by which the endpoint that has a row's prefix may be busier than the others. Two keep a
+# conversation where it is while rows come and go one by one; a long queue costs more than a prefix.
+NEAR = 2
 
 
 @dataclass
@@ -62,15 +65,16 @@ class Balancer:
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
 
-    async def acquire(self, failed_at: Endpoint | None = None) -> Endpoint:
+    async def acquire(self, failed_at: Endpoint | None = None, near: Endpoint | None = None) -> Endpoint:
         """Wait for an endpoint that may get a request. First come, first served.
 
         Args:
             failed_at: where the row has just failed. It gets another endpoint if one may have it,
                 and the one about which least is known to be wrong.
+            near: has published a prefix of the row.
         """
         async with self._turn:
-            while (endpoint := self._choose(failed_at)) is None:
+            while (endpoint := self._choose(failed_at, near)) is None:
                 self._changed.clear()
                 rests = [rest for each in self.endpoints if (rest := each.rest_left())]
                 with suppress(asyncio.TimeoutError):
@@ -116,11 +120,11 @@ class Balancer:
         """Return whether nothing is known against another endpoint, which may be untried."""
         return any(not (each.faults or each.rest_left()) for each in self.endpoints if each is not endpoint)
 
-    def _choose(self, failed_at: Endpoint | None) -> Endpoint | None:
+    def _choose(self, failed_at: Endpoint | None, near: Endpoint | None) -> Endpoint | None:
         free = [each for each in self.endpoints if not each.rest_left() and not (each.is_on_trial and each.in_flight)]
 
         def order(each: Endpoint) -> tuple[int, ...]:
-            least_busy = each.in_flight, each.answered + each.failed
+            least_busy = each.in_flight - NEAR * (each is near), each is not near, each.answered + each.failed
             if failed_at is None:
                 return least_busy
             return (each is failed_at, each.is_on_trial, each.faults, *least_busy)

@@ -20,6 +20,7 @@ from vllm_ascend_hsx.generate.errors import Fault, ForeignRowError, InputError, 
 from vllm_ascend_hsx.generate.files import RowFiles, identity_of
 from vllm_ascend_hsx.generate.ledger import REMEDY, Ledger, Status
 from vllm_ascend_hsx.generate.options import Options
+from vllm_ascend_hsx.generate.order import BLOCK_ROWS, RowOrder, Turn
 from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
 from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.reader.check import Examination, Expected
@@ -32,23 +33,29 @@ class Work:
     """One row under way.
 
     Attributes:
-        row: of the dataset.
+        turn: the row with its place in the order.
         expected: tokens of its file, as far as they are known.
         asked: ids of the requests sent, as their responses have them.
         spared: those of them that were trials of an endpoint, and do not count.
         endpoint: of the last request.
         failed_at: where the last attempt failed, if one did.
         problem: why the row's existing file cannot be used, or None.
+        reused: number of tokens whose rows the server copied from an earlier file.
     """
 
-    row: Row
+    turn: Turn
     expected: Expected
     asked: list[str] = field(default_factory=list)
     spared: int = 0
     endpoint: Endpoint | None = None
     failed_at: Endpoint | None = None
     problem: str | None = None
+    reused: int = 0
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def row(self) -> Row:
+        return self.turn.row
 
     @property
     def attempts(self) -> int:
@@ -77,8 +84,12 @@ class Generation:
         self.progress = progress
         self._files = RowFiles(options, ledger)
         self._balancer = Balancer(options.endpoints, options.retry_delay)
-        self._rows = dataset.rows(options.is_wanted)
-        self._mutex = threading.Lock()  # guards rows and counts of rows that were there
+        block_rows = BLOCK_ROWS if options.order == "prefix" else 1
+        self._order = RowOrder(dataset.rows(options.is_wanted), block_rows)
+        self._mutex = threading.Lock()  # guards the order and counts of rows that were there
+        self._held = asyncio.Lock()  # one worker waits until a row may be sent, the others for it
+        self._row_ended = asyncio.Event()
+        self._all_taken = False
         self._errors_in_a_row = 0
         self._cancelled_by_stop: set[asyncio.Future[Any]] = set()
         self._asked: set[int] = set()  # rows requested, neither done nor failed
@@ -107,30 +118,54 @@ class Generation:
 
     async def _work(self) -> None:
         try:
-            while (work := await self._in_pool(self._next)) is not None:
+            work = await self._take(None)
+            while work is not None:
                 await self._do(work)
+                work = await self._take(work)
         except StoppedError:
             return
         except Exception as error:  # noqa: BLE001 (the other workers stop; `run` raises it)
             self.stop(error)
 
-    def _next(self) -> Work | None:
-        """Return the next row that has no valid file; log and count those that have one."""
+    async def _take(self, ended: Work | None) -> Work | None:
+        """Wait for the next row that has no valid file, and may be sent; None if there is none."""
+        work = await self._in_pool(self._next, ended)
+        self._row_ended.set()
+        while work is None and not self._all_taken:
+            async with self._held:
+                self._row_ended.clear()
+                work = await self._in_pool(self._next)
+                if work is None and not self._all_taken:
+                    await self._unless_stopped(self._row_ended.wait())
+        return work
+
+    def _next(self, ended: Work | None = None) -> Work | None:
+        """Return the next row that has no valid file; log and count those that have one.
+
+        None if there is none, or not before a row under way has ended.
+        """
         output = None if self._options.include_output_tokens else ()
+        if ended is not None:
+            self._end(ended, ended.endpoint)
         while self.outcome.stopped_by is None:
             with self._mutex:
-                row = next(self._rows, None)
-            if row is None:
+                turn, self._all_taken = self._order.take(), self._order.is_over
+            if turn is None:
                 return None
-            work = Work(row, Expected(row.token_ids, output))
+            work = Work(turn, Expected(turn.row.token_ids, output))
             if (found := self._find(work)) is None:
                 if work.problem is not None:
-                    name = self._files.path(row.index).name
+                    name = self._files.path(turn.row.index).name
                     self.progress.say(f"{name}: {work.problem}; it is asked for again")
                 return work
             with self._mutex:
                 self._pass(work, found)
+                self._order.end(turn)
         return None
+
+    def _end(self, work: Work, endpoint: Endpoint | None) -> None:
+        with self._mutex:
+            self._order.end(work.turn, endpoint)
 
     async def _do(self, work: Work) -> None:
         """Request a row until it succeeds or the retries are used up."""
@@ -140,6 +175,8 @@ class Generation:
             except RequestError as error:
                 if error.is_unreached:
                     continue
+                await self._in_pool(self._end, work, None)  # what begins with this row does not wait for retries
+                self._row_ended.set()
                 last = not error.again or work.attempts - work.spared > self._options.max_retries
                 if not last:
                     self.outcome.retries += 1
@@ -164,17 +201,17 @@ class Generation:
 
     async def _attempt(self, work: Work) -> Examination:
         """Request the row and check its file. Raises RequestError, InputError."""
-        async with self._leased_endpoint(work.failed_at) as endpoint:
+        async with self._leased_endpoint(work) as endpoint:
             work.failed_at, is_trial = endpoint, endpoint.is_on_trial
             if endpoint.model is None:
                 endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
-            request_id, work.endpoint = uuid.uuid4().hex, endpoint
+            request_id, work.endpoint, work.reused = uuid.uuid4().hex, endpoint, 0
             work.asked.append(work.row.response_id(request_id))
             path = self._files.server_path(work.row.index)
             self._asked.add(work.row.index)
             request = self._client.ask(endpoint.url, endpoint.model, work.row, path, request_id)
             try:
-                work.expected = await self._unless_stopped(request)
+                work.expected, work.reused = await self._unless_stopped(request)
                 found = await self._in_pool(self._check, work)
             except RequestError as error:
                 if error.is_unreached:
@@ -205,8 +242,9 @@ class Generation:
             raise InputError(error.reason) from error
 
     @asynccontextmanager
-    async def _leased_endpoint(self, failed_at: Endpoint | None) -> AsyncIterator[Endpoint]:
-        endpoint = await self._unless_stopped(self._balancer.acquire(failed_at))
+    async def _leased_endpoint(self, work: Work) -> AsyncIterator[Endpoint]:
+        near = work.turn.parent.endpoint if work.turn.parent is not None else None
+        endpoint = await self._unless_stopped(self._balancer.acquire(work.failed_at, near))
         fault: Fault | None = None
         retry_after, problem = None, ""
         try:
@@ -243,13 +281,15 @@ class Generation:
         self.outcome.before += 1
 
     def _succeed(self, work: Work, found: Examination) -> None:
-        self._log(work, "done", file=identity_of(found), tokens=found.tokens, bytes=found.file_bytes)
+        self._log(work, "done", file=identity_of(found), tokens=found.tokens, reused=work.reused or None, bytes=found.file_bytes)
         self._errors_in_a_row = 0
         if work.endpoint is not None:
             work.endpoint.proven = True
         self.outcome.done += 1
         self.outcome.tokens += found.tokens
         self.outcome.bytes += found.file_bytes
+        self.outcome.prompt_tokens += found.tokens if found.prompt_tokens is None else found.prompt_tokens
+        self.outcome.reused += work.reused
 
     def _fail(self, work: Work, error: RequestError) -> None:
         self._log(work, "failed", error=error.reason)

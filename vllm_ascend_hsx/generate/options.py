@@ -21,6 +21,9 @@ BOUNDS = {
     "world_size": (1, 10**6),
     "rank": (0, 10**6 - 1),
 }
+ORDERS = ("prefix", "given")
+# Consecutive rows that one rank does, because turns of a conversation follow each other.
+RANK_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Options:
         retry_delay: seconds before the first retry; doubled for each further one.
         max_consecutive_errors: errors without a finished row in between that end the run; refusals
             of rows do not count.
-        world_size, rank: this run does the rows whose index modulo world_size is rank.
+        world_size, rank: this run does each world_size-th run of RANK_ROWS rows, from the rank-th.
+        order: "prefix" to send rows with a common prefix one after the other, "given" as they are.
         include_output_tokens: store rows of generated tokens too.
         max_tokens: tokens to generate; only with include_output_tokens.
         path_maps: the longest one that contains `output` is used.
@@ -73,6 +77,7 @@ class Options:
     max_consecutive_errors: int | None = None
     world_size: int = 1
     rank: int = 0
+    order: str = "prefix"
     include_output_tokens: bool = False
     max_tokens: int | None = None
     path_maps: Sequence[PathMap] = ()
@@ -88,6 +93,8 @@ class Options:
                 raise InputError(f"{_flag(name)} {getattr(self, name)}: give a number of seconds above 0 and at most {LONGEST_S}")
         if not 0 <= self.rank < self.world_size:
             raise InputError(f"--rank {self.rank}: give a number from 0 to {self.world_size - 1}, for --world-size is {self.world_size}")
+        if self.order not in ORDERS:
+            raise InputError(f"--order {self.order}: give one of {', '.join(ORDERS)}")
         if not self.endpoints:
             raise InputError("--endpoint: give the URL of at least one server, such as http://localhost:8000")
         for url in self.endpoints:
@@ -112,7 +119,12 @@ class Options:
 
     def is_ours(self, row: int) -> bool:
         """Return True if the row is one of this rank's."""
-        return row % self.world_size == self.rank
+        return row // RANK_ROWS % self.world_size == self.rank
+
+    def count_ours(self, rows: int) -> int:
+        """Return how many of the first `rows` rows are this rank's."""
+        rounds, rest = divmod(rows, RANK_ROWS * self.world_size)
+        return rounds * RANK_ROWS + min(max(rest - self.rank * RANK_ROWS, 0), RANK_ROWS)
 
     def is_wanted(self, row: int) -> bool:
         """Return True if this run does the row, and `limit` includes it."""

@@ -35,6 +35,7 @@ class Outcome:
         failures: the first failed rows, with the reason.
         requests, retries: requests sent for rows; those that asked for a row again.
         tokens, bytes: of the files generated.
+        prompt_tokens, reused: tokens of their prompts, and those that servers did not compute.
         seconds: duration of the run.
         left: files that servers were still writing at the end.
         stopped_by: what ended the run early, or None.
@@ -50,6 +51,8 @@ class Outcome:
     retries: int = 0
     tokens: int = 0
     bytes: int = 0
+    prompt_tokens: int = 0
+    reused: int = 0
     seconds: float = 0.0
     left: list[Path] = field(default_factory=list)
     stopped_by: Exception | None = None
@@ -139,6 +142,7 @@ def show(console: Console, outcome: Outcome, ledger: Path) -> None:
         "not done": f"{outcome.missing - outcome.failed:,}",
         "requests": f"{outcome.requests:,}",
         "tokens": f"{outcome.tokens:,}, {outcome.tokens / seconds:,.0f}/s",
+        "reused": f"{outcome.reused:,} of {outcome.prompt_tokens:,} prompt tokens ({_share(outcome.reused, outcome.prompt_tokens)})",
         "size": f"{decimal(outcome.bytes)}, {decimal(round(outcome.bytes / seconds))}/s",
         "time": f"{_duration(outcome.seconds)}, {outcome.done / seconds:,.1f} rows/s",
     }
@@ -164,6 +168,10 @@ def show(console: Console, outcome: Outcome, ledger: Path) -> None:
 def tell(console: Console, text: str, style: str = "") -> None:
     """Print one line literally, with control characters escaped."""
     console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / (whole or 1):.0%}"
 
 
 def _duration(seconds: float) -> str:

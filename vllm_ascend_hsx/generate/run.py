@@ -38,7 +38,7 @@ def generate(options: Options, console: Console) -> int:
     identity = _check(dataset, options, console)
     ledger = open_ledger(options.output, identity, options.world_size, options.rank)
     rows = min(identity.dataset["rows"], options.limit or identity.dataset["rows"])
-    outcome = Outcome(len(range(options.rank, rows, options.world_size)))
+    outcome = Outcome(options.count_ours(rows))
     try:
         with Progress(console, outcome) as progress:
             generation = Generation(options, dataset, ledger, outcome, progress)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from launch import process_environment
 
-from benchmarks.pipeline import engine, slow_storage
+from benchmarks.pipeline import conversations, engine, slow_storage
 
 
 @pytest.mark.long
@@ -31,6 +31,21 @@ def test_a_stream_is_measured_beside_extraction_to_slow_storage(tmp_path: Path, 
     assert [(cell.setting, cell.storage) for cell in result.cells if cell.setting in result.needed] == expected
     assert all(cell.longest >= cell.p99 >= cell.p50 > 0 for cell in result.cells)
     assert [cell.failed for cell in result.cells if cell.storage == "as it is"] == [0.0] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.long
+def test_conversations_are_extracted_right_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in process_environment(npus=1, late=False).items():
+        monkeypatch.setenv(name, value)
+    scale = conversations.Scale(conversations=3, rounds=1, system=300, least=130, most=200, concurrency=4)
+    result = conversations.run(scale, tmp_path, print, python=tmp_path / "not-installed")
+    cells = {cell.name: cell for cell in result.cells}
+    off, ours, without = (cells[name] for name in (conversations.OFF, conversations.OURS, conversations.WITHOUT))
+    assert (ours.files, ours.right, without.files, without.right) == (12, 12, 12, 12)
+    assert result.distinct <= off.computed < off.prompt == without.computed
+    assert ours.copied == ours.prompt - ours.computed
+    assert cells[conversations.VLLM].reason.startswith("needs")
     assert list(tmp_path.iterdir()) == []
 
 

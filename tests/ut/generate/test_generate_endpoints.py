@@ -72,6 +72,17 @@ def test_the_endpoint_with_the_least_under_way_gets_the_next_request() -> None:
     run(scenario)
 
 
+def test_a_row_goes_where_its_prefix_is_unless_others_are_idle() -> None:
+    async def scenario() -> None:
+        made = balancer(2)
+        near, other = made.endpoints
+        assert [await made.acquire(near=near) for _ in range(6)] == [near, near, near, other, near, other]
+        made.release(near, Fault.DOWN)
+        assert await made.acquire(near=near) is other, "it rests"
+
+    run(scenario)
+
+
 def test_an_endpoint_that_is_down_rests_twice_as_long_each_time_and_comes_back_with_one_trial() -> None:
     async def scenario() -> None:
         made = balancer(1)

@@ -232,13 +232,21 @@ def test_a_dataset_that_is_written_anew_while_rows_are_sent_ends_the_run(tmp_pat
             write_jsonl(runs.data, token_rows(ROWS)[::-1])
 
     runs.server.at = at
-    runs.options += ["--concurrency", "1"]
+    runs.options += ["--concurrency", "1", "--order", "given"]
     with runs.server:
         assert runs.run() == 2
         assert "it was changed while it was read; put back what was checked" in runs.log.read_text()
         assert runs.finished <= {0, 1, 2}
         write_jsonl(runs.data, token_rows(ROWS))
         runs.server.at = lambda seen, stage: None
+        assert runs.run() == 0
+        runs.check_complete()
+
+
+def test_rows_that_were_read_before_the_dataset_was_written_anew_are_sent_as_they_were(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    runs.server.at = lambda seen, stage: None if stage != "asked" else write_jsonl(runs.data, token_rows(ROWS)[::-1])  # type: ignore[assignment]
+    with runs.server:
         assert runs.run() == 0
         runs.check_complete()
 

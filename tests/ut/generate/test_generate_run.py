@@ -217,13 +217,16 @@ def test_quantised_rows_are_rows_too(bench: Bench, tmp_path: Path) -> None:
 
 def test_ranks_divide_the_rows(bench: Bench) -> None:
     for rank in range(3):
-        assert bench.run("--world-size", 3, "--rank", rank, records=10)[0] == 0
+        code, printed = bench.run("--world-size", 3, "--rank", rank, records=70)
+        assert code == 0
         lines = ledger_lines(bench.output / f"ledger-{rank}-of-3.jsonl")
-        assert sorted(line["row"] for line in lines) == list(range(rank, 10, 3))
-    assert bench.server.asked == Counter(range(10))
+        rows = [row for row in range(70) if row // 16 % 3 == rank]  # neighbours stay together
+        assert sorted(line["row"] for line in lines) == rows
+        assert f"rows │ {len(rows)} │" in printed and "not done │ 0 │" in printed
+    assert bench.server.asked == Counter(range(70))
     # One run alone finds everything done.
-    assert bench.run(records=10)[0] == 0
-    assert len(bench.server.seen) == 10
+    assert bench.run(records=70)[0] == 0
+    assert len(bench.server.seen) == 70
     assert {line["status"] for line in bench.lines().values()} == {"found"}
 
 

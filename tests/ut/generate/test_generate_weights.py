@@ -16,6 +16,7 @@ from generate_harness import FakeServer
 from test_generate_ledger import IDENTITY, SERVER, opened
 from test_generate_refusals import keep_lines, other_layers
 
+from vllm_ascend_hsx.generate import options
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import open_ledger
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
@@ -279,7 +280,8 @@ def test_rows_of_the_right_weights_that_no_ledger_names_are_kept(bench: Bench) -
     bench.check(list(range(6)))
 
 
-def test_other_ranks_rows_are_neither_checked_nor_removed(bench: Bench) -> None:
+def test_other_ranks_rows_are_neither_checked_nor_removed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "RANK_ROWS", 1)
     assert run_with(bench, OLD, "--world-size", 2, "--rank", 0)[0] == 0
     leave(bench, 3)
     assert run_with(bench, OLD, "--world-size", 2, "--rank", 0)[0] == 0
@@ -288,7 +290,8 @@ def test_other_ranks_rows_are_neither_checked_nor_removed(bench: Bench) -> None:
     assert (code, requests) == (0, 3) and "removed 1 files of other weights" in printed
 
 
-def test_a_row_that_another_rank_s_ledger_names_as_done_is_refused(bench: Bench) -> None:
+def test_a_row_that_another_rank_s_ledger_names_as_done_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "RANK_ROWS", 1)
     assert run_with(bench, OLD)[0] == 0
     leave(bench, 3)
     code, printed, requests = run_with(bench, OLD, "--world-size", 2, "--rank", 1)

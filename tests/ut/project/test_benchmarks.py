@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from dataclasses import replace
@@ -17,7 +18,7 @@ from benchmarks import __main__ as command
 from benchmarks import goals, report
 from benchmarks.kv_cache import capacity
 from benchmarks.kv_cache.server_config import EngineOptions
-from benchmarks.pipeline import engine, host_path, latency, peers, per_step, shards, slow_storage
+from benchmarks.pipeline import conversations, engine, host_path, latency, peers, per_step, shards, slow_storage
 from benchmarks.pipeline.host_path import COPIED, DURABLY, OURS, PINNED, RAW, VLLM, Cell, Figures
 from benchmarks.pipeline.ours import Ours
 from benchmarks.pipeline.rows import MINIMAX_M2, TINY, Load, Source, assert_files_are_right, token_ids
@@ -32,6 +33,17 @@ LATENCY = latency.Scale(tokens=(48,), last_chunks=(5, 32), samples=2, polled=1, 
 STEP = per_step.Scale(tokens=(8, 40, 80), in_flight=(1, 4), rounds=1, waves=2, steps=3)
 
 
+TALK = conversations.Result(
+    [
+        conversations.Cell(conversations.OFF, 9000, 1000, wall=10.0, wall_of_off=1.0, of_off=1.0),
+        conversations.Cell(conversations.OURS, 9000, 1100, 7900, 11.4, 1.14, 1.1, 5 << 20, 8, 8),
+        conversations.Cell(conversations.WITHOUT, 9000, 9000, 0, 70.0, 7.0, 9.0, 5 << 20, 8, 8),
+        conversations.Cell(conversations.VLLM, reason="needs another release"),
+    ],
+    950,
+    conversations.QUICK,
+    "a small one",
+)
 ENGINES = (engine.OFF, engine.OURS, engine.VLLM)
 
 
@@ -70,6 +82,8 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
             slow_storage.FULL,
             "a small one",
         ),
+        # tests/e2e/commands/test_benchmark_engine.py runs it.
+        conversations=TALK,
         # test_capacity.py makes them.
         capacity=capacity.Result(
             EngineOptions(),
@@ -256,7 +270,7 @@ def cell_with(of_raw: float, tokens: int = 2048, view: str = PINNED) -> Cell:
 
 
 def judged(cells: list[Cell], goal: str) -> goals.Verdict:
-    results = goals.Results({}, (0, 0), 1 << 20, cells, {}, [], None, None, None, None)
+    results = goals.Results({}, (0, 0), 1 << 20, cells, {}, [], None, None, None, None, None)
     (verdict,) = [each for each in goals.judge(results) if each.goal.startswith(goal)]
     return verdict
 
@@ -269,6 +283,31 @@ def test_a_goal_is_met_only_if_every_cell_meets_it_and_names_its_limit_if_not() 
     assert missed.met == "in 1 of 2 cells"
     assert "more CPU time than its raw write" in missed.limit
     assert judged([cell_with(0.1, tokens=128), replace(cell_with(0.1), evenly=True), cell_with(0.95)], goal).met == "yes"
+
+
+def test_conversations_have_their_goals() -> None:
+    results = goals.Results({}, (0, 0), 1 << 20, [], {}, [], None, None, None, None, TALK)
+    assert [verdict.met for verdict in goals.judge(results)] == ["yes", "yes"]
+    ours = replace(TALK.cells[1], of_off=1.11, wall_of_off=1.16)
+    missed = replace(results, conversations=replace(TALK, cells=[TALK.cells[0], ours, *TALK.cells[2:]]))
+    verdicts = goals.judge(missed)
+    assert [verdict.met for verdict in verdicts] == ["no", "no"]
+    assert verdicts[0].measured == "1.11 times 1,000 tokens (without reuse 9.0)"
+
+
+def test_turns_of_a_conversation_extend_each_other_after_the_common_beginning() -> None:
+    scale = conversations.Scale(conversations=3, turns=4, system=20, least=5, most=9)
+    prompts = conversations.prompts_of(scale, range(3))
+    assert prompts == conversations.prompts_of(scale, range(3)) != sorted(prompts)
+    assert len({tuple(prompt[:20]) for prompt in prompts}) == 1
+    by_length = sorted(prompts, key=len)
+    chains = [[each for each in by_length if each[20:25] == list(said)] for said in {tuple(prompt[20:25]) for prompt in prompts}]
+    assert [len(chain) for chain in chains] == [4, 4, 4]
+    for chain in chains:
+        assert 25 <= len(chain[0]) <= 29
+        assert all(after[: len(turn)] == turn and 5 <= len(after) - len(turn) <= 9 for turn, after in itertools.pairwise(chain))
+    (warm_up,) = {tuple(prompt[:20]) for prompt in conversations.prompts_of(scale, range(-2, 0))}
+    assert warm_up != tuple(prompts[0][:20])
 
 
 def test_what_is_beyond_a_raw_write_is_named_as_the_limit() -> None:
@@ -288,6 +327,7 @@ def test_the_report_has_every_table_and_its_words(results: goals.Results, tmp_pa
         assert all(len(row) == len(headings) for row in rows), title
     assert "because" in words
     assert "Upstream does not start for small: Error: no." in words and "| small | upstream |  |  |  | does not start |" in words
+    assert "vLLM's connector, 0.30.0rc2: needs another release" in words and "950 different ones" in words
     assert not re.search(r"/tmp|/work|/home|\{|nan", words)
 
 
@@ -296,7 +336,7 @@ def test_a_part_that_was_measured_again_takes_the_place_of_the_old_one_alone(res
     assert results.slow_storage is not None
     (cell,) = results.slow_storage.cells
     again = replace(results.slow_storage, cells=[replace(cell, longest=1.5)])
-    alone = goals.Results({}, (1.0, 1.0), 0, [], {}, [], None, None, again, None)
+    alone = goals.Results({}, (1.0, 1.0), 0, [], {}, [], None, None, again, None, None)
     merged = report.merge(alone, tmp_path, ["slow_storage"])
     assert merged == replace(results, slow_storage=again)
     report.write(merged, tmp_path)
