@@ -150,7 +150,7 @@ class Pipeline:
             layer_order=settled.target.layer_order,
         )
         self.worker = _build_worker(settled, self.staging, device)
-        self.ring: PinnedRing = self.worker._ring
+        self.ring: PinnedRing = self.worker._copier._ring
         self._on_host = on_host
         self._watched = ExitStack()
         if on_published is not None:

@@ -18,6 +18,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -80,16 +81,31 @@ class Ledger:
 
     def append(self, row: int, status: Status, **facts: Any) -> None:
         """Log what happened to a row, without facts that are None. Raises RunError."""
-        self._done[row] |= status != "failed"
         known = {key: value for key, value in facts.items() if value is not None}
         self._log({"row": row, "status": status, **known})
+        self._done[row] |= status != "failed"
 
     def note_server(self, server: dict[str, Any]) -> None:
         """Log model, layers and weights of the rows durably. Raises RunError."""
         self.server = server
         self._log({"server": server}, durable=True)
 
+    def require_in_place(self) -> None:
+        """Raise RunError if the output directory is no longer the one that this ledger is in.
+
+        Servers make a directory that is missing, so rows would go on in another one.
+        """
+        with suppress(OSError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+                return
+        directory = self.path.parent
+        raise RunError(
+            f"{directory} was moved, removed or replaced during the run, so its rows are not all there; "
+            "put it back with what servers have written under this name since, and run the same command again"
+        )
+
     def _log(self, line: dict[str, Any], durable: bool = False) -> None:
+        self.require_in_place()
         try:
             _write(self._fd, line)
             if durable:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from vllm_ascend_hsx.generate.client import check_url
 from vllm_ascend_hsx.generate.dataset import Dataset
-from vllm_ascend_hsx.generate.errors import InputError, Interrupted
+from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError
 from vllm_ascend_hsx.generate.generation import Generation
 from vllm_ascend_hsx.generate.ledger import Identity, open_ledger
 from vllm_ascend_hsx.generate.open_dataset import open_dataset
@@ -43,6 +43,11 @@ def generate(options: Options, console: Console) -> int:
         with Progress(console, outcome) as progress:
             generation = Generation(options, dataset, ledger, outcome, progress)
             asyncio.run(_run_until_signal(generation))
+        if outcome.stopped_by is None:
+            try:
+                ledger.require_in_place()
+            except RunError as error:
+                outcome.stopped_by = error
     finally:
         ledger.close()
     if outcome.requests or not isinstance(outcome.stopped_by, InputError):
@@ -51,7 +56,7 @@ def generate(options: Options, console: Console) -> int:
         raise outcome.stopped_by
     if isinstance(outcome.stopped_by, Interrupted):
         return 128 + outcome.stopped_by.number
-    return SOME_MISSING if outcome.missing else ALL_THERE
+    return SOME_MISSING if outcome.missing or outcome.stopped_by is not None else ALL_THERE
 
 
 async def _run_until_signal(generation: Generation) -> None:

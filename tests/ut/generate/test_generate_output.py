@@ -60,6 +60,26 @@ def test_a_ledger_in_the_place_of_another_takes_no_rows_of_texts_for_its_own(any
     assert "asked for again" not in printed, "in the second run"
 
 
+@pytest.mark.parametrize("after", [3, 6])
+@pytest.mark.parametrize("how", [shutil.move, lambda here, there: shutil.rmtree(here)], ids=["moved", "removed"])
+def test_an_output_that_is_moved_or_removed_in_mid_run_ends_it(
+    any_bench: Bench, tmp_path: Path, how: Callable[[Path, Path], object], after: int
+) -> None:
+    """Servers make the folder anew, where the rows after that would be without those before."""
+    bench, answered = any_bench, Counter[str]()
+    bench.output /= "a"
+
+    def take_away(seen: object, stage: str) -> None:
+        answered[stage] += 1
+        if stage == "written" and answered[stage] == after:
+            how(bench.output, tmp_path / "elsewhere")
+
+    bench.server.at = take_away
+    code, printed = bench.run("--concurrency", 1)
+    assert code == 1
+    assert "was moved, removed or replaced during the run" in printed
+
+
 @pytest.mark.parametrize("output", ["out", "other/../out", "."])
 def test_the_output_may_be_relative(bench: Bench, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other").mkdir()
