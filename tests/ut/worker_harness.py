@@ -48,7 +48,7 @@ class Engine:
         self.threads_before = frozenset(threading.enumerate())
         staging = StagingCache(
             num_slots=2,
-            max_tokens=MAX_TOKENS,
+            slot_rows=MAX_TOKENS,
             num_layers=LAYERS,
             hidden_size=HIDDEN,
             dtype=torch.float32,

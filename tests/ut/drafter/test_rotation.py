@@ -33,7 +33,7 @@ def test_staged_rows_are_in_the_models_own_basis(monkeypatch: pytest.MonkeyPatch
     rotation, seeded = orthogonal(HIDDEN), torch.Generator().manual_seed(1)
     rows = [torch.randn(TOKENS, HIDDEN, generator=seeded) for _ in range(LAYERS)]
     rotated = [(layer @ rotation).to(dtype) for layer in rows]
-    options = {"num_slots": 2, "max_tokens": TOKENS, "num_layers": LAYERS, "hidden_size": HIDDEN, "dtype": dtype, "device": DEVICE}
+    options = {"num_slots": 2, "slot_rows": TOKENS, "num_layers": LAYERS, "hidden_size": HIDDEN, "dtype": dtype, "device": DEVICE}
     cache = StagingCache(**options, layer_order=LAYER_ORDER, rotation=rotation.to(DEVICE))  # type: ignore[arg-type]
     cache.rows.fill_(7.0)
     cache.write([layer.to(DEVICE) for layer in rotated], [Span("a", 0, 9, 2), Span("b", 5, 3, 15)])

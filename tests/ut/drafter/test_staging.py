@@ -38,9 +38,9 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
 
 
 @settings(max_examples=60)
-@given(batches=steps(), slots=st.integers(1, 3), ring_rows=st.integers(2, 40))
-def test_every_row_arrives_as_it_was_computed(batches: list[list[Span]], slots: int, ring_rows: int) -> None:
-    pipeline = Pipeline(slots=slots, ring_rows=ring_rows)
+@given(batches=steps(), slots=st.integers(1, 3), ring_rows=st.integers(2, 40), slot_rows=st.integers(1, MAX_TOKENS))
+def test_every_row_arrives_as_it_was_computed(batches: list[list[Span]], slots: int, ring_rows: int, slot_rows: int) -> None:
+    pipeline = Pipeline(slots=slots, ring_rows=ring_rows, slot_rows=slot_rows)
     expected = run_steps(pipeline, batches)
     assert pipeline.read.keys() == expected.keys()
     for key, row in expected.items():
@@ -160,7 +160,7 @@ class Copied(TorchDispatchMode):
 def test_each_row_is_written_once_and_no_other_device_memory_is_used() -> None:
     """Three passes over a row's bytes: read and written here, read by the copy to the host."""
     staging = StagingCache(
-        num_slots=1, max_tokens=MAX_TOKENS, num_layers=LAYERS, hidden_size=HIDDEN, dtype=DTYPE, device=DEVICE, layer_order=LAYER_ORDER
+        num_slots=1, slot_rows=MAX_TOKENS, num_layers=LAYERS, hidden_size=HIDDEN, dtype=DTYPE, device=DEVICE, layer_order=LAYER_ORDER
     )
     rows = [layer.to(DEVICE) for layer in target_output(MAX_TOKENS, 1)]
     gc.collect()  # what earlier tests have left must not be freed meanwhile
