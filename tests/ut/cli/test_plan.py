@@ -109,7 +109,7 @@ def test_tensor_parallel_ranks_share_a_step_and_keep_the_rest_of_their_rows_on_t
 
 @pytest.mark.parametrize("width", [7168, 64], ids=["as published", "at reduced width"])
 def test_the_shape_of_vllm_49310(width: int, tmp_path: Path) -> None:
-    """TP8 x DP2, four layers of 7,168, steps of 8,192 tokens of prompts of 65,536; 61 GiB per NPU."""
+    """TP8 x DP2, four layers of 7,168, prompts of 65,536 tokens in steps of 8,192."""
     words = [write(tmp_path, {**DENSE, "hidden_size": width, "num_hidden_layers": 61}), "--layers", "2,30,58,61", "--dp", "2"]
     words += ["--max-num-batched-tokens", "8192", "--prompt-tokens", "65536", "--kv-memory", "30GiB"]
     alone, shared = run(*words, "--tp", "1"), run(*words, "--tp", "8")
