@@ -63,11 +63,14 @@ def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
     return ranges
 
 
-def cut_spans(spans: Sequence[Span], most_rows: int) -> Iterator[list[Span]]:
+def cut_spans(spans: Sequence[Span], most_rows: int) -> Iterator[Sequence[Span]]:
     """Cut spans into groups of `most_rows` rows; the last has the rest.
 
     Their `row` stays what it is.
     """
+    if 0 < sum(span.num_rows for span in spans) <= most_rows:  # as in most steps
+        yield spans
+        return
     group: list[Span] = []
     room = most_rows
     for request_id, first, num_rows, row in spans:
