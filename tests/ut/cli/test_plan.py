@@ -14,8 +14,9 @@ import torch
 
 from vllm_ascend_hsx.cli import plan as command
 from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.rotation import TurnBack
 from vllm_ascend_hsx.drafter.shapes import slot_rows, turned_rows
-from vllm_ascend_hsx.drafter.staging import StagingCache, TurnBack
+from vllm_ascend_hsx.drafter.staging import StagingCache
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.plan.shape import ModelShape, read_shape
