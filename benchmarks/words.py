@@ -114,9 +114,10 @@ CAPACITY = """\
 The part of the KV cache that remains on a server with {memory} GiB per NPU for it, TP={tensor_parallel},
 requests of {length:,} tokens and steps of {step:,}, with four layers extracted. vLLM's planner with
 vllm-ascend's patches counts the KVCacheSpecs that the layers of a model make; nothing is timed.
-«hsx»: staging is subtracted from the memory. «Upstream»: vLLM's ExampleHiddenStatesConnector, whose
-rows are in the KV cache. «Tokens» is what a server logs as the size of its KV cache.{refusals}
+«hsx»: staging is subtracted from the memory; each rank stages its share of a step. «Upstream»:
+vLLM's ExampleHiddenStatesConnector, whose rows are in the KV cache. «Tokens» is what a server logs
+as the size of its KV cache.{refusals}
 
 To the rows of rotated weights (QuaRot), staging also adds a product with a matrix: ten passes over
 a row's bytes on the device instead of two, and for MiniMax-M2 with these layers 75 MFLOP per token
-and 60 MiB per NPU (`hsx plan minimax-m2 --rotated`). Other targets pay nothing for it."""
+and 48 MiB per NPU (`hsx plan minimax-m2 --rotated`). Other targets pay nothing for it."""

@@ -167,15 +167,18 @@ class HsxConfig(BaseModel):
         default=2,
         ge=1,
         le=8,
-        description="Device buffers of max_num_batched_tokens rows. With two, a step is copied "
-        "while the next one computes.",
+        description="Device buffers, each with a rank's share of a step: max_num_batched_tokens "
+        "/ tensor_parallel_size rows. With two, a step is copied while the next one computes. A "
+        "prompt that fills a step belongs to one rank; rows that its buffers do not hold are "
+        "copied before the step ends.",
     )
-    pinned_ring_bytes: Size = Field(
-        default=32 << 20,
+    pinned_ring_bytes: Annotated[int | None, BeforeValidator(parse_size)] = Field(
+        default=None,
         ge=1 << 12,
         le=LARGEST,
         description="Pinned host memory per worker for rows on their way to the file. Bytes, "
-        "or a size such as '32MiB'.",
+        "or a size such as '32MiB'. Default: 32MiB and, with tensor parallelism, the rows by "
+        "which staging_slots buffers of whole steps would be larger; `hsx plan` shows it.",
     )
     slow_storage: Literal["wait", "fail"] = Field(
         default="wait",

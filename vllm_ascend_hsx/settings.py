@@ -82,12 +82,12 @@ def read_settings(vllm_config: Any) -> ServerSettings:
     rotation = rotation_of(vllm_config.model_config, config.rotation)
     basis: Literal["", "model", "rotated"] = "" if rotation is None else "model" if config.rotation == "undo" else "rotated"
     row_format = RowFormat(target.layer_ids, target.hidden_size, _DTYPE_NAMES[dtype], target.model, config.quantization, basis=basis)
-    if config.pinned_ring_bytes < 2 * row_format.row_bytes:
+    if config.pinned_ring_bytes is not None and config.pinned_ring_bytes < 2 * row_format.row_bytes:
         raise UserError(
             f"{EXTRA_CONFIG}.pinned_ring_bytes",
             config.pinned_ring_bytes,
             f"does not hold two rows of {row_format.row_bytes} bytes",
-            f"Give at least {2 * row_format.row_bytes}, better the default of 32MiB.",
+            f"Give at least {2 * row_format.row_bytes}, or leave it out.",
         )
     # It "will be removed in a future release" (v1/engine/input_processor.py:234, vLLM 0.23.0).
     random_ids = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)

@@ -21,6 +21,7 @@ class ExtractionTarget:
             is in ascending layer order.
         hidden_size: elements per row and layer.
         max_tokens: most tokens of one step (`max_num_batched_tokens`).
+        tensor_parallel: ranks that share the requests of a step.
     """
 
     model: str
@@ -28,6 +29,7 @@ class ExtractionTarget:
     layer_order: tuple[int, ...]
     hidden_size: int
     max_tokens: int
+    tensor_parallel: int = 1
 
     @property
     def num_layers(self) -> int:
@@ -108,6 +110,7 @@ def read_target(vllm_config: Any) -> ExtractionTarget:
         layer_order=tuple(ascending.index(layer_id) for layer_id in layer_ids),
         hidden_size=model.get_hidden_size(),
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        tensor_parallel=parallel.tensor_parallel_size,
     )
 
 

@@ -25,7 +25,7 @@ from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, AscendCacheOnlyMetadataBuilder
-from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
 from vllm_ascend_hsx.drafter.spans import split_spans
 from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.rows import RowFormat
@@ -55,13 +55,13 @@ def num_writers() -> int:
 
 def ring_bytes() -> int:
     """Pinned memory of a worker."""
-    return server_settings(MINIMAX_M2, Path("/unused")).config.pinned_ring_bytes
+    return ring_bytes_of(server_settings(MINIMAX_M2, Path("/unused")))
 
 
 def _build_worker(settled: ServerSettings, staging: StagingCache, device: torch.device) -> ExtractionWorker:
     """As AscendHiddenStatesConnector does it."""
     config, row_format = settled.config, settled.row_format
-    ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, settled.dtype)
+    ring = PinnedRing(ring_bytes_of(settled), row_format.row_shape, settled.dtype)
     return ExtractionWorker(
         rank=0,
         staging=staging,
@@ -142,7 +142,7 @@ class Pipeline:
         self.staging_slots = settled.config.staging_slots
         self.staging = Staging(
             num_slots=1,
-            max_tokens=1,
+            slot_rows=1,
             num_layers=row_format.num_layers,
             hidden_size=row_format.hidden_size,
             dtype=DTYPE,
@@ -239,7 +239,7 @@ class MainThread:
         settled = server_settings(row_format, directory)
         staging = StagingCache(
             num_slots=settled.config.staging_slots,
-            max_tokens=max_tokens,
+            slot_rows=max_tokens,
             num_layers=row_format.num_layers,
             hidden_size=row_format.hidden_size,
             dtype=DTYPE,

@@ -43,12 +43,13 @@ class Engine:
         ring_rows: int = 6,
         side_by_side: bool = False,
         slow_storage: Literal["wait", "fail"] = "wait",
+        slot_rows: int = MAX_TOKENS,
     ) -> None:
         self.directory = directory
         self.threads_before = frozenset(threading.enumerate())
         staging = StagingCache(
             num_slots=2,
-            max_tokens=MAX_TOKENS,
+            slot_rows=slot_rows,
             num_layers=LAYERS,
             hidden_size=HIDDEN,
             dtype=torch.float32,

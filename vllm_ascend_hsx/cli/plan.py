@@ -22,7 +22,7 @@ from vllm_ascend_hsx.protocol.errors import UserError
 
 speed = positive(1e12)
 count = whole(1, 10**9)
-DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "pinned_ring_bytes", "quantization")}
+DEFAULTS = {name: HsxConfig.model_fields[name].default for name in ("staging_slots", "quantization")}
 
 
 def layer_ids(text: str) -> tuple[int, ...]:
@@ -52,8 +52,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     ours.add_argument("--quantization", choices=("none", "fp8"), default=DEFAULTS["quantization"], help="default: %(default)s")
     rotated = "the weights are rotated (QuaRot), and rows are turned back"
     ours.add_argument("--rotated", action="store_true", help=rotated)
-    ring = f"{DEFAULTS['pinned_ring_bytes'] >> 20}MiB"
-    ours.add_argument("--ring", type=size, default=ring, metavar="SIZE", help="pinned_ring_bytes (default: %(default)s)")
+    ring = "pinned_ring_bytes (default: 32MiB and, with --tp, what the slots would hold without)"
+    ours.add_argument("--ring", type=size, metavar="SIZE", help=ring)
     files = parser.add_argument_group("files")
     files.add_argument("--prompt-tokens", type=count, default=2048, metavar="N", help="length of a prompt (default: 2048)")
     files.add_argument("--prefill-speed", type=speed, default=10_000.0, metavar="N", help="tokens/s of the whole server (default: 10000)")
@@ -114,11 +114,13 @@ def show(console: OneConsole, result: Plan) -> None:
     stored = "" if request.quantization == "none" else f", rows as {request.quantization}"
     rate, speed_text = result.write_bytes_per_second / 2**20, f"{request.prefill_speed:,.0f}"
     turning_back = ("turning rows back", _mib(result.turn_back_bytes), f"per NPU; {result.turn_back_flops / 1e6:,.0f} MFLOP per token")
+    waiting = ("... of a long prompt", _mib(result.waiting_bytes), "more are copied to the host before a step ends that one prompt fills")
     taken = "staging and rotation are" if request.rotated else "staging is"
     costs = Table(show_header=False, box=None, pad_edge=False)
     for row in (
         ("hidden states of a token", f"{result.row_bytes:,} bytes", f"{len(request.layer_ids)} layers x {shape.hidden_size:,} elements"),
-        ("staging", _mib(result.staging_bytes), f"per NPU: {request.staging_slots} slots of {request.max_num_batched_tokens:,} tokens"),
+        ("staging", _mib(result.staging_bytes), f"per NPU: {request.staging_slots} slots of {result.slot_rows:,} tokens"),
+        *([waiting] if result.waiting_bytes else ()),
         *([turning_back] if request.rotated else ()),
         ("collected layers", _mib(result.collected_bytes), "per NPU, at most: held by the target in a step, with any extraction method"),
         ("KV cache that is kept", _percent(result.kept), f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: {taken} taken from it"),

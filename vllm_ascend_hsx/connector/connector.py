@@ -25,7 +25,7 @@ from vllm_ascend_hsx.connector.prefixes import PrefixIndex
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
 from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
-from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
 from vllm_ascend_hsx.settings import ServerSettings, read_settings
 
 
@@ -59,7 +59,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
                 settings.destination,
                 settings.row_format.row_bytes,
                 num_ranks=vllm_config.parallel_config.tensor_parallel_size,
-                ring_bytes=config.pinned_ring_bytes,
+                ring_bytes=ring_bytes_of(settings),
                 include_output=config.include_output_tokens,
                 allow_path=config.allow_custom_save_path,
                 extract_all=config.extract == "all",
@@ -82,7 +82,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         config, row_format = settings.config, replace(settings.row_format, weights=weights_of(self._vllm_config))
         parallel = self._vllm_config.parallel_config
         self._drain_timeout, self._process = config.drain_timeout_s, os.getpid()
-        ring = PinnedRing(config.pinned_ring_bytes, row_format.row_shape, settings.dtype)
+        ring = PinnedRing(ring_bytes_of(settings), row_format.row_shape, settings.dtype)
         return ExtractionWorker(
             rank=tensor_parallel_rank(),
             staging=layer.staging,

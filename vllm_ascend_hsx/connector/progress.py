@@ -211,11 +211,12 @@ class RankProgress:
             self._decided.append((request, error))
 
     def staged(self, num_rows: int) -> None:
-        """Record the rows of a step."""
+        """Record rows of a step."""
+        num_bytes = num_rows * self._row_bytes
         with self._mutex:
             self._occupy()
-            self._staged_bytes = num_rows * self._row_bytes
-            self.backlog += self._staged_bytes
+            self._staged_bytes += num_bytes
+            self.backlog += num_bytes
 
     def left_memory(self, num_rows: int, parts: Sequence[tuple[Extraction, Span]] = ()) -> None:
         """Record rows that were written or lost. Those of `parts` are no longer owed."""

@@ -92,6 +92,7 @@ class ExtractionWorker:
         self._reasons = ThreadPool(1, "hsx-reasons")
         self._writers = ThreadPool(num_writers, "hsx-writer")
         staging.wait_for_slot = self._wait_for_slot
+        staging.pass_on = self._pass_on
         self._copier = Copier(ring, device, self._deliver, self._on_copy_error)
 
     # Main thread
@@ -159,10 +160,12 @@ class ExtractionWorker:
         self._reasons.submit(partial(leave_reason, self._sink, *place, reason, start.arrived_ns))
 
     def save(self) -> None:
-        """Pass on the slot that this step filled, if it filled one."""
+        """Pass on the slot that this step filled last, if it filled one."""
         slot = self._staging.take()
-        if slot is None:
-            return
+        if slot is not None:
+            self._pass_on(slot)
+
+    def _pass_on(self, slot: StagingSlot) -> None:
         for span in slot.spans:
             # The request has all its rows. From here on it costs nothing.
             if span.first + span.num_rows == self._staging.wanted[span.request_id]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from vllm_ascend_hsx.compat.rotation import read_rotation
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
+from vllm_ascend_hsx.drafter.shapes import slot_rows
 from vllm_ascend_hsx.drafter.staging import StagingCache
 from vllm_ascend_hsx.settings import read_settings
 
@@ -29,7 +30,7 @@ class AscendExtractHiddenStatesModel(nn.Module):
         device = torch.get_default_device()
         staging = StagingCache(
             num_slots=settings.config.staging_slots,
-            max_tokens=target.max_tokens,
+            slot_rows=slot_rows(target.max_tokens, target.tensor_parallel),
             num_layers=target.num_layers,
             hidden_size=target.hidden_size,
             dtype=settings.dtype,

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 
 from vllm_ascend_hsx.config import EXTRA_CONFIG
-from vllm_ascend_hsx.drafter.shapes import ring_shape
+from vllm_ascend_hsx.drafter.shapes import ring_bytes, ring_shape
 from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.settings import ServerSettings
 
 _PAGE = 4096  # alignment of memory that direct I/O may require
 
@@ -117,7 +118,7 @@ class PinnedRing:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             problem = f"cannot be allocated as pinned memory: {reason}"
-            remedy = "Set a smaller value, or omit the option for the default of 32MiB."
+            remedy = "Set a smaller value, such as 32MiB."
             raise UserError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy) from None
         begin = -whole.data_ptr() % _PAGE
         self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)
@@ -163,3 +164,15 @@ class PinnedRing:
         with self._changed:
             self._free.give_back(first, count)
             self._changed.notify()
+
+
+def ring_bytes_of(settings: ServerSettings) -> int:
+    """Return the size of a server's ring, per worker."""
+    config, target = settings.config, settings.target
+    return ring_bytes(
+        config.pinned_ring_bytes,
+        num_slots=config.staging_slots,
+        max_tokens=target.max_tokens,
+        tensor_parallel=target.tensor_parallel,
+        row_bytes=settings.row_format.row_bytes,
+    )

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+_RING_BYTES = 32 << 20
 _MIN_CHUNKS = 8  # so that some rows of a step are written while others are copied
 _MAX_CHUNK_BYTES = 4 << 20
 _TURNED_AT_ONCE = 1024  # rows of a rotated target
+
+
+def slot_rows(max_tokens: int, tensor_parallel: int) -> int:
+    """Return the rows of a staging slot: an equal share of a step for each tensor-parallel rank.
+
+    A request has one owner, so a rank may own any part of a step. More than a slot takes several;
+    see StagingCache.
+    """
+    return -(-max_tokens // tensor_parallel)
+
+
+def ring_bytes(given: int | None, *, num_slots: int, max_tokens: int, tensor_parallel: int, row_bytes: int) -> int:
+    """Return the bytes of the ring: as given, or else with what the slots lack.
+
+    A rank then holds as many rows as without tensor parallelism, and steps wait for storage no
+    sooner, also if one prompt fills them.
+
+    Args:
+        given: `pinned_ring_bytes`, or None.
+        num_slots, max_tokens, tensor_parallel: as for the slots; see slot_rows.
+        row_bytes: bytes of one token's rows.
+    """
+    if given is not None:
+        return given
+    lacking = num_slots * (max_tokens - slot_rows(max_tokens, tensor_parallel))
+    return max(_RING_BYTES, 2 * row_bytes) + lacking * row_bytes
 
 
 def ring_shape(num_bytes: int, row_bytes: int) -> tuple[int, int]:
@@ -19,11 +46,11 @@ def ring_shape(num_bytes: int, row_bytes: int) -> tuple[int, int]:
     return rows, max(1, min(rows // _MIN_CHUNKS, _MAX_CHUNK_BYTES // row_bytes))
 
 
-def turned_rows(max_tokens: int) -> int:
+def turned_rows(slot_rows: int) -> int:
     """Return how many rows of a layer are turned back at once."""
-    return min(max_tokens, _TURNED_AT_ONCE)
+    return min(slot_rows, _TURNED_AT_ONCE)
 
 
-def turn_back_bytes(hidden_size: int, max_tokens: int) -> int:
+def turn_back_bytes(hidden_size: int, slot_rows: int) -> int:
     """Return the bytes of a rotation and of the two float32 buffers; see TurnBack."""
-    return 4 * hidden_size * (hidden_size + 2 * turned_rows(max_tokens))
+    return 4 * hidden_size * (hidden_size + 2 * turned_rows(slot_rows))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_hsx.compat.runner import BatchRow
@@ -61,6 +61,29 @@ def merge_rows(spans: Sequence[Span]) -> list[tuple[int, int]]:
         else:
             ranges.append((span.row, span.num_rows))
     return ranges
+
+
+def cut_spans(spans: Sequence[Span], most_rows: int) -> Iterator[Sequence[Span]]:
+    """Cut spans into groups of `most_rows` rows; the last has the rest.
+
+    Their `row` stays what it is.
+    """
+    if 0 < sum(span.num_rows for span in spans) <= most_rows:  # as in most steps
+        yield spans
+        return
+    group: list[Span] = []
+    room = most_rows
+    for request_id, first, num_rows, row in spans:
+        end = row + num_rows
+        while row < end:
+            count = min(room, end - row)
+            group.append(Span(request_id, first, count, row))
+            first, row, room = first + count, row + count, room - count
+            if not room:
+                yield group
+                group, room = [], most_rows
+    if group:
+        yield group
 
 
 def split_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:

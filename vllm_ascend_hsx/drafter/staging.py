@@ -1,12 +1,14 @@
 """Staging: device slots for the rows of a step, and asynchronous copies to the pinned ring.
 
-These orderings must hold:
+A rank's slots hold its share of a step, one of `tensor_parallel` equal ones. A step of which the
+rank owns more takes several slots, or the same one again after its copy. These orderings must hold:
 * the copy reads a slot after it was written           the copy stream waits for `slot.written`
 * a slot is written again after its copy was issued    the host waits for `slot.issued`
 * ... and after that copy has completed                the device waits for `slot.copied`
 * a writer reads pinned memory after the copy          the writer waits in `HostChunk.wait`
 * pinned memory is reused after it was read            each reader calls `HostChunk.release`
-The host's wait for `slot.issued` exists because a full ring delays the copier.
+The host's wait for `slot.issued` exists because a full ring delays the copier; within a step it
+also waits for the copier to see the slot.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.drafter.ring import PinnedRing
+from vllm_ascend_hsx.drafter.rotation import TurnBack
 from vllm_ascend_hsx.drafter.shapes import turned_rows
-from vllm_ascend_hsx.drafter.spans import Span, merge_rows, split_spans
+from vllm_ascend_hsx.drafter.spans import Span, cut_spans, merge_rows, split_spans
 from vllm_ascend_hsx.protocol.files import OnError
 
 
@@ -32,10 +35,10 @@ def _npu() -> Any:
 
 
 class StagingSlot:
-    """Device memory for the rows of one step, and the events that order access to it.
+    """Device memory for rows of one step, and the events that order access to it.
 
     Attributes:
-        rows: [max_tokens, layers, hidden], model dtype.
+        rows: [rows of a slot, layers, hidden], model dtype.
         spans: contents of the slot. `Span.row` is an index into the slot.
         issued: set once the copy has been issued.
         settled: set while the copier waits for a full ring, and once `issued` is set. In both cases
@@ -57,37 +60,6 @@ class StagingSlot:
         return sum(span.num_rows for span in self.spans)
 
 
-class TurnBack:
-    """Undo the rotation of rows on their way to a slot: X = (X @ Q) @ Q.T, in float32.
-
-    Its buffers are allocated with it: see StagingCache.
-
-    Args:
-        rotation: Q, float32 [hidden, hidden], orthogonal.
-        most_rows: rows of a buffer; more are turned one buffer after the other.
-    """
-
-    def __init__(self, rotation: torch.Tensor, most_rows: int) -> None:
-        self._transposed = rotation.T.contiguous()
-        self._rotated = rotation.new_empty(most_rows, len(rotation))
-        self._turned = torch.empty_like(self._rotated)
-
-    def __call__(self, layers: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Write rows on the current stream.
-
-        Args:
-            layers: one [rows, hidden] per layer of `out`.
-            out: [rows, layers, hidden], in the same dtype.
-        """
-        for begin in range(0, len(out), len(self._rotated)):
-            for index, layer in enumerate(layers):
-                rotated = layer[begin : begin + len(self._rotated)]
-                count = len(rotated)
-                self._rotated[:count].copy_(rotated)
-                torch.mm(self._rotated[:count], self._transposed, out=self._turned[:count])
-                out[begin : begin + count, index].copy_(self._turned[:count])
-
-
 class StagingCache:
     """A fixed number of staging slots, used in turn.
 
@@ -96,7 +68,7 @@ class StagingCache:
 
     Args:
         num_slots: number of slots.
-        max_tokens: most rows of a step.
+        slot_rows: rows of a slot; see shapes.slot_rows.
         num_layers, hidden_size: shape of a row.
         dtype: the target's dtype; rows are never converted.
         device: the worker's NPU.
@@ -109,7 +81,7 @@ class StagingCache:
         self,
         *,
         num_slots: int,
-        max_tokens: int,
+        slot_rows: int,
         num_layers: int,
         hidden_size: int,
         dtype: torch.dtype,
@@ -117,20 +89,25 @@ class StagingCache:
         layer_order: Sequence[int],
         rotation: torch.Tensor | None = None,
     ) -> None:
-        self.rows = torch.empty((num_slots, max_tokens, num_layers, hidden_size), dtype=dtype, device=device)
+        self.rows = torch.empty((num_slots, slot_rows, num_layers, hidden_size), dtype=dtype, device=device)
         self.layer_order = tuple(layer_order)
-        self._turn_back = None if rotation is None else TurnBack(rotation, turned_rows(max_tokens))
+        self._turn_back = None if rotation is None else TurnBack(rotation, turned_rows(slot_rows))
         self.slots = [StagingSlot(self.rows[index]) for index in range(num_slots)]
         self._next = 0
         self._filled: StagingSlot | None = None
         # The connector sets this at the start of each step. Without a connector nothing is staged.
         self.wanted: dict[str, int] = {}
-        # Wait until the slot's last copy was issued. False: it will not be in time, and the rows of
-        # these spans are dropped.
+        # Wait until the slot's last copy was issued. False: it will not be in time. The rows of
+        # these spans are dropped, and later ones of their requests in this step.
         self.wait_for_slot: Callable[[StagingSlot, Sequence[Span]], bool] = lambda slot, _: slot.issued.wait()
+        # Called with each slot of a step but the last, which `take` returns. Set by the connector.
+        self.pass_on: Callable[[StagingSlot], None]
 
     def write(self, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
-        """Write the rows of `spans` into the next slot, once, on the current stream.
+        """Write the rows of `spans` into the next slots, once, on the current stream.
+
+        If the slots hold less, the stream waits for the copies of the first while it writes the
+        others.
 
         Args:
             target_rows: one [tokens, hidden] per extracted layer, in the target's (ascending)
@@ -145,9 +122,21 @@ class StagingCache:
                 f"the target returned {len(target_rows)} layers of {target_rows[0].dtype}, "
                 f"expected {len(self.layer_order)} of {self.rows.dtype}"
             )
-        slot = self.slots[self._next]
-        if not self.wait_for_slot(slot, spans):
-            return
+        dropped: set[str] = set()
+        for piece in cut_spans(spans, self.rows.shape[1]):
+            if dropped:
+                piece = [span for span in piece if span.request_id not in dropped]
+                if not piece:
+                    continue
+            if (filled := self.take()) is not None:
+                self.pass_on(filled)
+            slot = self.slots[self._next]
+            if self.wait_for_slot(slot, piece):
+                self._fill(slot, target_rows, piece)
+            else:
+                dropped |= {span.request_id for span in piece}
+
+    def _fill(self, slot: StagingSlot, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
         self._next = (self._next + 1) % len(self.slots)
         compute = _npu().current_stream()
         compute.wait_event(slot.copied)
@@ -168,7 +157,7 @@ class StagingCache:
         self._filled = slot
 
     def take(self) -> StagingSlot | None:
-        """Return the slot that was filled since the last call, if any.
+        """Return the slot that was filled last, if it was not returned before.
 
         The caller owns its rows until it sets `issued`.
         """

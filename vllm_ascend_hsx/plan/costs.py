@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_ascend_hsx.config import HsxConfig
-from vllm_ascend_hsx.drafter.shapes import ring_shape, turn_back_bytes
+from vllm_ascend_hsx.drafter.shapes import ring_bytes, ring_shape, slot_rows, turn_back_bytes
 from vllm_ascend_hsx.plan.shape import ModelShape
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import FileLayout
@@ -28,7 +28,7 @@ class Request:
         tensor_parallel, data_parallel: parallel sizes of the server.
         max_num_batched_tokens: most tokens of one step.
         kv_bytes: an NPU's memory for the KV cache, without extraction.
-        staging_slots, ring_bytes: the connector's options, per NPU.
+        staging_slots, ring_bytes: the connector's options, per NPU; None for the default.
         prompt_tokens: length of a prompt, for the size of its file.
         prefill_speed: tokens per second of the whole server.
         quantization: format of stored rows. NPU and host memory hold the model's values.
@@ -42,7 +42,7 @@ class Request:
     max_num_batched_tokens: int
     kv_bytes: int
     staging_slots: int
-    ring_bytes: int
+    ring_bytes: int | None
     prompt_tokens: int
     prefill_speed: float
     quantization: Literal["none", "fp8"] = "none"
@@ -53,12 +53,16 @@ class Request:
 class Plan:
     """Costs of extraction, in bytes per NPU unless stated otherwise.
 
-    Each rank holds whole rows, regardless of tensor parallelism.
+    Each rank holds whole rows of the requests that it owns: with tensor parallelism a share of a
+    step.
 
     Attributes:
         request: the input.
         row_bytes: hidden states of one token.
+        slot_rows: rows of a staging slot.
         staging_bytes: device memory of the staging slots.
+        waiting_bytes: rows of a step that one prompt fills which its rank's slots do not hold. The
+            step ends when they are copied to the host.
         turn_back_bytes: device memory of the rotation and its buffers; 0 for other targets.
         turn_back_flops: floating-point operations for a token's rows, on each NPU.
         collected_bytes: memory that the target holds until its forward pass ends: a tensor for each
@@ -73,7 +77,9 @@ class Plan:
 
     request: Request
     row_bytes: int
+    slot_rows: int
     staging_bytes: int
+    waiting_bytes: int
     turn_back_bytes: int
     turn_back_flops: int
     collected_bytes: int
@@ -97,9 +103,10 @@ def make_plan(request: Request) -> Plan:
     shape, ids, step = request.shape, request.layer_ids, request.max_num_batched_tokens
     file = FileLayout(_row_format(request), _REQUEST_ID)
     row_bytes = len(ids) * shape.layer_bytes
-    staging = request.staging_slots * step * row_bytes
+    rows = slot_rows(step, request.tensor_parallel)
+    staging = request.staging_slots * rows * row_bytes
     collected = sum(layer_id < shape.num_layers for layer_id in ids) * step * shape.layer_bytes
-    turn_back = turn_back_bytes(shape.hidden_size, step) if request.rotated else 0
+    turn_back = turn_back_bytes(shape.hidden_size, rows) if request.rotated else 0
     taken = staging + turn_back
     if taken >= request.kv_bytes:
         rotation = " and the rotation" if request.rotated else ""
@@ -109,11 +116,13 @@ def make_plan(request: Request) -> Plan:
     return Plan(
         request=request,
         row_bytes=row_bytes,
+        slot_rows=rows,
         staging_bytes=staging,
+        waiting_bytes=max(0, step * row_bytes - staging),
         turn_back_bytes=turn_back,
         turn_back_flops=2 * len(ids) * shape.hidden_size**2 if request.rotated else 0,
         collected_bytes=collected,
-        ring_bytes=_ring_rows(request.ring_bytes, row_bytes) * row_bytes,
+        ring_bytes=_ring_rows(request, row_bytes) * row_bytes,
         kept=1 - taken / request.kv_bytes,
         kept_at_least=max(0.0, 1 - (taken + collected) / request.kv_bytes),
         prompts_bytes=PROMPTS * file.file_size(request.prompt_tokens),
@@ -135,13 +144,21 @@ def _row_format(request: Request) -> RowFormat:
         raise UserError("--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose others.") from None
 
 
-def _ring_rows(ring_bytes: int, row_bytes: int) -> int:
+def _ring_rows(request: Request, row_bytes: int) -> int:
+    given = request.ring_bytes
     try:
-        HsxConfig.parse({"shared_storage_path": "/", "pinned_ring_bytes": int(ring_bytes)})
+        HsxConfig.parse({"shared_storage_path": "/", "pinned_ring_bytes": None if given is None else int(given)})
     except UserError as error:
-        raise UserError("--ring", ring_bytes, error.problem, error.remedy) from None
+        raise UserError("--ring", given, error.problem, error.remedy) from None
+    wanted = ring_bytes(
+        given,
+        num_slots=request.staging_slots,
+        max_tokens=request.max_num_batched_tokens,
+        tensor_parallel=request.tensor_parallel,
+        row_bytes=row_bytes,
+    )
     try:
-        return ring_shape(ring_bytes, row_bytes)[0]
+        return ring_shape(wanted, row_bytes)[0]
     except ValueError:
         problem = f"does not hold two rows of {row_bytes} bytes"
-        raise UserError("--ring", ring_bytes, problem, f"Give at least {2 * row_bytes}.") from None
+        raise UserError("--ring", given, problem, f"Give at least {2 * row_bytes}.") from None

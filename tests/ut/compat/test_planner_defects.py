@@ -50,7 +50,7 @@ def upstream(num_layers: int, hidden_size: int) -> dict[str, KVCacheSpec]:
 def ours(num_layers: int, hidden_size: int) -> dict[str, KVCacheSpec]:
     staging = StagingCache(
         num_slots=1,
-        max_tokens=4,
+        slot_rows=4,
         num_layers=num_layers,
         hidden_size=hidden_size,
         dtype=torch.bfloat16,

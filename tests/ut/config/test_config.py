@@ -19,7 +19,7 @@ GOOD = {"shared_storage_path": "/data/hidden_states"}
 def test_defaults_need_only_the_directory() -> None:
     config = HsxConfig.parse(GOOD)
     assert config.shared_storage_path == "/data/hidden_states"
-    assert config.pinned_ring_bytes == 32 * 1024 * 1024
+    assert config.pinned_ring_bytes is None
     assert config.use_synchronization_lock is True
 
 
@@ -124,6 +124,7 @@ def test_the_order_of_layer_ids_is_the_users(layer_ids: list[int]) -> None:
 def vllm_config(layer_ids: object = (34, 2, 36), **changes: Any) -> Any:
     """As much of a VllmConfig as is read."""
     parallel = {"pipeline_parallel_size": 1, "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
+    parallel["tensor_parallel_size"] = 1
     speculative = SimpleNamespace(
         method=changes.get("method", "extract_hidden_states"),
         disable_padded_drafter_batch=changes.get("disable_padded_drafter_batch", False),

@@ -15,6 +15,10 @@ from test_config import vllm_config
 
 from vllm_ascend_hsx import config
 from vllm_ascend_hsx.config import HsxConfig
+from vllm_ascend_hsx.drafter.model import AscendExtractHiddenStatesModel
+from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
+from vllm_ascend_hsx.plan.costs import Request, make_plan
+from vllm_ascend_hsx.plan.shape import ModelShape
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.settings import read_settings
 from vllm_ascend_hsx.sinks import destination
@@ -91,6 +95,32 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
 def test_a_setting_that_cannot_be_used_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_settings(serve(tmp_path, **change))
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_slots_and_ring_are_those_of_the_plan(tmp_path: Path, ranks: int) -> None:
+    config = serve(tmp_path)
+    config.parallel_config.tensor_parallel_size = ranks
+    config.compilation_config = SimpleNamespace(static_forward_context={})
+    planned = make_plan(
+        Request(
+            shape=ModelShape("target", num_layers=36, hidden_size=64, dtype="bfloat16"),
+            layer_ids=(34, 2, 36),
+            tensor_parallel=ranks,
+            data_parallel=1,
+            max_num_batched_tokens=8192,
+            kv_bytes=1 << 30,
+            staging_slots=2,
+            ring_bytes=None,
+            prompt_tokens=100,
+            prefill_speed=500.0,
+        )
+    )
+    settings = read_settings(config)
+    assert AscendExtractHiddenStatesModel(vllm_config=config).layer.staging.rows.nbytes == planned.staging_bytes
+    assert PinnedRing(ring_bytes_of(settings), (3, 64), settings.dtype).num_bytes == planned.ring_bytes
+    config.kv_transfer_config.kv_connector_extra_config["pinned_ring_bytes"] = "1MiB"
+    assert ring_bytes_of(read_settings(config)) == 1 << 20
 
 
 def test_a_ring_that_holds_less_than_two_rows_is_refused(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ class Soak:
         self._directory = directory
         self._staging = StagingCache(
             num_slots=2,
-            max_tokens=MAX_TOKENS,
+            slot_rows=MAX_TOKENS,
             num_layers=FORMAT.num_layers,
             hidden_size=FORMAT.hidden_size,
             dtype=torch.float32,

@@ -6,7 +6,7 @@ import pytest
 
 from vllm_ascend_hsx.connector import storage_watch
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad
-from vllm_ascend_hsx.connector.progress import RankProgress
+from vllm_ascend_hsx.connector.progress import RankProgress, StepRate
 from vllm_ascend_hsx.connector.stats import StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 
@@ -78,6 +78,18 @@ def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is
     assert not waits.is_stuck
     now = 132.0
     assert waits.is_stuck
+
+
+def test_all_rows_of_a_step_count_for_the_rate_at_which_rows_are_made() -> None:
+    now = 0.0
+    progress = RankProgress(row_bytes=10, num_writers=1)
+    progress.step_rate = StepRate(clock=lambda: now)
+    for _ in range(6):
+        progress.staged(3)
+        progress.staged(2)
+        progress.end_step(quiet=False, stuck=False, opens_slowly=False)
+        now += 1.0
+    assert progress.step_rate.bytes_per_s == pytest.approx(50.0)
 
 
 def test_storage_that_hangs_while_a_file_is_finished_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ DTYPE = torch.bfloat16
 class Pipeline:
     """Staging, ring, copier and one writer thread, whose reads a test times by a gate."""
 
-    def __init__(self, *, slots: int = 2, ring_rows: int = 10) -> None:
+    def __init__(self, *, slots: int = 2, ring_rows: int = 10, slot_rows: int = MAX_TOKENS) -> None:
         self.staging = StagingCache(
             num_slots=slots,
-            max_tokens=MAX_TOKENS,
+            slot_rows=slot_rows,
             num_layers=LAYERS,
             hidden_size=HIDDEN,
             dtype=DTYPE,
@@ -40,6 +40,7 @@ class Pipeline:
         self.gate = threading.Event()
         self.gate.set()
         self.copier = Copier(self.ring, DEVICE, self.chunks.put, lambda spans, lost_rows, error: self.errors.append(error))
+        self.staging.pass_on = self.copier.submit
         self.writer = threading.Thread(target=self._write, daemon=True)
         self.writer.start()
 

@@ -12,7 +12,7 @@ from releases import only_with
 from safetensors.torch import save_file
 
 from vllm_ascend_hsx.drafter import shapes
-from vllm_ascend_hsx.drafter import staging as staging_module
+from vllm_ascend_hsx.drafter.rotation import TurnBack
 from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.drafter.staging import StagingCache
 
@@ -33,7 +33,7 @@ def test_staged_rows_are_in_the_models_own_basis(monkeypatch: pytest.MonkeyPatch
     rotation, seeded = orthogonal(HIDDEN), torch.Generator().manual_seed(1)
     rows = [torch.randn(TOKENS, HIDDEN, generator=seeded) for _ in range(LAYERS)]
     rotated = [(layer @ rotation).to(dtype) for layer in rows]
-    options = {"num_slots": 2, "max_tokens": TOKENS, "num_layers": LAYERS, "hidden_size": HIDDEN, "dtype": dtype, "device": DEVICE}
+    options = {"num_slots": 2, "slot_rows": TOKENS, "num_layers": LAYERS, "hidden_size": HIDDEN, "dtype": dtype, "device": DEVICE}
     cache = StagingCache(**options, layer_order=LAYER_ORDER, rotation=rotation.to(DEVICE))  # type: ignore[arg-type]
     cache.rows.fill_(7.0)
     cache.write([layer.to(DEVICE) for layer in rotated], [Span("a", 0, 9, 2), Span("b", 5, 3, 15)])
@@ -71,7 +71,7 @@ def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_pa
 
     layers = [torch.randn(TOKENS, HIDDEN) for _ in range(LAYERS)]  # X @ Q, as the target returns them
     rows = torch.empty(TOKENS, LAYERS, HIDDEN, device=DEVICE)
-    staging_module.TurnBack(rotation.to(DEVICE), TOKENS)([layer.to(DEVICE) for layer in layers], rows)
+    TurnBack(rotation.to(DEVICE), TOKENS)([layer.to(DEVICE) for layer in layers], rows)
     served = draft.model.fc(torch.cat(layers, dim=1))
     torch.testing.assert_close(rows.flatten(1).cpu() @ weights.T, served, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(draft.model.embed_tokens.weight.data, embedding, rtol=1e-4, atol=1e-4)
@@ -79,7 +79,7 @@ def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_pa
 
 def test_its_buffers_are_allocated_once() -> None:
     """vLLM measures the memory before the first request; what a step took would be missing."""
-    turn = staging_module.TurnBack(orthogonal(HIDDEN).to(DEVICE), 4)
+    turn = TurnBack(orthogonal(HIDDEN).to(DEVICE), 4)
     layers = [torch.ones(9, HIDDEN, dtype=torch.bfloat16, device=DEVICE) for _ in range(LAYERS)]
     out = torch.empty(9, LAYERS, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
     turn(layers, out)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.compat.runner import BatchRow
-from vllm_ascend_hsx.drafter.spans import Span, merge_rows, select_spans, split_spans
+from vllm_ascend_hsx.drafter.spans import Span, cut_spans, merge_rows, select_spans, split_spans
 
 
 @pytest.mark.parametrize(
@@ -80,3 +80,15 @@ def test_pieces_hold_every_staged_row_once(batch: tuple[list[BatchRow], dict[str
         found += [(s.request_id, s.first + k, start + s.row + k) for s in spans for k in range(s.num_rows)]
         start += size
     assert found == expected
+
+
+@given(batches(), st.integers(1, 30))
+def test_groups_have_the_rows_of_the_spans_in_order_and_all_but_the_last_are_full(
+    batch: tuple[list[BatchRow], dict[str, int]], most_rows: int
+) -> None:
+    spans = select_spans(*batch)
+    groups = list(cut_spans(spans, most_rows))
+    rows = [(s.request_id, s.first + k, s.row + k) for s in spans for k in range(s.num_rows)]
+    assert [(s.request_id, s.first + k, s.row + k) for group in groups for s in group for k in range(s.num_rows)] == rows
+    sizes = [sum(span.num_rows for span in group) for group in groups]
+    assert sizes == [most_rows] * (len(rows) // most_rows) + [len(rows) % most_rows] * (len(rows) % most_rows > 0)

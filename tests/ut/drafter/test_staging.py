@@ -15,12 +15,12 @@ import torch_npu  # noqa: F401 - brings torch.npu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from releases import installed_is
-from staging_harness import DEVICE, DTYPE, HIDDEN, LAYER_ORDER, LAYERS, MAX_TOKENS, Pipeline, expected_row, run_steps, steps, target_output
+from staging_harness import DEVICE, DTYPE, HIDDEN, LAYERS, MAX_TOKENS, Pipeline, expected_row, run_steps, steps, target_output
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_ascend_hsx.drafter.ring import Run
 from vllm_ascend_hsx.drafter.spans import Span
-from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
+from vllm_ascend_hsx.drafter.staging import HostChunk, StagingSlot
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
 
 
 @settings(max_examples=60)
-@given(batches=steps(), slots=st.integers(1, 3), ring_rows=st.integers(2, 40))
-def test_every_row_arrives_as_it_was_computed(batches: list[list[Span]], slots: int, ring_rows: int) -> None:
-    pipeline = Pipeline(slots=slots, ring_rows=ring_rows)
+@given(batches=steps(), slots=st.integers(1, 3), ring_rows=st.integers(2, 40), slot_rows=st.integers(1, MAX_TOKENS))
+def test_every_row_arrives_as_it_was_computed(batches: list[list[Span]], slots: int, ring_rows: int, slot_rows: int) -> None:
+    pipeline = Pipeline(slots=slots, ring_rows=ring_rows, slot_rows=slot_rows)
     expected = run_steps(pipeline, batches)
     assert pipeline.read.keys() == expected.keys()
     for key, row in expected.items():
@@ -107,6 +107,7 @@ def _ring_is_free_too_early(pipeline: Pipeline) -> None:
     pipeline.copier._deliver = deliver
 
 
+@pytest.mark.parametrize("slot_rows", [MAX_TOKENS, 4], ids=["a step fits", "three pieces"])
 @pytest.mark.parametrize(
     "sabotage",
     [
@@ -118,9 +119,9 @@ def _ring_is_free_too_early(pipeline: Pipeline) -> None:
     ],
 )
 def test_without_any_one_of_the_waits_rows_are_wrong_or_the_race_is_reported(
-    pipeline: Callable[..., Pipeline], sabotage: Callable[[Pipeline], None]
+    pipeline: Callable[..., Pipeline], sabotage: Callable[[Pipeline], None], slot_rows: int
 ) -> None:
-    sabotaged = pipeline(slots=1, ring_rows=16)
+    sabotaged = pipeline(slots=1, ring_rows=16, slot_rows=slot_rows)
     sabotage(sabotaged)
     # Hold the writer until the copier waits for memory and the main thread for the copier, or all
     # steps are done.
@@ -157,12 +158,14 @@ class Copied(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_each_row_is_written_once_and_no_other_device_memory_is_used() -> None:
+@pytest.mark.parametrize("slot_rows", [MAX_TOKENS, 5], ids=["a step fits", "three pieces"])
+def test_each_row_is_written_once_and_no_other_device_memory_is_used(slot_rows: int) -> None:
     """Three passes over a row's bytes: read and written here, read by the copy to the host."""
-    staging = StagingCache(
-        num_slots=1, max_tokens=MAX_TOKENS, num_layers=LAYERS, hidden_size=HIDDEN, dtype=DTYPE, device=DEVICE, layer_order=LAYER_ORDER
-    )
+    pipeline = Pipeline(slots=1, slot_rows=slot_rows)
+    staging = pipeline.staging
     rows = [layer.to(DEVICE) for layer in target_output(MAX_TOKENS, 1)]
+    passed_on: list[StagingSlot] = []
+    staging.pass_on = passed_on.append
     gc.collect()  # what earlier tests have left must not be freed meanwhile
     allocated = torch.npu.memory_allocated(DEVICE)
     torch.npu.reset_peak_memory_stats(DEVICE)
@@ -171,6 +174,49 @@ def test_each_row_is_written_once_and_no_other_device_memory_is_used() -> None:
     assert copied.operators == {"stack"}
     assert copied.num_bytes == 12 * LAYERS * HIDDEN * DTYPE.itemsize
     assert torch.npu.max_memory_allocated(DEVICE) == allocated
+    pipeline.close()
+    assert len(passed_on) == -(-12 // slot_rows) - 1, "the connector takes the last slot when the step is staged"
+
+
+@pytest.mark.parametrize(("num_rows", "waits"), [(1, 0), (4, 0), (5, 0), (12, 0), (13, 1), (24, 3)])
+def test_a_step_waits_only_for_slots_that_it_takes_again(num_rows: int, waits: int) -> None:
+    """Three slots of four rows. A wait for a slot ends when the copier has issued its copy."""
+    pipeline = Pipeline(slots=3, slot_rows=4)
+    staging, pending, waited = pipeline.staging, [], []
+
+    def pass_on(slot: StagingSlot) -> None:
+        slot.issued.clear()
+        pending.append(slot)
+
+    def wait(slot: StagingSlot, spans: Sequence[Span]) -> bool:
+        if not slot.issued.is_set():
+            waited.append(slot)
+            assert slot is pending[0], "the copies are issued in order, so the first is there first"
+            pipeline.copier.submit(pending.pop(0))
+        return slot.issued.wait()
+
+    staging.pass_on, staging.wait_for_slot = pass_on, wait
+    rows = target_output(num_rows, 1)
+    staging.write([layer.to(DEVICE) for layer in rows], [Span("a", 0, num_rows, 0)])
+    last = staging.take()
+    assert last is not None
+    for slot in [*pending, last]:
+        pipeline.copier.submit(slot)
+    pipeline.close()
+    assert len(waited) == waits
+    assert [position for _, position in pipeline.read] == list(range(num_rows))
+    assert all(torch.equal(row, expected_row(rows, position)) for (_, position), row in pipeline.read.items())
+
+
+def test_a_request_whose_rows_were_dropped_has_no_later_ones_in_this_step(pipeline: Callable[..., Pipeline]) -> None:
+    made = pipeline(slots=3, slot_rows=4)
+    answers = [True, False, True]
+    made.staging.wait_for_slot = lambda slot, spans: answers.pop(0)
+    rows = target_output(12, 1)
+    made.step(rows, [Span("a", 0, 4, 0), Span("b", 0, 6, 4), Span("c", 0, 2, 10)])
+    made.close()
+    assert [*made.read] == [*(("a", position) for position in range(4)), ("c", 0), ("c", 1)]
+    assert torch.equal(made.read["c", 0], expected_row(rows, 10))
 
 
 def test_steps_take_the_slots_in_turn(pipeline: Callable[..., Pipeline]) -> None:

@@ -181,6 +181,28 @@ def test_where_nobody_waits_rows_that_have_no_room_fail_and_no_step_is_held_up(
     assert engine.worker._progress.backlog == 0
 
 
+def test_where_nobody_waits_only_those_rows_of_a_step_fail_that_find_no_slot(
+    make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two slots of four rows and a ring of six: the first twelve rows of a step have a place."""
+    monkeypatch.setattr(storage_watch, "_HUNG_S", 30.0)
+    monkeypatch.setattr(storage_watch, "_OPENS_S", 30.0)
+    engine = make_engine(slow_storage="fail", slot_rows=4)
+    engine.step(started(*(engine.start(name, 4) for name in "abc"), engine.start("d", 6)), [])
+    storage.clear()
+    engine.step(NOTHING, [("a", 0, 4), ("b", 0, 4), ("c", 0, 4), ("d", 0, 4)])
+    assert engine.outcomes == {"d": TOO_SLOW}
+    assert engine.last_report.ranks[0].backlog == 12 * engine.ring.row_bytes
+    storage.set()
+    engine.step(NOTHING, [("d", 4, 2)])
+    engine.close()
+    assert engine.outcomes == {"a": None, "b": None, "c": None, "d": TOO_SLOW}
+    for name in "abc":
+        engine.assert_file_is_right(name, 4)
+    assert engine.ring.free_rows == engine.ring.num_rows
+    assert engine.worker._progress.backlog == 0
+
+
 def test_where_nobody_waits_a_file_that_does_not_open_in_time_fails_alone(
     make_engine: Callable[..., Engine], storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
