@@ -24,7 +24,7 @@ from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
-from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, AscendCacheOnlyMetadataBuilder
+from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import split_spans
 from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
@@ -220,7 +220,7 @@ class Pipeline:
 
 
 class MainThread:
-    """A step of the worker's main thread: proposer, forward context, cache-only layer, staging.
+    """A step of the worker's main thread: proposer, cache-only layer, staging.
 
     The model, the runner and the connector's facade are left out. Tensor and pipeline parallelism
     are off, so the runner has nothing to pad or to coordinate.
@@ -254,7 +254,6 @@ class MainThread:
         self._proposer.vllm_config = config
         self._proposer.staging = staging
         self._proposer.model = AscendCacheOnlyLayer(staging, name, config)
-        self._proposer.attn_metadata_builder = AscendCacheOnlyMetadataBuilder(None, [name], config, device)
         # What the target returns: one [tokens, hidden] per layer.
         self._rows = [
             torch.zeros(max_tokens, row_format.hidden_size, dtype=DTYPE, device=device) for _ in range(row_format.num_layers)
