@@ -155,11 +155,11 @@ class HsxConfig(BaseModel):
         "while the next one computes.",
     )
     pinned_ring_bytes: Size = Field(
-        default=32 << 20,
+        default=256 << 20,
         ge=1 << 12,
         le=LARGEST,
         description="Pinned host memory per worker for rows on their way to the file. Bytes, "
-        "or a size such as '32MiB'.",
+        "or a size such as '256MiB'. If it holds more than one prompt, files are written side by side.",
     )
     slow_storage: Literal["wait", "fail"] = Field(
         default="wait",

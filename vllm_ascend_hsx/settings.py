@@ -87,7 +87,7 @@ def read_settings(vllm_config: Any) -> ServerSettings:
             f"{EXTRA_CONFIG}.pinned_ring_bytes",
             config.pinned_ring_bytes,
             f"does not hold two rows of {row_format.row_bytes} bytes",
-            f"Give at least {2 * row_format.row_bytes}, better the default of 32MiB.",
+            f"Give at least {2 * row_format.row_bytes}, better the default of 256MiB.",
         )
     # It "will be removed in a future release" (v1/engine/input_processor.py:234, vLLM 0.23.0).
     random_ids = not getattr(envs, "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", False)

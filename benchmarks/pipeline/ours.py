@@ -26,7 +26,7 @@ from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd,
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
 from vllm_ascend_hsx.drafter.ring import PinnedRing
-from vllm_ascend_hsx.drafter.spans import split_spans
+from vllm_ascend_hsx.drafter.spans import rows_in_chunk, split_spans
 from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.settings import ServerSettings
@@ -206,8 +206,8 @@ class Pipeline:
     def _deliver_source(self, slot: SourceSlot) -> None:
         """Stands in for Copier._copy."""
         copier, row_bytes = self.worker._copier, self.ring.row_bytes
-        while (left := slot.num_rows - copier._delivered) > 0:
-            run = self.ring.acquire(left)
+        while copier._delivered < slot.num_rows:
+            run = self.ring.acquire(rows_in_chunk(slot.spans, copier._delivered, self.ring.rows_per_chunk))
             begin, end = copier._delivered, copier._delivered + len(run.rows)
             copied = npu().Event()
             copied.record(copier._stream)

@@ -106,20 +106,23 @@ class ExtractionWorker:
             self._staging.wanted.pop(ended.request_id, None)
             if self._owned.pop(ended.request_id, None) is not None:
                 self._copier.then(partial(self._end, ended))
-        for start in metadata.started:
-            if start.owner == self._rank:
-                self._start(start)
+        begun = [extraction for start in metadata.started if start.owner == self._rank and (extraction := self._start(start))]
+        if begun:  # at once: a lock and a queue for each would cost as much as the rest
+            self._opening += begun
+            self._copier.then(partial(self._extractions.update, {each.request_id: each for each in begun}))
+            self._opener.submit(*(partial(each.open, self._sink) for each in begun))
 
-    def _start(self, start: RequestStart) -> None:
+    def _start(self, start: RequestStart) -> Extraction | None:
+        """Return the request, whose file is yet to be opened. None: it was refused."""
         if start.request_id in self._owned:
             self._refuse(start, "another request of this id is under way", REFUSED)
-            return
+            return None
         if self._watch.is_stuck:
             self._refuse(start, self._watch.silence, SILENT_STORAGE)
-            return
+            return None
         if start.path in self._not_ended:
             self._refuse(start, NAME_IN_USE, SILENT_STORAGE)
-            return
+            return None
         row_bytes = self._row_bytes, self._stored_row_bytes
         extraction = Extraction(
             start, self._writers, self._sink.writes_side_by_side, row_bytes, self._on_decided, self._on_ended, self._stats
@@ -128,10 +131,8 @@ class ExtractionWorker:
         with self._ended:
             self._not_ended[start.path] = extraction
         self._progress.begin(extraction, len(start.token_ids), start.max_output_rows)
-        self._opening.append(extraction)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
-        self._copier.then(partial(self._extractions.__setitem__, start.request_id, extraction))
-        self._opener.submit(partial(extraction.open, self._sink))
+        return extraction
 
     def _refuse(self, start: RequestStart, reason: str, kind: str) -> None:
         self._stats.failed(kind)

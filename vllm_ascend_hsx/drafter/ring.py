@@ -117,7 +117,7 @@ class PinnedRing:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0].rstrip(".")
             problem = f"cannot be allocated as pinned memory: {reason}"
-            remedy = "Set a smaller value, or omit the option for the default of 32MiB."
+            remedy = "Set a smaller value, or omit the option for the default of 256MiB."
             raise UserError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy) from None
         begin = -whole.data_ptr() % _PAGE
         self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)

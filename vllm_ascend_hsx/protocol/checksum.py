@@ -19,15 +19,19 @@ _DATA_ONLY = ("1", None)  # format versions whose checksum does not cover the he
 
 
 class Digest:
-    """CRC-32C of consecutive bytes, or of parts that were combined."""
+    """CRC-32C of consecutive bytes, or of parts that were combined.
+
+    Attributes:
+        value, size: the checksum, and the number of bytes.
+    """
 
     def __init__(self, value: int = 0, size: int = 0) -> None:
-        self._value = value
-        self._size = size
+        self.value = value
+        self.size = size
 
     def update(self, data: memoryview | bytes) -> None:
-        self._value = crc32c(data, self._value)
-        self._size += len(data)
+        self.value = crc32c(data, self.value)
+        self.size += len(data)
 
     def read(self, fd: int, begin: int, end: int) -> None:
         """Add a file's bytes [begin, end). Raises OSError if they cannot be read."""
@@ -40,11 +44,11 @@ class Digest:
 
     def combine(self, value: int, size: int) -> None:
         """Add `size` bytes with the checksum `value`."""
-        self._value = combine_crc32c(self._value, value, size)
-        self._size += size
+        self.value = combine_crc32c(self.value, value, size)
+        self.size += size
 
     def hexdigest(self) -> str:
-        return f"{self._value:08x}"
+        return f"{self.value:08x}"
 
     def stamp(self, header: bytes) -> tuple[bytes, str]:
         """Put the checksum of header and data into the header.
@@ -58,7 +62,7 @@ class Digest:
         """
         whole = Digest()
         whole.update(header)
-        whole.combine(self._value, self._size)
+        whole.combine(self.value, self.size)
         assert header.count(_field(BLANK)) == 1
         return header.replace(_field(BLANK), _field(whole.hexdigest())), whole.hexdigest()
 
@@ -108,12 +112,12 @@ class Checksums:
         self._begins: list[int] = []  # of the parts, ascending; parts do not overlap
         self._parts: dict[int, tuple[int, int]] = {}  # end and checksum by offset
 
-    def begin_write(self, offset: int, data: memoryview) -> int:
-        """Drop the checksums of the bytes that `data` replaces, and return the checksum of `data`.
+    def begin_write(self, offset: int, num_bytes: int) -> None:
+        """Drop the checksums of bytes that are about to be written.
 
         No other write of these bytes may be in flight.
         """
-        end = offset + len(data)
+        end = offset + num_bytes
         with self._mutex:
             begins = self._begins
             first = bisect_left(begins, offset)
@@ -124,14 +128,13 @@ class Checksums:
                 del self._parts[begins[last]]
                 last += 1
             del begins[first:last]
-        return crc32c(data)
 
-    def end_write(self, offset: int, num_bytes: int, checksum: int) -> None:
-        """Record that the bytes are in the file. `checksum` is the result of begin_write."""
-        if num_bytes:
+    def end_write(self, offset: int, digest: Digest) -> None:
+        """Record that bytes with this digest are in the file."""
+        if digest.size:
             with self._mutex:
                 insort(self._begins, offset)
-                self._parts[offset] = (offset + num_bytes, checksum)
+                self._parts[offset] = (offset + digest.size, digest.value)
 
     def finish(self, fd: int, end: int, rest: memoryview) -> Digest:
         """Return the digest of the file's bytes [begin, end) followed by `rest`.

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from vllm_ascend_hsx.protocol.checksum import Checksums
+from vllm_ascend_hsx.protocol.checksum import Checksums, Digest
 from vllm_ascend_hsx.protocol.files import OnError, write_at
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
@@ -17,6 +17,8 @@ from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.storage import Storage, reserve, start_writeback
 
 WRITEBACK = 1 << 20  # bytes of a write from which starting the writeback at once pays
+# Bytes that are summed and then written, as the copy to the page cache finds them in a core's cache.
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,17 @@ class DataFile:
         """
         offset = self._layout.row_offset(first)
         self._make_room(offset + data.nbytes)
-        # Before the write, which then finds the rows in the processor's cache.
-        checksum = 0 if self._checksum is None else self._checksum.begin_write(offset, data)
         is_direct = self._direct_fd >= 0 and is_aligned(data, offset, self._filesystem)
-        write_at(self._direct_fd if is_direct else self.fd, data, offset)
-        if self._checksum is not None:
-            self._checksum.end_write(offset, data.nbytes, checksum)
+        fd = self._direct_fd if is_direct else self.fd
+        if self._checksum is None:
+            write_at(fd, data, offset)
+        else:
+            self._checksum.begin_write(offset, data.nbytes)
+            digest = Digest()
+            for piece in [data] if is_direct else in_pieces(data):
+                digest.update(piece)
+                write_at(fd, piece, offset + digest.size - piece.nbytes)
+            self._checksum.end_write(offset, digest)
         if self._options.durable and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
             start_writeback(self.fd, offset, data.nbytes)
 
@@ -211,6 +218,12 @@ class DataFile:
                     # 4 ms instead of 2.
                     write_at(self._direct_fd, memoryview(mmap.mmap(-1, self._layout.data_start)), 0)
             self._reserved = True
+
+
+def in_pieces(data: memoryview) -> list[memoryview]:
+    """Return the bytes in pieces of _PIECE, the last of which may be half as long again."""
+    count = max(1, (2 * data.nbytes // _PIECE + 1) // 2) - 1
+    return [*(data[at * _PIECE : (at + 1) * _PIECE] for at in range(count)), data[count * _PIECE :]]
 
 
 def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:

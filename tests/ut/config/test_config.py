@@ -19,7 +19,7 @@ GOOD = {"shared_storage_path": "/data/hidden_states"}
 def test_defaults_need_only_the_directory() -> None:
     config = HsxConfig.parse(GOOD)
     assert config.shared_storage_path == "/data/hidden_states"
-    assert config.pinned_ring_bytes == 32 * 1024 * 1024
+    assert config.pinned_ring_bytes == 256 * 1024 * 1024
     assert config.use_synchronization_lock is True
 
 
