@@ -17,7 +17,7 @@ from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.storage import Storage, reserve, start_writeback
 
 WRITEBACK = 1 << 20  # bytes of a write from which starting the writeback at once pays
-# Bytes that are summed and then written, as the copy to the page cache finds them in a core's cache.
+# Bytes that are summed and then written: the copy to the page cache finds them in a core's cache.
 _PIECE = 1 << 20
 
 
