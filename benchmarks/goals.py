@@ -249,14 +249,14 @@ def _steps(result: per_step.Result | None) -> list[Verdict]:
     step, begins = result.per_step * 1e6, (result.per_request + result.per_beginning) * 1e6
     return [
         Verdict(
-            "main thread: at most 150 µs per step",
+            "main thread: at most 100 µs per step",
             f"{step:.0f} µs, and {result.per_1000_tokens * 1e6:+.1f} µs for 1,000 more tokens in a prompt",
-            "yes" if step <= 150 else "no",
+            "yes" if step <= 100 else "no",
         ),
         Verdict(
-            "main thread: at most 20 µs per request",
+            "main thread: at most 15 µs per request",
             f"{result.per_request * 1e6:.1f} µs for each in a step, {begins:.1f} µs for each that begins in it",
-            "yes" if max(begins, result.per_request * 1e6) <= 20 else "no",
+            "yes" if max(begins, result.per_request * 1e6) <= 15 else "no",
         ),
     ]
 

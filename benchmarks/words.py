@@ -79,7 +79,7 @@ file. CPU time is that of all threads of the engine's process; on an emulated NP
 forward pass."""
 
 STEP = """\
-CPU time of the thread that runs the model: worker and proposer with vLLM's forward context, layer
+CPU time of the thread that runs the model: worker and proposer with layer
 and staging. Rows are so narrow that moving them costs nothing, because on hardware the device moves
 them, while an emulated NPU does it in this thread. Launching copies and recording events are
 included. A linear fit of the cells: **{step:.0f} µs per step, {request:.1f} µs for each request

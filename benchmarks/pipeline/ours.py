@@ -24,9 +24,9 @@ from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
-from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, AscendCacheOnlyMetadataBuilder
+from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
 from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
-from vllm_ascend_hsx.drafter.spans import split_spans
+from vllm_ascend_hsx.drafter.spans import rows_in_chunk, split_spans
 from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.settings import ServerSettings
@@ -206,8 +206,8 @@ class Pipeline:
     def _deliver_source(self, slot: SourceSlot) -> None:
         """Stands in for Copier._copy."""
         copier, row_bytes = self.worker._copier, self.ring.row_bytes
-        while (left := slot.num_rows - copier._delivered) > 0:
-            run = self.ring.acquire(left)
+        while copier._delivered < slot.num_rows:
+            run = self.ring.acquire(rows_in_chunk(slot.spans, copier._delivered, self.ring.rows_per_chunk))
             begin, end = copier._delivered, copier._delivered + len(run.rows)
             copied = npu().Event()
             copied.record(copier._stream)
@@ -220,7 +220,7 @@ class Pipeline:
 
 
 class MainThread:
-    """A step of the worker's main thread: proposer, forward context, cache-only layer, staging.
+    """A step of the worker's main thread: proposer, cache-only layer, staging.
 
     The model, the runner and the connector's facade are left out. Tensor and pipeline parallelism
     are off, so the runner has nothing to pad or to coordinate.
@@ -254,7 +254,6 @@ class MainThread:
         self._proposer.vllm_config = config
         self._proposer.staging = staging
         self._proposer.model = AscendCacheOnlyLayer(staging, name, config)
-        self._proposer.attn_metadata_builder = AscendCacheOnlyMetadataBuilder(None, [name], config, device)
         # What the target returns: one [tokens, hidden] per layer.
         self._rows = [
             torch.zeros(max_tokens, row_format.hidden_size, dtype=DTYPE, device=device) for _ in range(row_format.num_layers)

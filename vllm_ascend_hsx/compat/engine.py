@@ -244,8 +244,9 @@ def _counted(errors: dict[str, list[int]], of_all: str) -> str:
 
 
 _SLEEP = "copies are made before a worker sleeps"
-uses(KV_TRANSFER, "has_kv_transfer_group", SINCE_0_23, takes="", why=_SLEEP)
-uses(KV_TRANSFER, "get_kv_transfer_group", SINCE_0_23, takes="", why=_SLEEP)
+_ROWS = f"rows reach the connector, and {_SLEEP}"
+uses(KV_TRANSFER, "has_kv_transfer_group", SINCE_0_23, takes="", why=_ROWS)
+uses(KV_TRANSFER, "get_kv_transfer_group", SINCE_0_23, takes="", why=_ROWS)
 
 
 @patch("vllm_ascend.worker.worker", "NPUWorker.sleep", SINCE_0_23, why=_SLEEP)

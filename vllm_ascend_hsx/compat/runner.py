@@ -1,9 +1,8 @@
-"""The parts of the runner, its batch and the forward context that proposer and layer use."""
+"""The parts of the runner, its batch and the connector that proposer and layer use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +18,6 @@ _PAD, _SYNC = (f"NPUModelRunner.{name}" for name in RUNNER_HOOKS)
 uses(RUNNER, _PAD, SINCE_0_23, takes="self num_scheduled_tokens", why="rows with sequence parallelism")
 _KEYWORDS = "num_tokens is_draft_model cudagraph_mode"
 uses(RUNNER, _SYNC, SINCE_0_23, takes="self", keywords=_KEYWORDS, why="data-parallel ranks stay in step")
-uses(
-    "vllm.forward_context",
-    "set_forward_context",
-    SINCE_0_23,
-    takes="attn_metadata vllm_config",
-    keywords="num_tokens num_tokens_across_dp slot_mapping",
-    why="the cache-only layer runs",
-)
-_UTILS = "vllm.model_executor.layers.attention.kv_transfer_utils"
-uses(_UTILS, "maybe_transfer_kv_layer", SINCE_0_23, takes="func", why="rows reach the connector")
 _RANK = "get_tensor_model_parallel_rank"
 uses("vllm.distributed", _RANK, SINCE_0_23, takes="", why="one rank writes each row")
 
@@ -99,38 +88,24 @@ def batch_layout_v2(input_batch: Any) -> list[BatchRow]:
     ]
 
 
-def forward_context(
-    metadata: dict[str, Any], vllm_config: Any, num_tokens: int, num_tokens_across_dp: torch.Tensor | None
-) -> AbstractContextManager[None]:
-    """Return vLLM's forward context for the cache-only layer.
+def connector_hand_over() -> Callable[[str, torch.Tensor, Any], None]:
+    """Return a function (layer name, its KV cache, metadata) that calls `save_kv_layer`.
 
-    Reason: with DP>1 and a MoE target `set_forward_context` (vllm/forward_context.py:280) posts a
-    hidden [4, dp] collective when it is given no token counts, which the other ranks do not answer.
-    So the counts are required here.
+    It does what vLLM does after each attention layer
+    (model_executor/layers/attention/kv_transfer_utils.py:22), and reaches a connector inside
+    MultiConnector too.
 
-    Raises:
-        ValueError: DP>1 without token counts.
+    Reason: vLLM's decorator finds layer and metadata in a forward context. To enter one takes 40 µs
+    of each step, and posts a [4, dp] collective with DP>1 and a MoE target if it is not given the
+    ranks' token counts (vllm/forward_context.py:280).
     """
-    from vllm.forward_context import set_forward_context
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-    if vllm_config.parallel_config.data_parallel_size > 1 and num_tokens_across_dp is None:
-        raise ValueError("num_tokens_across_dp is None with data_parallel_size > 1: vLLM would post a collective of its own")
-    context: AbstractContextManager[None] = set_forward_context(
-        metadata, vllm_config, num_tokens=num_tokens, num_tokens_across_dp=num_tokens_across_dp, slot_mapping={}
-    )
-    return context
+    def hand_over(layer_name: str, kv_cache: torch.Tensor, metadata: Any) -> None:
+        if has_kv_transfer_group() and (connector := get_kv_transfer_group()).has_connector_metadata():
+            connector.save_kv_layer(layer_name, kv_cache, metadata)
 
-
-def transfers_to_connector(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate an attention layer's forward so that vLLM then calls `save_kv_layer`.
-
-    Reason: model_executor/layers/attention/kv_transfer_utils.py:22; it finds layer and metadata in
-    the forward context and reaches a connector inside MultiConnector too.
-    """
-    from vllm.model_executor.layers.attention.kv_transfer_utils import maybe_transfer_kv_layer
-
-    decorated: Callable[..., Any] = maybe_transfer_kv_layer(function)
-    return decorated
+    return hand_over
 
 
 def register_layer(vllm_config: Any, name: str, layer: Any) -> None:

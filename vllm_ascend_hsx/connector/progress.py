@@ -62,7 +62,10 @@ class WriteRate:
         with self._lock:
             if not self._bytes:
                 return None
-            now, usual = self._clock(), self._bytes / max(self._busy, 1e-9)
+            usual = self._bytes / max(self._busy, 1e-9)
+            if not self._running:
+                return usual * self._num_writers
+            now = self._clock()
             running = [min(usual, size / max(now - since, 1e-9)) for since, size in self._running.values() if size]
             return usual * (self._num_writers - len(running)) + sum(running)
 
@@ -101,9 +104,10 @@ class StepRate:
         self._steps.append((seconds, num_bytes))
         if not num_bytes or len(self._steps) < _WINDOW:
             return
-        total = sum(seconds for seconds, _ in self._steps)
-        self.bytes_per_s = _peak(self.bytes_per_s, sum(size for _, size in self._steps) / total)
-        if all(size for _, size in self._steps):
+        times, sizes = zip(*self._steps, strict=True)
+        total = sum(times)
+        self.bytes_per_s = _peak(self.bytes_per_s, sum(sizes) / total)
+        if all(sizes):
             self.steps_per_s = _peak(self.steps_per_s, _WINDOW / total)
 
     @property

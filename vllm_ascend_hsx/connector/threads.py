@@ -39,12 +39,13 @@ class ThreadPool:
         """Number of submitted jobs that have not ended."""
         return self._pending
 
-    def submit(self, job: Job) -> None:
+    def submit(self, *jobs: Job) -> None:
         with self._changed:
             if not self._pending:
                 self._last_end = time.monotonic()
-            self._pending += 1
-        self._jobs.put(job)
+            self._pending += len(jobs)
+        for job in jobs:
+            self._jobs.put(job)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all submitted jobs have ended. Return False after `timeout` seconds."""

@@ -44,11 +44,8 @@ class ExtractionWorker:
 
     Args:
         rank: tensor-parallel rank; requests of other owners are ignored.
-        staging: the staging slots of the cache-only layer.
-        ring: pinned memory that rows pass through.
-        sink: makes files.
-        device: the worker's NPU.
-        num_writers: number of writer threads.
+        staging, ring, device: slots of the cache-only layer, pinned memory, the worker's NPU.
+        sink, num_writers: makes files; number of threads that write them.
         storage_timeout, slow_storage, where: as for StorageWatch.
         check_finite: whether a file with a NaN or an infinity fails.
         stored_row_bytes: bytes of one token in the sink; None for those of a row of the ring.
@@ -108,20 +105,23 @@ class ExtractionWorker:
             self._staging.wanted.pop(ended.request_id, None)
             if self._owned.pop(ended.request_id, None) is not None:
                 self._copier.then(partial(self._end, ended))
-        for start in metadata.started:
-            if start.owner == self._rank:
-                self._start(start)
+        begun = [extraction for start in metadata.started if start.owner == self._rank and (extraction := self._start(start))]
+        if begun:  # at once: a lock and a queue for each would cost as much as the rest
+            self._opening += begun
+            self._copier.then(partial(self._extractions.update, {each.request_id: each for each in begun}))
+            self._opener.submit(*(partial(each.open, self._sink) for each in begun))
 
-    def _start(self, start: RequestStart) -> None:
+    def _start(self, start: RequestStart) -> Extraction | None:
+        """Return the request, whose file is yet to be opened. None: it was refused."""
         if start.request_id in self._owned:
             self._refuse(start, "another request of this id is under way", REFUSED)
-            return
+            return None
         if self._watch.is_stuck:
             self._refuse(start, self._watch.silence, SILENT_STORAGE)
-            return
+            return None
         if start.path in self._not_ended:
             self._refuse(start, NAME_IN_USE, SILENT_STORAGE)
-            return
+            return None
         row_bytes, told = (self._row_bytes, self._stored_row_bytes), (self._on_decided, self._on_ended, self._kept_files.add)
         extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, *told, self._stats)
         self._owned[start.request_id] = extraction
@@ -129,13 +129,11 @@ class ExtractionWorker:
             self._not_ended[start.path] = extraction
         copied_rows = start.prefix.num_rows if start.prefix else 0
         self._progress.begin(extraction, len(start.token_ids), start.max_output_rows, copied_rows)
-        self._opening.append(extraction)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
-        self._copier.then(partial(self._extractions.__setitem__, start.request_id, extraction))
-        self._opener.submit(partial(extraction.open, self._sink))
         if start.prefix and (source := self._kept_files.retain(start.prefix.source)):
             extraction.order.begin((0, copied_rows), list)
             self._writers.submit(partial(self._copy, extraction, source, copied_rows))
+        return extraction
 
     def _refuse(self, start: RequestStart, reason: str, kind: str) -> None:
         self._stats.failed(kind)

@@ -11,7 +11,7 @@ from torch import nn
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionLayer
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 
-from vllm_ascend_hsx.compat.runner import register_layer, transfers_to_connector
+from vllm_ascend_hsx.compat.runner import connector_hand_over, register_layer
 from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.drafter.staging import StagingCache
 
@@ -26,7 +26,7 @@ class CacheOnlyMetadata:
 class AscendCacheOnlyMetadataBuilder(AttentionMetadataBuilder[CacheOnlyMetadata]):
     """Build the metadata of a step.
 
-    The layer is in no KV cache group, so the runner never calls this builder; the proposer does.
+    The layer is in no KV cache group, so nobody calls this builder.
     """
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -36,23 +36,14 @@ class AscendCacheOnlyMetadataBuilder(AttentionMetadataBuilder[CacheOnlyMetadata]
         """Return metadata without spans: requests are unknown here, so nothing is staged."""
         return CacheOnlyMetadata(())
 
-    def build_for_spans(self, spans: Sequence[Span]) -> dict[str, CacheOnlyMetadata]:
-        """Return metadata by layer name, as the forward context expects it."""
-        metadata = CacheOnlyMetadata(spans)
-        return dict.fromkeys(self.layer_names, metadata)
-
 
 class AscendCacheOnlyImpl(AttentionImpl[CacheOnlyMetadata]):
-    """Stage rows; compute nothing. A row has `num_heads` layers of `head_size` elements."""
+    """Compute nothing. A row has `num_heads` layers of `head_size` elements."""
 
     def __init__(self, num_heads: int, head_size: int, scale: float = 1.0, **_: Any) -> None:
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = scale
-
-    def do_kv_cache_update(self, target_rows: Sequence[torch.Tensor], staging: StagingCache, metadata: CacheOnlyMetadata) -> None:
-        """Write the rows of the step's spans into a staging slot, once; see StagingCache.write."""
-        staging.write(target_rows, metadata.spans)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         raise NotImplementedError("the cache-only backend computes no attention")
@@ -104,15 +95,15 @@ class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
         register_layer(vllm_config, prefix, self)
 
     def forward(self, target_rows: Sequence[torch.Tensor], metadata: CacheOnlyMetadata) -> None:
-        """Stage the rows of a step and pass them to the connector.
+        """Stage the rows of a step once, and pass them to the connector.
 
         Args:
             target_rows: one [tokens, hidden] per extracted layer, in ascending layer order, in the
                 model's dtype.
-            metadata: of this step, as in the forward context.
+            metadata: of this step.
         """
-        self.impl.do_kv_cache_update(target_rows, self.staging, metadata)
-        _hand_over(self.layer_name)
+        self.staging.write(target_rows, metadata.spans)
+        _hand_over(self.layer_name, self.kv_cache, metadata)
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.attn_backend
@@ -121,8 +112,4 @@ class AscendCacheOnlyLayer(CacheOnlyAttentionLayer):
         return None
 
 
-def _hand_over_body(layer_name: str) -> None:
-    """Do nothing. The decorator calls the connector's save_kv_layer."""
-
-
-_hand_over = transfers_to_connector(_hand_over_body)
+_hand_over = connector_hand_over()

@@ -63,11 +63,10 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
         Returns:
             int [requests, 0]: no drafts.
         """
-        num_tokens = target_hidden_states[0].shape[0]
-        _, num_tokens_padded, num_tokens_across_dp = self._determine_batch_execution_and_padding(num_tokens)
+        self._determine_batch_execution_and_padding(target_hidden_states[0].shape[0])
         if self.staging.wanted:
             layout = batch_layout(self.runner, common_attn_metadata.query_start_loc_cpu)
-            self.stage(layout, target_hidden_states, num_tokens_padded, num_tokens_across_dp)
+            self.stage(layout, target_hidden_states)
         return sampled_token_ids[:, :0]
 
     def _determine_batch_execution_and_padding(

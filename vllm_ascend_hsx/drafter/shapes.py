@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-_RING_BYTES = 32 << 20
+_RING_BYTES = 256 << 20  # two prompts of some thousand tokens: their files are written side by side
+_SLACK_BYTES = 32 << 20
 _MIN_CHUNKS = 8  # so that some rows of a step are written while others are copied
 _MAX_CHUNK_BYTES = 4 << 20
 _TURNED_AT_ONCE = 1024  # rows of a rotated target
@@ -18,10 +19,10 @@ def slot_rows(max_tokens: int, tensor_parallel: int) -> int:
 
 
 def ring_bytes(given: int | None, *, num_slots: int, max_tokens: int, tensor_parallel: int, row_bytes: int) -> int:
-    """Return the bytes of the ring: as given, or else with what the slots lack.
+    """Return the bytes of the ring: as given, or else at least with what the slots lack.
 
-    A rank then holds as many rows as without tensor parallelism, and steps wait for storage no
-    sooner, also if one prompt fills them.
+    Slots and ring then hold all rows of the steps that `num_slots` slots of whole steps would hold,
+    and more, so that one prompt that fills its steps does not make them wait for storage.
 
     Args:
         given: `pinned_ring_bytes`, or None.
@@ -31,7 +32,7 @@ def ring_bytes(given: int | None, *, num_slots: int, max_tokens: int, tensor_par
     if given is not None:
         return given
     lacking = num_slots * (max_tokens - slot_rows(max_tokens, tensor_parallel))
-    return max(_RING_BYTES, 2 * row_bytes) + lacking * row_bytes
+    return max(_RING_BYTES, _SLACK_BYTES + lacking * row_bytes, 2 * row_bytes)
 
 
 def ring_shape(num_bytes: int, row_bytes: int) -> tuple[int, int]:

@@ -86,6 +86,17 @@ def cut_spans(spans: Sequence[Span], most_rows: int) -> Iterator[Sequence[Span]]
         yield group
 
 
+def rows_in_chunk(spans: Sequence[Span], begin: int, most: int) -> int:
+    """Return how many rows from row `begin` on a chunk of at most `most` rows should have.
+
+    It ends with the last span that ends in it, so that short requests are written in one piece,
+    unless that leaves less than half a chunk.
+    """
+    ends = [span.row + span.num_rows for span in spans]
+    whole = max((end - begin for end in ends if end <= begin + most), default=0)
+    return whole if 2 * whole >= most else min(most, ends[-1] - begin)
+
+
 def split_spans(spans: Sequence[Span], start: int, end: int) -> list[Span]:
     """Split spans at rows `start` and `end`, and return those in between.
 

@@ -11,7 +11,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_ascend_hsx.compat.drafts import require_no_drafts
 from vllm_ascend_hsx.compat.runner import batch_layout_v2
-from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyMetadataBuilder
 from vllm_ascend_hsx.drafter.drafter import Drafter, check_start
 
 
@@ -41,8 +40,6 @@ class HsxSpeculator(Drafter, DraftModelSpeculator):
     def load_model(self, target_model: nn.Module) -> None:
         super().load_model(target_model)
         self.find_staging()
-        names = sorted(self.draft_attn_layer_names)
-        self.attn_metadata_builder = AscendCacheOnlyMetadataBuilder(None, names, self.vllm_config, self.device)
 
     def set_attn(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the cache-only layer is in no KV cache group."""
@@ -86,6 +83,5 @@ class HsxSpeculator(Drafter, DraftModelSpeculator):
         """
         if not dummy_run and self.staging.wanted:
             assert aux_hidden_states is not None
-            across_dp = None if dp_sync is None else dp_sync.num_tokens_across_dp
-            self.stage(batch_layout_v2(input_batch), aux_hidden_states, input_batch.num_tokens_after_padding, across_dp)
+            self.stage(batch_layout_v2(input_batch), aux_hidden_states)
         return last_sampled[input_batch.idx_mapping, :0]

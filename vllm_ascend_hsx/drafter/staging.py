@@ -25,7 +25,7 @@ import torch
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.rotation import TurnBack
 from vllm_ascend_hsx.drafter.shapes import turned_rows
-from vllm_ascend_hsx.drafter.spans import Span, cut_spans, merge_rows, split_spans
+from vllm_ascend_hsx.drafter.spans import Span, cut_spans, merge_rows, rows_in_chunk, split_spans
 from vllm_ascend_hsx.protocol.files import OnError
 
 
@@ -312,8 +312,9 @@ class Copier:
         with _npu().stream(self._stream):
             self._stream.wait_event(slot.written)
             try:
-                while (left := total - self._delivered) > 0:
-                    run = self._ring.acquire(left, slot.settled.set)
+                while self._delivered < total:
+                    wish = rows_in_chunk(slot.spans, self._delivered, self._ring.rows_per_chunk)
+                    run = self._ring.acquire(wish, slot.settled.set)
                     slot.settled.clear()
                     begin, count = self._delivered, len(run.rows)
                     # No chunk will free the run of a copy that failed, and a leaked ring blocks

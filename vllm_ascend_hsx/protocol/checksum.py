@@ -20,15 +20,19 @@ _DATA_ONLY = ("1", None)  # format versions whose checksum does not cover the he
 
 
 class Digest:
-    """CRC-32C of consecutive bytes, or of parts that were combined."""
+    """CRC-32C of consecutive bytes, or of parts that were combined.
+
+    Attributes:
+        value, size: the checksum, and the number of bytes.
+    """
 
     def __init__(self, value: int = 0, size: int = 0) -> None:
-        self._value = value
-        self._size = size
+        self.value = value
+        self.size = size
 
     def update(self, data: memoryview | bytes) -> None:
-        self._value = crc32c(data, self._value)
-        self._size += len(data)
+        self.value = crc32c(data, self.value)
+        self.size += len(data)
 
     def read(self, fd: int, begin: int, end: int) -> None:
         """Add a file's bytes [begin, end). Raises OSError if they cannot be read."""
@@ -41,16 +45,11 @@ class Digest:
 
     def combine(self, value: int, size: int) -> None:
         """Add `size` bytes with the checksum `value`."""
-        self._value = combine_crc32c(self._value, value, size)
-        self._size += size
-
-    @property
-    def state(self) -> tuple[int, int]:
-        """The number of bytes, and their checksum as a number."""
-        return self._size, self._value
+        self.value = combine_crc32c(self.value, value, size)
+        self.size += size
 
     def hexdigest(self) -> str:
-        return f"{self._value:08x}"
+        return f"{self.value:08x}"
 
     def stamp(self, header: bytes) -> tuple[bytes, str]:
         """Put the checksum of header and data into the header.
@@ -64,7 +63,7 @@ class Digest:
         """
         whole = Digest()
         whole.update(header)
-        whole.combine(self._value, self._size)
+        whole.combine(self.value, self.size)
         assert header.count(_field(BLANK)) == 1
         return header.replace(_field(BLANK), _field(whole.hexdigest())), whole.hexdigest()
 
@@ -115,16 +114,12 @@ class Checksums:
         self._parts: dict[int, tuple[int, int]] = {}  # end and checksum by offset
         self.sums: list[tuple[int, int]] = []  # set by `finish`: number of first bytes and their checksum
 
-    def begin_write(self, offset: int, data: memoryview) -> int:
-        """Drop the checksums of the bytes that `data` replaces, and return the checksum of `data`.
+    def begin_write(self, offset: int, num_bytes: int) -> None:
+        """Drop the checksums of bytes that are about to be written.
 
         No other write of these bytes may be in flight.
         """
-        self.drop(offset, offset + len(data))
-        return crc32c(data)
-
-    def drop(self, offset: int, end: int) -> None:
-        """Drop the checksums of bytes [offset, end), which are about to be replaced."""
+        end = offset + num_bytes
         with self._mutex:
             begins = self._begins
             first = bisect_left(begins, offset)
@@ -136,12 +131,12 @@ class Checksums:
                 last += 1
             del begins[first:last]
 
-    def end_write(self, offset: int, num_bytes: int, checksum: int) -> None:
-        """Record that the bytes are in the file. `checksum` is the result of begin_write."""
-        if num_bytes:
+    def end_write(self, offset: int, digest: Digest) -> None:
+        """Record that bytes with this digest are in the file."""
+        if digest.size:
             with self._mutex:
                 insort(self._begins, offset)
-                self._parts[offset] = (offset + num_bytes, checksum)
+                self._parts[offset] = (offset + digest.size, digest.value)
 
     def finish(self, fd: int, end: int, rest: memoryview) -> Digest:
         """Return the digest of the file's bytes [begin, end) followed by `rest`.
@@ -157,14 +152,14 @@ class Checksums:
             digest.combine(checksum, part_end - begin)
             position = part_end
             if position - self._begin >= (self.sums[-1][0] if self.sums else 0) + _APART:
-                self.sums.append(digest.state)
+                self.sums.append((digest.size, digest.value))
         digest.read(fd, position, end)
         digest.update(rest)
         return digest
 
 
-def sum_of_beginning(fd: int, offset: int, size: int, sums: Sequence[tuple[int, int]]) -> int:
-    """Return the CRC-32C of `size` bytes of a file from `offset` on.
+def digest_of_beginning(fd: int, offset: int, size: int, sums: Sequence[tuple[int, int]]) -> Digest:
+    """Return the digest of `size` bytes of a file from `offset` on.
 
     Bytes after the last known sum are read. Raises OSError if they cannot be.
 
@@ -175,7 +170,7 @@ def sum_of_beginning(fd: int, offset: int, size: int, sums: Sequence[tuple[int, 
     num_bytes, value = sums[known - 1] if known else (0, 0)
     digest = Digest(value, num_bytes)
     digest.read(fd, offset + num_bytes, offset + size)
-    return digest.state[1]
+    return digest
 
 
 def unverifiable(metadata: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from vllm_ascend_hsx.protocol.checksum import Checksums, sum_of_beginning
+from vllm_ascend_hsx.protocol.checksum import Checksums, Digest, digest_of_beginning
 from vllm_ascend_hsx.protocol.files import OnError, write_at
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, Rows, TokenIds
@@ -21,6 +21,8 @@ from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.storage import Storage, copy_into, reserve, start_writeback
 
 WRITEBACK = 1 << 20  # bytes of a write from which starting the writeback at once pays
+# Bytes that are summed and then written: the copy to the page cache finds them in a core's cache.
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,9 @@ class RowSource:
         """Copy the first bytes of the rows into another file. Raises OSError."""
         copy_into(self._fd, num_bytes, fd, offset, self._offset)
 
-    def checksum(self, num_bytes: int) -> int:
-        """Return the CRC-32C of the first bytes of the rows. Raises OSError."""
-        return sum_of_beginning(self._fd, self._offset, num_bytes, self._sums)
+    def digest(self, num_bytes: int) -> Digest:
+        """Return the digest of the first bytes of the rows. Raises OSError."""
+        return digest_of_beginning(self._fd, self._offset, num_bytes, self._sums)
 
     def scales(self, num_rows: int) -> Scales:
         """Return float32 [num_rows], the scales of the first quantised rows. Raises OSError."""
@@ -192,12 +194,17 @@ class DataFile:
         """
         offset = self._layout.row_offset(first)
         self._make_room(offset + data.nbytes)
-        # Before the write, which then finds the rows in the processor's cache.
-        checksum = 0 if self._checksum is None else self._checksum.begin_write(offset, data)
         is_direct = self._direct_fd >= 0 and is_aligned(data, offset, self._filesystem)
-        write_at(self._direct_fd if is_direct else self.fd, data, offset)
-        if self._checksum is not None:
-            self._checksum.end_write(offset, data.nbytes, checksum)
+        fd = self._direct_fd if is_direct else self.fd
+        if self._checksum is None:
+            write_at(fd, data, offset)
+        else:
+            self._checksum.begin_write(offset, data.nbytes)
+            digest = Digest()
+            for piece in [data] if is_direct else in_pieces(data):
+                digest.update(piece)
+                write_at(fd, piece, offset + digest.size - piece.nbytes)
+            self._checksum.end_write(offset, digest)
         if self._options.durable and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
             start_writeback(self.fd, offset, data.nbytes)
 
@@ -209,10 +216,10 @@ class DataFile:
         begin, end = self._layout.data_start, self._layout.row_offset(num_rows)
         self._make_room(end)
         if self._checksum is not None:
-            self._checksum.drop(begin, end)
+            self._checksum.begin_write(begin, end - begin)
         source.copy_to(self.fd, begin, end - begin)
         if self._checksum is not None:
-            self._checksum.end_write(begin, end - begin, source.checksum(end - begin))
+            self._checksum.end_write(begin, source.digest(end - begin))
 
     def source(self, tokens: int, adapter: Adapter, fd: int = -1, offset: int = 0) -> RowSource:
         """Keep the rows of this complete file open for other requests. Raises OSError.
@@ -302,6 +309,12 @@ class DataFile:
                     # 4 ms instead of 2.
                     write_at(self._direct_fd, memoryview(mmap.mmap(-1, self._layout.data_start)), 0)
             self._reserved = True
+
+
+def in_pieces(data: memoryview) -> list[memoryview]:
+    """Return the bytes in pieces of _PIECE, the last of which may be half as long again."""
+    count = max(1, (2 * data.nbytes // _PIECE + 1) // 2) - 1
+    return [*(data[at * _PIECE : (at + 1) * _PIECE] for at in range(count)), data[count * _PIECE :]]
 
 
 def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:

@@ -83,15 +83,16 @@ def test_a_digest_is_of_the_code_alone() -> None:
 
 FIND = "import importlib.util as u, pathlib; print(*(pathlib.Path(u.find_spec(n).origin).parent for n in ('vllm', 'vllm_ascend')))"
 CHECK = "import vllm_ascend_hsx.plugin, vllm_ascend_hsx.compat.installed as i; i.require_checked(False)"
-LINE = "    global forward_start_time\n"
+STATE = "vllm/distributed/kv_transfer/kv_transfer_state.py"
+LINE = "    return _KV_CONNECTOR_AGENT is not None\n"
 # File, text, its replacement, what is reported.
 CHANGES = [
     ("vllm/v1/engine/core.py", "def _send_error_outputs_to_client(", "def _send_errors(", "_send_error_outputs_to_client: it is not there"),
     ("vllm/v1/engine/utils.py", "def shutdown(self, timeout: float | None = None)", "def shutdown(self)", "its parameters are (self), not"),
     ("vllm_ascend/worker/worker.py", "def sleep(self, level", "def slumber(self, level", "NPUWorker.sleep: it is not there"),
-    ("vllm/forward_context.py", LINE, f"{LINE}    vllm_config = vllm_config\n", "set_forward_context: its code has changed"),
+    (STATE, LINE, "    return bool(_KV_CONNECTOR_AGENT)\n", "has_kv_transfer_group: its code has changed"),
 ]
-UNRELATED = [("vllm/forward_context.py", "\n@contextmanager\n", "\nunrelated = 1\n\n\n@contextmanager\n", "")]
+UNRELATED = [(STATE, "\ndef has_kv_transfer_group(", "\nunrelated = 1\n\n\ndef has_kv_transfer_group(", "")]
 
 
 @pytest.mark.parametrize(("changes", "refused"), [(CHANGES, True), (UNRELATED, False)], ids=["what is relied on", "something else"])

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from vllm.config import CUDAGraphMode
 
 from vllm_ascend_hsx.compat.versions import IncompatibleVersionError
-from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyMetadataBuilder
+from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
 from vllm_ascend_hsx.drafter.proposer import HsxProposer
+from vllm_ascend_hsx.drafter.spans import Span
 
 LAYER = "cache_only_layers.4"
 
@@ -58,7 +59,6 @@ def make_proposer(runner: Any, dp_size: int = 2) -> HsxProposer:
     proposer.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=dp_size))
     proposer.staging = SimpleNamespace(wanted={})
     proposer.model = Model()
-    proposer.attn_metadata_builder = AscendCacheOnlyMetadataBuilder(None, [LAYER], None, torch.device("cpu"))
     return proposer
 
 
@@ -111,17 +111,7 @@ def test_one_dp_rank_agrees_with_nobody() -> None:
     assert runner.calls == [("pad", 6)]
 
 
-def test_collectives_do_not_depend_on_whether_a_rank_extracts(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = []
-
-    class Context:
-        def __init__(self, *arguments: Any) -> None:
-            entered.append(arguments)
-
-        def __enter__(self) -> None: ...
-        def __exit__(self, *error: object) -> None: ...
-
-    monkeypatch.setattr("vllm_ascend_hsx.drafter.drafter.forward_context", Context)
+def test_collectives_do_not_depend_on_whether_a_rank_extracts() -> None:
     calls = []
     for wanted in ({}, {"b": 9}):
         runner = Runner(tp_size=2)
@@ -131,10 +121,39 @@ def test_collectives_do_not_depend_on_whether_a_rank_extracts(monkeypatch: pytes
         propose(proposer, 7, [0, 2, 7])
         calls.append(runner.calls)
     assert calls[0] == calls[1] == [("pad", 7), ("sync", 8)]
-    # The rank that extracts entered the forward context with the agreed counts, never without them.
-    ((metadata, _, num_tokens, across_dp),) = entered
-    assert metadata[LAYER].spans == [("b", 0, 5, 2)]
-    assert (num_tokens, across_dp.tolist()) == (8, [8, 8])
+    assert proposer.model.given == [[("b", 0, 5, 2)]]
+
+
+class Connector:
+    """The part of a connector that the layer calls; records what it was handed."""
+
+    def __init__(self, in_step: bool) -> None:
+        self._in_step = in_step
+        self.handed: list[Any] = []
+
+    def has_connector_metadata(self) -> bool:
+        return self._in_step
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any) -> None:
+        self.handed.append((layer_name, kv_layer, attn_metadata))
+
+
+@pytest.mark.parametrize("in_step", [True, False], ids=["in a step", "outside of a step"])
+def test_the_layer_hands_its_rows_to_the_connector_without_a_forward_context(in_step: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector, written = Connector(in_step), []
+    monkeypatch.setattr("vllm.distributed.kv_transfer.kv_transfer_state._KV_CONNECTOR_AGENT", connector)
+    staging: Any = SimpleNamespace(rows=torch.zeros(2, 4, 1, 3), write=lambda *arguments: written.append(arguments))
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    layer, metadata, rows = AscendCacheOnlyLayer(staging, LAYER, config), CacheOnlyMetadata([Span("b", 0, 5, 2)]), [torch.zeros(7, 3)]
+    layer(rows, metadata)
+    assert written == [(rows, metadata.spans)]
+    assert connector.handed == ([(LAYER, staging.rows, metadata)] if in_step else [])
+
+
+def test_the_layer_needs_no_connector() -> None:
+    staging: Any = SimpleNamespace(rows=torch.zeros(2, 4, 1, 3), write=lambda *_: None)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    AscendCacheOnlyLayer(staging, LAYER, config)([torch.zeros(7, 3)], CacheOnlyMetadata([]))
 
 
 def test_a_step_in_which_nothing_is_wanted_does_not_look_at_the_batch() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.compat.runner import BatchRow
-from vllm_ascend_hsx.drafter.spans import Span, cut_spans, merge_rows, select_spans, split_spans
+from vllm_ascend_hsx.drafter.spans import Span, cut_spans, merge_rows, rows_in_chunk, select_spans, split_spans
 
 
 @pytest.mark.parametrize(
@@ -92,3 +92,22 @@ def test_groups_have_the_rows_of_the_spans_in_order_and_all_but_the_last_are_ful
     assert [(s.request_id, s.first + k, s.row + k) for group in groups for s in group for k in range(s.num_rows)] == rows
     sizes = [sum(span.num_rows for span in group) for group in groups]
     assert sizes == [most_rows] * (len(rows) // most_rows) + [len(rows) % most_rows] * (len(rows) % most_rows > 0)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        pytest.param([128, 128, 128], [128, 128, 128], id="each of these is written in one piece"),
+        pytest.param([64, 64, 64], [128, 64], id="two of these"),
+        pytest.param([200, 200], [170, 170, 60], id="no chunk is shorter than half for it"),
+        pytest.param([2048], [170] * 12 + [8], id="a long one"),
+        pytest.param([3], [3], id="a step of few rows"),
+    ],
+)
+def test_a_chunk_ends_where_a_request_does_if_it_is_not_too_short_for_that(lengths: list[int], expected: list[int]) -> None:
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
+    spans = [Span(f"r{row}", 0, length, row) for length, row in zip(lengths, starts, strict=True)]
+    chunks: list[int] = []
+    while sum(chunks) < sum(lengths):
+        chunks.append(rows_in_chunk(spans, sum(chunks), 170))
+    assert chunks == expected

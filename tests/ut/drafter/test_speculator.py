@@ -20,7 +20,6 @@ def batch() -> SimpleNamespace:
         req_ids=["a", "b", "c"],
         query_start_loc_np=np.array([0, 3, 4, 9], dtype=np.int32),
         num_computed_tokens_np=np.array([5, 0, 7], dtype=np.int32),
-        num_tokens_after_padding=12,
         idx_mapping=torch.tensor([2, 0, 1]),
     )
 
@@ -46,15 +45,11 @@ def propose(speculator: Any, **options: Any) -> torch.Tensor:
 
 
 @only_with(">=0.30", "model runner V2 takes no speculator for this method")
-def test_rows_are_staged_with_what_the_ranks_agreed_on_and_no_draft_is_proposed() -> None:
+def test_rows_are_staged_and_no_draft_is_proposed() -> None:
     speculator = make_speculator({"a": 8})
-    across_dp = torch.tensor([12, 12], dtype=torch.int32)
-    assert propose(speculator, dp_sync=SimpleNamespace(num_tokens_across_dp=across_dp)).shape == (3, 0)
-    ((layout, rows, num_tokens, agreed),) = speculator.given
-    assert (layout, len(rows), num_tokens) == (batch_layout_v2(batch()), 1, 12)
-    assert agreed is across_dp
-    propose(speculator)
-    assert speculator.given[1][3] is None, "one DP rank agrees with nobody"
+    assert propose(speculator).shape == (3, 0)
+    ((layout, rows),) = speculator.given
+    assert (layout, len(rows)) == (batch_layout_v2(batch()), 1)
 
 
 @only_with(">=0.30", "model runner V2 takes no speculator for this method")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sink_harness import FORMAT, bits, finite_rows, open_request, put, reason_of, rows_of, token_ids
 
 from vllm_ascend_hsx import open_dir
-from vllm_ascend_hsx.protocol.checksum import Checksums, Digest, sum_of_beginning
+from vllm_ascend_hsx.protocol.checksum import Checksums, Digest, digest_of_beginning
 from vllm_ascend_hsx.protocol.rows import Adapter, RowFormat
 from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.sinks import storage
@@ -105,7 +105,7 @@ def test_the_checksum_of_a_beginning_is_that_of_its_bytes_whatever_sums_are_know
     fd = os.memfd_create("content")
     os.write(fd, b"before" + content)
     try:
-        assert sum_of_beginning(fd, 6, size, sums) == _sum(content[:size])
+        assert digest_of_beginning(fd, 6, size, sums).value == _sum(content[:size])
     finally:
         os.close(fd)
 
@@ -113,7 +113,7 @@ def test_the_checksum_of_a_beginning_is_that_of_its_bytes_whatever_sums_are_know
 def _sum(content: bytes) -> int:
     digest = Digest()
     digest.update(content)
-    return digest.state[1]
+    return digest.value
 
 
 def test_sums_that_are_known_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,10 +122,13 @@ def test_sums_that_are_known_are_not_read_again(tmp_path: Path, monkeypatch: pyt
     sums = Checksums(8)
     for index in (2, 0, 1):
         offset = 8 + index * len(part)
-        sums.end_write(offset, len(part), sums.begin_write(offset, memoryview(part)))
+        digest = Digest()
+        digest.update(part)
+        sums.begin_write(offset, len(part))
+        sums.end_write(offset, digest)
     sums.finish(-1, 8 + 3 * len(part), memoryview(b""))
     assert [size for size, _ in sums.sums] == [len(part), 2 * len(part), 3 * len(part)]
-    assert sum_of_beginning(-1, 8, 2 * len(part), sums.sums) == _sum(2 * part)  # -1 cannot be read
+    assert digest_of_beginning(-1, 8, 2 * len(part), sums.sums).value == _sum(2 * part)  # -1 cannot be read
 
 
 def test_rows_are_copied_although_the_source_was_removed_or_sealed(tmp_path: Path) -> None:
