@@ -45,7 +45,7 @@ class ExtractionWorker:
     Args:
         rank: tensor-parallel rank; requests of other owners are ignored.
         staging, ring, device: slots of the cache-only layer, pinned memory, the worker's NPU.
-        sink, num_writers: makes files; number of threads that write them.
+        sink, num_writers: makes files, which that many threads write.
         storage_timeout, slow_storage, where: as for StorageWatch.
         check_finite: whether a file with a NaN or an infinity fails.
         stored_row_bytes: bytes of one token in the sink; None for those of a row of the ring.
@@ -263,7 +263,7 @@ class ExtractionWorker:
         return False
 
     def _wait_until_open(self) -> None:
-        """Wait for the files of this step's new requests. Fail those not open in time."""
+        """Wait for this step's new files. Fail those not open in time."""
         done = self._watch.wait_for_files(self._opener)
         for extraction in self._opening:
             if not done and not extraction.has_opened:
@@ -323,12 +323,10 @@ class ExtractionWorker:
 
     def _copy(self, extraction: Extraction, source: RowSource, num_rows: int) -> list[Job]:
         self._progress.write_rate.begin(0)
-        try:
-            with self._progress.finishing():
-                extraction.copy(source, num_rows)
-        finally:
-            source.release()
-            self._progress.write_rate.end(0)
+        with self._progress.finishing():
+            extraction.copy(source, num_rows)
+        source.release()
+        self._progress.write_rate.end(0)
         return extraction.order.done((0, num_rows))
 
     def _end_file(self, extraction: Extraction, end: RequestEnd) -> None:
