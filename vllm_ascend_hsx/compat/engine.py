@@ -91,6 +91,7 @@ def compute_extracted_tokens(original: Any, self: Any, request: Any, num_compute
 
 
 _REUSES = "extracted requests read the prefix cache as far as their rows are at hand"
+_FORGETS = "rows of earlier weights are not reused"
 
 
 class _Limited:
@@ -134,12 +135,14 @@ def read_where_rows_are(original: Any, self: Any, request: Any) -> Any:
     return original(self, request if num_tokens >= request.num_tokens else _Limited(request, num_tokens))
 
 
-@patch(SCHEDULER, "Scheduler.reset_prefix_cache", SINCE_0_23, why="rows of earlier weights are not reused")
+@patch(SCHEDULER, "Scheduler.reset_prefix_cache", SINCE_0_23, why=_FORGETS)
+@patch(KV_DELIVERY, "KVDeliveryScheduler.reset_prefix_cache", V0_26, why=_FORGETS)
 def reset_rows_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Have our connector reuse no rows that were computed before the prefix cache was reset.
 
     Reason: a reset follows a change of weights, and vLLM tells connectors only if it is asked to
-    (`reset_connector`, v1/core/sched/scheduler.py:1988 in 0.23.0).
+    (`reset_connector`, v1/core/sched/scheduler.py:1988 in 0.23.0). vllm-ascend 0.26's scheduler has
+    a copy of the method (patch/platform/patch_kv_delivery_preemption.py:1190).
     """
     for reset_prefixes in methods(self.connector, "reset_prefixes"):
         reset_prefixes()
