@@ -99,6 +99,11 @@ class PrefixIndex:
         """Release a file that was kept open but is not to be used."""
         self._released.append(number)
 
+    def drop(self, source: Source) -> None:
+        """Release a file from which no other request is to copy."""
+        if source.number in self._kept:
+            self._release(source)
+
     def clear(self) -> None:
         """Release all files, and forget what is being computed."""
         self._computing.clear()
@@ -257,6 +262,11 @@ class PrefixReuse:
             self._index.publish(Source(reuse.number, owner, reuse._hashes, num_rows))
         elif is_kept:
             self._index.refuse(reuse.number)
+
+    def fail(self, reuse: Reuse) -> None:
+        """Record that a request has failed, perhaps because its source was truncated."""
+        if reuse.tokens and reuse.source is not None:
+            self._index.drop(reuse.source)
 
     def reset(self) -> None:
         """Forget all rows, because the prefix cache was reset: weights may have changed."""

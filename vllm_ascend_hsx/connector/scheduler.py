@@ -270,6 +270,8 @@ class ExtractionScheduler:
                 if self._reuse is not None and request.reuse is not None:
                     is_kept = request.reuse.number in report.sources
                     self._reuse.decide(request.reuse, request.owner, request.num_rows, is_kept)
+                    if error is not None:
+                        self._reuse.fail(request.reuse)
 
     def take_stats(self) -> HsxStats | None:
         """Return held time and refused requests since the last call, or None if there are none."""

@@ -8,6 +8,7 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -109,7 +110,8 @@ class RowSource:
         with self._mutex:
             self._users -= 1
             if not self._users:
-                os.close(self._fd)
+                with suppress(OSError):  # of writes, which DataFile.close reports
+                    os.close(self._fd)
 
     @property
     def space(self) -> tuple[tuple[int, int], int]:
