@@ -80,7 +80,7 @@ def run_engine(directory: Path, model: Path, script: Sequence[Sequence[Any]], *,
     Args:
         directory: for the files and the log of this run.
         model: the target's directory.
-        script: actions of driver.py.
+        script: actions of driver.py, or "published", which waits for the file of a request.
         timeout: seconds that all of them may take.
         options: of EngineSession.
 
@@ -99,6 +99,9 @@ def run_engine(directory: Path, model: Path, script: Sequence[Sequence[Any]], *,
                     session.add(prompt, sampling, name=request_id)
                 elif action == "abort":
                     session.abort(session.requests[arguments[0]])
+                elif action == "published":
+                    (path,) = session.paths(session.requests[arguments[0]])
+                    wait_until_released(path.with_name(path.name + LOCK_SUFFIX), PUBLISH_SECONDS)
                 else:
                     session.call(action, *arguments)
     except EngineError as failure:

@@ -76,13 +76,6 @@ def repeated_prompts_at_the_same_time(stage: Stage) -> None:
         stage.add(prompt, name=f"twin-{index}", max_tokens=3)
 
 
-def reused(request: Request) -> int:
-    """Return how many rows a request has from another one; these tokens it read from the cache."""
-    count = (request.kv_transfer_params or {}).get("reused_tokens", 0)
-    assert request.num_cached_tokens == count, (request.num_cached_tokens, count)
-    return int(count)
-
-
 def rows_of_a_prefix_are_copied(stage: Stage) -> None:
     prompt = tokens(BLOCK + 20, seed=11)
     source = stage.add(prompt, name="source")
@@ -94,10 +87,10 @@ def rows_of_a_prefix_are_copied(stage: Stage) -> None:
         stage.add([*prompt[:BLOCK], *tokens(3, seed=13)], name="samples", n=2, expect="output", max_tokens=3, temperature=1.0, seed=1),
     ]
     stage.session.settle()
-    assert [reused(each) for each in (source, *requests)] == [0, BLOCK, BLOCK, BLOCK, BLOCK]
+    assert [each.reused for each in (source, *requests)] == [0, BLOCK, BLOCK, BLOCK, BLOCK]
     less_than_a_block = stage.add(prompt[:BLOCK], name="a-block")
     stage.session.settle()
-    assert reused(less_than_a_block) == 0
+    assert less_than_a_block.reused == 0
 
 
 def more_is_cached_than_there_are_rows_of(stage: Stage) -> None:
@@ -112,7 +105,7 @@ def more_is_cached_than_there_are_rows_of(stage: Stage) -> None:
     stage.session.settle()
     third = stage.add([*turn, *tokens(BLOCK + 1, seed=16)], name="third-turn")
     stage.session.settle()
-    assert (reused(first), reused(second), reused(third)) == (0, BLOCK, 2 * BLOCK)
+    assert (first.reused, second.reused, third.reused) == (0, BLOCK, 2 * BLOCK)
     assert ordinary.num_cached_tokens == 2 * BLOCK
 
 
@@ -126,7 +119,7 @@ def the_source_of_a_prefix_is_removed(stage: Stage) -> None:
     path.with_name(path.name + LOCK_SUFFIX).unlink()
     again = stage.add(prompt, name="again")
     stage.session.settle()
-    assert reused(again) == BLOCK
+    assert again.reused == BLOCK
 
 
 def preempted_after_a_copied_prefix(stage: Stage) -> None:
@@ -146,7 +139,7 @@ def a_file_is_published_just_now(stage: Stage) -> None:
     stage.catch_up()
     second = stage.add(prompt, name="second")
     stage.drain()
-    assert reused(second) == 2 * BLOCK
+    assert second.reused == 2 * BLOCK
 
 
 def the_prefix_cache_is_reset(stage: Stage) -> None:
@@ -163,7 +156,7 @@ def the_prefix_cache_is_reset(stage: Stage) -> None:
     stage.session.settle()
     after.append(stage.add(prompt, name="and-again"))
     stage.session.settle()
-    assert (found := [reused(each) for each in (*before, *after)]) == [0, 2 * BLOCK, 0, 2 * BLOCK], found
+    assert (found := [each.reused for each in (*before, *after)]) == [0, 2 * BLOCK, 0, 2 * BLOCK], found
 
 
 # Preemption

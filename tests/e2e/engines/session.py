@@ -18,6 +18,7 @@ from typing import Any
 
 from launch import START_SECONDS, fork, process_environment
 
+from vllm_ascend_hsx.protocol.api import REUSED_KEY
 from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
@@ -64,6 +65,13 @@ class Request:
     @property
     def tokens(self) -> list[int]:
         return self.completions.get(0, [])
+
+    @property
+    def reused(self) -> int:
+        """The number of its rows that were copied; it read these tokens from the prefix cache."""
+        count = int((self.kv_transfer_params or {}).get(REUSED_KEY, 0))
+        assert self.num_cached_tokens == count, (self.num_cached_tokens, count)
+        return count
 
     @property
     def n(self) -> int:

@@ -25,6 +25,7 @@ LAYER_IDS = (4, 1, 3)
 ROW_BYTES = 3 * 256 * 2
 ENGINES = ("0", "1")
 MOST_SETTLED = 100
+BLOCK = 128  # tokens in a KV block
 
 
 def serve(
@@ -66,6 +67,10 @@ class Served:
 ALONE = {"alone-3": tokens(3), "alone-6": tokens(6), "alone-chunked": tokens(201)}
 # Each DP rank decodes one of them, beside the other's prefills.
 WITH_OUTPUT = {f"with-output-{length}": tokens(length, seed=2) for length in (9, 70)}
+# The same prefix on both DP ranks, which do not have each other's rows: one prompt, then two.
+PREFIX = tokens(150, seed=3)
+FIRST = {f"first-{engine}": [*PREFIX, *tokens(7)] for engine in ENGINES}
+FOLLOWERS = {f"follower-{engine}-{length}": [*PREFIX, *tokens(length)] for engine in ENGINES for length in (9, 70)}
 TOGETHER = {f"together-{length}": tokens(length, seed=1) for length in (1, 5, 7, 17, 33, 64, 100, 150)}
 
 
@@ -89,11 +94,19 @@ def serve_requests(directory: Path, model: Path, environ: Mapping[str, str] | No
             with ThreadPoolExecutor(len(jobs)) as pool:
                 found = pool.map(lambda job: complete(server, model, job[0], **job[1]), jobs)
                 answers |= dict(zip([*WITH_OUTPUT, *TOGETHER], found, strict=True))
+            answers |= {name: complete(server, model, prompt, headers=on_engine(name)) for name, prompt in FIRST.items()}
+            for name in FIRST:
+                wait_until_released(Path(answers[name]["kv_transfer_params"]["hidden_states_path"] + ".lock"), timeout=60)
+            settle(server.url, ENGINES, timeout=120)
+            settled = 1
+            with ThreadPoolExecutor(len(FOLLOWERS)) as pool:
+                found = pool.map(lambda name: complete(server, model, FOLLOWERS[name], headers=on_engine(name)), FOLLOWERS)
+                answers |= dict(zip(FOLLOWERS, found, strict=True))
             for answer in answers.values():
                 # Rows of generated tokens are published with the step after the answer.
                 wait_until_released(Path(answer["kv_transfer_params"]["hidden_states_path"] + ".lock"), timeout=60)
             # A file is counted after its lock is released.
-            settled, everything_is_counted = 0, False
+            everything_is_counted = False
             while not everything_is_counted and settled < MOST_SETTLED:
                 settle(server.url, ENGINES, timeout=120)
                 settled += 1
@@ -108,7 +121,7 @@ def serve_requests(directory: Path, model: Path, environ: Mapping[str, str] | No
     return Served(
         model,
         directory / "hidden_states",
-        {**ALONE, "hostile-id": tokens(12), **TOGETHER, **with_output},
+        {**ALONE, "hostile-id": tokens(12), **TOGETHER, **FIRST, **FOLLOWERS, **with_output},
         answers,
         read_trace(traces),
         server.log.read_text(errors="replace"),
@@ -117,9 +130,18 @@ def serve_requests(directory: Path, model: Path, environ: Mapping[str, str] | No
     )
 
 
-@pytest.mark.parametrize("name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT])
+def on_engine(name: str) -> dict[str, str]:
+    return {"X-data-parallel-rank": name.split("-")[1]}
+
+
+@pytest.mark.parametrize("name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT, *FIRST, *FOLLOWERS])
 def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
     check_file(served, name)
+
+
+def test_a_prefix_is_copied_on_the_dp_rank_that_has_its_rows(served: Served) -> None:
+    reused = {name: answer["kv_transfer_params"].get("reused_tokens", 0) for name, answer in served.answers.items()}
+    assert reused == {name: BLOCK if name in FOLLOWERS else 0 for name in served.answers}
 
 
 def check_file(served: Served, name: str) -> None:
@@ -145,7 +167,8 @@ def test_metrics_count_what_each_dp_rank_wrote(served: Served) -> None:
         rows = vllms["vllm:prompt_tokens_total", engine] - served.settled + vllms["vllm:generation_tokens_total", engine] - requests
         assert counted.total("vllm:hsx_files_total", outcome="published") == requests - served.settled > 0
         assert counted.total("vllm:hsx_published_bytes_total") == rows * ROW_BYTES
-        assert counted.total("vllm:hsx_written_bytes_total") >= rows * ROW_BYTES
+        assert counted.total("vllm:hsx_reused_tokens_total") == 2 * BLOCK
+        assert counted.total("vllm:hsx_written_bytes_total") >= (rows - 2 * BLOCK) * ROW_BYTES
         assert counted.total("vllm:hsx_files_total", outcome="failed") == counted.total("vllm:hsx_files_total", outcome="aborted") == 0
         assert counted.total("vllm:hsx_backlog_bytes") == 0
         assert {each.labels["tp_rank"] for each in counted.counts if each.name == "vllm:hsx_ring_fill_ratio"} == {"0", "1"}

@@ -13,6 +13,7 @@ from releases import installed_is, only_on_v1
 from vllm_ascend_hsx import load
 from vllm_ascend_hsx.checkpoint import find_checkpoint, fingerprint
 
+BLOCK = 128  # tokens in a KV block
 FLASHCOMM = {"VLLM_ASCEND_ENABLE_FLASHCOMM1": "1"}
 # Lengths that TP does not divide: padding rows follow the last real one. The last prompt fills
 # steps of 64 tokens, of which its rank's only staging slot holds half; the ring holds two rows.
@@ -22,6 +23,18 @@ SCRIPT = [
     *(["add", f"r{length}", tokens(length), {"max_tokens": 3}] for length in LENGTHS[:3]),
     ["step", 2],
     *(["add", f"r{length}", tokens(length), {"max_tokens": 1}] for length in LENGTHS[3:]),
+    ["drain"],
+]
+# Two prompts, the first one on each rank, and two that begin with each of them.
+FIRST = {f"first-{each}": tokens(150, seed=each) for each in (1, 2)}
+FOLLOWERS = {f"{name}-{length}": (name, [*prompt, *tokens(length)]) for name, prompt in FIRST.items() for length in (9, 70)}
+SHARED = [
+    *(["add", name, prompt, {"max_tokens": 1}] for name, prompt in FIRST.items()),
+    ["drain"],
+    *(["published", name] for name in FIRST),
+    ["add", "between", tokens(5), {"max_tokens": 4}],  # its steps report the files
+    ["drain"],
+    *(["add", name, prompt, {"max_tokens": 1}] for name, (_, prompt) in FOLLOWERS.items()),
     ["drain"],
 ]
 # vLLM's connector of 0.26 writes a request's file in a step after its last one.
@@ -43,7 +56,7 @@ def run_tp2(directory: Path, model: Path, *, ours: bool) -> tuple[Run, dict[str,
     run = run_engine(
         directory,
         model,
-        SCRIPT if ours else [*SCRIPT, *AFTER],
+        [*SCRIPT, *(SHARED if ours else AFTER)],
         ours=ours,
         late=ours,
         instruments={"trace_files": str(traces)},
@@ -68,6 +81,18 @@ def test_rows_are_those_of_the_request(run: tuple[Run, dict[str, set[int]]], len
     assert comparison.matches, comparison
 
 
+def test_a_prefix_is_copied_on_the_rank_that_has_its_rows(run: tuple[Run, dict[str, set[int]]]) -> None:
+    found, written = run
+    for name, (first, _) in FOLLOWERS.items():
+        request = found.requests[name]
+        assert (request["num_cached_tokens"], request["kv_transfer_params"].get("reused_tokens")) == (BLOCK, BLOCK)
+        assert written[str(found.path(name))] == written[str(found.path(first))]
+    assert len(set().union(*(written[str(found.path(first))] for first in FIRST))) == 2
+    for name in (*FIRST, *FOLLOWERS):
+        comparison = found.compare(name)
+        assert comparison.matches, (name, comparison)
+
+
 def test_all_ranks_tell_the_same_weights(run: tuple[Run, dict[str, set[int]]], tiny_minimax_m2: Path) -> None:
     checkpoint = find_checkpoint(tiny_minimax_m2, "auto")
     assert checkpoint is not None
@@ -80,7 +105,7 @@ def test_defect_20_one_rank_writes_a_file_and_all_ranks_share_the_work(
     run: tuple[Run, dict[str, set[int]]], tiny_minimax_m2: Path, tmp_path: Path
 ) -> None:
     _, written = run
-    assert len(written) == len(LENGTHS)
+    assert len(written) == len(run[0].requests)
     assert all(len(processes) == 1 for processes in written.values())
     assert len(set().union(*written.values())) == 2
     _, upstream = run_tp2(tmp_path / "upstream", tiny_minimax_m2, ours=False)

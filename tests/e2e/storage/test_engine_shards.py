@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,12 @@ from session import EngineSession, Request
 from vllm_ascend_hsx.cli import verify
 from vllm_ascend_hsx.demo.compare import compare
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
+from vllm_ascend_hsx.protocol.api import REUSED_KEY
+from vllm_ascend_hsx.protocol.names import MANIFEST
 from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.reader.shards import Shards
 
+BLOCK = 128  # tokens in a KV block
 SHARDS = {"sink": "shard", "shard_bytes": 1 << 20}
 
 
@@ -31,6 +35,30 @@ def members(storage: Path) -> list[str]:
     return sorted(found)
 
 
+def copy_out_of_shards(session: EngineSession, check: Callable[[Request], None]) -> Request:
+    """Copy the same block out of shards that are open, sealed, and removed; return the last one."""
+
+    def add(prompt: list[int]) -> Request:
+        request = session.add(prompt, {"max_tokens": 1}, name="p")
+        session.settle()
+        check(request)
+        return request
+
+    prompt = tokens(BLOCK + 20, seed=31)
+    request = add(prompt)
+    for at, state in enumerate(("open", "sealed", "removed")):
+        if state == "removed":
+            add(tokens(300, seed=32))
+        # Two requests, or one of 300 tokens, are more than SHARDS allows.
+        assert len(list(session.storage.glob(f"hsx-*{MANIFEST}"))) == at
+        if state == "removed":
+            for path in session.storage.glob("hsx-*-*"):
+                path.unlink()
+        request = add([*prompt, *tokens(10 * at + 7)])
+        assert request.reused == BLOCK, state
+    return request
+
+
 @pytest.mark.parametrize("options", [{}, {"io": "direct", "durability": "fdatasync"}], ids=["default", "direct, durable"])
 def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(float32_qwen3: Path, tmp_path: Path, options: dict[str, str]) -> None:
     layer_ids = (0, 1, 2, 4)
@@ -38,7 +66,18 @@ def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(float32_qwe
         tmp_path, float32_qwen3, layer_ids=layer_ids, dtype="float32", connector_options={**SHARDS, **options, "check_finite": True}
     ) as session:
         output = {"max_tokens": 6, "extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
-        requests: list[Request] = []
+        oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), layer_ids)
+
+        def check(request: Request) -> None:
+            (path,) = session.paths(request)
+            reused = {REUSED_KEY: request.reused} if request.reused else {}
+            assert request.kv_transfer_params == {"hidden_states_path": str(path), **reused}
+            rows = len(request.prompt) + (5 if request.id.startswith("o") else 0)
+            own = Served(request.id, tuple(request.sequence()[:rows]), request.begun, request.ended)
+            assert oracle.verdict(path, own, rows, len(request.prompt)) == ""
+            load(path, 10, verify=True)
+
+        requests = [copy_out_of_shards(session, check)]
         for turn in range(4):
             requests += [session.add(tokens(length, seed=length + turn), {"max_tokens": 1}, name="p") for length in (1, 63, 400, 299)]
             requests.append(session.add(tokens(100 + turn), output, name="o"))
@@ -49,14 +88,8 @@ def test_rows_of_prompts_and_of_generated_tokens_are_right_in_shards(float32_qwe
             session.abort(request)
         requests.append(session.add(tokens(200, seed=5), {"max_tokens": 1}, name="p"))
         session.settle()
-        oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), layer_ids)
         for request in requests:
-            (path,) = session.paths(request)
-            assert request.kv_transfer_params == {"hidden_states_path": str(path)}
-            rows = len(request.prompt) + (5 if request.id.startswith("o") else 0)
-            own = Served(request.id, tuple(request.sequence()[:rows]), request.begun, request.ended)
-            assert oracle.verdict(path, own, rows, len(request.prompt)) == ""
-            load(path, 10, verify=True)
+            check(request)
         for request in aborted:
             (path,) = session.paths(request)
             with pytest.raises(FileNotFoundError, match="no hidden states, lock or error"):

@@ -20,6 +20,7 @@ from vllm_ascend_hsx.reader.load import HiddenStates, load
 
 LAYER_IDS = (0, 2, 4, 1)
 LENGTHS = (1, 7, 64, 150)  # the last one in three chunks
+BLOCK = 128  # tokens in a KV block
 FLOAT16_ROUNDING = 0.005  # of a row, relative; an eighth of what oracle.py allows bfloat16, which has three bits less
 FP8 = {"quantization": "fp8", "check_finite": True}
 
@@ -27,9 +28,11 @@ FP8 = {"quantization": "fp8", "check_finite": True}
 def serve(session: EngineSession) -> list[tuple[Request, Path, HiddenStates]]:
     """Serve prompts, then generate tokens; return each request, its file, and what that stores."""
     requests = []
-    for length in LENGTHS:
-        requests.append(session.add(tokens(length, seed=length), {"max_tokens": 1}, name=f"r{length}"))
+    prompts = [tokens(length, seed=length) for length in LENGTHS]
+    for prompt in (*prompts, [*prompts[-1], *tokens(70)]):
+        requests.append(session.add(prompt, {"max_tokens": 1}, name=f"r{len(prompt)}"))
         session.settle()
+    assert [request.reused for request in requests] == [0, 0, 0, 0, BLOCK]
     params = {"extra_args": {"kv_transfer_params": {"include_output_tokens": True}}}
     requests.append(session.add(tokens(20), {"max_tokens": 6, **params}, name="generated"))
     session.settle()

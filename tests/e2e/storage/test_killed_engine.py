@@ -44,9 +44,12 @@ KILLS = {"file": 4 if is_long() else 2, "shard": 2}
 SHARD_BYTES = 1 << 26  # all requests of an engine: none of its shards is sealed when it is killed
 ONE_WORKER = 2  # every second kill hits one worker of two
 LONGEST_LIFE = 1.5  # seconds for which requests run
+LATEST_COPY = 120.0  # seconds
 LAYER_IDS = (4, 1, 2)
 CHUNK = 32
 AT_A_TIME = 6
+BEGINNING = tokens(140, seed=9)  # of half of the prompts; more than a KV block
+COPY = 8  # of the copies of such rows, the one in whose middle an engine dies
 
 
 class Reign:
@@ -69,19 +72,23 @@ class Reign:
         self.visible: set[str] = set()
         self.counts: Counter[str] = Counter()
 
-    def engine(self, workers: int = 1) -> EngineSession:
+    def engine(self, workers: int = 1, *, dies_in_a_copy: bool = False) -> EngineSession:
         options = {"dtype": "float32", "max_num_batched_tokens": CHUNK, "max_num_seqs": AT_A_TIME, "tensor_parallel_size": workers}
-        return EngineSession(self._directory, self._model, layer_ids=LAYER_IDS, connector_options=self._options, **options)
+        instruments = {"die_in_a_copy": COPY} if dies_in_a_copy else {}
+        return EngineSession(
+            self._directory, self._model, layer_ids=LAYER_IDS, connector_options=self._options, instruments=instruments, **options
+        )
 
     def add(self, session: EngineSession) -> Request:
         length = self._luck.choice([1, CHUNK, self._luck.randint(1, 300)])
         sampling = {"max_tokens": self._luck.randint(1, 12)}
         if self._luck.random() < 0.4:
             sampling["extra_args"] = {"kv_transfer_params": {"include_output_tokens": True}}
-        return session.add(tokens(length, seed=self._luck.randrange(3)), sampling)
+        prompt = tokens(length, seed=self._luck.randrange(3))
+        return session.add([*BEGINNING, *prompt] if self._luck.random() < 0.5 else prompt, sampling)
 
-    def serve_until_killed(self, session: EngineSession, one_worker: bool) -> Callable[[], object]:
-        """Add and abort requests until SIGKILL comes.
+    def serve_until_killed(self, session: EngineSession, *, one_worker: bool, in_a_copy: bool) -> Callable[[], object]:
+        """Add and abort requests until SIGKILL comes, or the engine dies in a copy.
 
         Returns:
             A call that waits for the consumer of an incomplete file, and returns what it got.
@@ -99,14 +106,15 @@ class Reign:
         (path,) = session.paths(endless)
         while not path.with_name(path.name + LOCK_SUFFIX).exists():
             session.step()
-        done = session.add(tokens(CHUNK), {"max_tokens": 1})
+        done = session.add(BEGINNING, {"max_tokens": 1})
         while not done.finished:
             session.step()
         load(*session.paths(done), 60)  # however soon it is killed, it has published something
+        assert done.reused == 0, "an earlier engine has these rows, not this one"
         pool = ThreadPoolExecutor(1)
         waiting = pool.submit(_outcome, path)
         pool.shutdown(wait=False)
-        killer = threading.Timer(self._luck.random() * LONGEST_LIFE, kill)
+        killer = threading.Timer(LATEST_COPY if in_a_copy else self._luck.random() * LONGEST_LIFE, kill)
         killer.start()
         try:
             while True:
@@ -117,10 +125,11 @@ class Reign:
                     session.abort(self._luck.choice(running[1:]))
                 session.step(self._luck.randint(1, 3))
         except (AssertionError, EngineError):
-            assert killed.is_set(), session.log[-4000:]
+            assert killed.is_set() != in_a_copy, session.log[-4000:]
+            assert not in_a_copy or f"killed in copy {COPY}\n" in session.log, session.log[-4000:]
         finally:
             killer.cancel()
-        self.counts.update(kills=1, of_one_worker=one_worker)
+        self.counts.update(kills=1, of_one_worker=one_worker, in_a_copy=in_a_copy)
         return waiting.result
 
     def check(self, session: EngineSession, *, killed: bool = True) -> None:
@@ -130,6 +139,8 @@ class Reign:
         problems = []
         for request in session.requests.values():
             (path,) = session.paths(request)
+            if request.finished:
+                self.counts["reused"] += request.reused > 0
             outcome = _outcome(path)
             self.counts[type(outcome).__name__] += 1
             if isinstance(outcome, Exception):
@@ -213,10 +224,11 @@ def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
     began = time.monotonic()
     for number in range(kills):
         workers = 2 if number % ONE_WORKER == ONE_WORKER - 1 else 1
-        session = reign.engine(workers)
+        in_a_copy = options["sink"] == "file" and not number
+        session = reign.engine(workers, dies_in_a_copy=in_a_copy)
         with session:
             reign.check_start(workers)
-            outcome_of_waiting = reign.serve_until_killed(session, one_worker=workers > 1)
+            outcome_of_waiting = reign.serve_until_killed(session, one_worker=workers > 1, in_a_copy=in_a_copy)
         assert isinstance(outcome_of_waiting(), HiddenStatesError)
         reign.check(session)
     with reign.engine() as session:
@@ -228,6 +240,7 @@ def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
     assert not [name for name in os.listdir(reign.storage) if name.startswith(".")]
     print(f"{time.monotonic() - began:.0f} s", dict(reign.counts))
     assert reign.counts["kills"] == kills
+    assert reign.counts["reused"] > 0
     assert reign.counts["hidden"] > 0, "no file was under way when an engine was killed"
     assert reign.counts["HiddenStates"] > 2 * kills
     sealed_by = Counter(json.loads(path.read_text())["sealed_by"] for path in reign.storage.glob(f"hsx-*{MANIFEST}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from stage import Stage
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 
 LAYER_IDS = (1, 2, 4)
-CHUNK = 64
+ROW_BYTES = len(LAYER_IDS) * 256 * 4
+CHUNK, BLOCK = 64, 128
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,8 @@ def test_the_answer_to_a_prompt_of_one_step_says_that_its_file_could_not_be_open
 
 @pytest.mark.parametrize(("kind", "call", "errno", "early"), FAULTS, ids=["-".join(each[:3]) for each in FAULTS])
 def test_a_fault_of_the_storage_fails_its_request_alone(stage: Stage, kind: str, call: str, errno: str, early: bool) -> None:
-    victim = stage.add(tokens(150), name="victim", expect="failed")
+    prompt = tokens(150, seed=FAULTS.index((kind, call, errno, early)))  # no other request has rows of it
+    victim = stage.add(prompt, name="victim", expect="failed")
     other = stage.add(tokens(120, seed=1), name="other", max_tokens=4)
     unaware = stage.add(tokens(20, seed=2), name="unaware", params={"hidden_states": False}, expect="nothing")
     (path,) = stage.session.paths(victim)
@@ -82,9 +85,35 @@ def test_a_fault_of_the_storage_fails_its_request_alone(stage: Stage, kind: str,
         assert errno in victim.kv_transfer_params["hidden_states_error"]
     assert other.finished
     assert unaware.finished
-    again = stage.add(tokens(150), name="again")
+    again = stage.add(prompt, name="again")
     stage.check()
     assert again.finished
+
+
+@pytest.mark.parametrize("how", ["an error", "truncated by a consumer"])
+def test_a_file_that_cannot_be_copied_from_fails_one_request_and_the_next_one_computes(stage: Stage, how: str) -> None:
+    prompt = tokens(BLOCK + 20, seed=len(how))
+    source = stage.add(prompt, name="source")
+    stage.check()
+    victim = stage.add([*prompt, *tokens(70)], name="victim", expect="failed")
+    other = stage.add(tokens(120, seed=1), name="other", max_tokens=4)
+    (path,) = stage.session.paths(victim)
+    if how == "an error":
+        stage.session.call("inject", [{"call": "copy_file_range", "errno": "EIO", "name": pattern(path.name, "data")}])
+    else:
+        os.truncate(*stage.session.paths(source), BLOCK * ROW_BYTES)
+    stage.step()
+    stage.session.call("catch_up")
+    stage.session.settle()
+    assert bool(stage.session.call("inject", [])) == (how == "an error")
+    with pytest.raises(HiddenStatesError, match="rows \\[0, 128\\) could not be copied from the request that has them: .*EIO"):
+        load(path, 10)
+    assert "EIO" in (victim.kv_transfer_params or {})["hidden_states_error"]
+    again = stage.add([*prompt, *tokens(70)], name="again")
+    stage.check()
+    once_more = stage.add([*prompt, *tokens(70)], name="once-more")
+    stage.check()
+    assert (other.finished, victim.reused, again.reused, once_more.reused) == (True, BLOCK, 0, BLOCK)
 
 
 def test_many_faults_at_once_leave_the_others_right(stage: Stage) -> None:

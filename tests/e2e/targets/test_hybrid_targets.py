@@ -91,14 +91,14 @@ def prompts_of_several_blocks(stage: Stage) -> None:
 
 
 def cached_states_are_those_that_were_computed(stage: Stage) -> None:
-    """A request that is not extracted continues from a cached state, and generates the same."""
+    """A request continues from a cached state, extracted or not, and generates the same."""
     prompt = [*tokens(2 * BLOCK, seed=4), *tokens(9)]
     fresh = stage.add(prompt, name="fresh", max_tokens=8, expect="output")
-    stage.drain()
+    stage.session.settle()
     cached = stage.add(prompt, name="cached", expect="nothing", params={"hidden_states": False}, max_tokens=8)
     again = stage.add(prompt, name="again", max_tokens=8, expect="output")
     stage.drain()
-    assert (fresh.num_cached_tokens, cached.num_cached_tokens, again.num_cached_tokens) == (0, 2 * BLOCK, 0)
+    assert (fresh.reused, cached.num_cached_tokens, again.reused) == (0, 2 * BLOCK, 2 * BLOCK)
     assert fresh.tokens == cached.tokens == again.tokens
 
 
@@ -119,6 +119,8 @@ SCENARIOS: dict[str, tuple[Callable[[Stage], None], ...]] = {
         prompts_of_several_blocks,
         scenarios.repeated_and_extended_prompts,
         cached_states_are_those_that_were_computed,
+        scenarios.rows_of_a_prefix_are_copied,
+        scenarios.more_is_cached_than_there_are_rows_of,
         scenarios.repeated_prompts_at_the_same_time,
         scenarios.everything_is_preempted_at_once,
         scenarios.aborted_while_its_prompt_is_computed,

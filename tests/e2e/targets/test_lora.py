@@ -18,10 +18,12 @@ from oracle import Oracle, Reference, Served
 from releases import only_with
 from session import NOT_EXTRACTED, WITH_OUTPUT, EngineSession, Request
 
-from vllm_ascend_hsx import load
+from vllm_ascend_hsx import HiddenStatesError, load
 from vllm_ascend_hsx.checkpoint import Checkpoint, fingerprint
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
 from vllm_ascend_hsx.reader.check import examine
+from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 
 pytestmark = only_with("<0.26", "adapters are not tested with them")
 
@@ -30,7 +32,7 @@ LAYER_IDS = (4, 0, 2)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 NONE, A, B, AGAIN = "", "a", "b", "a, trained further"  # AGAIN has the name and the id of A
 IDS = {A: 1, B: 2}
-PROMPTS = {"short": tokens(10), "chunked": tokens(CHUNK + 9), "longer-than-a-block": tokens(BLOCK + 30)}
+PROMPTS = {"short": tokens(10), "chunked": tokens(CHUNK + 9), "longer-than-a-block": tokens(BLOCK + 30), "in-turn": tokens(BLOCK + 40)}
 
 
 class Target(NamedTuple):
@@ -54,6 +56,8 @@ class Run(NamedTuple):
     Attributes:
         served: each request, and whose it is.
         cached: those that were not extracted, and read the prefix cache; by whose they are.
+        in_turn: those of one prompt, which were added one after the other: A, NONE, B, and again.
+        failed: one of AGAIN, for which the prefix cache and the files have rows of A.
         models: directory of the model of which each one's rows are.
         weights: fingerprint of each adapter.
     """
@@ -61,6 +65,8 @@ class Run(NamedTuple):
     session: EngineSession
     served: list[tuple[str, Request]]
     cached: dict[str, Request]
+    in_turn: list[Request]
+    failed: Request
     models: dict[str, Path]
     weights: dict[str, str]
 
@@ -89,19 +95,39 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
     served = []
     with session:
-        for prompt in PROMPTS:
+        for prompt in ("short", "chunked", "longer-than-a-block"):
             served += [(whose, add(whose, prompt, WITH_OUTPUT)) for whose in (A, NONE, B)]
             session.step()  # the three share it, and the ones before decode beside the next
         session.drain()
         cached = {whose: add(whose, "longer-than-a-block", NOT_EXTRACTED) for whose in (B, NONE, A)}
         session.drain()
+        for whose in (A, NONE, B) * 2:
+            served.append((whose, add(whose, "in-turn", WITH_OUTPUT)))
+            session.drain()
+            tell(session)
+        in_turn = [request for _, request in served[-6:]]
         write_adapter(adapters[A], model, target.modules, 3)
         models[AGAIN], weights[AGAIN] = merge(directory / "merged-again", model, adapters[A]), fingerprint_of(adapters[A])
         served += [(AGAIN, add(AGAIN, "chunked", WITH_OUTPUT, load_inplace=True)), (NONE, add(NONE, "chunked", WITH_OUTPUT))]
         session.drain()
-        add(NONE, "short", NOT_EXTRACTED)  # with its steps, workers learn that the requests before it have ended
+        failed = add(AGAIN, "in-turn", WITH_OUTPUT)
         session.drain()
-    return Run(session, served, cached, models, weights)
+        tell(session)
+        assert session.call("reset_prefix_cache")
+        served.append((AGAIN, add(AGAIN, "in-turn", WITH_OUTPUT)))
+        session.drain()
+        tell(session)
+    return Run(session, served, cached, in_turn, failed, models, weights)
+
+
+def tell(session: EngineSession) -> None:
+    """Run steps with which workers learn of ended requests, and the scheduler of their files."""
+    for _ in range(2):
+        session.add(PROMPTS["short"], {"max_tokens": 6, **NOT_EXTRACTED}, name="not-extracted")
+        session.drain()
+        for request in session.requests.values():
+            for path in session.paths(request):
+                wait_until_released(path.with_name(path.name + LOCK_SUFFIX), 60)
 
 
 def fingerprint_of(adapter: Path) -> str:
@@ -157,6 +183,15 @@ def test_the_prefix_cache_keeps_adapters_apart(run: Run) -> None:
         assert request.num_cached_tokens == BLOCK
         assert request.tokens == run.of(whose)[2].tokens
     assert len({tuple(request.tokens) for request in run.cached.values()}) == 3
+
+
+def test_rows_of_a_prefix_are_copied_from_requests_of_the_same_adapter_only(run: Run) -> None:
+    """Which adapter it is, its name tells vLLM; that its weights are others, our file."""
+    assert [request.reused for request in run.in_turn] == [0, 0, 0, BLOCK, BLOCK, BLOCK]
+    with pytest.raises(HiddenStatesError, match="were computed before, but with other weights of this adapter"):
+        load(run.path(run.failed))
+    assert run.failed.num_cached_tokens == BLOCK
+    assert run.of(AGAIN)[-1].reused == 0
 
 
 @pytest.mark.long

@@ -44,6 +44,8 @@ SCRIPT = [
     ["drain"],
     # The worker learns with the next step that a request with generated tokens has ended.
     ["add", "last", tokens(5), {"max_tokens": 1}],
+    ["settle"],
+    ["add", "copied", LONG + tokens(40), {"max_tokens": 1}],
     ["drain"],
 ]
 EXTRACTED = [action[1] for action in SCRIPT if action[0] == "add" and action[1] != "opts-out"]
@@ -71,15 +73,16 @@ def test_the_layer_of_the_drafter_is_in_no_kv_cache_group(run: Run) -> None:
     assert run.result["kv_groups"] == [[f"model.layers.{layer}.self_attn.attn" for layer in range(4)]]
 
 
-def test_ordinary_requests_still_hit_the_prefix_cache(run: Run) -> None:
+def test_requests_hit_the_prefix_cache_as_far_as_their_rows_are_at_hand(run: Run) -> None:
     assert run.requests["opts-out"]["num_cached_tokens"] == 128  # the first block, of 128 tokens, of 201
-    assert run.requests["same-prompt-again"]["num_cached_tokens"] == 0
+    assert run.requests["copied"]["num_cached_tokens"] == 128
+    assert run.requests["copied"]["kv_transfer_params"]["reused_tokens"] == 128
 
 
 def test_generated_text_is_that_of_a_server_without_extraction(run: Run, model: Path, tmp_path: Path) -> None:
     # With extraction vllm-ascend uses another layout for decodes (attention/mla_v1.py:1450), and
     # prompts read no cached prefix.
-    plain = [[*action[:3], {"max_tokens": action[3]["max_tokens"]}] if action[0] == "add" else action for action in SCRIPT]
+    plain = [[*each[:3], {"max_tokens": each[3]["max_tokens"]}] if each[0] == "add" else each for each in SCRIPT if each != ["settle"]]
     without = run_engine(tmp_path, model, plain, extract=False, max_num_batched_tokens=CHUNK)
     assert without.error is None, without.error
     prompts = {action[1]: action[2] for action in SCRIPT if action[0] == "add"}

@@ -43,6 +43,8 @@ SCRIPT = [
     ["drain"],
     # The worker learns with the next step that a request with generated tokens has ended.
     ["add", "last", tokens(5), {"max_tokens": 1}],
+    ["settle"],
+    ["add", "copied", LONG + tokens(40), {"max_tokens": 1}],
     ["drain"],
 ]
 EXTRACTED = [action[1] for action in SCRIPT if action[0] == "add" and action[1] != "opts-out"]
@@ -86,9 +88,10 @@ def test_sliding_and_full_layers_keep_kv_cache_groups_of_their_own(run: Run) -> 
     assert sorted(run.result["kv_groups"]) == sorted([SLIDING, FULL])
 
 
-def test_ordinary_requests_still_hit_the_prefix_cache(run: Run) -> None:
+def test_requests_hit_the_prefix_cache_as_far_as_their_rows_are_at_hand(run: Run) -> None:
     assert run.requests["opts-out"]["num_cached_tokens"] == 128  # the first block, of 128 tokens, of 201
-    assert run.requests["same-prompt-again"]["num_cached_tokens"] == 0
+    assert run.requests["copied"]["num_cached_tokens"] == 128
+    assert run.requests["copied"]["kv_transfer_params"]["reused_tokens"] == 128
 
 
 def test_vllm_ascend_sees_one_key_more_than_the_window(run: Run, models: dict[int, Path]) -> None:

@@ -34,6 +34,7 @@ from tiny_vision import (
     seeds_in,
 )
 
+from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStates, load
 
 LAYER_IDS = (4, 0, 2, 1, 3)  # not ascending: the file has the user's order
@@ -56,6 +57,7 @@ class Play:
     def __init__(self, stage: Stage, reference: VisionReference) -> None:
         self.stage = stage
         self._reference = reference
+        self.unit = reference.unit
         self._ranges: dict[str, list[tuple[str, int, int]]] = {}
 
     def add(self, prompt: Sequence[int], **options: Any) -> Request:
@@ -126,6 +128,23 @@ def prefixes_with_images_are_cached(play: Play) -> None:
     assert extracted.tokens == cached.tokens == plain.tokens
 
 
+def rows_of_a_prefix_with_an_image_are_copied(play: Play) -> None:
+    """Text and image must be the same. Whose image it is, here no token tells."""
+    prompt = [*tokens(30), *mark(OF_81 + 12), *tokens(60)]
+    source = play.add(prompt, name="source")
+    play.stage.session.settle()
+    copied = play.add([*prompt, *tokens(9)], name="copied", max_tokens=3)
+    another_image = play.add([*tokens(30), *mark(OF_81 + 15), *tokens(60)], name="another-image")
+    hidden = play.stage.add(prompt, name="its-token-is-the-first-one's", options={"pictures": [[OF_81 + 15, play.unit]]}, expect="nothing")
+    play.stage.session.settle()
+    assert [each.reused for each in (source, copied, another_image, hidden)] == [0, BLOCK, 0, 0]
+    (path,), (of_source,) = play.stage.session.paths(hidden), play.stage.session.paths(source)
+    differs = (load(path).hidden_states != load(of_source).hidden_states).any(-1).any(-1)
+    assert differs.nonzero()[0] == len(tokens(30)) + 2
+    path.unlink()
+    path.with_name(path.name + LOCK_SUFFIX).unlink()
+
+
 def aborted_and_preempted_with_images(play: Play) -> None:
     aborted = play.add([*tokens(20), *mark(OF_81), *tokens(30)], name="aborted")
     play.stage.until_mid_prefill(aborted)
@@ -142,6 +161,7 @@ SCENARIOS: tuple[Callable[[Play], None], ...] = (
     the_same_image_in_other_prompts,
     text_beside_images,
     prefixes_with_images_are_cached,
+    rows_of_a_prefix_with_an_image_are_copied,
     aborted_and_preempted_with_images,
 )
 

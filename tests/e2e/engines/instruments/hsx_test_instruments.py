@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import itertools
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -352,6 +354,26 @@ def gated_writes(gate: str) -> None:
     _after_import("vllm_ascend_hsx.sinks.data_file", wrap)
 
 
+def die_in_a_copy(number: int) -> None:
+    """Let a process end by SIGKILL when half of its `number`th copy of rows is made."""
+    copies = itertools.count(1)
+
+    def wrap(module: Any) -> None:
+        original = module.RowSource.copy_to
+
+        def copy_to(self: Any, fd: int, offset: int, num_bytes: int) -> None:
+            if next(copies) != number:
+                original(self, fd, offset, num_bytes)
+                return
+            original(self, fd, offset, num_bytes // 2)
+            print(f"killed in copy {number}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        module.RowSource.copy_to = copy_to
+
+    _after_import("vllm_ascend_hsx.sinks.data_file", wrap)
+
+
 def storage_that_answers_late(how: dict[str, float]) -> None:
     """Let writes of "bytes" or more wait until a worker has been closing for "seconds".
 
@@ -414,6 +436,7 @@ INSTRUMENTS = {
         unfixed_proposer,
         held_writers,
         gated_writes,
+        die_in_a_copy,
         storage_that_answers_late,
         importable_mooncake,
     )
