@@ -164,15 +164,28 @@ def test_a_request_has_no_more_rows_than_tokens_that_are_cached(cached: int) -> 
     assert engine.start("second", cached).prefix == expected
 
 
+def test_a_source_of_which_a_request_has_failed_is_used_no_more() -> None:
+    engine = Engine()
+    source = engine.serve("source", "ab")
+    for request_id in ("failed", "failed too"):
+        engine.add(request_id, "abc")
+        assert engine.start(request_id).prefix == Prefix(source.number, 2 * BLOCK)
+    for request_id in ("failed", "failed too"):
+        engine.publish(request_id, "it could not be copied", kept=False)
+    engine.add("last", "abc")
+    assert engine.start("last").prefix is None
+    assert engine.released == [source.number]
+
+
 def test_what_is_cached_without_rows_is_computed() -> None:
     engine = Engine()
     engine.add("unpublished", "abc")
     engine.start("unpublished")
     engine.publish("unpublished", kept=False)  # the rank could not keep it open
-    engine.serve("shorter", "a")
     engine.add("failed", "abc")
     engine.start("failed")
     engine.publish("failed", "the disk is full", kept=False)
+    engine.serve("shorter", "a")
     engine.add("last", "abc")
     assert engine.start("last").prefix == Prefix(engine.started["shorter"].number, BLOCK)
 
