@@ -146,7 +146,7 @@ def rows_of_a_prefix_with_an_image_are_copied(play: Play) -> None:
 
 
 def aborted_and_preempted_with_images(play: Play) -> None:
-    aborted = play.add([*tokens(20), *mark(OF_81), *tokens(30)], name="aborted")
+    aborted = play.add([*tokens(21), *mark(OF_81), *tokens(30)], name="aborted")
     play.stage.until_mid_prefill(aborted)
     play.stage.abort(aborted)
     decoding = play.add([*tokens(3), *mark(OF_12), *tokens(3)], name="preempted", max_tokens=12, expect="output")
