@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import prefix_scenarios as prefixes
 import pytest
 import scenarios as play
 import test_any_traffic as traffic
@@ -33,7 +34,9 @@ PLAYED: dict[str, tuple[Callable[[Stage], None], ...]] = {
         play.prompts_around_the_chunk,
         play.decodes_beside_new_prefills,
         play.many_short_prompts_in_one_step,
-        play.repeated_and_extended_prompts,
+        prefixes.repeated_and_extended_prompts,
+        prefixes.rows_of_a_prefix_are_copied,
+        prefixes.the_prefix_cache_is_reset,
         play.everything_is_preempted_at_once,
         play.aborted_while_its_prompt_is_computed,
         play.rows_of_generated_tokens,

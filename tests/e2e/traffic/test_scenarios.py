@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import prefix_scenarios as prefixes
 import pytest
 import scenarios as play
 import torch
@@ -43,14 +44,14 @@ SCENARIOS = (
     Scenario(play.decodes_beside_new_prefills, EVERY),
     Scenario(play.many_short_prompts_in_one_step, BOTH),
     Scenario(play.a_prompt_of_the_greatest_length, EVERY),
-    Scenario(play.repeated_and_extended_prompts, EVERY),
-    Scenario(play.repeated_prompts_at_the_same_time, BOTH),
-    Scenario(play.rows_of_a_prefix_are_copied, EVERY),
-    Scenario(play.more_is_cached_than_there_are_rows_of, BOTH),
-    Scenario(play.the_source_of_a_prefix_is_removed),
-    Scenario(play.a_file_is_published_just_now, BOTH),
-    Scenario(play.preempted_after_a_copied_prefix, ("tiny",)),
-    Scenario(play.the_prefix_cache_is_reset),
+    Scenario(prefixes.repeated_and_extended_prompts, EVERY),
+    Scenario(prefixes.repeated_prompts_at_the_same_time, BOTH),
+    Scenario(prefixes.rows_of_a_prefix_are_copied, EVERY),
+    Scenario(prefixes.more_is_cached_than_there_are_rows_of, BOTH),
+    Scenario(prefixes.the_source_of_a_prefix_is_removed),
+    Scenario(prefixes.a_file_is_published_just_now, BOTH),
+    Scenario(prefixes.preempted_after_a_copied_prefix, ("tiny",)),
+    Scenario(prefixes.the_prefix_cache_is_reset),
     Scenario(play.preempted_while_its_prompt_is_computed, ("tiny",)),
     Scenario(play.preempted_while_they_decode, ("tiny",)),
     Scenario(play.everything_is_preempted_at_once, BOTH),

@@ -16,6 +16,7 @@ import pytest
 import scenarios as play
 import torch
 from oracle import EXACT, LOAD_SECONDS, Reference
+from prefix_scenarios import repeated_prompts_at_the_same_time
 from releases import only_with
 from safetensors.torch import load_file
 from session import EngineError, EngineSession, Request
@@ -39,6 +40,14 @@ def prompts_with_a_cached_prefix(stage: Stage) -> None:
     stage.add([*prompt, *play.tokens(30)], name="extended")
 
 
+def the_prefix_cache_is_reset(stage: Stage) -> None:
+    prompt = play.tokens(2 * play.BLOCK + 6)
+    stage.add(prompt, name="before-the-reset")
+    stage.drain()
+    assert stage.session.call("reset_prefix_cache")
+    stage.add(prompt, name="after-the-reset")
+
+
 # What is played on which engine, and what is then not as with our connector. Those that stop the
 # engine are last.
 TABLE: tuple[tuple[Callable[[Stage], None], str, set[str]], ...] = (
@@ -47,8 +56,8 @@ TABLE: tuple[tuple[Callable[[Stage], None], str, set[str]], ...] = (
     (play.many_short_prompts_in_one_step, "async", set()),
     (play.a_prompt_of_the_greatest_length, "async", set()),
     (prompts_with_a_cached_prefix, "async", set()),
-    (play.repeated_prompts_at_the_same_time, "async", set()),
-    (play.the_prefix_cache_is_reset, "async", set()),
+    (repeated_prompts_at_the_same_time, "async", set()),
+    (the_prefix_cache_is_reset, "async", set()),
     (play.everything_is_preempted_at_once, "async", {TEXT}),
     (play.aborted_while_its_prompt_is_computed, "async", {LEFT_OVER, MISSING}),
     (play.aborted_while_it_decodes, "async", {LEFT_OVER}),

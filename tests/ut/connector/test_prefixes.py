@@ -1,8 +1,7 @@
-"""Which rows a request has from another one: the index, the decision, and the files kept open."""
+"""Which rows a request has from another one: the index and the decision."""
 
 from __future__ import annotations
 
-import os
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,16 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_harness import ROW_BYTES, make_request, schedule
-from sink_harness import FORMAT, finite_rows, make_rows, open_request, put, rows_of, token_ids
 
 from vllm_ascend_hsx.compat.engine import read_where_rows_are
-from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import Prefix, RankState, WorkerReport
 from vllm_ascend_hsx.connector.prefixes import PrefixIndex, Source
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
-from vllm_ascend_hsx.sinks.data_file import RowSource
 from vllm_ascend_hsx.sinks.destination import InDirectory
-from vllm_ascend_hsx.sinks.file import FileSink
 
 BLOCK = 4
 TEXTS = st.lists(st.integers(0, 1), max_size=4)
@@ -346,67 +341,3 @@ def test_vllm_looks_for_no_more_cached_tokens_than_there_are_rows_of() -> None:
     request.hsx_rows_at_hand = lambda *_: 8
     read_where_rows_are(original, manager, request)
     assert seen[-1] == (9, True, "hashes")
-
-
-# Files that are kept
-
-
-def kept_source(tmp_path: Path, tokens: int = 5) -> tuple[RowSource, Path]:
-    with FileSink(tmp_path, FORMAT) as sink:
-        file = open_request(sink, tmp_path, tokens=tokens)
-        file.keeps_source = True
-        path = put(file, tokens)
-    assert file.source is not None
-    return file.source, path
-
-
-def is_open(source: RowSource) -> bool:
-    return Path(f"/proc/self/fd/{source._fd}").exists()
-
-
-def test_a_file_stays_open_until_its_last_user_releases_it(tmp_path: Path) -> None:
-    kept = KeptFiles()
-    source, path = kept_source(tmp_path)
-    kept.add(7, source)
-    path.unlink()
-    assert kept.retain(7) is source
-    assert kept.retain(8) is None
-    kept.release(7)
-    assert kept.retain(7) is None
-    assert is_open(source)
-    with FileSink(tmp_path / "other", FORMAT) as sink:
-        file = open_request(sink, tmp_path / "other", tokens=6)
-        file.copy(source, 3)
-        file.write(3, make_rows(3, 6))
-        file.commit(token_ids(6), 6)
-    source.release()
-    assert not is_open(source)
-    assert (rows_of(file.path)[:3] == finite_rows(0, 3)).all()
-
-
-def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -> None:
-    kept = KeptFiles()
-    first, _ = kept_source(tmp_path / "first")
-    late, _ = kept_source(tmp_path / "late")
-    kept.add(1, first)
-    kept.close()
-    kept.add(2, late)
-    assert not is_open(first)
-    assert not is_open(late)
-
-
-def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> None:
-    now = 0.0
-    kept = KeptFiles(lambda: now)
-    sources = [kept_source(tmp_path / name, 1000) for name in "ab"]
-    for number, (source, _) in enumerate(sources):
-        kept.add(number, source)
-    assert kept.space() == (2, 0)
-    size = os.stat(sources[0][1]).st_blocks * 512
-    sources[0][1].unlink()
-    sources[1][1].rename(tmp_path / "moved")
-    assert kept.space() == (2, 0)  # it is counted once a second
-    now = 1.0
-    assert kept.space() == (2, size)
-    kept.close()
-    assert kept.space() == (0, 0)

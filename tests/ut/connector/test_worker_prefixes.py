@@ -1,4 +1,4 @@
-"""A worker copies rows of a request's prefix from a file that it keeps open."""
+"""A worker keeps files open, and copies rows of a request's prefix from them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sink_harness import reason_of
+from sink_harness import FORMAT, finite_rows, make_rows, open_request, put, reason_of, rows_of, token_ids
 from worker_harness import NOTHING, PATIENCE, SILENT, Engine, ended, started
 
+from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, Prefix, RequestStart
 from vllm_ascend_hsx.sinks.data_file import RowSource
+from vllm_ascend_hsx.sinks.file import FileSink
 
 TOKENS = 8
 
@@ -178,3 +180,67 @@ def test_all_files_are_closed_with_the_worker(tmp_path: Path) -> None:
     engine.close()
     new = [f"/proc/self/fd/{fd}" for fd in set(os.listdir("/proc/self/fd")) - before]
     assert not [fd for fd in new if os.path.lexists(fd) and os.readlink(fd).startswith(str(tmp_path))]
+
+
+# Files that are kept
+
+
+def kept_source(tmp_path: Path, tokens: int = 5) -> tuple[RowSource, Path]:
+    with FileSink(tmp_path, FORMAT) as sink:
+        file = open_request(sink, tmp_path, tokens=tokens)
+        file.keeps_source = True
+        path = put(file, tokens)
+    assert file.source is not None
+    return file.source, path
+
+
+def is_open(source: RowSource) -> bool:
+    return Path(f"/proc/self/fd/{source._fd}").exists()
+
+
+def test_a_file_stays_open_until_its_last_user_releases_it(tmp_path: Path) -> None:
+    kept = KeptFiles()
+    source, path = kept_source(tmp_path)
+    kept.add(7, source)
+    path.unlink()
+    assert kept.retain(7) is source
+    assert kept.retain(8) is None
+    kept.release(7)
+    assert kept.retain(7) is None
+    assert is_open(source)
+    with FileSink(tmp_path / "other", FORMAT) as sink:
+        file = open_request(sink, tmp_path / "other", tokens=6)
+        file.copy(source, 3)
+        file.write(3, make_rows(3, 6))
+        file.commit(token_ids(6), 6)
+    source.release()
+    assert not is_open(source)
+    assert (rows_of(file.path)[:3] == finite_rows(0, 3)).all()
+
+
+def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -> None:
+    kept = KeptFiles()
+    first, _ = kept_source(tmp_path / "first")
+    late, _ = kept_source(tmp_path / "late")
+    kept.add(1, first)
+    kept.close()
+    kept.add(2, late)
+    assert not is_open(first)
+    assert not is_open(late)
+
+
+def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> None:
+    now = 0.0
+    kept = KeptFiles(lambda: now)
+    sources = [kept_source(tmp_path / name, 1000) for name in "ab"]
+    for number, (source, _) in enumerate(sources):
+        kept.add(number, source)
+    assert kept.space() == (2, 0)
+    size = os.stat(sources[0][1]).st_blocks * 512
+    sources[0][1].unlink()
+    sources[1][1].rename(tmp_path / "moved")
+    assert kept.space() == (2, 0)  # it is counted once a second
+    now = 1.0
+    assert kept.space() == (2, size)
+    kept.close()
+    assert kept.space() == (0, 0)

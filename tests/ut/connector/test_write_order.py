@@ -1,4 +1,4 @@
-"""Work on one request's rows: overlapping work keeps its order, other work runs in parallel."""
+"""Work on one request's rows keeps its order where it overlaps; what is written is known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from vllm_ascend_hsx.connector.threads import Job
-from vllm_ascend_hsx.connector.write_order import EVERY_POSITION, Positions, WriteOrder
+from vllm_ascend_hsx.connector.write_order import EVERY_POSITION, Positions, SpanSet, WriteOrder
 
 spans = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda span: (span[0], span[0] + span[1]))
 
@@ -66,3 +66,31 @@ def test_work_on_rows_of_its_own_begins_at_once(work: list[Positions]) -> None:
         if not any(overlap(span, other) for other in apart):
             apart.append(span)
     assert all(order.begin(span, no_job) for span in apart)
+
+
+# The set of written positions, against a plain set of integers
+
+SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda s: (s[0], s[0] + s[1])), max_size=25)
+
+
+@given(SPANS, st.integers(0, 60))
+def test_any_order_of_spans_equals_the_set_of_their_positions(added: list[tuple[int, int]], tokens: int) -> None:
+    spans = SpanSet()
+    positions: set[int] = set()
+    for first, last in added:
+        spans.add(first, last)
+        positions |= set(range(first, last))
+        kept = spans.spans
+        assert {p for a, b in kept for p in range(a, b)} == positions
+        assert all(a < b for a, b in kept)
+        assert all(b < c for (_, b), (c, _) in zip(kept, kept[1:], strict=False)), "spans that touch are merged"
+    missing = spans.missing(tokens)
+    assert {p for a, b in missing for p in range(a, b)} == set(range(tokens)) - positions
+    assert all(b < c for (_, b), (c, _) in zip(missing, missing[1:], strict=False))
+
+
+def test_writing_in_order_keeps_one_span() -> None:
+    spans = SpanSet()
+    for position in range(1000):
+        spans.add(position, position + 1)
+    assert spans.spans == [(0, 1000)]

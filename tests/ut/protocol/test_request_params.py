@@ -49,7 +49,10 @@ def make_scheduler(allow_path: bool, directory: str = "/data") -> ExtractionSche
 
 def schedule(scheduler: ExtractionScheduler, *requests: Any) -> list[str]:
     """Have requests scheduled; the paths of those that are extracted."""
-    new = [SimpleNamespace(req_id=request.request_id, prompt_token_ids=request.prompt_token_ids, lora_request=None) for request in requests]
+    new = [
+        SimpleNamespace(req_id=each.request_id, prompt_token_ids=each.prompt_token_ids, lora_request=None, num_computed_tokens=0)
+        for each in requests
+    ]
     return [start.path for start in scheduler.build_metadata(SimpleNamespace(scheduled_new_reqs=new)).started]
 
 
