@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import prefix_scenarios as prefixes
 import pytest
 import scenarios
 import torch
@@ -117,11 +118,11 @@ SCENARIOS: dict[str, tuple[Callable[[Stage], None], ...]] = {
         scenarios.decodes_beside_new_prefills,
         scenarios.many_short_prompts_in_one_step,
         prompts_of_several_blocks,
-        scenarios.repeated_and_extended_prompts,
+        prefixes.repeated_and_extended_prompts,
         cached_states_are_those_that_were_computed,
-        scenarios.rows_of_a_prefix_are_copied,
-        scenarios.more_is_cached_than_there_are_rows_of,
-        scenarios.repeated_prompts_at_the_same_time,
+        prefixes.rows_of_a_prefix_are_copied,
+        prefixes.more_is_cached_than_there_are_rows_of,
+        prefixes.repeated_prompts_at_the_same_time,
         scenarios.everything_is_preempted_at_once,
         scenarios.aborted_while_its_prompt_is_computed,
         scenarios.rows_of_generated_tokens,
