@@ -110,6 +110,7 @@ class StorageWatch:
         self._rest_until = 0.0
         self.peer_is_stuck = False
         self.opens_slowly = False
+        self._hung_opener: ThreadPool | None = None  # no step has been answered by it in time
 
     @property
     def is_quiet(self) -> bool:
@@ -119,7 +120,8 @@ class StorageWatch:
     @property
     def is_stuck(self) -> bool:
         """True while new requests are refused."""
-        return self._progress.silent_for() >= self._limit
+        opener = self._hung_opener
+        return self._progress.silent_for() >= self._limit or (opener is not None and opener.silent_for() >= self._limit)
 
     @property
     def silence(self) -> str:
@@ -157,6 +159,7 @@ class StorageWatch:
         done = self.wait(opener.wait, opener.silent_for)
         now = time.monotonic()
         self.opens_slowly, self._rest_until = True, now + _REST * (now - since)
+        self._hung_opener = None if done else opener
         return done
 
     def wait(self, done: Callable[[float], bool], silent_for: Callable[[], float]) -> bool:

@@ -5,9 +5,10 @@ It also covers the header that contains it, with zeros in place of its own eight
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Mapping, Sequence
 
 from awscrt.checksums import combine_crc32c, crc32c
@@ -154,23 +155,30 @@ class Checksums:
             if position - self._begin >= (self.sums[-1][0] if self.sums else 0) + _APART:
                 self.sums.append((digest.size, digest.value))
         digest.read(fd, position, end)
+        self.sums.append((digest.size, digest.value))
         digest.update(rest)
         return digest
 
 
 def digest_of_beginning(fd: int, offset: int, size: int, sums: Sequence[tuple[int, int]]) -> Digest:
-    """Return the digest of `size` bytes of a file from `offset` on.
-
-    Bytes after the last known sum are read. Raises OSError if they cannot be.
+    """Read `size` bytes of a file from `offset` on, and return their digest.
 
     Args:
-        sums: of the bytes from `offset` on, as in Checksums, ascending.
+        sums: of the bytes from `offset` on, as in Checksums, ascending; the last of `size` or more.
+
+    Raises:
+        OSError: if they cannot be read, or are not what they were when the sums were made.
     """
-    known = bisect_right(sums, (size, 1 << 32))
-    num_bytes, value = sums[known - 1] if known else (0, 0)
-    digest = Digest(value, num_bytes)
-    digest.read(fd, offset + num_bytes, offset + size)
-    return digest
+    digest = Digest()
+    for end, value in sums:
+        digest.read(fd, offset + digest.size, offset + min(end, size))
+        known = Digest(digest.value, digest.size)
+        known.read(fd, offset + known.size, offset + end)
+        if known.value != value:
+            raise OSError(errno.EUCLEAN, "the file was changed after it had been published")
+        if end >= size:
+            return digest
+    raise AssertionError(f"no sum of {size} bytes")
 
 
 def unverifiable(metadata: Mapping[str, str]) -> str:

@@ -101,10 +101,6 @@ class FileLayout:
         """
         return self.data_start + position * self._row_format.stored_row_bytes
 
-    def scales_offset(self, tokens: int) -> int:
-        """Return the file offset of the scales of `tokens` quantised rows."""
-        return self.row_offset(tokens) + tokens * _TOKEN_ID_BYTES
-
     def file_size(self, tokens: int) -> int:
         return self.row_offset(tokens) + tokens * (_TOKEN_ID_BYTES + (_SCALE_BYTES if self._row_format.is_quantized else 0))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import threading
@@ -11,8 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
-
-import numpy as np
 
 from vllm_ascend_hsx.protocol.checksum import Checksums, Digest, digest_of_beginning
 from vllm_ascend_hsx.protocol.files import OnError, write_at
@@ -81,20 +78,19 @@ class RowSource:
     Args:
         fd: a descriptor of the file, closed by the last `release`.
         offset: offset of the first row in it.
-        tokens: number of rows.
-        layout: of the request's file.
         adapter: that computed the rows.
-        sums: known checksums of the first bytes of the rows; see sum_of_beginning.
+        scales: float32 [tokens] of quantised rows, else None. They are few bytes, and a file may be
+            changed.
+        sums: checksums of the first bytes of the rows, and of all; see digest_of_beginning.
     """
 
     def __init__(
-        self, fd: int, offset: int, tokens: int, layout: FileLayout, adapter: Adapter = NO_ADAPTER, sums: Sequence[tuple[int, int]] = ()
+        self, fd: int, offset: int, adapter: Adapter = NO_ADAPTER, scales: Scales | None = None, sums: Sequence[tuple[int, int]] = ()
     ) -> None:
         self.adapter = adapter
+        self.scales = scales
         self._fd = fd
         self._offset = offset
-        self._layout = layout
-        self._tokens = tokens
         self._sums = sums
         self._mutex = threading.Lock()  # guards the next one
         self._users = 1
@@ -124,16 +120,11 @@ class RowSource:
         copy_into(self._fd, num_bytes, fd, offset, self._offset)
 
     def digest(self, num_bytes: int) -> Digest:
-        """Return the digest of the first bytes of the rows. Raises OSError."""
-        return digest_of_beginning(self._fd, self._offset, num_bytes, self._sums)
+        """Read the first bytes of the rows, and return their digest.
 
-    def scales(self, num_rows: int) -> Scales:
-        """Return float32 [num_rows], the scales of the first quantised rows. Raises OSError."""
-        begin = self._layout.scales_offset(self._tokens) - self._layout.data_start
-        data = os.pread(self._fd, 4 * num_rows, self._offset + begin)
-        if len(data) != 4 * num_rows:
-            raise OSError(errno.EIO, "the file that has the first rows has been truncated")
-        return np.frombuffer(data, "<f4")
+        Raises OSError, also if they were changed after they had been published.
+        """
+        return digest_of_beginning(self._fd, self._offset, num_bytes, self._sums)
 
 
 class DataFile:
@@ -178,6 +169,7 @@ class DataFile:
         self._end = 0  # of what was written
         self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
         self._direct_fd = -1
+        self._scales: Scales | None = None
         self._place: tuple[Storage, str] | None  # its directory and its name there; None if it has left
         if isinstance(hidden, Spare):
             self._place = workspace, hidden.name
@@ -211,8 +203,9 @@ class DataFile:
             start_writeback(self.fd, offset, data.nbytes)
 
     def copy(self, source: RowSource, num_rows: int) -> None:
-        """Copy the first rows from another file: the kernel does, and their checksum is combined.
+        """Copy the first rows from another file: the kernel does.
 
+        Then they are read, because their checksum must be that of the rows which were computed.
         Raises OSError.
         """
         begin, end = self._layout.data_start, self._layout.row_offset(num_rows)
@@ -223,16 +216,15 @@ class DataFile:
         if self._checksum is not None:
             self._checksum.end_write(begin, source.digest(end - begin))
 
-    def source(self, tokens: int, adapter: Adapter, fd: int = -1, offset: int = 0) -> RowSource:
+    def source(self, adapter: Adapter, fd: int = -1, offset: int = 0) -> RowSource:
         """Keep the rows of this complete file open for other requests. Raises OSError.
 
         Args:
-            tokens: number of its rows.
             adapter: that computed them.
             fd, offset: another file that has the bytes of this one, and where they begin.
         """
         sums = () if self._checksum is None else self._checksum.sums
-        return RowSource(os.dup(self.fd if fd < 0 else fd), offset + self._layout.data_start, tokens, self._layout, adapter, sums)
+        return RowSource(os.dup(self.fd if fd < 0 else fd), offset + self._layout.data_start, adapter, self._scales, sums)
 
     def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
         """Write tail and header, truncate the file after them, and sync it if it must be durable.
@@ -248,6 +240,7 @@ class DataFile:
             OSError: if this fails, or the system reports now that an earlier write failed.
         """
         tokens = len(token_ids)
+        self._scales = scales
         tail = memoryview(self._layout.tail(token_ids, scales))
         end = self._layout.row_offset(tokens)
         header = self._layout.header(tokens, num_prompt_tokens, self._checksum is not None)

@@ -114,7 +114,8 @@ class RequestFile(SinkFile):
         file = self._made_data()
         try:
             if self._encoder:
-                self._encoder.keep(0, source.scales(num_rows))
+                assert source.scales is not None
+                self._encoder.keep(0, source.scales[:num_rows])
             file.copy(source, num_rows)
         except OSError as error:
             problem = f"rows [0, {num_rows}) could not be copied from the request that has them"

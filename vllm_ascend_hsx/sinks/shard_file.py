@@ -91,8 +91,13 @@ class Shard:
         return self.end >= limit or self._index_end >= INDEX_MAX // 4
 
     def is_there(self) -> bool:
-        """Return whether its files have names: writes to a removed file are lost silently."""
-        return bool(os.fstat(self._fd).st_nlink and os.fstat(self._index_fd).st_nlink)
+        """Return whether its files have their names and members.
+
+        Writes to a removed file are lost silently. In a tar file that somebody has cut off, the
+        next member would follow a hole.
+        """
+        tar = os.fstat(self._fd)
+        return bool(tar.st_nlink and tar.st_size >= self.end and os.fstat(self._index_fd).st_nlink)
 
     def append(self, data: DataFile, name: str, tokens: int, request_id: str, time_ns: int) -> None:
         """Append a complete, open file as a member and publish it.
@@ -118,9 +123,9 @@ class Shard:
         self.end, self._last = member.end, offset
         self.names.add(name)
 
-    def source(self, data: DataFile, tokens: int, adapter: Adapter) -> RowSource:
+    def source(self, data: DataFile, adapter: Adapter) -> RowSource:
         """Keep the member that was appended last open, as DataFile.source does."""
-        return data.source(tokens, adapter, self._fd, self._last)
+        return data.source(adapter, self._fd, self._last)
 
     def _cut(self) -> None:
         self._is_cut = False
@@ -151,7 +156,7 @@ class Shard:
         """
         try:
             if not self.is_there():
-                logger.error("%s was removed by somebody while it was written", self._stem + TAR)
+                logger.error("%s was removed or cut off by somebody while it was written", self._stem + TAR)
             elif not self._index_end:
                 self._storage.unlink(self._stem + TAR)
                 self._storage.unlink(self._stem + INDEX)

@@ -126,3 +126,27 @@ def test_a_step_does_not_wait_for_each_rank_in_turn(peer_is_stuck: bool, seconds
     assert not watch.wait(never, lambda: now)
     assert now == seconds
     assert watch.silence == f"the storage did not answer for {seconds:g} s"
+
+
+def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no step waits for it again, and those of other ranks wait for a second."""
+    now, hangs_until = 0.0, 100.0
+    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
+
+    class Opener:
+        def wait(self, timeout: float) -> bool:
+            nonlocal now
+            now += timeout
+            return now >= hangs_until
+
+        def silent_for(self) -> float:
+            return now if now < hangs_until else 0.0
+
+    watch = StorageWatch(4.0, "wait", "/data", RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0))
+    assert not watch.is_stuck
+    assert not watch.wait_for_files(Opener())  # type: ignore[arg-type]
+    assert watch.is_stuck
+    now = 50.0  # long after the rest that follows
+    assert watch.is_stuck
+    now = hangs_until
+    assert not watch.is_stuck

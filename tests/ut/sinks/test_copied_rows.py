@@ -97,15 +97,19 @@ def test_copied_rows_are_those_of_their_source_and_the_others_its_own(kind: str,
 
 @settings(deadline=None)
 @given(st.data())
-def test_the_checksum_of_a_beginning_is_that_of_its_bytes_whatever_sums_are_known(data: st.DataObject) -> None:
+def test_the_digest_of_a_beginning_is_that_of_its_bytes_and_a_change_of_them_is_noticed(data: st.DataObject) -> None:
     content = data.draw(st.binary(min_size=1, max_size=300))
-    ends = sorted(data.draw(st.sets(st.integers(1, len(content)))))
-    size = data.draw(st.integers(0, len(content)))
+    ends = sorted({*data.draw(st.sets(st.integers(1, len(content)))), len(content)})
+    size = data.draw(st.integers(1, len(content)))
     sums = [(end, _sum(content[:end])) for end in ends]
+    changed = data.draw(st.integers(0, size - 1))
     fd = os.memfd_create("content")
     os.write(fd, b"before" + content)
     try:
         assert digest_of_beginning(fd, 6, size, sums).value == _sum(content[:size])
+        os.pwrite(fd, bytes([content[changed] ^ 1]), 6 + changed)
+        with pytest.raises(OSError, match="was changed after it had been published"):
+            digest_of_beginning(fd, 6, size, sums)
     finally:
         os.close(fd)
 
@@ -116,19 +120,50 @@ def _sum(content: bytes) -> int:
     return digest.value
 
 
-def test_sums_that_are_known_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part of a MiB, in whatever order they were written."""
+def test_the_sums_of_a_file_end_with_that_of_all_its_rows(tmp_path: Path) -> None:
     part = bytes(range(256)) * 4096
     sums = Checksums(8)
     for index in (2, 0, 1):
-        offset = 8 + index * len(part)
         digest = Digest()
         digest.update(part)
-        sums.begin_write(offset, len(part))
-        sums.end_write(offset, digest)
-    sums.finish(-1, 8 + 3 * len(part), memoryview(b""))
-    assert [size for size, _ in sums.sums] == [len(part), 2 * len(part), 3 * len(part)]
-    assert digest_of_beginning(-1, 8, 2 * len(part), sums.sums).value == _sum(2 * part)  # -1 cannot be read
+        sums.begin_write(8 + index * len(part), len(part))
+        sums.end_write(8 + index * len(part), digest)
+    sums.finish(-1, 8 + 3 * len(part), memoryview(b"token ids"))
+    assert sums.sums[-1] == (3 * len(part), _sum(3 * part))
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(4096 + 2 * FORMAT.row_bytes)
+        file.write(bytes(FORMAT.row_bytes))
+
+
+def cut_and_grow(path: Path) -> None:
+    size = path.stat().st_size
+    os.truncate(path, size // 2)
+    os.truncate(path, size)
+
+
+@pytest.mark.parametrize("change", [overwrite, cut_and_grow])
+def test_a_source_that_was_changed_in_place_fails_the_request(change: Callable[[Path], None], tmp_path: Path) -> None:
+    with files(tmp_path) as sink:
+        source = make_source(sink, tmp_path, 300)
+        change(tmp_path / "source-0123abcd.safetensors")
+        file = open_request(sink, tmp_path, "next", 300)
+        with pytest.raises(SinkError, match=r"rows \[0, 299\) could not be copied from the request that has them: .*changed after"):
+            file.copy(source, 299)
+        file.fail("as a test")
+    source.release()
+
+
+def test_nothing_is_appended_after_a_hole_of_a_shard_that_was_cut_off(tmp_path: Path) -> None:
+    with shards(tmp_path) as sink:
+        put(open_request(sink, tmp_path, "first"), 300)
+        (cut,) = tmp_path.glob("*.tar")
+        os.truncate(cut, 5000)
+        second = put(open_request(sink, tmp_path, "second"), 4)
+        assert (rows_of(second) == finite_rows(0, 4)).all()
+        assert len(list(tmp_path.glob("*.tar"))) == 2
 
 
 def test_rows_are_copied_although_the_source_was_removed_or_sealed(tmp_path: Path) -> None:
