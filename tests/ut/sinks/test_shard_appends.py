@@ -170,7 +170,7 @@ def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_sile
     monkeypatch.setattr(f"{SHARD_FILE}.copy_into", lambda *args: (real(*args), remove()))
     with pytest.raises(SinkError, match=r"somebody has removed the shard \(ENOENT\)"):
         publish(sink, tmp_path, "c")
-    assert "was removed by somebody" in caplog.text
+    assert "was removed or cut off by somebody" in caplog.text
 
 
 def test_what_two_failures_left_of_a_member_is_in_no_other_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
