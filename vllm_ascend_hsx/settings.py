@@ -13,11 +13,12 @@ from vllm import envs
 
 from vllm_ascend_hsx.compat.installed import require_checked
 from vllm_ascend_hsx.compat.rotation import rotation_of
-from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig, read_options
+from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.destination import Destination, make_destination
 from vllm_ascend_hsx.target import ExtractionTarget, read_target
+from vllm_ascend_hsx.transfer_config import read_options
 
 _DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 

@@ -38,7 +38,8 @@ class FakeServer:
         at: called at the stages of a request: "asked", "begun" (its lock is held), "written" (its
             file exists), "answered".
         tls: of its HTTPS; None for HTTP.
-        reuses: True to reuse rows of published prompts, and say so; else what to say instead.
+        reuses: True to reuse rows of published prompts; any other value is the `reused_tokens` of
+            its answers.
         seen: requests for rows.
     """
 

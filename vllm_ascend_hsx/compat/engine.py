@@ -100,7 +100,7 @@ class _Limited:
     def __init__(self, request: Any, num_tokens: int) -> None:
         self._request = request
         self.num_tokens = num_tokens + 1  # the last token of a request is always computed
-        self.skip_reading_prefix_cache = request.skip_reading_prefix_cache or not num_tokens
+        self.skip_reading_prefix_cache = not num_tokens
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
@@ -129,7 +129,7 @@ def read_where_rows_are(original: Any, self: Any, request: Any) -> Any:
     may read.
     """
     rows_at_hand = getattr(request, "hsx_rows_at_hand", None)
-    if rows_at_hand is None or not self.enable_caching:
+    if rows_at_hand is None or not self.enable_caching or request.skip_reading_prefix_cache:
         return original(self, request)
     num_tokens = rows_at_hand(request, self.block_pool.hash_block_size)
     return original(self, request if num_tokens >= request.num_tokens else _Limited(request, num_tokens))

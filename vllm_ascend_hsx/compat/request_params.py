@@ -7,9 +7,10 @@ from typing import Any
 
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_26, V0_23
-from vllm_ascend_hsx.config import HsxConfig, read_options
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.api import PATH_KEY, one_file_for_all
 from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.transfer_config import read_options
 
 TOKENS_0_23 = "vllm.entrypoints.serve.disagg.serving"
 TOKENS = "vllm.entrypoints.scale_out.token_in_token_out.serving"

@@ -20,9 +20,9 @@ from typing import Any
 from vllm_ascend_hsx.compat.engine import methods
 from vllm_ascend_hsx.compat.patch_points import patch, uses
 from vllm_ascend_hsx.compat.versions import SINCE_0_23
-from vllm_ascend_hsx.config import read_options
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S
 from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.transfer_config import read_options
 
 ENGINES = "vllm.v1.engine.utils"
 ENGINE_CORE = "vllm.v1.engine.core"

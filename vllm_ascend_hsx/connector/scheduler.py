@@ -169,7 +169,7 @@ class ExtractionScheduler:
         assert self._reuse is not None and state.reuse is not None
         if state.owner is not None:
             return self._reuse.resume(state.reuse)
-        if state.predecessor is not None:  # its rank is that one's
+        if state.predecessor is not None and not state.predecessor.decided:  # its rank is that one's
             return 0
         return self._reuse.offer(state.reuse, request, state.prompt_tokens, block_size)
 

@@ -47,7 +47,7 @@ class SinkFile(ABC):
         placeholders: of the images in the prompt, for the metadata. Set before the first write.
         keeps_source: whether `commit` sets `source`. Set before it.
         source: the published rows, open for requests that begin with the same tokens. None if the
-            sink has none. Whoever takes it must release it.
+            sink has none. The caller of `commit` must release it.
         later_failure: why a later request of this name has failed, if one has. Its readers must
             find this reason, so `commit` leaves it in place of the rows. Any thread may set it.
     """

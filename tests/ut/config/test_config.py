@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.config import HsxConfig, require_producer
+from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.target import read_target, validate_layer_ids
+from vllm_ascend_hsx.transfer_config import require_producer
 
 GOOD = {"shared_storage_path": "/data/hidden_states"}
 

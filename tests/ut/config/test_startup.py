@@ -13,7 +13,7 @@ import torch
 from mooncake_master import free_port, require_mooncake
 from test_config import vllm_config
 
-from vllm_ascend_hsx import config
+from vllm_ascend_hsx import transfer_config
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.drafter.model import AscendExtractHiddenStatesModel
 from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
@@ -72,8 +72,8 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: dict[str, str], named: str
 ) -> None:
     points = {"vllm.platform_plugins": ["ascend"], "vllm.general_plugins": ["ascend_hsx", "ascend_model"]}
-    monkeypatch.setattr(config, "entry_points", lambda group: [SimpleNamespace(name=name) for name in points.get(group, ())])
-    assert config.plugins_without_ours(now) == named
+    monkeypatch.setattr(transfer_config, "entry_points", lambda group: [SimpleNamespace(name=name) for name in points.get(group, ())])
+    assert transfer_config.plugins_without_ours(now) == named
 
 
 @pytest.mark.parametrize(

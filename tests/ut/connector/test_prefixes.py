@@ -318,6 +318,8 @@ def test_a_request_whose_name_is_in_use_has_no_rows_of_others() -> None:
     engine.add("two", "ab")
     state["two"].predecessor = engine.scheduler._undecided["one"]
     assert engine.requests["two"].hsx_rows_at_hand(engine.requests["two"], BLOCK) == 0
+    engine.publish("one")
+    assert engine.start("two").prefix == Prefix(engine.started["source"].number, 2 * BLOCK)
 
 
 # vLLM's prefix cache
@@ -338,6 +340,6 @@ def test_vllm_looks_for_no_more_cached_tokens_than_there_are_rows_of() -> None:
         assert read_where_rows_are(original, manager, request) == "blocks"
     assert seen == [(20, False, "hashes"), (1, True, "hashes"), (9, False, "hashes"), (20, False, "hashes")]
     request.skip_reading_prefix_cache = True  # as with prompt_logprobs
-    request.hsx_rows_at_hand = lambda *_: 8
+    request.hsx_rows_at_hand = None  # not asked
     read_where_rows_are(original, manager, request)
-    assert seen[-1] == (9, True, "hashes")
+    assert seen[-1] == (20, True, "hashes")

@@ -64,6 +64,15 @@ def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             go_on.set()
 
 
+def let_writers_pass(engine: Engine) -> None:
+    """Wait until the second writer has done all jobs of the rows so far; the first one copies."""
+    delivered, passed = threading.Event(), threading.Event()
+    engine.worker._copier.then(delivered.set)
+    assert delivered.wait(30)
+    engine.worker._writers.submit(passed.set)
+    assert passed.wait(30)
+
+
 def assert_right(engine: Engine, request_id: str, num_rows: int) -> None:
     rows = {position: engine.values.get((request_id, position), engine.value(request_id, position)) for position in range(TOKENS)}
     from safetensors.torch import load_file
@@ -109,7 +118,7 @@ def test_rows_that_are_computed_again_are_written_after_the_copy(
         engine.step(started(start), [("next", 5, 1)])
         engine.values |= {("next", 3): -3.0, ("next", 4): -4.0}
         engine.step(NOTHING, [("next", 3, 4)])
-        threading.Event().wait(0.05)  # time to write them too early
+        let_writers_pass(engine)  # if these rows did not wait, they would be written now
     engine.worker._writers.wait()
     engine.step(NOTHING, [("next", 7, 1)])  # it would be complete without the rows that wait
     engine.wait_until_decided("next")
