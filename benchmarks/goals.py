@@ -107,6 +107,7 @@ def judge(results: Results) -> list[Verdict]:
         _checksum(_of(host, PINNED, lambda cell: True)),
         *_latency(results.latency),
         _memory(host, results.ring_bytes),
+        *_engine(results.engine),
         *_steps(results.step),
         *_conversations(results.conversations),
     ]
@@ -241,6 +242,22 @@ def _memory(cells: Sequence[Cell], ring_bytes: int) -> Verdict | None:
         f"{most / MIB:.1f} MiB at most beyond a ring of {ring_bytes / MIB:.0f} MiB (vLLM 0.33's path: {peer / MIB:,.0f} MiB)",
         "yes" if met else "no",
     )
+
+
+def _engine(result: engine.Result | None) -> list[Verdict]:
+    if result is None:
+        return []
+    of_vllm = {cell.traffic: cell.requests_per_s for cell in result.cells if cell.extraction == engine.VLLM}
+    return [
+        Verdict(
+            f"{cell.traffic}: at least 99 % of the requests per second of an engine without extraction",
+            f"{cell.requests_per_s:.1%}, the median of {result.rounds} pairs",
+            "yes" if (met := cell.requests_per_s >= 0.99) else "no",
+            "" if met else f"vLLM's connector reaches {of_vllm[cell.traffic]:.1%}, with this tiny model",
+        )
+        for cell in result.cells
+        if cell.extraction == engine.OURS
+    ]
 
 
 def _steps(result: per_step.Result | None) -> list[Verdict]:

@@ -1,10 +1,11 @@
-"""The plot of docs/performance.md."""
+"""The pictures of docs/performance.md: what extraction costs, and the laboratory's figures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cost import COMPUTED, KEPT, MEMORY, SERVED, Cost, costs, in_words
 from benchmarks.goals import MIB, Results
 from benchmarks.pipeline.host_path import COPIED, OURS, PINNED, VLLM, VLLM_REUSING, Cell
 
@@ -12,19 +13,51 @@ OURS_COLOUR, PEER_COLOUR, LIMIT_COLOUR, OTHER_COLOUR = "#1f6fb4", "#c8553d", "#7
 _GOAL = {"color": LIMIT_COLOUR, "linestyle": "--", "linewidth": 1}
 
 
-def draw(results: Results, path: Path) -> None:
-    """Write the plot as PNG. Panels whose part was not measured stay empty."""
+def draw(results: Results, cost: Path, details: Path) -> None:
+    """Write both pictures as PNG. Panels whose part was not measured stay empty."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
+    figure, axes = pyplot.subplots(1, 4, figsize=(17, 4.6), layout="constrained", width_ratios=(5, 2, 1.2, 1.2))
+    found = costs(results)
+    for kind, axis in zip(_COSTS, axes.flat, strict=True):
+        _cost(axis, kind, [each for each in found if each.kind == kind])
+    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    if handles:
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
+    figure.savefig(cost, dpi=110)
+    pyplot.close(figure)
     figure, axes = pyplot.subplots(2, 3, figsize=(15, 8.5), layout="constrained")
     panels = (_of_raw, _of_vllm, _memory, _latency, _engine, _steps)
     for panel, axis in zip(panels, axes.flat, strict=True):
         panel(axis, results)
-    figure.savefig(path, dpi=110)
+    figure.savefig(details, dpi=110)
     pyplot.close(figure)
+
+
+_COSTS = {
+    KEPT: "KV cache kept (more is better)",
+    SERVED: "requests per second (more is better)",
+    COMPUTED: "prompt tokens computed\n(less is better)",
+    MEMORY: "pinned host memory, MiB\n(less is better)",
+}
+
+
+def _cost(axis: Any, kind: str, found: list[Cost]) -> None:
+    """Bars of a kind of cost, for each case: extraction off, ours, vLLM's connector."""
+    contestants = (("extraction off", "off", LIMIT_COLOUR), ("ours", "ours", OURS_COLOUR), ("vLLM's connector", "vllm", PEER_COLOUR))
+    for offset, (label, attribute, colour) in enumerate(contestants):
+        places = [index + 0.28 * (offset - 1) for index in range(len(found))]
+        values = [getattr(each, attribute) for each in found]
+        scale = {KEPT: 100.0, SERVED: 100.0, COMPUTED: 1.0, MEMORY: 1 / MIB}[kind]
+        axis.bar(places, [scale * (value or 0) for value in values], 0.26, color=colour, label=label)
+        for place, each, value in zip(places, found, values, strict=True):
+            axis.text(place, scale * (value or 0), in_words(each, value).replace(" ", "\n"), ha="center", va="bottom", fontsize=6.5)
+    axis.set_xticks(range(len(found)), [each.case.replace(" of rows", "\nof rows").replace("-Instruct", "") for each in found], fontsize=7)
+    axis.set_ylim(top=1.2 * axis.get_ylim()[1])
+    axis.set_title(_COSTS[kind], fontsize=10)
 
 
 def _lines(axis: Any, cells: list[Cell], name: str, attribute: str, colour: str, scale: float) -> None:
@@ -108,16 +141,13 @@ def _latency(axis: Any, results: Results) -> None:
 
 def _engine(axis: Any, results: Results) -> None:
     if results.engine is not None:
-        names = list(results.engine.requests_per_s)
-        for offset, (values, label, colour) in enumerate(
-            (
-                (results.engine.requests_per_s, "requests/s", OURS_COLOUR),
-                (results.engine.cpu_per_step, "CPU time per step", OTHER_COLOUR),
-            )
+        cells = results.engine.cells
+        for offset, (attribute, label, colour) in enumerate(
+            (("requests_per_s", "requests/s", OURS_COLOUR), ("cpu_per_step", "CPU time per step", OTHER_COLOUR))
         ):
-            places = [index + 0.36 * (offset - 0.5) for index in range(len(names))]
-            axis.bar(places, [100 * values[name] for name in names], 0.34, color=colour, label=label)
-        axis.set_xticks(range(len(names)), names)
+            places = [index + 0.36 * (offset - 0.5) for index in range(len(cells))]
+            axis.bar(places, [100 * getattr(cell, attribute) for cell in cells], 0.34, color=colour, label=label)
+        axis.set_xticks(range(len(cells)), [f"{cell.traffic}\n{cell.extraction}" for cell in cells], fontsize=7)
         axis.set_ylim(top=150)
         axis.legend(fontsize=8, loc="upper left")
         axis.set(title="engine on the emulated NPU", ylabel="% of the engine without extraction")

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import words
+from benchmarks import cost, words
 from benchmarks.goals import MIB, Results, judge
 from benchmarks.kv_cache import capacity
 from benchmarks.pipeline import conversations, engine, latency, per_step, slow_storage
@@ -24,12 +24,12 @@ Rows = list[list[str]]
 TABLE = tuple[str, list[str], Rows]  # title, headings, rows
 
 WIDTH = 160  # of what goes to a file or a pipe
-NAME = "performance"
+NAME, COST = "performance", "cost"
 
 
 def tables(results: Results) -> list[TABLE]:
     """What is shown, in this order."""
-    shown: list[TABLE] = [goals_table(results)]
+    shown: list[TABLE] = [cost_table(results), goals_table(results)]
     for view in (PINNED, COPIED, DURABLY):
         if cells := [cell for cell in results.host if cell.view == view]:
             shown += host_tables(view, cells)
@@ -45,6 +45,10 @@ def tables(results: Results) -> list[TABLE]:
     if results.capacity is not None:
         shown.append(capacity_table(results.capacity))
     return shown
+
+
+def cost_table(results: Results) -> TABLE:
+    return "what extraction costs", ["", "extraction off", "ours", "vLLM's connector"], cost.table(cost.costs(results))
 
 
 def goals_table(results: Results) -> TABLE:
@@ -96,10 +100,9 @@ def _p50_p99(quantiles: dict[str, float]) -> str:
 
 def engine_table(result: engine.Result) -> TABLE:
     rows = [
-        [name, f"{result.requests_per_s[name]:.0%}", f"{result.cpu_per_step[name]:.0%}", str(result.steps[name])]
-        for name in result.requests_per_s
+        [each.traffic, each.extraction, f"{each.requests_per_s:.1%}", f"{each.cpu_per_step:.1%}", str(each.steps)] for each in result.cells
     ]
-    return "engine on the emulated NPU", ["extraction", "requests/s, % of off", "CPU time per step, % of off", "steps"], rows
+    return "engine on the emulated NPU", ["traffic", "extraction", "requests/s, % of off", "CPU time per step, % of off", "steps"], rows
 
 
 def step_table(result: per_step.Result) -> TABLE:
@@ -176,21 +179,24 @@ def merge(results: Results, directory: Path, parts: Sequence[str]) -> Results:
 
 
 def write(results: Results, directory: Path) -> list[Path]:
-    """Write performance.json, .png and .md; returns their paths."""
+    """Write performance.json, two pictures and performance.md; returns their paths."""
     from benchmarks.plot import draw
 
     directory.mkdir(parents=True, exist_ok=True)
-    as_json, image, text = (directory / f"{NAME}.{suffix}" for suffix in ("json", "png", "md"))
+    as_json, text = (directory / f"{NAME}.{suffix}" for suffix in ("json", "md"))
+    cost_image, image = directory / f"{COST}.png", directory / f"{NAME}.png"
     as_json.write_text(json.dumps(asdict(results), indent=1) + "\n")
-    draw(results, image)
+    draw(results, cost_image, image)
     text.write_text(markdown(results))
-    return [as_json, image, text]
+    return [as_json, cost_image, image, text]
 
 
 def markdown(results: Results) -> str:
     """docs/performance.md."""
     found = {title: _markdown_table(headings, rows) for title, headings, rows in tables(results)}
-    parts = [words.HEAD.format(machine=_machine(results)), "## Goals", found.pop("goals"), f"![the figures as a plot]({NAME}.png)"]
+    parts = [words.HEAD, f"![what extraction costs, beside a server without it and vLLM's connector]({COST}.png)"]
+    parts += [found.pop(cost_table(results)[0]), words.COST, words.MACHINE.format(machine=_machine(results))]
+    parts += ["## Goals", found.pop("goals"), f"![the figures as a plot]({NAME}.png)"]
     parts += ["## What is measured", words.METHOD]
     for view in (PINNED, COPIED, DURABLY):
         if mine := [title for title in found if title.startswith(f"{view}: ")]:
@@ -236,7 +242,7 @@ def _latency_words(result: latency.Result) -> str:
 
 
 def _engine_words(result: engine.Result) -> str:
-    return f"{result.model}.\n{words.ENGINE.format(off=OFF)}"
+    return f"{result.model}.\n{words.ENGINE.format(off=OFF, rounds=result.rounds)}"
 
 
 def _slow_storage_words(result: slow_storage.Result) -> str:

@@ -10,6 +10,19 @@ from benchmarks.pipeline.slow_storage import RING_BYTES
 
 HEAD = """# Performance
 
+What does extraction cost a server? Everything beside extraction off and vLLM's own connector:"""
+
+COST = f"""\
+* **KV cache kept**: by vLLM's planner with vllm-ascend's patches, [below](#kv-cache). vLLM's connector
+  keeps rows in KV blocks until a request ends, ours in a staging buffer for a step.
+* **Requests per second**: engines with a tiny model on an emulated NPU, [below](#engine). A real
+  model's step is longer, and extraction's share of it smaller.
+* **Prompt tokens computed**: [conversations](#conversations) with a common system prompt, of what a
+  server without extraction computes. vLLM's connector is that of {RELEASE}.
+* **Pinned host memory**: per rank, [below](#path-to-the-file-with-the-copy). Ours is a ring of fixed
+  size; vLLM's connector pins a request's rows anew when the request ends."""
+
+MACHINE = """\
 Made by `make benchmark` (`python -m benchmarks`); do not edit. The machine may be shared, so only
 ratios within a run are meaningful: contestants take turns within seconds.
 
@@ -72,11 +85,12 @@ vLLM 0.33's path starts when the request ends, and takes
 {vllm} (median)."""
 
 ENGINE = """\
-Three engines take turns with the same requests: extraction {off}, ours, and vLLM 0.23.0's
+Three engines take turns with the same requests, {rounds} times: extraction {off}, ours, and vLLM 0.23.0's
 ExampleHiddenStatesConnector. They do not differ otherwise: chunked prefill is off for all, because
-vLLM refuses its connector with it. The time is measured from the first request to the last complete
-file. CPU time is that of all threads of the engine's process; on an emulated NPU it includes the
-forward pass."""
+vLLM refuses its connector with it. Prefill-bound requests generate one token, decode-bound ones 48.
+The time is measured from the first request to the last complete file. CPU time is that of all
+threads of the engine's process; on an emulated NPU it includes the forward pass, which is that of a
+tiny model: what extraction costs is a larger share of it than of a real one."""
 
 STEP = """\
 CPU time of the thread that runs the model: worker and proposer with layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -31,37 +32,67 @@ _ENDED = 60.0
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """Requests that all have about the same share of prompt and output.
+
+    Attributes:
+        requests: of a round. shortest, longest: prompts, in tokens.
+        max_tokens: that each request generates.
+    """
+
+    name: str
+    requests: int
+    shortest: int
+    longest: int
+    max_tokens: int
+
+
+@dataclass(frozen=True)
 class Scale:
     """How much is measured.
 
     Attributes:
-        rounds: in each of which every engine serves the same requests once.
-        requests: of a round. max_tokens: that each generates.
+        rounds: in each of which every engine serves the same requests of each traffic once.
     """
 
-    rounds: int = 9
-    requests: int = 24
-    max_tokens: int = 6
+    rounds: int = 20
+    traffics: tuple[Traffic, ...] = (
+        Traffic("prefill-bound", requests=24, shortest=256, longest=480, max_tokens=1),
+        Traffic("decode-bound", requests=16, shortest=16, longest=48, max_tokens=48),
+    )
 
 
 FULL = Scale()
-QUICK = Scale(rounds=3, requests=12)
+QUICK = Scale(rounds=3)
 
 
 @dataclass(frozen=True)
-class Result:
-    """Medians over the rounds of the ratios within a round, by engine.
+class Cell:
+    """What one engine makes of a traffic: medians over the rounds of the ratios within a round.
 
     Attributes:
         requests_per_s: of those of the engine without extraction.
         cpu_per_step: CPU time of a step, all threads, of that of the engine without extraction.
         steps: how many there were in a round.
+    """
+
+    traffic: str
+    extraction: str
+    requests_per_s: float
+    cpu_per_step: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """All engines in all traffics.
+
+    Attributes:
         model: in words.
     """
 
-    requests_per_s: dict[str, float]
-    cpu_per_step: dict[str, float]
-    steps: dict[str, int]
+    cells: list[Cell]
+    rounds: int
     model: str
 
 
@@ -122,32 +153,40 @@ def run(scale: Scale, directory: Path, show: Callable[[str], None]) -> Result:
     """Measure, with files on the directory's filesystem."""
     from vllm_ascend_hsx.demo.tiny_models import build_qwen3
 
-    costs: dict[str, list[dict[str, Any]]] = {OFF: [], OURS: [], VLLM: []}
+    costs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    names = (OFF, OURS, VLLM)
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)))
         model = build_qwen3(place / "model")
         engines: dict[str, Engine] = {}
-        for name in costs:
+        for name in names:
             show(f"starting the engine: {name}")
             arguments, environ = settings(name, model, place / f"files-{len(engines)}")
             engines[name] = Engine(arguments, environ, place / f"engine-{len(engines)}.log")
             stack.callback(engines[name].close)
-        for turn in range(-1, scale.rounds):
-            prompts = draw_prompts(scale.requests, turn)
-            for name in random.Random(turn).sample(list(engines), len(engines)):
-                cost = engines[name].order({"name": f"round{turn}", "prompts": prompts, "max_tokens": scale.max_tokens})
+        for turn, traffic in itertools.product(range(-1, scale.rounds), scale.traffics):
+            prompts = draw_prompts(traffic, turn)
+            for name in random.Random(turn).sample(names, len(names)):
+                batch = {"name": f"{traffic.name}{turn}", "prompts": prompts, "max_tokens": traffic.max_tokens}
+                cost = engines[name].order(batch)
                 if name != OFF:
                     _check(cost["paths"], prompts, exact=name == OURS)
                 if turn >= 0:
-                    costs[name].append(cost)
-    result = Result(
-        {name: _ratio(costs[OFF], own, "wall") for name, own in costs.items()},
-        {name: 1 / _ratio(_per_step(costs[OFF]), _per_step(own), "cpu") for name, own in costs.items()},
-        {name: own[-1]["steps"] for name, own in costs.items()},
-        "Qwen3, dense, 4 layers of 256, bfloat16; 3 layers extracted; 1 NPU",
-    )
-    show(f"requests/s of an engine without extraction: ours {result.requests_per_s[OURS]:.0%}, {VLLM} {result.requests_per_s[VLLM]:.0%}")
-    return result
+                    costs.setdefault((traffic.name, name), []).append(cost)
+    cells = [
+        Cell(
+            traffic,
+            name,
+            _ratio(costs[traffic, OFF], own, "wall"),
+            1 / _ratio(_per_step(costs[traffic, OFF]), _per_step(own), "cpu"),
+            own[-1]["steps"],
+        )
+        for (traffic, name), own in sorted(costs.items(), key=lambda each: names.index(each[0][1]))
+    ]
+    cells.sort(key=lambda cell: cell.traffic, reverse=True)
+    for cell in cells:
+        show(f"{cell.traffic}: {cell.extraction} {cell.requests_per_s:.1%} of the requests/s of an engine without extraction")
+    return Result(cells, scale.rounds, "Qwen3, dense, 4 layers of 256, bfloat16; 3 layers extracted; 1 NPU")
 
 
 def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -177,10 +216,11 @@ def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dic
     return arguments, {"VLLM_PLUGINS": UPSTREAM_PLUGINS} if name == VLLM else {}
 
 
-def draw_prompts(count: int, seed: int) -> list[list[int]]:
-    """Random tokens, 32 to 480 of them."""
+def draw_prompts(traffic: Traffic, seed: int) -> list[list[int]]:
+    """Random tokens."""
     draw = np.random.default_rng(seed + 1)
-    return [draw.integers(3, VOCABULARY, size=int(draw.integers(32, 481))).tolist() for _ in range(count)]
+    lengths = draw.integers(traffic.shortest, traffic.longest + 1, traffic.requests)
+    return [draw.integers(3, VOCABULARY, size=int(length)).tolist() for length in lengths]
 
 
 def _check(paths: Sequence[str], prompts: Sequence[Sequence[int]], *, exact: bool) -> None:

@@ -14,10 +14,13 @@ from benchmarks.pipeline import conversations, engine, slow_storage
 def test_three_engines_serve_the_same_requests_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in process_environment(npus=1, late=False).items():
         monkeypatch.setenv(name, value)
-    result = engine.run(engine.Scale(rounds=1, requests=3, max_tokens=2), tmp_path, print)
-    assert set(result.requests_per_s) == set(result.cpu_per_step) == {engine.OFF, engine.OURS, engine.VLLM}
-    assert result.requests_per_s[engine.OFF] == result.cpu_per_step[engine.OFF] == 1.0
-    assert len(set(result.steps.values())) == 1  # extraction adds none
+    traffics = (engine.Traffic("short", 3, 8, 9, max_tokens=4), engine.Traffic("long", 3, 32, 300, max_tokens=1))
+    result = engine.run(engine.Scale(rounds=1, traffics=traffics), tmp_path, print)
+    for traffic in traffics:
+        cells = {cell.extraction: cell for cell in result.cells if cell.traffic == traffic.name}
+        assert set(cells) == {engine.OFF, engine.OURS, engine.VLLM}
+        assert cells[engine.OFF].requests_per_s == cells[engine.OFF].cpu_per_step == 1.0
+        assert len({cell.steps for cell in cells.values()}) == 1  # extraction adds none
     assert list(tmp_path.iterdir()) == []
 
 

@@ -73,7 +73,7 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
         no_durable_view={"tmpfs": "because"},
         latency=[latency.run(LATENCY, source, place, quiet, step_tokens=STEP_TOKENS)],
         # tests/e2e/commands/test_benchmark_engine.py runs them.
-        engine=engine.Result(dict.fromkeys(ENGINES, 1.0), dict.fromkeys(ENGINES, 1.0), dict.fromkeys(ENGINES, 9), "none"),
+        engine=engine.Result([engine.Cell("decode", name, 0.985, 1.0, 9) for name in ENGINES], 20, "none"),
         step=per_step.run(STEP, place, torch.device("npu:0"), quiet, step_tokens=STEP_TOKENS),
         # tests/e2e/commands/test_benchmark_engine.py runs it.
         slow_storage=slow_storage.Result(
@@ -317,15 +317,24 @@ def test_what_is_beyond_a_raw_write_is_named_as_the_limit() -> None:
 
 
 def test_the_report_has_every_table_and_its_words(results: goals.Results, tmp_path: Path) -> None:
-    as_json, image, text = report.write(results, tmp_path / "docs")
+    as_json, cost_image, image, text = report.write(results, tmp_path / "docs")
     report.show(Console(quiet=True), results)
     assert json.loads(as_json.read_text())["host"][0]["figures"][OURS]["cpu_s_per_gb"] > 0
-    assert image.read_bytes().startswith(b"\x89PNG")
+    assert image.read_bytes()[:4] == cost_image.read_bytes()[:4] == b"\x89PNG"
     words = text.read_text()
     for title, headings, rows in report.tables(results):
         assert "| " + " | ".join(headings) + " |" in words, title
         assert all(len(row) == len(headings) for row in rows), title
     assert "because" in words
+    before_goals, _, _ = words.partition("## Goals")
+    assert f"]({cost_image.name})" in before_goals
+    for row in (
+        "| KV cache kept, small | 100.0% | 99.0% | does not start |",
+        "| requests per second, decode | 100.0% | 98.5% | 98.5% |",
+        "| prompt tokens computed, conversations | 1.00 × | 1.10 × | not measured |",
+    ):
+        assert row in before_goals
+    assert "| pinned host memory, " in before_goals
     assert "Upstream does not start for small: Error: no." in words and "| small | upstream |  |  |  | does not start |" in words
     assert "vLLM's connector, 0.30.0rc2: needs another release" in words and "950 different ones" in words
     assert not re.search(r"/tmp|/work|/home|\{|nan", words)
