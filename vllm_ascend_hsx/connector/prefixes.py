@@ -164,7 +164,9 @@ class PrefixReuse:
 
     A request may read the prefix cache as far as the rows of the cached tokens are at hand: in the
     file of a published request that its owner rank keeps open. If another request is computing
-    them, it waits if they are published sooner than it could compute them.
+    them, it waits if they are published sooner than it could compute them. Requests with an adapter
+    (LoRA) compute all rows: vLLM 0.23.0 hashes a block with the adapter's name alone
+    (v1/core/kv_cache_utils.py:484), so the cache may have blocks of its earlier weights.
 
     Args:
         index: the requests that have rows.
@@ -198,6 +200,8 @@ class PrefixReuse:
             block_size: tokens of a hashed block.
         """
         self._block_size = block_size
+        if request.lora_request is not None:
+            return 0  # loaded again under its name it has other weights, which cached blocks do not tell
         reuse._request = request
         hashes = reuse._hashes = request.block_hashes[: num_tokens // block_size]
         found = self._index.find(hashes)
@@ -243,7 +247,7 @@ class PrefixReuse:
 
     def end(self, reuse: Reuse, request: Any, num_rows: int) -> None:
         """Record that a request has ended that has rows of generated tokens, `num_rows` in all."""
-        if self._block_size:
+        if self._block_size and request.lora_request is None:
             reuse._hashes = request.block_hashes[: num_rows // self._block_size]
 
     def decide(self, reuse: Reuse, owner: int, num_rows: int, is_kept: bool) -> None:
