@@ -13,7 +13,7 @@ from benchmarks.pipeline.host_path import COPIED, OURS, VLLM
 KEPT = "KV cache kept"
 SERVED = "requests per second"
 COMPUTED = "prompt tokens computed"
-MEMORY = "pinned host memory"
+MEMORY = "host memory"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ _COSTS = {
     KEPT: "KV cache kept (more is better)",
     SERVED: "requests per second (more is better)",
     COMPUTED: "prompt tokens computed\n(less is better)",
-    MEMORY: "pinned host memory, MiB\n(less is better)",
+    MEMORY: "host memory, MiB\n(less is better)",
 }
 
 

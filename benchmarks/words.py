@@ -19,8 +19,8 @@ COST = f"""\
   model's step is longer, and extraction's share of it smaller.
 * **Prompt tokens computed**: [conversations](#conversations) with a common system prompt, of what a
   server without extraction computes. vLLM's connector is that of {RELEASE}.
-* **Pinned host memory**: per rank, [below](#path-to-the-file-with-the-copy). Ours is a ring of fixed
-  size; vLLM's connector pins a request's rows anew when the request ends."""
+* **Host memory**: per rank, [below](#path-to-the-file-with-the-copy): ours is a pinned ring of fixed
+  size and what the process takes beside it. vLLM's connector pins a request's rows when it ends."""
 
 MACHINE = """\
 Made by `make benchmark` (`python -m benchmarks`); do not edit. The machine may be shared, so only

@@ -175,15 +175,15 @@ def run(scale: Scale, directory: Path, show: Callable[[str], None]) -> Result:
                     costs.setdefault((traffic.name, name), []).append(cost)
     cells = [
         Cell(
-            traffic,
+            traffic.name,
             name,
-            _ratio(costs[traffic, OFF], own, "wall"),
-            1 / _ratio(_per_step(costs[traffic, OFF]), _per_step(own), "cpu"),
+            _ratio(costs[traffic.name, OFF], own, "wall"),
+            1 / _ratio(_per_step(costs[traffic.name, OFF]), _per_step(own), "cpu"),
             own[-1]["steps"],
         )
-        for (traffic, name), own in sorted(costs.items(), key=lambda each: names.index(each[0][1]))
+        for traffic, name in itertools.product(scale.traffics, names)
+        for own in [costs[traffic.name, name]]
     ]
-    cells.sort(key=lambda cell: cell.traffic, reverse=True)
     for cell in cells:
         show(f"{cell.traffic}: {cell.extraction} {cell.requests_per_s:.1%} of the requests/s of an engine without extraction")
     return Result(cells, scale.rounds, "Qwen3, dense, 4 layers of 256, bfloat16; 3 layers extracted; 1 NPU")

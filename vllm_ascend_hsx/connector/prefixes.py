@@ -200,8 +200,6 @@ class PrefixReuse:
             block_size: tokens of a hashed block.
         """
         self._block_size = block_size
-        if request.lora_request is not None:
-            return 0  # loaded again under its name it has other weights, which cached blocks do not tell
         reuse._request = request
         hashes = reuse._hashes = request.block_hashes[: num_tokens // block_size]
         found = self._index.find(hashes)
@@ -247,7 +245,7 @@ class PrefixReuse:
 
     def end(self, reuse: Reuse, request: Any, num_rows: int) -> None:
         """Record that a request has ended that has rows of generated tokens, `num_rows` in all."""
-        if self._block_size and request.lora_request is None:
+        if self._block_size:
             reuse._hashes = request.block_hashes[: num_rows // self._block_size]
 
     def decide(self, reuse: Reuse, owner: int, num_rows: int, is_kept: bool) -> None:

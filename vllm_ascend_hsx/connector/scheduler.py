@@ -112,6 +112,8 @@ class ExtractionScheduler:
         if reason := self._refusal(request, params, path, prompt_tokens + output_rows):
             self._refuse(request.request_id, reason)
         else:
+            # Cached blocks tell an adapter's name, but not which weights it had; see PrefixReuse.
+            reuse = None if self._reuse is None or request.lora_request is not None else self._reuse.new()
             self._requests[request.request_id] = self._writing[path] = _Request(
                 path,
                 prompt_tokens,
@@ -121,12 +123,12 @@ class ExtractionScheduler:
                 int(request.arrival_time * 1e9),
                 placeholders_in(request),
                 predecessor=self._writing.get(path),
-                reuse=None if self._reuse is None else self._reuse.new(),
+                reuse=reuse,
                 num_rows=prompt_tokens,
             )
             # Tokens that are read from the prefix cache are not computed and make no rows. Other
             # requests read all of it.
-            if self._reuse is None:
+            if reuse is None:
                 request.skip_reading_prefix_cache = True
             else:
                 limit_prefix_cache(request, self.rows_at_hand)

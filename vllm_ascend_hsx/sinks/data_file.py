@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from vllm_ascend_hsx.protocol.checksum import Checksums, Digest, digest_of_beginning
 from vllm_ascend_hsx.protocol.files import OnError, write_at
 from vllm_ascend_hsx.protocol.format import FileLayout
-from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, Rows, TokenIds
+from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.storage import Storage, copy_into, reserve, start_writeback
 
@@ -78,16 +78,12 @@ class RowSource:
     Args:
         fd: a descriptor of the file, closed by the last `release`.
         offset: offset of the first row in it.
-        adapter: that computed the rows.
         scales: float32 [tokens] of quantised rows, else None. They are few bytes, and a file may be
             changed.
         sums: checksums of the first bytes of the rows, and of all; see digest_of_beginning.
     """
 
-    def __init__(
-        self, fd: int, offset: int, adapter: Adapter = NO_ADAPTER, scales: Scales | None = None, sums: Sequence[tuple[int, int]] = ()
-    ) -> None:
-        self.adapter = adapter
+    def __init__(self, fd: int, offset: int, scales: Scales | None = None, sums: Sequence[tuple[int, int]] = ()) -> None:
         self.scales = scales
         self._fd = fd
         self._offset = offset
@@ -216,15 +212,14 @@ class DataFile:
         if self._checksum is not None:
             self._checksum.end_write(begin, source.digest(end - begin))
 
-    def source(self, adapter: Adapter, fd: int = -1, offset: int = 0) -> RowSource:
+    def source(self, fd: int = -1, offset: int = 0) -> RowSource:
         """Keep the rows of this complete file open for other requests. Raises OSError.
 
         Args:
-            adapter: that computed them.
             fd, offset: another file that has the bytes of this one, and where they begin.
         """
         sums = () if self._checksum is None else self._checksum.sums
-        return RowSource(os.dup(self.fd if fd < 0 else fd), offset + self._layout.data_start, adapter, self._scales, sums)
+        return RowSource(os.dup(self.fd if fd < 0 else fd), offset + self._layout.data_start, self._scales, sums)
 
     def complete(self, token_ids: TokenIds, num_prompt_tokens: int, scales: Scales | None) -> None:
         """Write tail and header, truncate the file after them, and sync it if it must be durable.

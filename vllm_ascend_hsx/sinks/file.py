@@ -329,5 +329,5 @@ class FileSink(DirectorySink):
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
         with suppress(OSError):  # no more descriptors: then requests compute these rows anew
-            file.source = data.source(file.adapter) if file.keeps_source else None
+            file.source = data.source() if file.keeps_source else None
         data.publish(file.destination.storage, file.name)

@@ -109,8 +109,6 @@ class RequestFile(SinkFile):
             raise self._error(describe(problem, error)) from error
 
     def copy(self, source: RowSource, num_rows: int) -> None:
-        if source.adapter != self.adapter:
-            raise self._error(f"rows [0, {num_rows}) were computed before, but with other weights of this adapter")
         file = self._made_data()
         try:
             if self._encoder:

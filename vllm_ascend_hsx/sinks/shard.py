@@ -54,6 +54,6 @@ class ShardSink(DirectorySink):
         with there.current(file.relative) as shard:
             shard.append(data, file.relative, tokens, file.request_id, there.now_ns())
             with suppress(OSError):  # no more descriptors: then requests compute these rows anew
-                file.source = shard.source(data, file.adapter) if file.keeps_source else None
+                file.source = shard.source(data) if file.keeps_source else None
         if is_spare:
             shards.spares.append(data.detach())

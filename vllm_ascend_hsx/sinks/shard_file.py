@@ -21,7 +21,6 @@ from typing import Literal
 
 from vllm_ascend_hsx.protocol.files import describe, open_regular, write_at
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, SHARDS_MARK, TAR, parse_shard_name, shard_stem
-from vllm_ascend_hsx.protocol.rows import Adapter
 from vllm_ascend_hsx.protocol.shard_index import (
     INDEX_MAX,
     Member,
@@ -123,9 +122,9 @@ class Shard:
         self.end, self._last = member.end, offset
         self.names.add(name)
 
-    def source(self, data: DataFile, adapter: Adapter) -> RowSource:
+    def source(self, data: DataFile) -> RowSource:
         """Keep the member that was appended last open, as DataFile.source does."""
-        return data.source(adapter, self._fd, self._last)
+        return data.source(self._fd, self._last)
 
     def _cut(self) -> None:
         self._is_cut = False

@@ -139,6 +139,16 @@ def test_a_request_has_the_rows_of_whole_blocks_that_a_published_one_has() -> No
     assert stats.counter("reused_tokens") == 2 * BLOCK
 
 
+def test_a_request_with_an_adapter_computes_all_rows_and_keeps_none_for_others() -> None:
+    """Blocks that were cached before the adapter was loaded again have the same hashes."""
+    engine = Engine()
+    engine.serve("first", "abc")
+    request = engine.add("second", "abc", lora_request="adapter")
+    assert request.skip_reading_prefix_cache
+    (start,) = schedule(engine.scheduler, request).started
+    assert (start.prefix, start.keeps_source) == (None, False)
+
+
 def test_a_request_is_owned_by_the_rank_that_has_the_file() -> None:
     engine = Engine()
     engine.add("busy", "xyz")

@@ -18,7 +18,7 @@ from sink_harness import FORMAT, bits, finite_rows, open_request, put, reason_of
 
 from vllm_ascend_hsx import open_dir
 from vllm_ascend_hsx.protocol.checksum import Checksums, Digest, digest_of_beginning
-from vllm_ascend_hsx.protocol.rows import Adapter, RowFormat
+from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.sinks import storage
 from vllm_ascend_hsx.sinks.base import SinkError
@@ -48,12 +48,10 @@ SINKS = {
 }
 
 
-def make_source(sink: DirectorySink, where: Path, tokens: int, name: str = "source", adapter: Adapter | None = None) -> RowSource:
+def make_source(sink: DirectorySink, where: Path, tokens: int, name: str = "source") -> RowSource:
     """Publish a request, and return its rows."""
     file = open_request(sink, where, name, tokens)
     file.keeps_source = True
-    if adapter is not None:
-        file.adapter = adapter
     put(file, tokens)
     assert file.source is not None
     return file.source
@@ -177,17 +175,6 @@ def test_rows_are_copied_although_the_source_was_removed_or_sealed(tmp_path: Pat
         path = continue_from(sink, tmp_path / "other", source, 5, 6).path
     source.release()
     assert (rows_of(path)[:5] == finite_rows(0, 5)).all()
-
-
-def test_rows_of_other_weights_of_an_adapter_are_refused(tmp_path: Path) -> None:
-    with files(tmp_path) as sink:
-        source = make_source(sink, tmp_path, 6, adapter=Adapter("lora", "1"))
-        file = open_request(sink, tmp_path, "next", 6)
-        file.adapter = Adapter("lora", "2")
-        with pytest.raises(SinkError, match="other weights of this adapter"):
-            file.copy(source, 3)
-        file.fail("as a test")
-    source.release()
 
 
 def truncate(source: RowSource, monkeypatch: pytest.MonkeyPatch) -> None:
