@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
+from vllm_ascend_hsx.connector.threads import Job
 from vllm_ascend_hsx.sinks.data_file import RowSource
 
 _SPACE_IS_KNOWN_S = 1.0
@@ -14,16 +16,22 @@ _SPACE_IS_KNOWN_S = 1.0
 class KeptFiles:
     """The files of one rank, by the number of their request. Thread-safe.
 
+    System calls on the files run in a thread of the caller's: storage that hangs must not stop a
+    step.
+
     Args:
+        submit: has a job run in another thread.
         clock: monotonic clock in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, submit: Callable[[Job], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._submit = submit
         self._clock = clock
         self._mutex = threading.Lock()  # guards everything below
         self._sources: dict[int, RowSource] = {}
         self._closed = False
-        self._removed_bytes = 0
+        self._removed_bytes = 0  # by the last count
+        self._is_counting = False
         self._counted_at = 0.0
 
     def add(self, number: int, source: RowSource) -> None:
@@ -47,7 +55,7 @@ class KeptFiles:
         with self._mutex:
             source = self._sources.pop(number, None)
         if source is not None:
-            source.release()
+            self._submit(source.release)
 
     def close(self) -> None:
         """Release all files, also those that are added later."""
@@ -60,12 +68,29 @@ class KeptFiles:
     def space(self) -> tuple[int, int]:
         """Return how many files are kept, and the bytes of those that consumers have removed.
 
-        These are counted at most once a second, because that takes a system call for each file.
+        The bytes are those of the last count. One begins if that was a second ago and has ended.
         """
         with self._mutex:
+            if not self._sources:
+                return 0, 0
             now = self._clock()
-            if now - self._counted_at >= _SPACE_IS_KNOWN_S or not self._sources:
-                self._counted_at = now
-                # Several members of a shard are in one file.
-                self._removed_bytes = sum(dict(source.space for source in self._sources.values()).values())
-            return len(self._sources), self._removed_bytes
+            is_due = not self._is_counting and now - self._counted_at >= _SPACE_IS_KNOWN_S
+            if is_due:
+                self._is_counting, self._counted_at = True, now
+            found = len(self._sources), self._removed_bytes
+        if is_due:
+            self._submit(self._count)
+        return found
+
+    def _count(self) -> None:
+        with self._mutex:
+            sources = list(self._sources.values())
+            for source in sources:
+                source.retain()
+        removed: dict[tuple[int, int], int] = {}  # several members of a shard are in one file
+        for source in sources:
+            with suppress(OSError):  # what does not answer is not known to hold space
+                removed.update([source.space])
+            source.release()
+        with self._mutex:
+            self._removed_bytes, self._is_counting = sum(removed.values()), False

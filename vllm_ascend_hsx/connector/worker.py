@@ -75,8 +75,9 @@ class ExtractionWorker:
         # For the main thread only.
         self._owned: dict[str, Extraction] = {}
         self._opening: list[Extraction] = []
-        self._kept_files = KeptFiles()
         self._extractions: dict[str, Extraction] = {}  # for the copier's thread only
+        self._reasons = ThreadPool(1, "hsx-reasons")  # also does what may wait for storage while nobody waits for it
+        self._kept_files = KeptFiles(self._reasons.submit)
         self._progress = RankProgress(ring.row_bytes, num_writers)
         write_rate = self._progress.write_rate.value
         self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._progress.backlog, write_rate, self._kept_files.space)
@@ -86,7 +87,6 @@ class ExtractionWorker:
         self._reasons_after: dict[Extraction, list[tuple[RequestStart, str]]] = {}
         self._ended = threading.Condition()  # guards the former two; notified when a file has ended
         self._opener = ThreadPool(1, "hsx-opener")
-        self._reasons = ThreadPool(1, "hsx-reasons")
         self._writers = ThreadPool(num_writers, "hsx-writer")
         staging.wait_for_slot = self._wait_for_slot
         staging.pass_on = self._pass_on

@@ -17,6 +17,7 @@ from worker_harness import NOTHING, PATIENCE, SILENT, Engine, ended, started
 
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, Prefix, RequestStart
+from vllm_ascend_hsx.connector.threads import Job
 from vllm_ascend_hsx.sinks.data_file import RowSource
 from vllm_ascend_hsx.sinks.file import FileSink
 
@@ -203,12 +204,16 @@ def kept_source(tmp_path: Path, tokens: int = 5) -> tuple[RowSource, Path]:
     return file.source, path
 
 
+def run_at_once(job: Job) -> None:
+    job()
+
+
 def is_open(source: RowSource) -> bool:
     return Path(f"/proc/self/fd/{source._fd}").exists()
 
 
 def test_a_file_stays_open_until_its_last_user_releases_it(tmp_path: Path) -> None:
-    kept = KeptFiles()
+    kept = KeptFiles(run_at_once)
     source, path = kept_source(tmp_path)
     kept.add(7, source)
     path.unlink()
@@ -228,7 +233,7 @@ def test_a_file_stays_open_until_its_last_user_releases_it(tmp_path: Path) -> No
 
 
 def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -> None:
-    kept = KeptFiles()
+    kept = KeptFiles(run_at_once)
     first, _ = kept_source(tmp_path / "first")
     late, _ = kept_source(tmp_path / "late")
     kept.add(1, first)
@@ -240,7 +245,7 @@ def test_closing_releases_every_file_and_those_that_come_later(tmp_path: Path) -
 
 def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> None:
     now = 0.0
-    kept = KeptFiles(lambda: now)
+    kept = KeptFiles(run_at_once, lambda: now)
     sources = [kept_source(tmp_path / name, 1000) for name in "ab"]
     for number, (source, _) in enumerate(sources):
         kept.add(number, source)
@@ -250,6 +255,32 @@ def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> N
     sources[1][1].rename(tmp_path / "moved")
     assert kept.space() == (2, 0)  # it is counted once a second
     now = 1.0
+    kept.space()  # begins a count
     assert kept.space() == (2, size)
     kept.close()
     assert kept.space() == (0, 0)
+
+
+def test_storage_that_hangs_stops_no_step_for_the_files_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    now = 1.0
+    kept = KeptFiles(jobs.append, lambda: now)
+    first, path = kept_source(tmp_path, 1000)
+    kept.add(1, first)
+    size = os.stat(path).st_blocks * 512
+    path.unlink()
+    with monkeypatch.context() as hanging:
+        hanging.setattr("os.fstat", lambda fd: pytest.fail("fstat in a step"))
+        hanging.setattr("os.close", lambda fd: pytest.fail("close in a step"))
+        for now in (1.0, 2.0, 3.0):  # noqa: B007 - the clock
+            assert kept.space() == (1, 0)
+        assert len(jobs) == 1  # no second count before the first one has ended
+        assert kept.retain(1) is first
+        first.release()
+    jobs.pop()()
+    assert kept.space() == (1, size)
+    kept.release(1)
+    assert is_open(first)
+    while jobs:
+        jobs.pop()()
+    assert not is_open(first)
