@@ -270,6 +270,8 @@ class Driver:
         import torch
 
         halves = {} if self.engine is None else self._halves()
+        if halves:
+            assert halves["worker"]._reasons.wait(30), "it closes kept files that were released"
         kept = halves["worker"]._kept_files._sources if halves else {}
         fds = set(os.listdir("/proc/self/fd")) - {str(source._fd) for source in kept.values()}
         found: dict[str, Any] = {
