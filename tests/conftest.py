@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", type=int, help="requests to a worker (tests/ut/connector/test_soak.py)")
     parser.addoption("--fuzz-inputs", type=int, help="mutated inputs to readers (tests/ut/reader/test_fuzz_readers.py)")
     parser.addoption("--engine-soak", type=int, help="requests to an engine (tests/e2e/storage/test_engine_soak.py)")
+    parser.addoption("--ray-rows", type=int, help="rows while a machine dies (tests/ut/machines/test_ray_cluster.py)")
     parser.addoption("--engine-kills", type=int, help="engines to kill (tests/e2e/storage/test_killed_engine.py)")
 
 

@@ -21,7 +21,7 @@ START_SECONDS = 30.0
 
 def require_mooncake() -> None:
     """Skip the test where Mooncake's package cannot be used; fail in continuous integration."""
-    from vllm_ascend_hsx.protocol.mooncake_store import UserError, load_package
+    from vllm_ascend_hsx.protocol.mooncake.store import UserError, load_package
 
     try:
         load_package()

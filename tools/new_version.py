@@ -183,9 +183,10 @@ def schemas(source: Path, known: Mapping[str, str]) -> Iterator[str]:
         known: schemas by name.
     """
     found = {}
-    for file in sorted(source.rglob("*binding*.cpp")):
+    files = (file for file in source.rglob("*binding*.cpp") if "third_party" not in file.relative_to(source).parts)
+    for file in sorted(files):
         for match in _SCHEMA.finditer(file.read_text(errors="replace")):
-            text = " ".join("".join(_TEXT.findall(match[1])).split())
+            text = " ".join("".join(_TEXT.findall(match[1])).replace('\\"', '"').split())
             if "(" in text:
                 found[text.partition("(")[0]] = text
     for name in sorted(found.keys() | known.keys()):

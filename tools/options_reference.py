@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from vllm_ascend_hsx.config import HsxConfig
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeOptions
 
 TARGET = Path(__file__).parents[1] / "docs" / "options.md"
 

@@ -82,7 +82,8 @@ def releases() -> list[str]:
 def setup_key() -> str:
     """Hash all inputs of the environment; a different key means that it must be updated."""
     digest = hashlib.sha256()
-    for path in (*PIN_FILES, ROOT / "pyproject.toml", Path(__file__), MOONCAKE_LIBRARIES):
+    version = ROOT / "vllm_ascend_hsx" / "_version.py"
+    for path in (*PIN_FILES, ROOT / "pyproject.toml", version, Path(__file__), MOONCAKE_LIBRARIES):
         digest.update(path.read_bytes())
     digest.update(f"{ROOT} {platform.python_version()} {platform.machine()}".encode())
     return digest.hexdigest()

@@ -7,10 +7,10 @@ imported on first use.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from vllm_ascend_hsx._version import __version__
 
+TYPE_CHECKING = False  # typing's own costs most of the time that this import takes
 if TYPE_CHECKING:
     from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset, collate
     from vllm_ascend_hsx.reader.find import find

@@ -1,3 +1,6 @@
-"""The version of this package. A module of its own, so that all modules can import it."""
+"""The version of this package: its one place, which pyproject.toml reads, too.
 
-__version__ = "0.1.0.dev0"
+A module of its own, so that all modules can import it.
+"""
+
+__version__ = "0.1.0"

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S, parse_size
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeOptions
 from vllm_ascend_hsx.protocol.names import printable
 
 CONNECTOR_NAME = "AscendHiddenStatesConnector"

@@ -6,14 +6,13 @@ from typing import Any
 
 from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its patch points
     adapters,
-    beam_search,
     drafts,
     engine,
-    models,
     request_params,
     rotation,
     runner,
     shutdown,
+    targets,
 )
 from vllm_ascend_hsx.compat.logs import log_as_vllm_does
 from vllm_ascend_hsx.compat.patch_points import POINTS, patch, uses

@@ -22,10 +22,11 @@ import numpy as np
 
 import vllm_ascend_hsx
 from benchmarks import ROOT, machine
-from benchmarks.pipeline.engine import LAYER_IDS, UPSTREAM_PLUGINS, VOCABULARY, Engine
+from benchmarks.pipeline.engine import LAYER_IDS, UPSTREAM_PLUGINS, Engine
 from benchmarks.pipeline.engine_process import take_orders
 from vllm_ascend_hsx.generate.order import RowOrder, Turn
 from vllm_ascend_hsx.generate.rows import Row
+from vllm_ascend_hsx.report.traffic import VOCABULARY
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 RELEASE = "0.30.0rc2"

@@ -16,35 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import vllm_ascend_hsx
 from benchmarks import ROOT
+from vllm_ascend_hsx.report.traffic import Traffic, draw_prompts
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 OFF, OURS, VLLM = "off", "ours", "vLLM's connector"
 LAYER_IDS = (1, 2, 4)
-VOCABULARY = 600  # tokens that the tiny model knows, without the special ones
 # All but ours: without our plugin an engine is what its users have today.
 UPSTREAM_PLUGINS = "ascend,ascend_kv_connector,ascend_model,ascend_model_loader,ascend_service_profiling"
 _ENDED = 60.0
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Requests that all have about the same share of prompt and output.
-
-    Attributes:
-        requests: of a round. shortest, longest: prompts, in tokens.
-        max_tokens: that each request generates.
-    """
-
-    name: str
-    requests: int
-    shortest: int
-    longest: int
-    max_tokens: int
 
 
 @dataclass(frozen=True)
@@ -214,13 +197,6 @@ def settings(name: str, model: Path, storage: Path) -> tuple[dict[str, Any], dic
         transfer["kv_connector"] = "ExampleHiddenStatesConnector"
     arguments |= {"speculative_config": speculative_config(LAYER_IDS), "kv_transfer_config": transfer}
     return arguments, {"VLLM_PLUGINS": UPSTREAM_PLUGINS} if name == VLLM else {}
-
-
-def draw_prompts(traffic: Traffic, seed: int) -> list[list[int]]:
-    """Random tokens."""
-    draw = np.random.default_rng(seed + 1)
-    lengths = draw.integers(traffic.shortest, traffic.longest + 1, traffic.requests)
-    return [draw.integers(3, VOCABULARY, size=int(length)).tolist() for length in lengths]
 
 
 def _check(paths: Sequence[str], prompts: Sequence[Sequence[int]], *, exact: bool) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # The files that take longest, in that order: no worker is to begin one when the others are done.
 LONGEST = (
+    "test_loop.py",
     "test_speculators.py",
     "test_scenarios.py",
     "test_hybrid_targets.py",
@@ -30,6 +31,7 @@ LONGEST = (
     "test_mooncake.py",
     "test_generate_shards.py",
     "test_graph_modes.py",
+    "test_hardware_report.py",
     "test_doctor.py",
 )
 

@@ -16,8 +16,8 @@ import torch
 from hs_connectors.fp8_utils import quantize_tensor_to_fp8
 from sink_harness import FORMAT, MIB, bits, is_held, member_bytes, open_fds, run_threads
 
-from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of, keys_of
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
+from vllm_ascend_hsx.protocol.mooncake.manifest import handle_of, keys_of
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeOptions
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
@@ -25,7 +25,7 @@ from vllm_ascend_hsx.reader.tensors import dequantized
 from vllm_ascend_hsx.sinks.base import Sink, SinkFile
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
-from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
+from vllm_ascend_hsx.sinks.mooncake.sink import MooncakeSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
 

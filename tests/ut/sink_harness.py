@@ -25,7 +25,7 @@ from vllm_ascend_hsx.protocol.names import token_of_workspace, workspace_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, decode
 from vllm_ascend_hsx.protocol.tar import END
-from vllm_ascend_hsx.reader.shards import Shards
+from vllm_ascend_hsx.reader.members import open_member
 from vllm_ascend_hsx.sinks.base import SinkFile
 from vllm_ascend_hsx.sinks.file import DirectorySink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -290,7 +290,7 @@ def lines_of(directory: Path, stem: str) -> list[Member | Tombstone]:
 
 def member_bytes(directory: Path, name: str) -> bytes | None:
     """The safetensors file that a member is."""
-    place = Shards(directory).open(name)
+    place = open_member(directory / name)
     if place is None:
         return None
     try:

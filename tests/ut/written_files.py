@@ -1,4 +1,4 @@
-"""Files of hidden states, written by FileSink, for tests that read them."""
+"""Files of hidden states and members of shards, for tests that read them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.shard import ShardSink
 
 FORMAT = RowFormat(layer_ids=(2, 4), hidden_size=8, dtype="BF16", model="tiny")
 
@@ -37,3 +38,12 @@ def write(
             file.write(0, rows.contiguous().view(torch.uint8).numpy())
         file.commit(np.arange(len(rows), dtype=np.int64), len(rows) if prompt is None else prompt)
     return file.path
+
+
+def write_member(directory: Path) -> Path:
+    """Write a member of a shard, with three rows. Returns its path, where no file is."""
+    with ShardSink(directory, FORMAT, FileOptions(), shard_bytes=1 << 20) as sink:
+        file = sink.open("s", directory / "s.safetensors")
+        file.write(0, rows_of(3).view(torch.uint8).numpy())
+        file.commit(np.arange(3), 3)
+    return directory / "s.safetensors"

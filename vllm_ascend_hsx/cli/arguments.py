@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NoReturn
 
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S
+from vllm_ascend_hsx.protocol.names import printable
 
 _SHOWN = 40  # most characters of a refused text to quote
 _SIZE = re.compile(r"^(\d{1,30}(?:\.\d{1,30})?)\s*(B|[KMGT]i?B?)?$", re.ASCII | re.IGNORECASE)
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors quote what was typed with control characters escaped."""
+
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        for word in words[: words.index("--") if "--" in words else None]:
+            option, _, value = word.partition("=")
+            if option.startswith("-") and value == "--":  # argparse would drop it, and then miss a value
+                self.error(f"argument {option}: '--' is no value; name a path of that name as ./--")
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def non_empty_path(text: str) -> Path:

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from vllm_ascend_hsx.cli.arguments import non_empty_path
+from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
 from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
 from vllm_ascend_hsx.sinks.orphans import Cleaning, Done
@@ -22,7 +22,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx clean`. Exits with code 2 and one line for an invalid one."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hsx clean",
         description="Removes what consumers and dead servers left in a storage directory and all "
         "folders below it: unheld locks without data or error, hidden directories of dead servers (whose "

@@ -5,16 +5,16 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from vllm_ascend_hsx.cli.arguments import seconds, whole
-from vllm_ascend_hsx.cli.output import INTERRUPTED, ended_by_sigterm, make_console
+from vllm_ascend_hsx.cli.arguments import Parser, seconds, whole
+from vllm_ascend_hsx.cli.output import INTERRUPTED, ended_by_sigterm, make_console, say
 from vllm_ascend_hsx.demo import DemoError
+from vllm_ascend_hsx.demo.loop import command
+from vllm_ascend_hsx.demo.target import default_layers, reference_for
 from vllm_ascend_hsx.emulator.settings import MAX_NPUS, Settings
 from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -28,7 +28,7 @@ NO_METRICS = "--disable-log-stats"
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx demo`. Exits with code 2 and one line for an invalid one."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hsx demo",
         description="Serves a model with hidden-state extraction (DP x TP, expert and sequence "
         "parallel), sends 16 prompts and compares the files with transformers on the CPU. Exit code 0 only if all match.",
@@ -43,12 +43,15 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-expert-parallel", action="store_true", help="for a model without experts")
     add("--no-sequence-parallel", action="store_true", help="without enable_flashcomm1")
     add("--no-reference", action="store_true", help="check shapes, token ids and finiteness only; for large models")
+    add("--loop", action="store_true", help="train a target, extract rows, train drafts on them and serve them")
+    add("--seeds", type=whole(1, 10), metavar="N", help="with --loop: drafts for each kind of rows; several: more kinds (default 1)")
     add("--late", action="store_true", help="emulated NPUs run work on other streams as late as allowed")
     add("--output", type=Path, metavar="DIR", help="directory of log and hidden states (default: a new temporary directory)")
     add("--start-timeout", type=seconds, metavar="S", help="seconds for the server's start (default: 600, npu: 1800)")
     add("--request-timeout", type=seconds, default=120.0, metavar="S", help="seconds for one request (default: 120)")
     add("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for `vllm serve`, after --")
     options = parser.parse_args(argv)
+    command.check(options, parser)
     if options.device == "npu" and options.model is None:
         parser.error("--device npu needs --model PATH: the tiny model is for emulated NPUs only")
     if options.quantized and (options.model is not None or options.device == "npu" or options.no_expert_parallel):
@@ -72,9 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with ended_by_sigterm("hsx demo"):
             return run(options, console)
-    except (DemoError, UserError) as error:
-        console.print(f"hsx demo: {error}", style="red", markup=False, highlight=False)
-        return 2 if isinstance(error, UserError) else 1
+    except UserError as error:
+        say(f"hsx demo: {error}", error=True)
+        return 2
+    except DemoError as error:  # with lines of a server's log
+        for line in f"hsx demo: {error}".splitlines():
+            console.tell(line, "red")
+        return 1
     except KeyboardInterrupt:
         console.print("hsx demo: interrupted; all its processes have been stopped")
         return INTERRUPTED
@@ -94,6 +101,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         )
     # No download must be attempted. transformers reads these variables once, when it is imported.
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", HF_HUB_DISABLE_PROGRESS_BARS="1")
+    if options.loop:
+        _compile_emulator(console)
+        return command.run(options, console)
     from httpx import HTTPError
     from openai import OpenAIError
 
@@ -112,8 +122,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
         model = _quantised(model, work, console)
     config = text_config(read_config(str(model))[1])
     num_layers, vocab_size = (whole_number(str(model), config, field) for field in ("num_hidden_layers", "vocab_size"))
-    layers = _default_layers(num_layers) if options.layers is None else layer_ids(options.layers, num_layers)
-    reference = None if options.no_reference else _reference(model, options.quantized)
+    layers = default_layers(num_layers) if options.layers is None else layer_ids(options.layers, num_layers)
+    reference = None if options.no_reference else reference_for(model, options.quantized)
     serve = ServeOptions(
         model=str(model),
         storage=work.absolute() / "hidden_states",
@@ -203,51 +213,15 @@ def _model_directory(model: str | None, console: Console) -> Path:
         if not (path / "config.json").is_file():
             raise UserError("--model", model, "has no config.json", "Give the directory of a downloaded model.")
         return path
-    from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
+    from vllm_ascend_hsx.demo.tiny_models import cached_minimax_m2
 
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-ascend-hsx" / "tiny-minimax-m2"
     with console.status("building a tiny MiniMax-M2"):
-        return build_minimax_m2(cache)
+        return cached_minimax_m2()
 
 
 def _quantised(source: Path, work: Path, console: Console) -> Path:
     """Write the model as msmodelslim would: W8A8, and rotated."""
-    from vllm_ascend_hsx.demo.modelslim import write_modelslim
+    from vllm_ascend_hsx.demo.quantised.modelslim import write_modelslim
 
     with console.status("quantising and rotating it"):
         return write_modelslim(source, tempfile.mkdtemp(prefix="tiny-minimax-m2-w8a8-", dir=work), rotated=True)
-
-
-def _default_layers(layers: int) -> tuple[int, ...]:
-    """Return a few ids across the depth, including the last one."""
-    spread = (2, layers // 2, layers - 3, layers) if layers > 8 else (1, layers // 2, layers)
-    return tuple(sorted(set(spread)))
-
-
-def _reference(model: Path, quantised: bool) -> Any:
-    """Return the function that computes expected states. Refuse a model that exceeds the memory."""
-    import torch
-
-    if quantised:
-        from vllm_ascend_hsx.demo.quantised_reference import rows_in_the_models_basis
-
-        return partial(rows_in_the_models_basis, model)
-
-    from vllm_ascend_hsx.demo.reference import reference_hidden_states
-
-    stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    available = _available_memory()
-    if stored > available:
-        raise DemoError(
-            f"the reference needs about {stored >> 30} GiB of memory and {available >> 30} GiB are "
-            "free; call again with --no-reference to check shapes, token ids and finiteness only"
-        )
-    # float32 has negligible rounding errors, but takes twice the memory of the stored weights.
-    dtype = torch.float32 if 2 * stored <= available else torch.bfloat16
-    return partial(reference_hidden_states, model, dtype=dtype)
-
-
-def _available_memory() -> int:
-    """Return the bytes that new processes can get without swapping, caches included."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

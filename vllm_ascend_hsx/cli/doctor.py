@@ -13,14 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_hsx.cli.arguments import non_empty_path
-from vllm_ascend_hsx.cli.output import make_console
+from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
+from vllm_ascend_hsx.cli.output import make_console, say
 from vllm_ascend_hsx.doctor import patch_points, storage
 from vllm_ascend_hsx.doctor.findings import Finding
 from vllm_ascend_hsx.doctor.software import check_software
 from vllm_ascend_hsx.doctor.target import check_target, stored_format
 from vllm_ascend_hsx.plan.presets import PRESETS
 from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.protocol.names import printable
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -28,7 +29,7 @@ _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx doctor`. Exits with code 2 and one line for an invalid one."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hsx doctor",
         description="Checks whether extraction of hidden states will work on this machine, and shows what to do if not: versions, NPUs, "
         "patch points in vllm and vllm-ascend, a storage directory, a model. Exit code 0: no problems; 1: problems; 2: invalid options.",
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = list(findings(options))
     except UserError as error:
-        print(f"hsx doctor: {error}", file=sys.stderr)
+        say(f"hsx doctor: {error}", error=True)
         return 2
     healthy = all(each.verdict != "problem" for each in found)
     if options.json:
@@ -77,7 +78,7 @@ def findings(options: argparse.Namespace) -> Iterator[Finding]:
 
 
 def _announce(what: str) -> None:
-    print(f"hsx doctor: {what} ...", file=sys.stderr, flush=True)
+    say(f"hsx doctor: {what} ...", error=True)
 
 
 def show(console: Console, found: Sequence[Finding]) -> None:
@@ -94,7 +95,7 @@ def show(console: Console, found: Sequence[Finding]) -> None:
         shown.insert(place, Finding(patch_points.TOPIC, "vllm, vllm-ascend", "ok", number))
     for each in shown:
         verdict = Text(each.verdict, style=_STYLES[each.verdict])
-        table.add_row(each.topic, Text(each.name), verdict, Text(each.found), Text(each.what_to_do))
+        table.add_row(each.topic, Text(printable(each.name)), verdict, Text(printable(each.found)), Text(printable(each.what_to_do)))
     console.print(table)
     count = Counter(each.verdict for each in found)
     if problems := count["problem"]:

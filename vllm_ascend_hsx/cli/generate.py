@@ -6,20 +6,33 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.cli.arguments import non_empty_path, seconds, whole
+from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path, seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, make_console, say
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.options import BOUNDS, ORDERS, RANK_ROWS, Options, base_url, path_map
+from vllm_ascend_hsx.generate.machines.launcher import place_of
+from vllm_ascend_hsx.generate.options import (
+    BOUNDS,
+    ORDERS,
+    RANK_ROWS,
+    RAY_BLOCK_ROWS,
+    Options,
+    RayCluster,
+    base_url,
+    path_map,
+    read_endpoints,
+)
+from vllm_ascend_hsx.protocol.errors import UserError
 
 DEFAULTS = Options(Path(), Path())
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser; aliases are the options of speculators' generate-offline-data."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hsx generate",
         allow_abbrev=False,
         description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), which write each row's file, "
@@ -37,15 +50,19 @@ def parser() -> argparse.ArgumentParser:
     columns = "token_ids, input_ids, messages, conversations, prompt"
     add("--column", metavar="NAME", help=f"what to send (default: the first that exists of {columns})")
     add("--limit", "--max-samples", **numbers("limit"), help="only the first N rows of the dataset")
-    add("--world-size", **numbers("world_size"), help="divide the rows between N runs, as on N machines (default: 1)")
-    add("--rank", **numbers("rank", "R"), help=f"this run does every N-th run of {RANK_ROWS} rows, from the R-th (default: 0)")
+    launched = "(default: of srun's step, Kubernetes' indexed job or torchrun; else"
+    size = f"divide the rows between N runs, as on N machines {launched} 1)"
+    add("--world-size", **numbers("world_size") | {"default": None}, help=size)
+    rank = f"this run does every N-th run of {RANK_ROWS} rows, from the R-th {launched} 0)"
+    add("--rank", **numbers("rank", "R") | {"default": None}, help=rank)
     order = "prefix: send rows with a common prefix one after the other, so that servers compute it once; given: as they are "
     add("--order", choices=ORDERS, default=DEFAULTS.order, help=order + "(default: %(default)s)")
     add("--include-output-tokens", action="store_true", help="store rows of generated tokens too, all but the last (greedy)")
     add("--max-tokens", **numbers("max_tokens"), help="tokens to generate; with --include-output-tokens only")
     add = parser.add_argument_group("servers").add_argument
-    endpoints = "of `vllm serve`; repeat, or separate by commas, for several servers (default: http://localhost:8000)"
-    add("--endpoint", action="append", metavar="URL", help=endpoints)
+    endpoints = "of `vllm serve`; repeat, or separate by commas, for several servers (default: http://localhost:8000); "
+    file = "@FILE: a file with one in each line, which is read again during the run"
+    add("--endpoint", action="append", metavar="URL|@FILE", help=endpoints + file)
     add("--model", metavar="NAME", help="its name on the servers (default: the first that each names)")
     add("--api-key", metavar="KEY", help="default: the environment's OPENAI_API_KEY")
     add("--concurrency", **numbers("concurrency"), help="concurrent requests, over all servers (default: %(default)s)")
@@ -55,6 +72,11 @@ def parser() -> argparse.ArgumentParser:
     add("--retry-delay", **numbers("retry_delay", "S"), help=delay)
     errors = "stop after N errors with no row finished in between, not counting refused rows (default: --concurrency)"
     add("--max-consecutive-errors", **numbers("max_consecutive_errors"), help=errors)
+    add = parser.add_argument_group("a Ray cluster, whose nodes do the rows (pip install 'vllm-ascend-hsx[ray]')").add_argument
+    add("--ray", metavar="ADDRESS", help="of its head, such as head:6379, or auto; this command runs on a node of it")
+    add("--ray-label", metavar="KEY=VALUE", help="only on nodes with this label (`ray start --labels`), such as those that see the storage")
+    rows = f"most rows of a task, which Ray does again if its node dies (default: {RayCluster.block_rows})"
+    add("--ray-block-rows", type=whole(*RAY_BLOCK_ROWS), metavar="N", help=rows)
     add = parser.add_argument_group("files").add_argument
     output = "the servers' storage directory (--out of `hsx serve`), or a folder below it, for the files and the ledger"
     add("--output", type=non_empty_path, required=True, metavar="DIR", help=output)
@@ -66,13 +88,41 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str]) -> Options:
-    """Parse the options. Exits with code 2, or raises InputError, for an invalid one."""
+    """Parse the options. An invalid one exits with code 2, or raises InputError or UserError."""
     given = vars(parser().parse_args(argv))
-    urls = given.pop("endpoint") or list(DEFAULTS.endpoints)
-    given["endpoints"] = tuple(base_url(url) for each in urls for url in each.split(",") if url.strip())
+    given["ray"] = _cluster(given.pop("ray"), given.pop("ray_label"), given.pop("ray_block_rows"))
+    given |= _endpoints(given.pop("endpoint") or list(DEFAULTS.endpoints))
     given["path_maps"] = tuple(path_map(text) for text in given.pop("map_path"))
     given["api_key"] = given["api_key"] or os.environ.get("OPENAI_API_KEY")
+    # A cluster does all rows, wherever this process was started.
+    place = place_of(given["world_size"], given["rank"], {} if given["ray"] else os.environ)
+    given |= {"world_size": place.world_size, "rank": place.rank, "rank_source": place.source}
     return Options(**given)
+
+
+def _cluster(address: str | None, label: str | None, block_rows: int | None) -> RayCluster | None:
+    """Return the cluster. Raises InputError."""
+    if address is None:
+        if label is not None or block_rows is not None:
+            raise InputError("--ray-label and --ray-block-rows are of a cluster; name it with --ray")
+        return None
+    if not address:
+        raise InputError("--ray: it is empty; give the address of the cluster's head, such as head:6379, or auto")
+    key, equals, value = (label or "").partition("=")
+    if label is not None and not (key and equals and value):
+        raise InputError(f"--ray-label {label}: give KEY=VALUE, a label that `ray start --labels` gave to nodes")
+    cluster = RayCluster(address, (key, value) if label else None)
+    return cluster if block_rows is None else replace(cluster, block_rows=block_rows)
+
+
+def _endpoints(named: Sequence[str]) -> dict[str, Any]:
+    """Return the options for the servers. Raises InputError."""
+    if not any(each.startswith("@") for each in named):
+        return {"endpoints": tuple(base_url(url) for each in named for url in each.split(",") if url.strip())}
+    if len(named) > 1:
+        raise InputError("--endpoint @FILE: other servers are named beside it; write them into the file")
+    path = Path(named[0][1:])
+    return {"endpoints": read_endpoints(path), "endpoint_file": path}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,8 +133,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Imported late, so that `--help` needs no httpx.
         from vllm_ascend_hsx.generate.run import generate
 
-        return generate(options, console)
-    except InputError as error:
+        if options.ray is None:
+            return generate(options, console)
+        try:
+            from vllm_ascend_hsx.generate.machines.ray_run import do_on_ray
+        except ModuleNotFoundError as error:
+            raise InputError(f"--ray needs {error.name}: pip install 'vllm-ascend-hsx[ray]', here and on all nodes") from error
+        return generate(options, console, do_on_ray)
+    except (InputError, UserError) as error:
         for line in f"hsx generate: {error}".split("\n"):
             say(line, error=True)
         return 2

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_hsx.cli.arguments import non_empty_path, whole
-from vllm_ascend_hsx.cli.output import make_console
+from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path, whole
+from vllm_ascend_hsx.cli.output import make_console, say
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, printable
 from vllm_ascend_hsx.reader.check import Examination, Kind, examine
 from vllm_ascend_hsx.reader.find import files_in
@@ -24,7 +24,7 @@ from vllm_ascend_hsx.reader.load import is_decided
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx inspect`. Exits with code 2 and one line for an invalid one."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hsx inspect",
         description="Shows tokens, layers, dtype, norms of the rows, metadata and verdict of a file of hidden states, or of all files and "
         "members of shards below a directory. Exit code 0: all are valid; 1: one is not; 2: nothing could be read.",
@@ -61,15 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         paths = _paths(options.path, unreadable.append)
     except OSError as error:
-        console.tell(f"hsx inspect: {options.path} cannot be read: {error}", "red")
+        say(f"hsx inspect: {options.path} cannot be read: {error}", error=True)
         return 2
     for problem in unreadable:
-        console.tell(f"hsx inspect: {problem.filename} cannot be read: {problem.strerror}", "red")
+        say(f"hsx inspect: {problem.filename} cannot be read: {problem.strerror}", error=True)
     if not paths and not unreadable:
-        console.tell(f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", "red")
+        say(f"hsx inspect: {options.path} is not there, or has no *{DATA_SUFFIX} files.", error=True)
         return 2
-    found = [examine(path, norms=True) for path in paths[: options.limit]]
-    if os.path.isdir(options.path):
+    is_directory = os.path.isdir(options.path)
+    found = [examine(path, listed=is_directory, norms=True) for path in paths[: options.limit]]
+    if is_directory:
         console.print(_table(options.path, found))
         if len(paths) > options.limit:
             console.print(f"... and {len(paths) - options.limit} more; --limit {len(paths)} shows them", highlight=False)
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.plot is not None and found[0].token_norms is not None and found[0].tokens:
             draw(found[0], options.plot)
             console.tell(f"drawn: {options.plot}")
-    return 1 if unreadable or any(each.problem is not None for each in found) else 0
+    # Of a directory in use, files that were removed meanwhile or are being written are not bad.
+    return 1 if unreadable or any(each.problem is not None and (each.is_there or not is_directory) for each in found) else 0
 
 
 def _paths(path: Path, on_error: Callable[[OSError], None]) -> list[Path]:
@@ -99,7 +101,7 @@ def _table(directory: Path, found: Sequence[Examination]) -> Table:
         prompt = each.tokens if each.prompt_tokens is None else each.prompt_tokens
         tokens = str(prompt) if prompt == each.tokens else f"{prompt} + {each.tokens - prompt}"
         layers = f"{list(each.kind.layer_ids or range(each.kind.layers))} x {each.kind.hidden_size}"
-        verdict = Text(each.verdict) if each.problem is None else _plain(f"{each.verdict}: {each.problem}", "red")
+        verdict = Text(each.verdict) if each.problem is None else _plain(f"{each.verdict}: {each.problem}", "red" if each.is_there else "")
         norms = " ".join(f"{norm:.3g}" for norm in each.norms)
         table.add_row(_plain(str(each.path.relative_to(directory))), tokens, Text(layers), each.kind.dtype, norms, verdict)
     return table

@@ -1,12 +1,16 @@
 """Dispatch `hsx COMMAND ...` to the command's function."""
 
-import importlib
 import sys
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
-from typing import NamedTuple, cast
 
-from vllm_ascend_hsx.cli import output
+try:
+    import importlib
+    from collections.abc import Callable, Sequence
+    from typing import NamedTuple, cast
+
+    from vllm_ascend_hsx._version import __version__
+    from vllm_ascend_hsx.cli import output  # imports rich, which takes a moment, as typing does
+except KeyboardInterrupt:  # nothing has begun that could be reported
+    sys.exit(130)
 
 
 class Command(NamedTuple):
@@ -42,6 +46,7 @@ _CLEAN = "remove locks without data, old errors and orphans of dead servers from
 _DEMO = "serve a tiny MiniMax-M2 with DP, TP and sequence parallelism and check its hidden states"
 _DOCTOR = "check whether extraction will work on this machine, and what to do if not"
 _GENERATE = "send a dataset to servers that extract, and write a file of hidden states for each row"
+_HARDWARE = "run the hardware checklist on this machine's NPUs, and write a report for an issue"
 _INSPECT = "show the contents of a file of hidden states, or of each file in a directory"
 _READING = "reading the model's configuration"
 COMMANDS: dict[str, Command] = {
@@ -50,9 +55,11 @@ COMMANDS: dict[str, Command] = {
     "doctor": _command("doctor", _DOCTOR, "checking vllm, vllm-ascend and this machine"),
     "emulate": Command("run a command with emulated Ascend NPUs on the CPU", "vllm_ascend_hsx.emulator.launch:emulate"),
     "generate": _command("generate", _GENERATE, "reading the dataset and asking the servers"),
+    "hardware-report": Command(_HARDWARE, "vllm_ascend_hsx.cli.hardware_report:main", "reading the model"),
     "inspect": _command("inspect", _INSPECT, "reading files"),
     "plan": _command("plan", "show what extraction costs: memory, disk and bandwidth", _READING),
     "serve": _command("serve", "start vllm serve with extraction", _READING),
+    "status": _command("status", "show how far runs of hsx generate have come, over all ranks", "reading ledgers"),
     "speculators": _command("speculators", "run a command of speculators with the backend hsx", "starting speculators"),
     "verify": _command("verify", "check every file of hidden states below a directory", "reading files"),
 }
@@ -99,7 +106,7 @@ def _run(arguments: Sequence[str]) -> int:
         print(usage())
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        print(f"hsx {version('vllm-ascend-hsx')}")
+        print(f"hsx {__version__}")
         return 0
     command = COMMANDS.get(arguments[0])
     if command is None:

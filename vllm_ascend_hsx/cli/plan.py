@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from vllm_ascend_hsx.cli.arguments import positive, size, whole
+from vllm_ascend_hsx.cli.arguments import Parser, positive, size, whole
 from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.plan.costs import Plan, Request, make_plan
@@ -34,7 +34,7 @@ def layer_ids(text: str) -> tuple[int, ...]:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx plan`. Exits with code 2 and one line for an invalid one."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hsx plan",
         description="Shows the cost of extraction: bytes per token, staging, remaining memory of "
         "the KV cache, pinned memory, disk and write bandwidth. Computed from a model's config.json; needs no NPU, no vLLM and no torch.",

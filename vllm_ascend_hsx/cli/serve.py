@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.cli.arguments import non_empty_path
+from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
 from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -30,7 +30,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
     Exits with code 2 and one line for an invalid one.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hsx serve",
         usage="hsx serve MODEL [--layers IDS] [--out DIR] [--option KEY=VALUE ...] [--dry-run] [VLLM OPTIONS]",
         description="Starts `vllm serve MODEL VLLM OPTIONS` with the two JSON options that "

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.progress import track
 
-from vllm_ascend_hsx.cli.arguments import non_empty_path, whole
+from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path, whole
 from vllm_ascend_hsx.cli.output import OneConsole, deferred_interrupt, ended_by_sigterm, make_console, say
 from vllm_ascend_hsx.protocol.checksum import names_checksum
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, INDEX
@@ -39,6 +39,7 @@ class Tally:
         good: valid files.
         without_checksum: those of them that state no checksum.
         bad: invalid files, shards and folders.
+        absent: files that were removed after they were listed, or that a server is writing.
         failed: error files.
         orphaned_locks: free locks without data or error.
         kinds: number of valid files of each kind.
@@ -52,6 +53,7 @@ class Tally:
     good: int = 0
     without_checksum: int = 0
     bad: list[dict[str, str]] = field(default_factory=list)
+    absent: list[dict[str, str]] = field(default_factory=list)
     failed: list[dict[str, str]] = field(default_factory=list)
     orphaned_locks: list[str] = field(default_factory=list)
     kinds: Counter[Kind] = field(default_factory=Counter)
@@ -65,8 +67,11 @@ class Tally:
     def add(self, found: Examination) -> None:
         """Record a data file."""
         self.unseen -= 1
+        if found.failed:
+            self.failed.append({"path": f"{found.path}{ERROR_SUFFIX}", "reason": found.problem or ""})
+            return
         if found.problem is not None:
-            self.add_bad(found.path, found.problem)
+            (self.bad if found.is_there else self.absent).append({"path": str(found.path), "problem": found.problem})
             return
         self.good += 1
         self.without_checksum += not names_checksum(found.metadata)
@@ -83,16 +88,15 @@ class Tally:
 
     def add_unreadable(self, error: OSError) -> None:
         """Record a folder, or the index of a shard, that cannot be read."""
-        problem = f"it cannot be read: {error.strerror}"
-        if os.fspath(error.filename).endswith(INDEX):
-            problem += "; its folder's shards were not checked: let this user read them, or call as their owner"
-        self.add_bad(error.filename, problem)
+        self.add_bad(error.filename, f"it cannot be read: {error.strerror}")
 
     def add_failure(self, path: Path) -> None:
-        """Record an error file."""
+        """Record an error file, unless it was removed meanwhile."""
         try:
             reason = failure_reason(path)
         except OSError as error:
+            if not os.path.lexists(path):
+                return
             reason = f"it cannot be read: {error.strerror or error}"
         self.failed.append({"path": str(path), "reason": reason})
 
@@ -102,10 +106,11 @@ class Tally:
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx verify`. Exits with code 2 and one line for an invalid one."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hsx verify",
         description="Checks every file of hidden states and member of a shard below a directory: it is complete and finite, matches its "
         "checksum, and all are of one kind. Index, tar file and manifest of each shard agree. "
+        "Files that are removed meanwhile, or that a server is writing, are not checked. "
         "Exit code 0: all are good; 1: some are not, or requests failed; 2: nothing could be checked.",
     )
     parser.add_argument("directory", type=non_empty_path)
@@ -127,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tally.orphaned_locks = [str(path) for path in orphaned_locks(options.directory)]
     except OSError as error:
         remedy = "Call it as a user who may read it" if isinstance(error, PermissionError) else "Name the directory that holds the files"
-        console.tell(f"hsx verify: {error}. {remedy}.", "red")
+        say(f"hsx verify: {error}. {remedy}.", error=True)
         return 2
     data = [path for path in paths if not path.name.endswith(ERROR_SUFFIX)]
     for path in paths:
@@ -138,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not unreadable & {str(path), str(path.with_suffix(INDEX))}:
             tally.add_bad(path, problem)
     if not paths and not tally.bad and not tally.orphaned_locks:
-        console.tell(f"hsx verify: {options.directory} has no files of hidden states.", "red")
+        say(f"hsx verify: {options.directory} has no files of hidden states.", error=True)
         return 2
     tally.unseen = len(data)
     examinations = _examinations(data, options.jobs, not options.no_checksum)
@@ -152,13 +157,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if tally.unseen:
         killed = f"one of its processes was killed, perhaps for want of memory: {tally.unseen} files have no verdict"
         say(f"hsx verify: {killed}; try fewer --jobs", error=True)
+    if tally.absent and not (tally.good or tally.bad or tally.failed or tally.unseen):
+        return 2
     one_kind = len(tally.kinds) <= 1
     return 0 if not tally.bad and not tally.unseen and one_kind and (options.allow_errors or not tally.failed) else 1
 
 
 def _examinations(paths: Sequence[Path], jobs: int, checksum: bool) -> Iterator[Examination]:
     """Yield the result for each file, in any order. Those of killed processes are missing."""
-    look = partial(examine, checksum=checksum)
+    look = partial(examine, listed=True, checksum=checksum)
     if jobs == 1 or len(paths) < 2:
         yield from map(look, paths)
         return
@@ -195,6 +202,8 @@ def _show(console: OneConsole, tally: Tally, directory: Path) -> None:
             console.tell(f"{title}: {': '.join(problem.values())}", "red")
         if len(problems) > _SHOWN:
             console.tell(f"... and {len(problems) - _SHOWN} more {title}", "red")
+    for absent in tally.absent[:_SHOWN]:
+        console.tell(f"not checked: {': '.join(absent.values())}")
     for path in tally.orphaned_locks[:_SHOWN]:
         console.tell(f"lock without data: {path}")
     for kind, count in tally.kinds.most_common():
@@ -209,6 +218,7 @@ def _show(console: OneConsole, tally: Tally, directory: Path) -> None:
         console.tell("these are files of different kinds: one training run cannot use them together", "red")
     unchecked = f" ({tally.without_checksum} of them name no checksum)" if tally.without_checksum else ""
     counts = f"{tally.good} good{unchecked}, {len(tally.bad)} bad, {len(tally.failed)} failed requests"
+    counts += f", {len(tally.absent)} not checked" if tally.absent else ""
     console.tell(f"{counts}; {tally.tokens:,} tokens, {tally.bytes / 1e9:.3f} GB")
     if tally.orphaned_locks:
         why = f"{len(tally.orphaned_locks)} locks without data: consumers took it, or a server died"

@@ -8,8 +8,8 @@ from copy import copy
 from typing import Any
 
 from vllm_ascend_hsx.compat.installed import require_checked
-from vllm_ascend_hsx.compat.models import refuse_unservable_target
 from vllm_ascend_hsx.compat.patch_points import patch, uses
+from vllm_ascend_hsx.compat.targets import refuse_unservable_target
 from vllm_ascend_hsx.compat.versions import SINCE_0_23, SINCE_0_30
 from vllm_ascend_hsx.config import METHOD
 from vllm_ascend_hsx.protocol.errors import UserError

@@ -266,3 +266,15 @@ def copy_before_sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
         for drain_copies in methods(get_kv_transfer_group(), "drain_copies"):
             drain_copies()
     return original(self, *args, **kwargs)
+
+
+
+def stopped_by_string(request: Any) -> bool:
+    """Return whether a request that was aborted while generating may have ended by a stop string.
+
+    The API server looks for stop strings, because it has the text, and then aborts the request just
+    as if the client had disconnected (vllm/v1/engine/output_processor.py, 0.23.0). So a file may be
+    published that no client waits for. The alternative would discard files that clients do wait
+    for.
+    """
+    return bool(request.num_output_tokens and request.sampling_params is not None and request.sampling_params.stop)

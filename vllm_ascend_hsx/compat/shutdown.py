@@ -10,11 +10,15 @@ Several API servers, each a process, are stopped before the engine cores
 from __future__ import annotations
 
 import inspect
+import os
 import signal
+import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from types import FrameType
 from typing import Any
 
 from vllm_ascend_hsx.compat.engine import methods
@@ -26,8 +30,10 @@ from vllm_ascend_hsx.transfer_config import read_options
 
 ENGINES = "vllm.v1.engine.utils"
 ENGINE_CORE = "vllm.v1.engine.core"
+EXECUTOR = "vllm.v1.executor.multiproc_executor"
 COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
 CHATS = "vllm.entrypoints.openai.chat_completion.serving"
+WHOLE_STEPS = "a signal to every process ends a server between steps"
 WRITTEN = "rows are written when a server stops"
 ANSWERED = "API servers answer the requests that the server's end cuts off"
 REFUSED = "a request that the server's end cuts off is answered by an error"
@@ -115,8 +121,10 @@ def stop_engines_before_api_servers(original: Any, api_server_manager: Any, engi
 uses("vllm.v1.engine.exceptions", "EngineDeadError", SINCE_0_23, takes="", keywords="suppress_context", why=ANSWERED)
 
 
-@patch("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", SINCE_0_23, why=ANSWERED)
-def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None) -> None:
+@patch("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", SINCE_0_23, takes="self timeout", why=ANSWERED)
+def answer_and_shut_down(
+    original: Any, self: Any, timeout: float | None = None, *, at_exit: Callable[[], bool] = sys.is_finalizing
+) -> None:
     """Make an API server that stops refuse new requests, and answer those that it has.
 
     Reasons: one that did not start the engine cores disconnects from them at once
@@ -124,11 +132,15 @@ def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None)
     end, so it waits here, and its parent waits for it no longer than for the engine cores. One that
     did start them accepts requests until they have ended; nobody would answer the last ones, and
     the HTTP server waits for them forever (entrypoints/launcher.py:148).
+
+    `at_exit` is bound here because `AsyncLLM.__del__` may call this when Python has cleared our
+    globals. An engine whose start has failed has no core, or not even a configuration.
     """
+    core = getattr(self, "engine_core", None)
     # The main thread runs the event loop that passes answers on.
-    in_thread = threading.current_thread() is not threading.main_thread()
-    core, seconds = getattr(self, "engine_core", None), stop_timeout(self.vllm_config)
-    if not in_thread or not seconds or core is None:
+    if at_exit() or core is None or threading.current_thread() is threading.main_thread():
+        return original(self, timeout=timeout)
+    if not (seconds := stop_timeout(self.vllm_config)):
         return original(self, timeout=timeout)
     core.resources.engine_dead = True  # for new requests only: they are answered by an error
     if core.resources.engine_manager is None:
@@ -145,7 +157,7 @@ def answer_and_shut_down(original: Any, self: Any, timeout: float | None = None)
 
 
 @patch(
-    "vllm.v1.executor.multiproc_executor",
+    EXECUTOR,
     "MultiprocExecutor._ensure_worker_termination",
     SINCE_0_23,
     takes="worker_procs",  # a static method, which is called on the executor
@@ -163,6 +175,41 @@ def wait_for_workers(original: Any, self: Any, worker_procs: Sequence[Any]) -> N
         for process in worker_procs:
             process.join(max(0.0, deadline - time.monotonic()))
     original(worker_procs)
+
+
+@patch(EXECUTOR, "WorkerProc.worker_busy_loop", SINCE_0_23, why=WHOLE_STEPS)
+def leave_signals_to_the_engine_core(original: Any, self: Any) -> None:
+    """Have a worker ignore SIGINT and SIGTERM as long as its engine core lives.
+
+    Reason: Ctrl-C, and systemd's default, reach every process. vLLM's handler ends a worker at
+    once, in the middle of a step (v1/executor/multiproc_executor.py:816): other ranks wait for it
+    in a collective, and the engine core fails instead of ending its requests. The engine core has
+    the signal too. It ends its workers between steps, by a pipe that they watch (781).
+    """
+    if stop_timeout(self.worker.vllm_config):
+        signal.set_wakeup_fd(-1)  # of the API server's event loop, in a forked process
+        parent = os.getppid()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, partial(_end_an_orphan, parent, signal.getsignal(number)))
+    original(self)
+
+
+def _end_an_orphan(parent: int, handler: Any, number: int, frame: FrameType | None) -> None:
+    if os.getppid() != parent:
+        handler(number, frame)
+
+
+@patch(ENGINES, "SignalCallback.trigger", SINCE_0_23, takes="self", why=WRITTEN)
+def trigger_once(original: Any, self: Any) -> None:
+    """Let a signal that interrupts the handling of another one leave the engine core's end to it.
+
+    Reason: the handler sets a threading.Event (v1/engine/utils.py:276). A signal that arrives
+    within Event.set waits for a lock that its own thread holds, so the engine core never stops. A
+    server that gets SIGTERM passes it on, so engine cores get two when every process does.
+    """
+    if not getattr(self, "_hsx_triggered", False):
+        self._hsx_triggered = True
+        original(self)
 
 
 uses(ENGINE_CORE, "EngineShutdownState.REQUESTED", SINCE_0_23, why=WRITTEN)

@@ -14,8 +14,7 @@ import torch
 from vllm_ascend_hsx.compat.adapters import adapter_of
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, StatsRecorder, failure_kind
-from vllm_ascend_hsx.connector.threads import ThreadPool
-from vllm_ascend_hsx.connector.write_order import SpanSet, WriteOrder, describe_missing
+from vllm_ascend_hsx.connector.threads import SpanSet, ThreadPool, WriteOrder, describe_missing
 from vllm_ascend_hsx.protocol.rows import TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import RowSource

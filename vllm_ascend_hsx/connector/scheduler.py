@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ascend_hsx.compat.engine import limit_prefix_cache
+from vllm_ascend_hsx.compat.engine import limit_prefix_cache, stopped_by_string
 from vllm_ascend_hsx.connector.admission import Admission, Cost, RefusalLog, RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport, placeholders_in
 from vllm_ascend_hsx.connector.prefixes import PrefixIndex, PrefixReuse, Reuse
@@ -308,7 +308,7 @@ class ExtractionScheduler:
         aborted = request.status.name == "FINISHED_ABORTED"
         if self._stopping and aborted:
             return None
-        end = RequestEnd(request_id, aborted=aborted and not _stopped_by_string(request))
+        end = RequestEnd(request_id, aborted=aborted and not stopped_by_string(request))
         if state.include_output and not end.aborted:
             end = replace(end, output_token_ids=np.asarray(request.output_token_ids[:-1], dtype=np.int64))
             state.num_rows += len(end.output_token_ids)
@@ -339,14 +339,3 @@ class ExtractionScheduler:
 
     def _cost(self, request: _Request, num_computed_tokens: int) -> Cost:
         return request.cost._replace(prompt=(request.prompt_tokens - num_computed_tokens) * self._row_bytes)
-
-
-def _stopped_by_string(request: Any) -> bool:
-    """Return whether a request that was aborted while generating may have ended by a stop string.
-
-    The API server looks for stop strings, because it has the text, and then aborts the request just
-    as if the client had disconnected (vllm/v1/engine/output_processor.py, 0.23.0). So a file may be
-    published that no client waits for. The alternative would discard files that clients do wait
-    for.
-    """
-    return bool(request.num_output_tokens and request.sampling_params is not None and request.sampling_params.stop)

@@ -18,7 +18,8 @@ _QUIET_S = 1.0  # seconds without an answer, after which no new request starts
 _HUNG_S = 2.0  # ... after which new requests are refused if no step waits for storage
 _PEER_STUCK_S = 1.0  # seconds that a step waits if the same storage is stuck for another rank
 _OPENS_S = 0.05  # time for files to open after their step, before it counts as waiting for storage
-# Pause between a step that waited for files and the next new request, as a multiple of that wait.
+# Pause between a step that waited for files and the next new request, as a multiple of that wait,
+# but at most storage_timeout: no step waits for longer, so steps wait for at most half of the time.
 _REST = 3.0
 _REMIND_S = 10.0  # seconds between two log lines about one problem
 _MIB = 1 << 20
@@ -119,7 +120,15 @@ class StorageWatch:
 
     @property
     def is_stuck(self) -> bool:
-        """True while new requests are refused."""
+        """True while new requests are refused.
+
+        With 'fail', that begins when a step has waited for its files in vain: the next step would
+        do so, too. It ends when all of them have been opened or have failed.
+        """
+        return self._is_silent or (not self.steps_wait and self._hung_opener is not None and self._hung_opener.pending > 0)
+
+    @property
+    def _is_silent(self) -> bool:
         opener = self._hung_opener
         return self._progress.silent_for() >= self._limit or (opener is not None and opener.silent_for() >= self._limit)
 
@@ -130,8 +139,8 @@ class StorageWatch:
 
     @property
     def failure(self) -> tuple[str, str]:
-        """Reason and kind of failure of a request whose rows no step waits for any longer."""
-        return (self.silence, SILENT_STORAGE) if self.steps_wait or self.is_stuck else (_TOO_SLOW, SLOW_STORAGE)
+        """Reason and kind of failure of a request that is refused, or that no step waits for."""
+        return (self.silence, SILENT_STORAGE) if self.steps_wait or self._is_silent else (_TOO_SLOW, SLOW_STORAGE)
 
     @property
     def _limit(self) -> float:
@@ -145,21 +154,27 @@ class StorageWatch:
         """Make the step wait until the files of its new requests are open.
 
         A step that waited for long is followed by a rest, in which only other requests run: their
-        tokens are late by the time of one file, not of all that wait.
+        tokens are late by the time of one file, not of all that wait. With 'fail', it waits no
+        longer than a step takes, and the rest follows only if they are not open by then.
 
         Returns:
             False if they are not open in time.
         """
-        if not self.steps_wait:
-            return opener.wait(max(_OPENS_S, self._progress.step_rate.longest))
-        if opener.wait(_OPENS_S):
-            self.opens_slowly = False
-            return True
         since = time.monotonic()
-        done = self.wait(opener.wait, opener.silent_for)
+        if opener.wait(_OPENS_S):
+            self.opens_slowly, self._hung_opener = False, None
+            return True
+        if self.steps_wait:
+            since = time.monotonic()
+            done = self.wait(opener.wait, opener.silent_for)
+        else:
+            done = opener.wait(max(0.0, self._progress.step_rate.longest - _OPENS_S))
+            self._waited(time.monotonic() - since)
         now = time.monotonic()
-        self.opens_slowly, self._rest_until = True, now + _REST * (now - since)
         self._hung_opener = None if done else opener
+        if self.steps_wait or not done:
+            self._rest_until = now + min(_REST * (now - since), self.storage_timeout)
+        self.opens_slowly = self.steps_wait
         return done
 
     def wait(self, done: Callable[[float], bool], silent_for: Callable[[], float]) -> bool:
@@ -182,10 +197,12 @@ class StorageWatch:
                 if self._stall.due_in() == 0:
                     self._warn()
         finally:
-            seconds = self._stall.end()
-            self._stats.stalled(seconds)
-            self._progress.step_rate.waited(seconds)
+            self._waited(self._stall.end())
         return True
+
+    def _waited(self, seconds: float) -> None:
+        self._stats.stalled(seconds)
+        self._progress.step_rate.waited(seconds)  # not part of the step's own length
 
     def _warn(self) -> None:
         logger.warning(

@@ -19,8 +19,7 @@ from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd,
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import COPY_FAILED, SILENT_STORAGE, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
-from vllm_ascend_hsx.connector.threads import Job, ThreadPool
-from vllm_ascend_hsx.connector.write_order import EVERY_POSITION
+from vllm_ascend_hsx.connector.threads import EVERY_POSITION, Job, ThreadPool
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import ALL_ROWS, Span
 from vllm_ascend_hsx.drafter.staging import Copier, HostChunk, StagingCache, StagingSlot
@@ -117,7 +116,7 @@ class ExtractionWorker:
             self._refuse(start, "another request of this id is under way", REFUSED)
             return None
         if self._watch.is_stuck:
-            self._refuse(start, self._watch.silence, SILENT_STORAGE)
+            self._refuse(start, *self._watch.failure)
             return None
         if start.path in self._not_ended:
             self._refuse(start, NAME_IN_USE, SILENT_STORAGE)
@@ -139,7 +138,7 @@ class ExtractionWorker:
         self._stats.failed(kind)
         logger.error("request %r, %s: %s", start.request_id, start.path, reason)
         self._progress.refuse(start.request_id, reason)
-        if kind != SILENT_STORAGE:
+        if kind == REFUSED:  # the other request of this id leaves what is to be found under its name
             return
         with self._ended:
             waiting = self._reasons.pending + sum(map(len, self._reasons_after.values()))

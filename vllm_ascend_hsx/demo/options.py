@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_ascend_hsx.config import CONNECTOR_NAME
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
 
 # Of vllm-ascend's --additional-config.
@@ -16,6 +17,10 @@ class ServeOptions(NamedTuple):
     """Options of the demo's server.
 
     A small max_num_batched_tokens makes it prefill long prompts in chunks.
+
+    Attributes:
+        whole_prompts: neither chunked prefill nor prefix caching, as vLLM's own connector needs it.
+        connector: in the place of ours; None for a server without extraction.
     """
 
     model: str
@@ -30,10 +35,12 @@ class ServeOptions(NamedTuple):
     max_model_len: int = 512
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 128
+    whole_prompts: bool = False
+    connector: str | None = CONNECTOR_NAME
     extra: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
-        """Return `vllm serve ...` with this interpreter, chunked prefill and prefix caching."""
+        """Return `vllm serve ...` with this interpreter."""
         additional = (SEQUENCE_PARALLEL if self.sequence_parallel else {}) | (MC2 if self.mc2 else {})
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
@@ -45,8 +52,14 @@ class ServeOptions(NamedTuple):
             *(("--additional-config", json.dumps(additional)) if additional else ()),
             *("--max-model-len", str(self.max_model_len), "--max-num-seqs", str(self.max_num_seqs)),
             *("--max-num-batched-tokens", str(self.max_num_batched_tokens)),
-            *("--enable-chunked-prefill", "--enable-prefix-caching"),
-            *("--speculative-config", json.dumps(speculative_config(self.layer_ids))),
-            *("--kv-transfer-config", json.dumps(kv_transfer_config(self.storage))),
+            *(f"--{'no-' if self.whole_prompts else ''}enable-{feature}" for feature in ("chunked-prefill", "prefix-caching")),
+            # What vllm-ascend chooses with chunked prefill. Its 0.23.0 has no default without.
+            *(("--block-size", "128") if self.whole_prompts else ()),
+            *(() if self.connector is None else self._extraction(self.connector)),
             *self.extra,
         ]
+
+    def _extraction(self, connector: str) -> tuple[str, ...]:
+        transfer = kv_transfer_config(self.storage) | {"kv_connector": connector}
+        speculative = speculative_config(self.layer_ids)
+        return ("--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer))

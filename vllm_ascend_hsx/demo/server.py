@@ -1,4 +1,4 @@
-"""Start a server process, wait until it answers, and stop it with all its descendants."""
+"""Start a program, wait until it answers or ends, and stop it with all its descendants."""
 
 import contextlib
 import os
@@ -12,16 +12,19 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 
 from vllm_ascend_hsx.demo import DemoError
 
+Self = TypeVar("Self", bound="Program")  # typing has it from Python 3.11 on
 POLL_SECONDS = 0.5
 STOP_SECONDS = 15.0
 PORTS = range(20000, 32000)  # Linux assigns ports from 32768 on itself
 KILL_SECONDS = 10.0
 LOG_TAIL_LINES = 25
+LAST_LINES = "the last lines of"
 # Last line of a traceback, with any logger's prefix. Later ones mostly come from other processes
 # that lost the first.
 FIRST_ERROR = re.compile(r"^.*?\b[A-Za-z_.]*(?:Error|Exception): .+$", re.MULTILINE)
@@ -77,30 +80,24 @@ def wait_for_ends(pids: Sequence[int], timeout: float) -> None:
             os.close(descriptor)
 
 
-class Server:
-    """One `vllm serve` in a session of its own, so that signals reach all its processes.
+class Program:
+    """One command in a session of its own, so that signals reach all its processes.
 
-    A context manager.
+    A context manager that stops what still runs.
 
     Args:
         command: the command line.
-        port: port of GET /health.
         log: file of its output, which is overwritten.
         environment: added to this process's environment.
     """
 
-    def __init__(self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
         self.command = list(command)
-        self.port = port
         self.log = log
         self.environment = dict(environment)
         self.process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self) -> "Server":
+    def __enter__(self: Self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
             log.write(f"$ {shlex.join(self.command)}\n".encode())
@@ -117,6 +114,55 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def wait(self, on_wait: Callable[[], None]) -> int:
+        """Wait until it ends and return its exit code. Calls on_wait() about twice a second."""
+        assert self.process is not None
+        while (code := self.process.poll()) is None:
+            on_wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(POLL_SECONDS)
+        return code
+
+    def log_tail(self) -> str:
+        """Return the first error in the log, its last lines, and its path."""
+        text = self.log.read_text(errors="replace")
+        errors = (line for line in FIRST_ERROR.findall(text) if "WARNING" not in line)
+        first = [f"the first error in the log: {line}" for line in errors][:1]
+        return "\n".join([*first, f"{LAST_LINES} {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]])
+
+    def stop(self, timeout: float | None = None) -> None:
+        """End every process of it: SIGTERM, and SIGKILL after `timeout` or STOP_SECONDS.
+
+        May be called again.
+        """
+        if self.process is None:
+            return
+        for number, seconds in ((signal.SIGTERM, STOP_SECONDS if timeout is None else timeout), (signal.SIGKILL, KILL_SECONDS)):
+            deadline = time.monotonic() + seconds
+            if group_members(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):  # the last one may have ended
+                    os.killpg(self.process.pid, number)
+            # Members can start other processes, hence the loop.
+            while (members := group_members(self.process.pid)) and (left := deadline - time.monotonic()) > 0:
+                wait_for_ends(members, left)
+        self.process.wait()
+
+
+class Server(Program):
+    """One `vllm serve`.
+
+    Args:
+        port: port of GET /health.
+    """
+
+    def __init__(self, command: Sequence[str], *, port: int, log: Path, environment: Mapping[str, str]) -> None:
+        super().__init__(command, log=log, environment=environment)
+        self.port = port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def wait_ready(self, timeout: float, on_wait: Callable[[float], None] = lambda elapsed: None) -> float:
         """Wait until /health answers 200, and return the elapsed seconds.
@@ -142,30 +188,6 @@ class Server:
         code = self.process.poll()
         if code is not None:
             raise ServerError(f"the server ended with exit code {code}\n{self.log_tail()}")
-
-    def log_tail(self) -> str:
-        """Return the first error in the log, its last lines, and its path."""
-        text = self.log.read_text(errors="replace")
-        errors = (line for line in FIRST_ERROR.findall(text) if "WARNING" not in line)
-        first = [f"the first error in the log: {line}" for line in errors][:1]
-        return "\n".join([*first, f"the last lines of {self.log}:", *text.splitlines()[-LOG_TAIL_LINES:]])
-
-    def stop(self, timeout: float | None = None) -> None:
-        """End every process of the server: SIGTERM, and SIGKILL after `timeout` or STOP_SECONDS.
-
-        May be called again.
-        """
-        if self.process is None:
-            return
-        for number, seconds in ((signal.SIGTERM, STOP_SECONDS if timeout is None else timeout), (signal.SIGKILL, KILL_SECONDS)):
-            deadline = time.monotonic() + seconds
-            if group_members(self.process.pid):
-                with contextlib.suppress(ProcessLookupError):  # the last one may have ended
-                    os.killpg(self.process.pid, number)
-            # Members can start other processes, hence the loop.
-            while (members := group_members(self.process.pid)) and (left := deadline - time.monotonic()) > 0:
-                wait_for_ends(members, left)
-        self.process.wait()
 
     def _healthy(self) -> bool:
         try:

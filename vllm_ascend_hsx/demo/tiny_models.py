@@ -1,6 +1,7 @@
 """Build tiny models of real architectures with random weights, for both vllm and transformers."""
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -35,6 +36,12 @@ def build_minimax_m2(directory: str | Path, *, dtype: str = "bfloat16", layers: 
     or for a wrong dtype or number of layers.
     """
     return build_model(directory, "minimax_m2", _minimax_m2, dtype=dtype, layers=layers, seed=seed)
+
+
+def cached_minimax_m2() -> Path:
+    """Return the directory of the demo's model, which is built once for each user."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return build_minimax_m2(cache / "vllm-ascend-hsx" / "tiny-minimax-m2")
 
 
 def build_qwen3(directory: str | Path, *, dtype: str = "bfloat16", layers: int = 4, seed: int = 0) -> Path:

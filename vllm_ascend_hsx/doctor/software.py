@@ -36,7 +36,7 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
     wanted = _wanted_by_vllm_ascend()
     # Another kind of machine, as opposed to an incomplete installation.
     foreign = not emulated and not (
-        _num_npus(root) or _version_in(root / _DRIVER) or _find_cann(environ, root) or installed_version("torch-npu")
+        count_npus(root) or _version_in(root / _DRIVER) or _find_cann(environ, root) or installed_version("torch-npu")
     )
     if foreign:
         problem = "this machine has none: no /dev/davinci0 or the like, no driver, no CANN, no torch-npu"
@@ -188,13 +188,13 @@ def _driver(root: Path) -> Finding:
     return _ok("driver", version)
 
 
-def _num_npus(root: Path) -> int:
+def count_npus(root: Path = Path("/")) -> int:
     """Count /dev/davinci<number> (docs.vllm.ai/projects/ascend, installation)."""
     return sum(re.fullmatch(r"davinci\d+", path.name) is not None for path in (root / "dev").glob("davinci*"))
 
 
 def _npus(root: Path) -> Finding:
-    if number := _num_npus(root):
+    if number := count_npus(root):
         return _ok("NPUs", str(number))
     remedy = "Use a machine with an Ascend NPU, hand its /dev/davinci* to the container, or use `hsx emulate`."
     return _problem("NPUs", "there is no /dev/davinci0 or the like", remedy)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from vllm_ascend_hsx.compat.adapters import refuse_wrong_products
-from vllm_ascend_hsx.compat.models import require_collecting_target
 from vllm_ascend_hsx.compat.runner import BatchRow, find_layers
+from vllm_ascend_hsx.compat.targets import require_collecting_target
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
 from vllm_ascend_hsx.drafter.spans import select_spans
 from vllm_ascend_hsx.drafter.staging import StagingCache

@@ -8,13 +8,13 @@ Scope of the emulation
 * Memory is host memory. Operators without a reference of their own run as their CPU kernels on the
   same bytes (csrc/fallback.h).
 * Device memory is accounted per process and device against HSX_EMULATOR_HBM, without fragmentation
-  (csrc/memory.h). Two processes on one device do not see each other's use.
-* Streams and events order work as on hardware (csrc/streams.h).
+  (csrc/memory/). Two processes on one device do not see each other's use.
+* Streams and events order work as on hardware (csrc/streams/).
 * hccl runs over gloo. Ranks that disagree about an operator, shape or dtype fail with an error that
-  names both (csrc/hccl.h).
+  names both (csrc/hccl/).
 * Capturing a graph runs nothing. Its replays are ordinary work of one stream, without random
-  numbers and copies to the host (csrc/recording.h, replay.h, graphs.h). torch.compile works if it
-  needs neither npugraph_ex nor torchair.
+  numbers and copies to the host (csrc/graphs/). torch.compile works if it needs neither
+  npugraph_ex nor torchair.
 * User-defined memory pools, handles between processes, and profiling raise NotImplementedError with
   their name.
 

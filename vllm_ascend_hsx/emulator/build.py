@@ -67,8 +67,8 @@ def _key(torch_version: str) -> str:
     digest = hashlib.sha256()
     for part in (*FLAGS, torch_version, sys.version, sysconfig.get_platform(), _compiler_name()):
         digest.update(part.encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode())
+    for source in sorted(path for path in SOURCES.rglob("*") if path.is_file()):
+        digest.update(str(source.relative_to(SOURCES)).encode())
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -92,7 +92,7 @@ def _compile(target: Path, torch_root: Path) -> None:
         )
     handle, draft = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
-    included = (torch_root / "include", torch_root / "include/torch/csrc/api/include", headers)
+    included = (SOURCES, torch_root / "include", torch_root / "include/torch/csrc/api/include", headers)
     command = [
         *(compiler, *FLAGS, *(f"-I{path}" for path in included), str(SOURCES / "npu.cpp"), "-o", draft),
         *(f"-L{torch_root / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),

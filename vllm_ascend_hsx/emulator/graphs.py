@@ -1,6 +1,6 @@
 """torch.npu's graphs: capture, replay and updates of parameters.
 
-The implementation is in csrc/graphs.h.
+The implementation is in csrc/graphs/.
 
 The API is that of torch_npu 2.10.0.post4 (torch_npu/npu/graphs.py, csrc/core/npu/NPUGraph.cpp).
 """

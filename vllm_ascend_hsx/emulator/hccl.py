@@ -1,4 +1,4 @@
-"""The c10d backend "hccl": options, registration, and the gloo group that it uses (csrc/hccl.h)."""
+"""The c10d backend "hccl": options, registration, and the gloo group that it uses (csrc/hccl/)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from vllm_ascend_hsx.emulator.native import core
 
-ProcessGroupHCCL: Any = core.ProcessGroupHCCL  # c10d.Backend, a class of csrc/hccl.h
+ProcessGroupHCCL: Any = core.ProcessGroupHCCL  # c10d.Backend, a class of csrc/hccl/
 
 
 class Options(NativeBackend.Options):
@@ -30,9 +30,9 @@ class Options(NativeBackend.Options):
 def transport(store: Store, rank: int, size: int, options: object) -> tuple[NativeBackend, str, str, list[int], Store]:
     """Return the gloo group of an hccl group, and what its ranks know it by.
 
-    Called by csrc/hccl.h. The group is known by the name of its communicator, its name, its ranks
-    and a store for waiting ranks (csrc/hccl_waits.h). The ranks are global, and the store is one
-    for all groups, if torch.distributed made the group; else both are the group's own.
+    Called by csrc/hccl/hccl.h. The group is known by the name of its communicator, its name, its
+    ranks and a store for waiting ranks (csrc/hccl/waits.h). The ranks are global, and the store is
+    one for all groups, if torch.distributed made the group; else both are the group's own.
 
     Args:
         store, rank, size: of the hccl group.

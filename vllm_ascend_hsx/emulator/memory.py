@@ -1,4 +1,4 @@
-"""torch.npu's functions about device memory. The accounting is in csrc/memory.h."""
+"""torch.npu's functions about device memory. The accounting is in csrc/memory/."""
 
 from __future__ import annotations
 

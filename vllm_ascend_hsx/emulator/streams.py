@@ -1,4 +1,4 @@
-"""torch.npu.Stream and torch.npu.Event. The ordering of work is in csrc/streams.h."""
+"""torch.npu.Stream and torch.npu.Event. The ordering of work is in csrc/streams/."""
 
 from __future__ import annotations
 

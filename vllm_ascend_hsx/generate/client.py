@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from vllm_ascend_hsx.generate.errors import Fault, InputError, RequestError
+from vllm_ascend_hsx.generate.errors import Fault, InputError, RequestError, UnauthorizedError
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import CHAT, Row
 from vllm_ascend_hsx.protocol.api import ERROR_KEY, PATH_KEY, REUSED_KEY, refuses_path
@@ -19,13 +19,28 @@ from vllm_ascend_hsx.reader.check import Expected
 
 CONNECT_S = 10.0
 LONGEST_DELAY_S = 60.0  # before another attempt, whatever a server asks for
+# Bytes. An answer has the ids of all tokens, in 8 bytes each at most (`200000,`), and the text of
+# the generated ones: the longest context of any model, of ten million tokens, makes 80 MB.
+LARGEST_ANSWER = 256 << 20
 _SHOWN = 300  # most characters of a server's message
-# A healthy server's answers to an invalid request, which it would repeat.
-_REFUSALS = frozenset(range(400, 500)) - {408, 409, 425, 429}
+# Answers to an invalid request, which any server would repeat: vLLM's validation and web framework.
+# Others, such as 404 for a model's name, are the server's own fault, or a proxy's.
+_REFUSALS = frozenset((400, 413, 422))
+# Answers to the request for the list of models, which every `vllm serve` has.
+_NO_SERVER = frozenset(range(400, 500)) - {408, 409, 425, 429}
 _UNAUTHORIZED = (401, 403)
 # Environment variables that httpx reads; those of proxies also in capitals.
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
+
+
+class _Reply(NamedTuple):
+    """A response that was read to its end."""
+
+    status: int
+    phrase: str
+    headers: httpx.Headers
+    content: bytes
 
 
 class Answer(NamedTuple):
@@ -130,9 +145,7 @@ class Client:
         try:
             # Serialized here, in ASCII: a path need not be valid UTF-8, as httpx requires.
             content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-            headers = {"Content-Type": "application/json"}
-            request = self._http.request(method, url, content=content, headers=headers)
-            response = await asyncio.wait_for(request, seconds)
+            reply = await asyncio.wait_for(self._exchange(method, url, content), seconds)
         except (asyncio.TimeoutError, httpx.ReadTimeout) as error:
             raise RequestError(f"{url} did not answer within {seconds:g} s", lost=True) from error
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -143,12 +156,23 @@ class Client:
             raise InputError(f"--endpoint {url}: {error}") from error
         except httpx.HTTPError as error:
             raise RequestError(f"{url}: the connection broke: {_words(error)}", fault=Fault.DOWN, lost=True) from error
-        if response.status_code != 200:
-            raise _refused(url, response)
+        if reply.status != 200:
+            raise _refused(url, reply, _NO_SERVER if body is None else _REFUSALS)
         try:
-            return parse(response.content)
+            return parse(reply.content)
         except ValueError as error:
-            raise RequestError(f"{url} answers no JSON: {_shown(_text(response))} ({error})") from error
+            raise RequestError(f"{url} answers no JSON: {_shown(_text(reply))} ({error})") from error
+
+    async def _exchange(self, method: str, url: str, content: bytes | None) -> _Reply:
+        headers = {"Content-Type": "application/json"}
+        async with self._http.stream(method, url, content=content, headers=headers) as response:
+            received = bytearray()
+            async for block in response.aiter_bytes():
+                received += block
+                if len(received) > LARGEST_ANSWER:
+                    problem = f"{url} answers more than {LARGEST_ANSWER >> 20} MiB, which no vLLM does; is it a proxy's error?"
+                    raise RequestError(problem, lost=True)
+            return _Reply(response.status_code, response.reason_phrase, response.headers, bytes(received))
 
 
 def _environment_problem(error: Exception) -> str:
@@ -174,34 +198,34 @@ def _unreached(reason: str, retry_after: float | None = None) -> RequestError:
     return RequestError(reason, fault=Fault.DOWN, retry_after=retry_after)
 
 
-def _refused(url: str, response: httpx.Response) -> Exception:
-    status = response.status_code
-    place = f" (to {_shown(response.headers['Location'])})" if "Location" in response.headers else ""
-    reason = f"{url} answers {status}{place}: {_message(response)}"
+def _refused(url: str, reply: _Reply, refusals: frozenset[int]) -> Exception:
+    status = reply.status
+    place = f" (to {_shown(reply.headers['Location'])})" if "Location" in reply.headers else ""
+    reason = f"{url} answers {status}{place}: {_message(reply)}"
     if status in _UNAUTHORIZED:
-        return InputError(f"{reason}; give the server's key with --api-key or in OPENAI_API_KEY")
-    if status in _REFUSALS:
+        return UnauthorizedError(f"{reason}; give the server's key with --api-key or in OPENAI_API_KEY")
+    if status in refusals:
         return RequestError(reason, again=False, fault=Fault.NONE)
-    return RequestError(reason, retry_after=_retry_after(response))
+    return RequestError(reason, retry_after=_retry_after(reply))
 
 
-def _message(response: httpx.Response) -> str:
+def _message(reply: _Reply) -> str:
     """Return the server's reason: the message of OpenAI's error object, or the body."""
     try:
-        error = parse(response.content)["error"]
+        error = parse(reply.content)["error"]
         return _shown(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
-        return _shown(_text(response)) or response.reason_phrase
+        return _shown(_text(reply)) or reply.phrase
 
 
-def _text(response: httpx.Response) -> str:
+def _text(reply: _Reply) -> str:
     """Decode the body as UTF-8: httpx would accept any of Python's codecs, such as hex."""
-    return response.content.decode(errors="replace")
+    return reply.content.decode(errors="replace")
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def _retry_after(reply: _Reply) -> float | None:
     try:
-        seconds = float(response.headers["Retry-After"])  # a date, which HTTP also allows, is ignored
+        seconds = float(reply.headers["Retry-After"])  # a date, which HTTP also allows, is ignored
     except (KeyError, ValueError):
         return None
     return min(seconds, LONGEST_DELAY_S) if seconds >= 0 else None

@@ -19,8 +19,8 @@ SHOWN_ERRORS = 20  # invalid rows
 class DatasetError(InputError):
     """A dataset cannot be used; the message names file, place, key and remedy."""
 
-    def __init__(self, where: str, problem: str) -> None:
-        super().__init__(f"{where}: {problem}")
+    def __init__(self, where: str, problem: str, *more: str) -> None:
+        super().__init__(f"{where}: {problem}", *more)
 
 
 class Checked(NamedTuple):
@@ -103,7 +103,7 @@ class Dataset(ABC):
             raise bad[0]
         if bad:
             or_more = " or more" if len(bad) == SHOWN_ERRORS else ""
-            raise DatasetError(str(self.path), "\n  ".join([f"it cannot be sent, for {len(bad)} reasons{or_more}", *map(str, bad)]))
+            raise DatasetError(str(self.path), f"it cannot be sent, for {len(bad)} reasons{or_more}", *map(str, bad))
         if not count:
             raise DatasetError(str(self.files[0]), "it has no rows")
         return Checked(count, digest.hexdigest())

@@ -1,15 +1,23 @@
-"""Choose an endpoint for each request: the least busy, or nearly so with the row's prefix."""
+"""Choose an endpoint for each request: the least busy, or nearly so with the row's prefix.
+
+Endpoints may come and go during a run, if a file lists them: it is read again every few seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
-from vllm_ascend_hsx.generate.errors import Fault
+from vllm_ascend_hsx.generate.client import check_url
+from vllm_ascend_hsx.generate.errors import Fault, InputError, UnauthorizedError
+from vllm_ascend_hsx.generate.options import read_endpoints
 
 LONGEST_REST_S = 30.0
+REREAD_S = 5.0
 FAULTS_TO_REST = 3  # in a row, of an endpoint that answers
 # Requests by which the endpoint that has a row's prefix may be busier than the others. Two keep a
 # conversation where it is while rows come and go one by one; a long queue costs more than a prefix.
@@ -29,6 +37,8 @@ class Endpoint:
         faults: failures since the last good answer.
         downs: rests since the last good answer.
         resting_until: in the event loop's time.
+        is_used: False if it gets no more requests: it is no longer listed, or was set aside.
+        is_late: True if it was first listed during the run.
     """
 
     url: str
@@ -40,6 +50,8 @@ class Endpoint:
     faults: int = 0
     downs: int = 0
     resting_until: float = 0.0
+    is_used: bool = True
+    is_late: bool = False
 
     @property
     def is_on_trial(self) -> bool:
@@ -49,6 +61,14 @@ class Endpoint:
     def rest_left(self) -> float:
         """Return the seconds until the server gets requests again."""
         return max(0.0, self.resting_until - asyncio.get_running_loop().time())
+
+    def consequence(self) -> str:
+        """Return what a message says of the server after a failure."""
+        return f"is left alone for {self.rest_left():.0f} s" if self.is_used else "is not used"
+
+    def forget(self) -> None:
+        """Forget what is known of the server: another one may have its URL."""
+        self.model, self.proven, self.faults, self.downs, self.resting_until = None, False, 0, 0, 0.0
 
 
 class Balancer:
@@ -64,6 +84,51 @@ class Balancer:
         self._first_rest = first_rest
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._listed = set(urls)
+
+    @property
+    def used(self) -> list[Endpoint]:
+        """Endpoints that get requests."""
+        return [each for each in self.endpoints if each.is_used]
+
+    def replace(self, urls: Sequence[str]) -> tuple[list[Endpoint], list[Endpoint]]:
+        """Use these servers from now on. What the others have under way, they finish.
+
+        Returns:
+            Those that came, and those that went. One that was set aside comes back if its URL has
+            been away, or if no other is left.
+        """
+        known = {each.url: each for each in self.endpoints}
+        came, went = [], [each for each in self.used if each.url not in urls]
+        stays = any(each.url in urls for each in self.used)
+        for url in urls:
+            if url not in known:
+                self.endpoints.append(Endpoint(url, is_late=True))
+                came.append(self.endpoints[-1])
+            elif not known[url].is_used and (url not in self._listed or not stays):
+                known[url].forget()
+                known[url].is_used = known[url].is_late = True
+                came.append(known[url])
+        for each in went:
+            each.is_used = False
+        self._listed = set(urls)
+        self._changed.set()
+        return came, went
+
+    def go_on_without(self, endpoint: Endpoint, error: InputError) -> bool:
+        """Send the endpoint no more requests, or only after a rest, if other ones can do the rows.
+
+        A server that appeared during the run and has done nothing is not used any more. One that
+        has done rows and now rejects the key rests.
+
+        Returns:
+            False if the run must end.
+        """
+        if endpoint.proven:
+            return isinstance(error, UnauthorizedError) and self.may_do_elsewhere(endpoint)
+        if endpoint.is_late and any(each is not endpoint for each in self.used):
+            endpoint.is_used = False
+        return not endpoint.is_used
 
     async def acquire(self, failed_at: Endpoint | None = None, near: Endpoint | None = None) -> Endpoint:
         """Wait for an endpoint that may get a request. First come, first served.
@@ -76,7 +141,7 @@ class Balancer:
         async with self._turn:
             while (endpoint := self._choose(failed_at, near)) is None:
                 self._changed.clear()
-                rests = [rest for each in self.endpoints if (rest := each.rest_left())]
+                rests = [rest for each in self.used if (rest := each.rest_left())]
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(rests, default=None))
             endpoint.in_flight += 1
@@ -118,10 +183,10 @@ class Balancer:
 
     def may_do_elsewhere(self, endpoint: Endpoint) -> bool:
         """Return whether nothing is known against another endpoint, which may be untried."""
-        return any(not (each.faults or each.rest_left()) for each in self.endpoints if each is not endpoint)
+        return any(not (each.faults or each.rest_left()) for each in self.used if each is not endpoint)
 
     def _choose(self, failed_at: Endpoint | None, near: Endpoint | None) -> Endpoint | None:
-        free = [each for each in self.endpoints if not each.rest_left() and not (each.is_on_trial and each.in_flight)]
+        free = [each for each in self.used if not each.rest_left() and not (each.is_on_trial and each.in_flight)]
 
         def order(each: Endpoint) -> tuple[int, ...]:
             least_busy = each.in_flight - NEAR * (each is near), each is not near, each.answered + each.failed
@@ -130,3 +195,48 @@ class Balancer:
             return (each is failed_at, each.is_on_trial, each.faults, *least_busy)
 
         return min(free, key=order, default=None)
+
+
+@contextmanager
+def reread(path: Path | None, balancer: Balancer, say: Callable[[str], None]) -> Iterator[None]:
+    """Have `balancer` use the servers that a file lists, as often as it changes, during the block.
+
+    A file that cannot be used changes nothing, and is told once. It is read in a thread that nobody
+    waits for, because its storage may hang. With None there is nothing to read.
+    """
+    if path is None:
+        yield
+        return
+    over, loop = threading.Event(), asyncio.get_running_loop()
+
+    def use(urls: Sequence[str]) -> None:
+        came, went = balancer.replace(urls)
+        for each in came:
+            say(f"{each.url} is used from now on")
+        for each in went:
+            say(f"{each.url} gets no more requests, and has {each.in_flight} under way")
+
+    def watch() -> None:
+        used: Sequence[str] = [each.url for each in balancer.endpoints]
+        told = False
+        while not over.wait(REREAD_S):
+            try:
+                urls = read_endpoints(path)
+                for url in urls:
+                    check_url(url)
+            except InputError as error:
+                if not told:
+                    say(f"{error}; until then the servers that it listed last are used")
+                told = True
+                continue
+            told = False
+            if urls != used:
+                used = urls
+                with suppress(RuntimeError):  # the run has ended while the file was read
+                    loop.call_soon_threadsafe(use, urls)
+
+    threading.Thread(target=watch, name="hsx-endpoints", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

@@ -5,9 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from vllm_ascend_hsx.protocol.names import printable
+
 
 class InputError(Exception):
-    """Dataset, options, output directory or server cannot be used; the message has the remedy."""
+    """Dataset, options, output directory or server cannot be used; the message has the remedy.
+
+    Args:
+        lines: of the message. Line breaks within them, of names and values, are escaped.
+    """
+
+    def __init__(self, *lines: str) -> None:
+        super().__init__("\n  ".join(map(printable, lines)))
+
+
+class UnauthorizedError(InputError):
+    """A server, or a proxy before it, does not accept the key."""
 
 
 class RunError(Exception):

@@ -19,7 +19,7 @@ from vllm_ascend_hsx.generate.errors import (
     RunError,
     StoppedError,
 )
-from vllm_ascend_hsx.generate.ledger import Ledger, files_of_rows, have_other_weights, row_file, row_of_file, server_differences
+from vllm_ascend_hsx.generate.ledger import RowLog, files_of_rows, have_other_weights, row_file, row_of_file, server_differences
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
 from vllm_ascend_hsx.protocol.format import WEIGHTS
@@ -45,7 +45,7 @@ class RowFiles:
         leftovers: number of files of other weights, of rows that were not done, removed.
     """
 
-    def __init__(self, options: Options, ledger: Ledger) -> None:
+    def __init__(self, options: Options, ledger: RowLog) -> None:
         self._options = options
         self._output = options.output
         self._server_output = options.server_path(options.output)
@@ -87,7 +87,8 @@ class RowFiles:
                 self._remove(row, error)
             raise
         if asked:
-            remove(self.path(row), keep_data=True)
+            with suppress(OSError):  # the row is right; `remove_companions` tries again, and tells
+                remove(self.path(row), keep_data=True)
         return found
 
     def _examine(self, row: int, expected: Expected, asked: Sequence[str]) -> Examination:
@@ -238,7 +239,8 @@ class RowFiles:
             OSError: the directory cannot be read, or a file not be removed.
         """
         deadline = time.monotonic() + SETTLE_S
-        names = [name for name in os.listdir(self._output) if name.endswith((LOCK_SUFFIX, ERROR_SUFFIX))]
+        listed = os.listdir(self._output) if self._options.block is None else self._existing_companions(self._options.block)
+        names = [name for name in listed if name.endswith((LOCK_SUFFIX, ERROR_SUFFIX))]
         rows = {row_of_file(name.removesuffix(LOCK_SUFFIX).removesuffix(ERROR_SUFFIX)) for name in names}
         busy = []
         for row in sorted(row for row in rows if row is not None and self._options.is_ours(row)):
@@ -248,6 +250,11 @@ class RowFiles:
             except TimeoutError:
                 busy.append(self.path(row))
         return busy
+
+    def _existing_companions(self, rows: Iterable[int]) -> list[str]:
+        """Return names of locks and errors. A directory of millions of files is not listed."""
+        names = [row_file(row) + suffix for row in rows for suffix in (LOCK_SUFFIX, ERROR_SUFFIX)]
+        return [name for name in names if os.path.lexists(self._output / name)]
 
     def _lock(self, row: int) -> Path:
         return self._output / f"{row_file(row)}{LOCK_SUFFIX}"

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Client
 from vllm_ascend_hsx.generate.dataset import Dataset
-from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint
+from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint, reread
 from vllm_ascend_hsx.generate.errors import Fault, ForeignRowError, InputError, OtherWeightsError, RequestError, RunError, StoppedError
 from vllm_ascend_hsx.generate.files import RowFiles, identity_of
-from vllm_ascend_hsx.generate.ledger import REMEDY, Ledger, Status
+from vllm_ascend_hsx.generate.ledger import REMEDY, RowLog, Status
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.order import BLOCK_ROWS, RowOrder, Turn
 from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
@@ -77,7 +77,7 @@ class Generation:
         outcome, progress: as given.
     """
 
-    def __init__(self, options: Options, dataset: Dataset, ledger: Ledger, outcome: Outcome, progress: Progress) -> None:
+    def __init__(self, options: Options, dataset: Dataset, ledger: RowLog, outcome: Outcome, progress: Progress) -> None:
         self.outcome = outcome
         self._options = options
         self._ledger = ledger
@@ -100,8 +100,9 @@ class Generation:
         started = time.monotonic()
         options = self._options
         with ThreadPoolExecutor(options.concurrency, "hsx-check") as self._pool:
-            async with Client(options) as self._client:
-                await asyncio.gather(*(self._work() for _ in range(options.concurrency)))
+            with reread(options.endpoint_file, self._balancer, self.progress.say):
+                async with Client(options) as self._client:
+                    await asyncio.gather(*(self._work() for _ in range(options.concurrency)))
             await self._tidy()
         self.outcome.seconds = time.monotonic() - started
         stopped = self.outcome.stopped_by
@@ -230,7 +231,7 @@ class Generation:
 
         At most once for each endpoint, so that a row that fails everywhere ends.
         """
-        if work.spared < len(self._balancer.endpoints) and self._balancer.may_do_elsewhere(endpoint):
+        if work.spared < len(self._balancer.used) and self._balancer.may_do_elsewhere(endpoint):
             work.spared += 1
 
     def _refuse(self, endpoint: Endpoint, error: RequestError) -> None:
@@ -253,14 +254,20 @@ class Generation:
         except RequestError as error:
             fault, retry_after, problem = error.fault, error.retry_after, error.reason
             raise
+        except InputError as error:
+            if not self._balancer.go_on_without(endpoint, error):
+                raise
+            fault, problem = Fault.DOWN, str(error)
+            raise RequestError(problem, fault=fault) from error
         finally:
             if self._balancer.release(endpoint, fault, retry_after):
                 self._note_rest(endpoint, problem)
+            if not (endpoint.is_used or endpoint.in_flight):
+                self.progress.say(f"{endpoint.url} has nothing under way any more")
 
     def _note_rest(self, endpoint: Endpoint, problem: str) -> None:
-        rest = endpoint.rest_left()
-        self.progress.say(f"{problem}; {endpoint.url} is left alone for {rest:.0f} s")
-        everyone = self._balancer.endpoints
+        self.progress.say(f"{problem}; {endpoint.url} {endpoint.consequence()}")
+        everyone = self._balancer.used
         if any(each.model is not None for each in everyone):
             if all(each.downs for each in everyone):
                 self._count_error(problem)
@@ -269,14 +276,14 @@ class Generation:
 
     def _delay(self, work: Work, error: RequestError) -> float:
         """Return the seconds before the next attempt: exponential back-off with jitter."""
-        doubled = self._options.retry_delay * 2 ** min(work.attempts - 1, 32)
-        return max(min(LONGEST_DELAY_S, doubled) * random.uniform(0.5, 1.5), error.retry_after or 0)
+        doubled = min(LONGEST_DELAY_S, self._options.retry_delay * 2 ** min(work.attempts - 1, 32))
+        return max(doubled * random.uniform(0.5, 1.5), error.retry_after or 0)
 
     # What became of a row
 
     def _pass(self, work: Work, found: Examination) -> None:
         """Count a row whose file existed. A killed run may not have logged it."""
-        if not self._ledger.logged[work.row.index]:
+        if not self._ledger.is_logged(work.row.index):
             self._ledger.append(work.row.index, "found", file=identity_of(found))
         self.outcome.before += 1
 
@@ -303,19 +310,14 @@ class Generation:
         self._asked.discard(work.row.index)
         self.outcome.requests += work.attempts
         seconds = round(time.monotonic() - work.started, 3)
-        url = None if work.endpoint is None else work.endpoint.url
-        facts |= {"seconds": seconds, "attempts": work.attempts, "endpoint": url}
+        facts |= {"seconds": seconds, "attempts": work.attempts, "endpoint": work.endpoint and work.endpoint.url}
         self._ledger.append(work.row.index, status, **facts)
 
     def _count_error(self, problem: str) -> None:
         self._errors_in_a_row += 1
         if self._errors_in_a_row >= self._options.errors_to_stop:
-            self.stop(
-                RunError(
-                    f"{self._errors_in_a_row} errors in a row (--max-consecutive-errors), the "
-                    f"last: {problem}; what is done is kept: call again to go on"
-                )
-            )
+            errors = f"{self._errors_in_a_row} errors in a row (--max-consecutive-errors), the last: {problem}"
+            self.stop(RunError(f"{errors}; what is done is kept: call again to go on"))
 
     async def _tidy(self) -> None:
         """Remove what servers left: locks and errors, and rows of other weights."""
@@ -330,8 +332,7 @@ class Generation:
     # Waiting
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, function, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def _unless_stopped(self, awaitable: Awaitable[T]) -> T:
         """Wait for something that `stop` cancels. Raises StoppedError: the run is stopped."""

@@ -1,14 +1,16 @@
 """The ledger: an append-only log of JSON lines beside the rows.
 
-    {"ledger": 2, "dataset": {...}, "request": {...}, "world_size": ..., "rank": ...}
+    {"ledger": 2, "dataset": {...}, "request": {...}, "world_size": ..., "rank": ..., "id": ...}
     {"server": {"model": ..., "layer_ids": ..., "weights": ..., ...}}
-    {"row": 0, "status": "done", "file": ..., "tokens": ..., "seconds": ..., "endpoint": ..., ...}
+    {"run": {"rows": ...}, "time": ...}
+    {"row": 0, "status": "done", "time": ..., "file": ..., "tokens": ..., "seconds": ..., ...}
 
-The first line identifies dataset and options; other ones are refused. Of lines about the server the
-last counts: there is another when a file is the first to tell its weights. Only the existence of a
-valid file makes its row finished. The tokens of a text are not known: `file`, a checksum, tells its
-file from others. A killed run may leave half a line; lines that are not JSON are ignored. An flock
-on the ledger excludes a second run.
+The first line identifies dataset and options; other ones are refused. Its random id tells ledgers
+of the same rows in different directories apart. A run begins with a line that says how many rows of
+the dataset it is about, all ranks together. Of lines about the server the last counts: there is
+another when a file is the first to tell its weights. Only the existence of a valid file makes its
+row finished. The tokens of a text are not known: `file`, a checksum, tells its file from others. A
+killed run may leave half a line; other lines than JSON are ignored. An flock excludes a second run.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import fcntl
 import json
 import os
 import re
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from vllm_ascend_hsx.generate.errors import InputError, RunError
 from vllm_ascend_hsx.protocol.files import OnError, describe, open_regular
@@ -37,7 +41,7 @@ Status = Literal["done", "found", "failed"]
 
 _SERVER_KEYS = {"model", *Kind._fields}
 _NAME = re.compile(r"ledger(?:-[0-9]+-of-[0-9]+)?\.jsonl")
-_LONGEST_LINE = 1 << 20  # bytes; what is longer is no line of a ledger
+LONGEST_LINE = 1 << 20  # bytes; what is longer is no line of a ledger
 _ROW_FILE = re.compile(r"hs_(0|[1-9][0-9]*)" + re.escape(DATA_SUFFIX))
 
 
@@ -53,14 +57,29 @@ class Identity(NamedTuple):
     request: dict[str, Any]
 
 
+class RowLog(Protocol):
+    """What a run logs its rows to, and asks about earlier ones.
+
+    Attributes:
+        server: model, layers and weights of the rows, the latter if known; None if nobody knows.
+    """
+
+    server: dict[str, Any] | None
+
+    def is_logged(self, row: int) -> bool: ...
+    def is_done(self, row: int) -> bool: ...
+    def knows(self, row: int, file: str) -> bool: ...
+    def append(self, row: int, status: Status, **facts: Any) -> None: ...
+    def note_server(self, server: dict[str, Any]) -> None: ...
+
+
 class Ledger:
-    """The ledger of this run, locked. Made by `open_ledger`.
+    """The ledger of this run, locked: a RowLog. Made by `open_ledger`.
 
     Attributes:
         path: of the file.
-        server: model, layers and weights of the rows, the latter if known; None if no ledger of
-            the directory has them.
-        logged: for each row, 1 if the ledger has a line for its file.
+        server: as noted by any ledger of the directory.
+        logged: for each row, 1 if its last line in the ledger is about its file.
     """
 
     def __init__(self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray, files: set[int], done: bytearray) -> None:
@@ -68,8 +87,13 @@ class Ledger:
         self.server = server
         self.logged = logged
         self._fd = fd
+        self._size = os.fstat(fd).st_size
         self._files = files
         self._done = done
+
+    def is_logged(self, row: int) -> bool:
+        """Return whether this ledger has a line for the file of a row."""
+        return bool(self.logged[row])
 
     def knows(self, row: int, file: str) -> bool:
         """Return whether a ledger of the directory names this file of a row."""
@@ -82,8 +106,13 @@ class Ledger:
     def append(self, row: int, status: Status, **facts: Any) -> None:
         """Log what happened to a row, without facts that are None. Raises RunError."""
         known = {key: value for key, value in facts.items() if value is not None}
-        self._log({"row": row, "status": status, **known})
-        self._done[row] |= status != "failed"
+        self._log({"row": row, "status": status, "time": round(time.time(), 1), **known})
+        self.logged[row] = status != "failed"
+        self._done[row] |= self.logged[row]
+
+    def note_run(self, rows: int) -> None:
+        """Log that a run begins, over the first `rows` rows. Raises RunError."""
+        self._log({"run": {"rows": rows}, "time": round(time.time(), 1)})
 
     def note_server(self, server: dict[str, Any]) -> None:
         """Log model, layers and weights of the rows durably. Raises RunError."""
@@ -91,23 +120,17 @@ class Ledger:
         self._log({"server": server}, durable=True)
 
     def require_in_place(self) -> None:
-        """Raise RunError if the output directory is no longer the one that this ledger is in.
-
-        Servers make a directory that is missing, so rows would go on in another one.
-        """
-        with suppress(OSError):
-            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
-                return
-        directory = self.path.parent
-        raise RunError(
-            f"{directory} was moved, removed or replaced during the run, so its rows are not all there; "
-            "put it back with what servers have written under this name since, and run the same command again"
-        )
+        """Raise RunError if the output directory is another one now, or the ledger was cut off."""
+        require_in_place(self.path, self._fd)
+        if (size := os.fstat(self._fd).st_size) < self._size:
+            remedy = f"put back what it had, or {REMEDY}"
+            raise RunError(f"{self.path} was cut off during the run, from {self._size} to {size} bytes; {remedy}")
 
     def _log(self, line: dict[str, Any], durable: bool = False) -> None:
         self.require_in_place()
         try:
             _write(self._fd, line)
+            self._size = os.lseek(self._fd, 0, os.SEEK_CUR)  # where the line ended
             if durable:
                 os.fdatasync(self._fd)
         except OSError as error:
@@ -118,9 +141,28 @@ class Ledger:
         os.close(self._fd)
 
 
+def require_in_place(path: Path, fd: int) -> None:
+    """Raise RunError if the output directory is no longer the one that an open ledger is in.
+
+    Servers make a directory that is missing, so rows would go on in another one.
+    """
+    with suppress(OSError):
+        if os.path.samestat(os.stat(path), os.fstat(fd)):
+            return
+    raise RunError(
+        f"{path.parent} was moved, removed or replaced during the run, so its rows are not all there; "
+        "put it back with what servers have written under this name since, and run the same command again"
+    )
+
+
 def ledger_name(world_size: int, rank: int) -> str:
     """Return the name of a rank's ledger."""
     return "ledger.jsonl" if world_size == 1 else f"ledger-{rank}-of-{world_size}.jsonl"
+
+
+def ledgers_in(output: Path) -> list[Path]:
+    """Return the ledgers of all ranks. Raises OSError."""
+    return [output / name for name in sorted(os.listdir(output)) if _NAME.fullmatch(name)]
 
 
 def row_file(row: int) -> str:
@@ -160,13 +202,12 @@ def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledge
     rows, server, is_new = identity.dataset["rows"], None, True
     files: set[int] = set()  # hashes of (row, file), of all ledgers
     done = 0  # a byte for each row: 1 if a ledger names it as done
-    for name in sorted(os.listdir(output)):
-        if _NAME.fullmatch(name):
-            content = _read_at(output / name, rows, files)
-            if content is not None:
-                _compare(output / name, content.header, identity)
-                done |= int.from_bytes(content.logged, "little")
-                server, is_new = _common_server(output / name, server, content.server), False
+    for each in ledgers_in(output):
+        content = _read_at(each, rows, files)
+        if content is not None:
+            _compare(each, content.header, identity)
+            done |= int.from_bytes(content.logged, "little")
+            server, is_new = _common_server(each, server, content.server), False
     if is_new and next(files_of_rows(output), None) is not None:
         raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
     path = output / ledger_name(world_size, rank)
@@ -176,19 +217,19 @@ def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledge
         content = _read(fd, rows, files)
         if content is None:  # new, or the run that made it was killed at once
             os.ftruncate(fd, 0)
-            _write(fd, {"ledger": VERSION, **identity._asdict(), "world_size": world_size, "rank": rank})
+            _write(fd, {"ledger": VERSION, **identity._asdict(), "world_size": world_size, "rank": rank, "id": uuid.uuid4().hex})
             os.fdatasync(fd)
             _sync_directory(output)
-            return Ledger(path, fd, server, bytearray(rows), files, _bytes(done, rows))
+            with OnError(os.unlink, path):  # ranks that start at the same moment read no ledger above
+                for each in ledgers_in(output):
+                    if (other := _read_at(each, rows, set())) is not None:
+                        _compare(each, other.header, identity)
+            return Ledger(path, fd, server, bytearray(rows), files, bytearray(done.to_bytes(rows, "little")))
         _compare(path, content.header, identity)
         if not content.ends_whole:
             os.write(fd, b"\n")
-        done |= int.from_bytes(content.logged, "little")
-        return Ledger(path, fd, _common_server(path, server, content.server), content.logged, files, _bytes(done, rows))
-
-
-def _bytes(number: int, length: int) -> bytearray:
-    return bytearray(number.to_bytes(length, "little"))
+        done |= int.from_bytes(logged := content.logged, "little")
+        return Ledger(path, fd, _common_server(path, server, content.server), logged, files, bytearray(done.to_bytes(rows, "little")))
 
 
 def _compare(path: Path, header: dict[str, Any], identity: Identity) -> None:
@@ -261,15 +302,15 @@ def _read(fd: int, rows: int, files: set[int]) -> _Content | None:
     server, logged = None, bytearray(rows)
     with open(os.dup(fd), "rb") as file:
         file.seek(0)
-        first = file.readline(_LONGEST_LINE)
-        if not first.endswith(b"\n") and (first.startswith(_BEGIN) or _BEGIN.startswith(first)):
+        first = file.readline(LONGEST_LINE)
+        if is_cut_short(first):
             return None
-        header = _parse(first)
+        header = parse_line(first)
         if header.get("ledger") != VERSION:
             return _Content(header, None, logged, True)  # to be refused
         last = first
-        while text := file.readline(_LONGEST_LINE):
-            last, line = text, _parse(text)
+        while text := file.readline(LONGEST_LINE):
+            last, line = text, parse_line(text)
             row = line.get("row")
             if isinstance(found := line.get("server"), dict) and found.keys() - {WEIGHTS} == _SERVER_KEYS:
                 server = found
@@ -280,7 +321,13 @@ def _read(fd: int, rows: int, files: set[int]) -> _Content | None:
     return _Content(header, server, logged, last.endswith(b"\n"))
 
 
-def _parse(line: bytes) -> dict[str, Any]:
+def is_cut_short(first: bytes) -> bool:
+    """Return True if a run was killed when it wrote the first line of its ledger."""
+    return not first.endswith(b"\n") and (first.startswith(_BEGIN) or _BEGIN.startswith(first))
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """Return a line of a ledger; {} for anything else."""
     try:
         value = parse(line)
     except ValueError:

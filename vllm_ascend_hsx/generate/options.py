@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S
+from vllm_ascend_hsx.protocol.files import describe, read_regular
 
 # Bounds of whole numbers.
 BOUNDS = {
@@ -21,6 +22,7 @@ BOUNDS = {
     "world_size": (1, 10**6),
     "rank": (0, 10**6 - 1),
 }
+RAY_BLOCK_ROWS = (1, 10**6)
 ORDERS = ("prefix", "given")
 # Consecutive rows that one rank does, because turns of a conversation follow each other.
 RANK_ROWS = 16
@@ -35,6 +37,26 @@ class PathMap:
 
 
 @dataclass(frozen=True)
+class RayCluster:
+    """A Ray cluster, and how rows are given to its nodes.
+
+    Attributes:
+        address: of the cluster, such as head:6379, or auto.
+        label: key and value that nodes must have; None for any node.
+        block_rows: most rows of a task.
+    """
+
+    address: str
+    label: tuple[str, str] | None = None
+    block_rows: int = 512
+
+    def __post_init__(self) -> None:
+        least, most = RAY_BLOCK_ROWS
+        if not least <= self.block_rows <= most:
+            raise InputError(f"--ray-block-rows {self.block_rows}: give a whole number from {least} to {most}")
+
+
+@dataclass(frozen=True)
 class Options:
     """The options of a run, named as on the command line.
 
@@ -42,6 +64,7 @@ class Options:
         data: the dataset.
         output: the servers' storage directory, or a folder below it, for the files and the ledger.
         endpoints: base URLs of servers, without /v1.
+        endpoint_file: lists them, and is read again during the run; None if they do not change.
         column: of the dataset; None for the first known one.
         limit: number of rows, from the first; None for all.
         model: its name on the servers; None to ask them.
@@ -53,6 +76,9 @@ class Options:
         max_consecutive_errors: errors without a finished row in between that end the run; refusals
             of rows do not count.
         world_size, rank: this run does each world_size-th run of RANK_ROWS rows, from the rank-th.
+        rank_source: variables of a launcher that the two are from; "" if there are none.
+        block: rows that this process does of those; None for all.
+        ray: the cluster that does them; None to do them in this process.
         order: "prefix" to send rows with a common prefix one after the other, "given" as they are.
         include_output_tokens: store rows of generated tokens too.
         max_tokens: tokens to generate; only with include_output_tokens.
@@ -66,6 +92,7 @@ class Options:
     data: Path
     output: Path
     endpoints: Sequence[str] = ("http://localhost:8000",)
+    endpoint_file: Path | None = None
     column: str | None = None
     limit: int | None = None
     model: str | None = None
@@ -77,6 +104,9 @@ class Options:
     max_consecutive_errors: int | None = None
     world_size: int = 1
     rank: int = 0
+    rank_source: str = ""
+    block: frozenset[int] | None = None
+    ray: RayCluster | None = None
     order: str = "prefix"
     include_output_tokens: bool = False
     max_tokens: int | None = None
@@ -95,13 +125,7 @@ class Options:
             raise InputError(f"--rank {self.rank}: give a number from 0 to {self.world_size - 1}, for --world-size is {self.world_size}")
         if self.order not in ORDERS:
             raise InputError(f"--order {self.order}: give one of {', '.join(ORDERS)}")
-        if not self.endpoints:
-            raise InputError("--endpoint: give the URL of at least one server, such as http://localhost:8000")
-        for url in self.endpoints:
-            if not url.startswith(("http://", "https://")) or not url.split("://", 1)[1]:
-                raise InputError(f"--endpoint {url}: give the URL of a server, such as http://localhost:8000")
-        if len(set(self.endpoints)) != len(self.endpoints):
-            raise InputError("--endpoint: one is named twice; name each once")
+        check_endpoints(self.endpoints)
         if self.include_output_tokens and self.max_tokens is None:
             raise InputError("--include-output-tokens: say with --max-tokens how many tokens are to be generated for a row")
         if not self.include_output_tokens and self.max_tokens is not None:
@@ -119,12 +143,11 @@ class Options:
 
     def is_ours(self, row: int) -> bool:
         """Return True if the row is one of this rank's."""
-        return row // RANK_ROWS % self.world_size == self.rank
+        return row // RANK_ROWS % self.world_size == self.rank and (self.block is None or row in self.block)
 
     def count_ours(self, rows: int) -> int:
         """Return how many of the first `rows` rows are this rank's."""
-        rounds, rest = divmod(rows, RANK_ROWS * self.world_size)
-        return rounds * RANK_ROWS + min(max(rest - self.rank * RANK_ROWS, 0), RANK_ROWS)
+        return rows_of_rank(rows, self.world_size, self.rank)
 
     def is_wanted(self, row: int) -> bool:
         """Return True if this run does the row, and `limit` includes it."""
@@ -138,6 +161,44 @@ class Options:
         if best is None:
             return here
         return os.path.normpath(os.path.join(best.server, os.path.relpath(here, best.local)))
+
+
+def rows_of_rank(rows: int, world_size: int, rank: int) -> int:
+    """Return how many of the first `rows` rows a rank does."""
+    rounds, rest = divmod(rows, RANK_ROWS * world_size)
+    return rounds * RANK_ROWS + min(max(rest - rank * RANK_ROWS, 0), RANK_ROWS)
+
+
+def check_endpoints(urls: Sequence[str]) -> None:
+    """Raise InputError unless these are the URLs of different servers."""
+    if not urls:
+        raise InputError("--endpoint: give the URL of at least one server, such as http://localhost:8000")
+    for url in urls:
+        if not url.startswith(("http://", "https://")) or not url.split("://", 1)[1]:
+            raise InputError(f"--endpoint {url}: give the URL of a server, such as http://localhost:8000")
+    if len(set(urls)) != len(urls):
+        raise InputError("--endpoint: one is named twice; name each once")
+
+
+def read_endpoints(path: Path) -> tuple[str, ...]:
+    """Read the URLs of servers, one in a line; the rest of a line after # is a comment.
+
+    Raises:
+        InputError: the file cannot be read, names no server, or something else than servers.
+    """
+    try:
+        lines = read_regular(path).decode().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = describe("it cannot be read", error) if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InputError(f"--endpoint @{path}: {reason}; give a file with the URL of a server in each line") from error
+    urls = tuple(base_url(text) for line in lines if (text := line.partition("#")[0].strip()))
+    if not urls:
+        raise InputError(f"--endpoint @{path}: it lists no server; write the URL of one in each line")
+    try:
+        check_endpoints(urls)
+    except InputError as error:
+        raise InputError(f"--endpoint @{path}: {str(error).removeprefix('--endpoint').lstrip(': ')}") from error
+    return urls
 
 
 def base_url(text: str) -> str:

@@ -33,6 +33,7 @@ class Outcome:
         total: rows of this rank.
         before, done, failed: rows whose file existed, rows generated, rows given up.
         failures: the first failed rows, with the reason.
+        removed: rows that were there and were removed by somebody during the run.
         requests, retries: requests sent for rows; those that asked for a row again.
         tokens, bytes: of the files generated.
         prompt_tokens, reused: tokens of their prompts, and those that servers did not compute.
@@ -40,6 +41,8 @@ class Outcome:
         left: files that servers were still writing at the end.
         stopped_by: what ended the run early, or None.
         endpoints: the servers.
+        blocks, blocks_again, nodes: on a cluster, the blocks of rows that ended, those of them that
+            were begun more than once, and the machines that did them.
     """
 
     total: int
@@ -47,6 +50,7 @@ class Outcome:
     done: int = 0
     failed: int = 0
     failures: list[tuple[int, str]] = field(default_factory=list)
+    removed: list[int] = field(default_factory=list)
     requests: int = 0
     retries: int = 0
     tokens: int = 0
@@ -57,11 +61,14 @@ class Outcome:
     left: list[Path] = field(default_factory=list)
     stopped_by: Exception | None = None
     endpoints: Sequence[Endpoint] = ()
+    blocks: int = 0
+    blocks_again: int = 0
+    nodes: int = 0
 
     @property
     def missing(self) -> int:
         """Rows without a file."""
-        return self.total - self.before - self.done
+        return self.total - self.before - self.done + len(self.removed)
 
 
 class Progress:
@@ -116,7 +123,7 @@ class Progress:
             f"{decimal(round(num_bytes))}/s",
             f"{outcome.failed} failed",
             *([f"{outcome.retries} retries"] if outcome.retries else []),
-            f"ETA {_duration((outcome.missing - outcome.failed) / rows) if rows else '?'}",
+            f"ETA {duration((outcome.missing - outcome.failed) / rows) if rows else '?'}",
         ]
         return ", ".join(facts)
 
@@ -144,8 +151,10 @@ def show(console: Console, outcome: Outcome, ledger: Path) -> None:
         "tokens": f"{outcome.tokens:,}, {outcome.tokens / seconds:,.0f}/s",
         "reused": f"{outcome.reused:,} of {outcome.prompt_tokens:,} prompt tokens ({_share(outcome.reused, outcome.prompt_tokens)})",
         "size": f"{decimal(outcome.bytes)}, {decimal(round(outcome.bytes / seconds))}/s",
-        "time": f"{_duration(outcome.seconds)}, {outcome.done / seconds:,.1f} rows/s",
+        "time": f"{duration(outcome.seconds)}, {outcome.done / seconds:,.1f} rows/s",
     }
+    if outcome.blocks:
+        lines["blocks"] = f"{outcome.blocks:,} on {outcome.nodes:,} nodes, {outcome.blocks_again:,} begun again"
     if len(outcome.endpoints) > 1:
         lines |= {each.url: f"{each.answered:,} answered, {each.failed:,} failed" for each in outcome.endpoints}
     table = Table(show_header=False)
@@ -157,6 +166,9 @@ def show(console: Console, outcome: Outcome, ledger: Path) -> None:
         tell(console, f"row {row}: {reason}", "red")
     if outcome.failed > len(outcome.failures):
         tell(console, f"... and {outcome.failed - len(outcome.failures):,} more: {ledger}", "red")
+    if removed := outcome.removed:
+        rows = ", ".join(map(str, removed[:SHOWN_FAILURES])) + (", ..." if len(removed) > SHOWN_FAILURES else "")
+        tell(console, f"{len(removed):,} finished rows were removed during the run: {rows}; run the same command again", "red")
     for path in outcome.left:
         tell(console, f"{path} is still being written by the server; the next run checks it", "red")
     if isinstance(outcome.stopped_by, Interrupted):
@@ -174,7 +186,7 @@ def _share(part: int, whole: int) -> str:
     return f"{part / (whole or 1):.0%}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Format hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -19,8 +19,8 @@ LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 class NotAFileError(OSError):
     """The path is not a regular file. `reason` says in one sentence what it is."""
 
-    def __init__(self, path: str | os.PathLike[str], mode: int) -> None:
-        problem = f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file"
+    def __init__(self, path: str | os.PathLike[str], mode: int, more: str = "") -> None:
+        problem = f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}{more}, not a regular file"
         super().__init__(errno.EINVAL, f"it {problem}", os.fspath(path))
         self.reason = f"{os.path.basename(path)} {problem}"
 
@@ -43,6 +43,23 @@ class OnError:
             self._undo(*self._arguments)
 
 
+class Naming:
+    """Have a system error of the block name the file if it names none: of a call with a descriptor.
+
+    A generator with `contextmanager` does the same, for a microsecond more per file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = os.fspath(self._path)
+
+
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
     """Return a descriptor of a regular file.
 
@@ -55,8 +72,10 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
         dir_fd: directory of a relative path.
 
     Raises:
-        NotAFileError: if it is not a regular file.
+        NotAFileError: if it is not a regular file, or is a link that can lead to none: to itself,
+            or below a file.
         FileNotFoundError: if it does not exist, or its name is too long to exist.
+        BlockingIOError: if another process holds a lease on it (F_SETLEASE).
     """
     try:
         _require_regular(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=not flags & os.O_NOFOLLOW))
@@ -64,12 +83,14 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
         if not flags & os.O_CREAT:
             raise
     except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and _is_link(path, dir_fd):
+            raise NotAFileError(path, stat.S_IFLNK, " that leads nowhere") from error
         if error.errno != errno.ENAMETOOLONG:
             raise
         raise FileNotFoundError(errno.ENOENT, error.strerror, os.fspath(path)) from error
     # Non-blocking all the same: another process may replace the file between the two calls.
     fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
-    with OnError(os.close, fd):
+    with OnError(os.close, fd), Naming(path):
         _require_regular(path, os.fstat(fd))
     return fd
 
@@ -81,9 +102,17 @@ def read_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_
     """
     fd = open_regular(path, flags, dir_fd=dir_fd)
     try:
-        return os.pread(fd, _MOST, 0)
+        with Naming(path):
+            return os.pread(fd, _MOST, 0)
     finally:
         os.close(fd)
+
+
+def _is_link(path: str | os.PathLike[str], dir_fd: int | None) -> bool:
+    try:
+        return stat.S_ISLNK(os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode)
+    except OSError:  # it is the way there that leads nowhere
+        return False
 
 
 def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> None:
@@ -93,12 +122,16 @@ def _require_regular(path: str | os.PathLike[str], status: os.stat_result) -> No
 
 def read_all(fd: int) -> bytes:
     """Return the content of a file. Raises OSError."""
-    size = os.fstat(fd).st_size
+    return read_bytes(fd, os.fstat(fd).st_size, 0)
+
+
+def read_bytes(fd: int, size: int, offset: int) -> bytes:
+    """Return `size` bytes at `offset`, or those up to the end. One pread may return fewer."""
     blocks = []
-    position = 0
-    while position < size and (block := os.pread(fd, min(size - position, 1 << 30), position)):
+    end = offset + size
+    while offset < end and (block := os.pread(fd, min(end - offset, 1 << 30), offset)):
         blocks.append(block)
-        position += len(block)
+        offset += len(block)
     return b"".join(blocks)
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.checksum import ALGORITHM, BLANK
+from vllm_ascend_hsx.protocol.files import read_bytes
 from vllm_ascend_hsx.protocol.placeholders import Placeholder, encode_placeholders, placeholders_of
 from vllm_ascend_hsx.protocol.rows import RowFormat, TokenIds
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
@@ -228,18 +229,17 @@ def read_header(fd: int, offset: int = 0, size: int | None = None) -> Header:
         OSError: if it cannot be read.
     """
     there = max(0, os.fstat(fd).st_size - offset)
-    if size is None:
-        size = there
-    elif size > there:
+    size = there if size is None else size
+    if size > there:
         raise FormatError(f"{there} of its {size} bytes are there")
-    prefix = os.pread(fd, _LENGTH.size, offset)
+    prefix = read_bytes(fd, _LENGTH.size, offset)
     if size < _LENGTH.size or len(prefix) < _LENGTH.size:
         raise FormatError(f"it has {size} bytes, too few for a safetensors file")
     length: int = _LENGTH.unpack(prefix)[0]
     data_start = _LENGTH.size + length
     if length > _MAX_HEADER or data_start > size:
         raise FormatError(f"it has {size} bytes, and its first 8 say that the header alone has {length}")
-    content = prefix + os.pread(fd, length, offset + _LENGTH.size)
+    content = prefix + read_bytes(fd, length, offset + _LENGTH.size)
     try:
         entries = parse(content[_LENGTH.size :])
         if not isinstance(entries, dict):

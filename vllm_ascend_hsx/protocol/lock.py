@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import OnError
+from vllm_ascend_hsx.protocol.files import OnError, read_bytes, write_at
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
@@ -130,13 +130,11 @@ class HeldLock:
 
     def append(self, line: bytes) -> None:
         """Append to the lock file. Raises OSError."""
-        os.lseek(self._fd, 0, os.SEEK_END)
-        if os.write(self._fd, line) < len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._name)
+        write_at(self._fd, memoryview(line), os.fstat(self._fd).st_size)
 
     def content(self) -> bytes:
         """Return the content, limited to what a server would write. Raises OSError."""
-        return os.pread(self._fd, min(os.fstat(self._fd).st_size, _CONTENT_MAX), 0)
+        return read_bytes(self._fd, min(os.fstat(self._fd).st_size, _CONTENT_MAX), 0)
 
     def release(self) -> None:
         """Wake the readers. The lock file is kept."""

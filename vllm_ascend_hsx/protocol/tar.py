@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import struct
 
+from vllm_ascend_hsx.protocol.files import read_bytes
 from vllm_ascend_hsx.protocol.format import PAGE
 
 BLOCK = 512
@@ -51,7 +51,7 @@ def is_headed(fd: int, offset: int, name: str, size: int, start: int | None = No
     Raises:
         OSError: if the file cannot be read.
     """
-    block = os.pread(fd, BLOCK, max(0, offset - BLOCK))
+    block = read_bytes(fd, BLOCK, max(0, offset - BLOCK))
     try:
         mode, mtime = int(block[_MODE], 8), int(block[_MTIME], 8)
     except ValueError:
@@ -59,7 +59,7 @@ def is_headed(fd: int, offset: int, name: str, size: int, start: int | None = No
     if start is None:
         return block == _block(name, size, mode, mtime)
     expected = headers(start, name, size, mode, mtime)
-    return start + len(expected) == offset and os.pread(fd, len(expected), start) == expected
+    return start + len(expected) == offset and read_bytes(fd, len(expected), start) == expected
 
 
 def _block(name: str, size: int, mode: int, mtime: int, kind: bytes = b"0") -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -25,7 +26,9 @@ from vllm_ascend_hsx.protocol.format import (
     layer_ids_of,
     num_prompt_tokens_of,
 )
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStatesError, checked, checksum_difference
+from vllm_ascend_hsx.reader.members import is_named
 from vllm_ascend_hsx.reader.shards import Place
 from vllm_ascend_hsx.reader.tensors import LEAST_SCALE, dequantized, dtype_name, model_dtype, read_at, torch_dtype
 
@@ -106,6 +109,8 @@ class Examination:
     Attributes:
         path: the file.
         problem: what is wrong with the file, in one sentence, or None.
+        is_there: False if there is no file to judge: it was removed, or a server is writing it.
+        failed: True if a later request for it has failed; the problem is its reason.
         tokens, prompt_tokens: number of rows, and of those of the prompt (None if not stated).
         kind: what all files of one dataset have in common.
         num_bytes: of the hidden states, with the scales of quantised rows.
@@ -125,12 +130,14 @@ class Examination:
     token_norms: npt.NDArray[np.float32] | None = field(default=None, compare=False)
     tiny_tokens: int = 0
     metadata: dict[str, str] = field(default_factory=dict)
+    is_there: bool = True
+    failed: bool = False
 
     @property
     def verdict(self) -> str:
         """One word for a table."""
         if self.problem is not None:
-            return "bad"
+            return "failed" if self.failed else "bad" if self.is_there else "absent"
         return "verified" if names_checksum(self.metadata) else "plausible"
 
     @property
@@ -148,17 +155,35 @@ class Examination:
         return [total / max(1, self.tokens) for total in mean]
 
 
-def examine(path: str | Path, *, checksum: bool = True, norms: bool = False, timeout: float = 0.0) -> Examination:
-    """Check a file as `check` does. Every failure becomes the problem; nothing is raised."""
+def examine(path: str | Path, *, listed: bool = False, checksum: bool = True, norms: bool = False, timeout: float = 0.0) -> Examination:
+    """Check a file as `check` does. Every failure becomes the problem; nothing is raised.
+
+    Args:
+        path: as for `check`.
+        listed: True if the path is from a listing. If nothing names it now, it was removed.
+        checksum, norms, timeout: as for `check`.
+    """
     path = Path(path)
     try:
         return check(path, checksum=checksum, norms=norms, timeout=timeout)
     except HiddenStatesError as error:
-        return Examination(path, error.reason)
+        problem = error.reason
     except TimeoutError:
-        return Examination(path, "a server is still writing it")
+        return Examination(path, "a server is still writing it", is_there=False)
     except OSError as error:
-        return Examination(path, f"it cannot be read: {error.strerror or error}")
+        problem = f"it cannot be read: {error.strerror or error}"
+    if not listed or not _is_gone(path):
+        return Examination(path, problem)
+    failed = os.path.lexists(f"{path}{ERROR_SUFFIX}")
+    return Examination(path, problem if failed else "it was removed meanwhile", is_there=False, failed=failed)
+
+
+def _is_gone(path: Path) -> bool:
+    """Return whether nothing names a file. What cannot be seen is not gone."""
+    try:
+        return not is_named(path)
+    except OSError:
+        return False
 
 
 def check(

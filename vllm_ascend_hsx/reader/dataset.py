@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from vllm_ascend_hsx.protocol.arguments import require_whole
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, SHARDS_MARK
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, load
 from vllm_ascend_hsx.reader.members import paths_below
 from vllm_ascend_hsx.reader.tensors import dequantized
@@ -58,7 +58,8 @@ class HiddenStatesDataset(Dataset[dict[str, Any]]):
             self.paths = paths_below(directory, (DATA_SUFFIX,)) if directory.is_dir() else []
             if not self.paths:
                 problem = f"{directory} has no *{DATA_SUFFIX} files, and no shards with members"
-                raise ValueError(f"{problem}. Name the directory that the server writes to.")
+                remedy = f"Name the directory that the server writes to; shards above it count only beside their {SHARDS_MARK}"
+                raise ValueError(f"{problem}. {remedy}.")
         else:
             self.paths = [Path(path) for path in source]
             if not self.paths:

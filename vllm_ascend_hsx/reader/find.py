@@ -21,6 +21,7 @@ from vllm_ascend_hsx.reader.load import is_decided
 from vllm_ascend_hsx.reader.lock_wait import is_left_over
 from vllm_ascend_hsx.reader.members import paths_below, shards_of
 
+_SHOWN = 100  # most characters of an id to quote
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
 # Longest first: the name of a lock file ends with DATA_SUFFIX + LOCK_SUFFIX.
 _SUFFIXES = (DATA_SUFFIX + LOCK_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX, DATA_SUFFIX)
@@ -49,17 +50,19 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
     Raises:
         FileNotFoundError: if there is no file, lock or error: the request has not started, was
             aborted or opted out, or its file was removed.
-        LookupError: if there are several, because several requests had this id. Ids longer than
-            about 170 characters are not found.
+            Ids of more than about 170 characters are not found, and the error tells why.
+        LookupError: if there are several, because several requests had this id.
         ValueError: if `prompt` or `sample` is not an index.
-        OSError: if the directory cannot be read.
+        OSError: if the directory cannot be read, or there is nothing and an index of another user
+            may have it.
     """
     for name, value in (("prompt", prompt), ("sample", sample)):
         require_whole(name, value, 0, "give a whole number, counted from 0")
     forms = possible_ids(response_id, prompt, sample)
     common = sanitize(response_id)
     found: list[set[str]] = [set() for _ in forms]
-    for name in _names(directory):
+    unreadable: list[OSError] = []
+    for name in _names(directory, unreadable.append):
         suffix = next((s for s in _SUFFIXES if name.endswith(s)), None)
         if suffix is None or common not in name or name.startswith("."):
             continue
@@ -72,16 +75,33 @@ def find(directory: str | os.PathLike[str], response_id: str, *, prompt: int = 0
     best = next(filter(None, found), set())
     if len(best) > 1:
         several = ", ".join(sorted(best))
-        raise LookupError(f"{response_id!r} is the id of several requests: {several}. Give each request its own id.")
+        raise LookupError(f"{_short(response_id)} is the id of several requests: {several}. Give each request its own id.")
     if not best:
-        raise FileNotFoundError(f"{directory} has no hidden states of prompt {prompt}, sample {sample} of {response_id!r}")
+        if unreadable:
+            raise unreadable[0]
+        problem = f"{directory} has no hidden states of prompt {prompt}, sample {sample} of {_short(response_id)}"
+        if _is_hashed(forms[0][0]):
+            problem += (
+                f", an id of {len(response_id)} characters: the name of its file ends with a hash and cannot be told from it; "
+                "use kv_transfer_params of the response, or a shorter X-Request-Id"
+            )
+        raise FileNotFoundError(problem)
     return Path(directory, best.pop())
 
 
-def _names(directory: str | os.PathLike[str]) -> Iterator[str]:
+def _is_hashed(base: str) -> bool:
+    """Return whether the name of an id's file lacks the random digits after it: it is too long."""
+    return _RANDOM.search(file_name(f"{base}-00000000").removesuffix(DATA_SUFFIX)) is None
+
+
+def _short(response_id: str) -> str:
+    return repr(response_id) if len(response_id) <= _SHOWN else f"{response_id[:_SHOWN]!r}..."
+
+
+def _names(directory: str | os.PathLike[str], on_unreadable: Callable[[OSError], None]) -> Iterator[str]:
     with os.scandir(directory) as entries:
         yield from (entry.name for entry in entries)
-    yield from shards_of(directory).members()
+    yield from shards_of(directory).members(on_unreadable)
 
 
 def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_hsx.protocol.arguments import deadline_after
 from vllm_ascend_hsx.protocol.checksum import Digest, stated_checksum, unverifiable
-from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_regular
+from vllm_ascend_hsx.protocol.files import Naming, NotAFileError, open_regular, read_regular
 from vllm_ascend_hsx.protocol.format import (
     HIDDEN_STATES,
     SCALES,
@@ -29,7 +29,7 @@ from vllm_ascend_hsx.protocol.format import (
     num_prompt_tokens_of,
     read_header,
 )
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MARK
 from vllm_ascend_hsx.protocol.placeholders import Placeholder, placeholders_of
 from vllm_ascend_hsx.protocol.request_ids import belongs_to
 from vllm_ascend_hsx.protocol.strict_json import parse
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
 
 # Seconds in which another reader, which may try an exclusive lock, has let go of it.
 _MOMENT_S = 0.05
+_NOTHING = (
+    "there are no hidden states, lock or error; was the request refused (see hidden_states_error in its response) "
+    f"or aborted, did its server die, or were shards copied without {SHARDS_MARK}?"
+)
 _DIED = "the server died before the file was complete, or its storage took no reason: it left an unheld lock file and no data"
 
 
@@ -146,7 +150,7 @@ def load(
         ValueError: if the timeout is not a number of seconds.
         TimeoutError: if the server is still writing.
         FileNotFoundError: if nothing is there: a wrong path, an aborted request, or a removed file.
-        OSError: if the file cannot be read, or memory is short.
+        OSError: if the file, or an index that may have it, cannot be read, or memory is short.
     """
     with checked(Path(path), timeout) as (place, header):
         if response_id is not None and not belongs_to(owner := header.metadata.get("request_id", ""), response_id):
@@ -163,19 +167,20 @@ def checked(path: Path, timeout: float | None) -> Iterator[tuple[Place, Header]]
 
     Raises like `load`. Also converts a FormatError of the block.
     """
-    place = open_stored(path, timeout)
-    try:
-        header = read_header(place.fd, place.offset, place.size)
-        check_tensors(header)
-        if place.line is not None and (problem := member_problem(place, header, place.line)):
-            raise HiddenStatesError(path, problem)
-        yield place, header
-    except FormatError as error:
-        raise HiddenStatesError(path, f"this is not a file of hidden states: {error}") from error
-    except MemoryError as error:
-        raise OSError(errno.ENOMEM, f"not enough memory for a file of {place.size} bytes", str(path)) from error
-    finally:
-        os.close(place.fd)
+    with Naming(path):
+        place = open_stored(path, timeout)
+        try:
+            header = read_header(place.fd, place.offset, place.size)
+            check_tensors(header)
+            if place.line is not None and (problem := member_problem(place, header, place.line)):
+                raise HiddenStatesError(path, problem)
+            yield place, header
+        except FormatError as error:
+            raise HiddenStatesError(path, f"this is not a file of hidden states: {error}") from error
+        except MemoryError as error:
+            raise OSError(errno.ENOMEM, f"not enough memory for a file of {place.size} bytes", str(path)) from error
+        finally:
+            os.close(place.fd)
 
 
 def assembled(header: Header, read: Callable[[TensorInfo], torch.Tensor], dequantize: bool) -> HiddenStates:
@@ -200,11 +205,7 @@ def open_stored(path: Path, timeout: float | None) -> Place:
             if place is not None:
                 return place
             if not os.path.exists(lock_path):
-                problem = (
-                    "there are no hidden states, lock or error; was the request refused (see "
-                    "hidden_states_error in its response) or aborted, or did its server die?"
-                )
-                raise FileNotFoundError(errno.ENOENT, problem, str(path))
+                raise FileNotFoundError(errno.ENOENT, _NOTHING, str(path))
             if is_left_over(lock_path, partial(is_decided, path)):
                 raise HiddenStatesError(path, _DIED)
             # Between two checks a server has started or finished the file.
@@ -264,20 +265,18 @@ def open_dir(
             if on_bad is None:
                 raise
             on_bad(error)
-            continue
         except OSError as error:
             if on_bad is None or error.errno != errno.ENOMEM:
                 raise
             on_bad(HiddenStatesError(path, f"it cannot be read: {error.strerror}"))
-            continue
-        yield path, states
+        else:
+            yield path, states
 
 
 def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     """Remove a request's file and its companions. Missing ones are not an error.
 
-    A member of a shard is only hidden: a line in the directory marks it as removed, and its bytes
-    remain.
+    A member of a shard is only hidden: a line marks it as removed, and its bytes remain.
 
     The server keeps the lock file for other readers; so call this after `load`. When it has
     returned, another request may be given the name.
@@ -297,11 +296,12 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     doomed = [_companion(path, LOCK_SUFFIX), _companion(path, ERROR_SUFFIX)]
     # The lock first: without it readers treat the data as complete; with a lock and no data they
     # would report a dead server.
+    is_file = os.path.lexists(path)
     for each in doomed if keep_data else [*doomed, path]:
         with _absent_if_too_long(), suppress(FileNotFoundError):
             os.unlink(each)
     if not keep_data:
-        remove_member(path)
+        remove_member(path, is_file)
 
 
 @contextmanager

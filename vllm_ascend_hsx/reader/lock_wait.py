@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.arguments import deadline_after
-from vllm_ascend_hsx.protocol.files import OnError, open_regular
+from vllm_ascend_hsx.protocol.files import Naming, OnError, open_regular
 from vllm_ascend_hsx.protocol.lock import flock_now, has_name, unlock_and_close
 
 
@@ -29,10 +29,11 @@ def is_left_over(path: Path, is_decided: Callable[[], bool]) -> bool:
         fd = open_regular(path)
     except FileNotFoundError:
         return False
-    try:
-        return flock_now(fd, fcntl.LOCK_SH) and not is_decided() and has_name(fd, path, follow_symlinks=True)
-    finally:
-        unlock_and_close(fd)
+    with Naming(path):
+        try:
+            return flock_now(fd, fcntl.LOCK_SH) and not is_decided() and has_name(fd, path, follow_symlinks=True)
+        finally:
+            unlock_and_close(fd)
 
 
 def wait_until_released(path: Path, timeout: float | None) -> bool:
@@ -52,17 +53,18 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
             fd = open_regular(path)
         except FileNotFoundError:
             return seen
-        try:
-            if not flock_now(fd, fcntl.LOCK_SH):
-                if deadline is None:
-                    fcntl.flock(fd, fcntl.LOCK_SH)
-                else:
-                    _sleep_until(deadline, path, fd)
-            if has_name(fd, path, follow_symlinks=True):
-                return True
-            seen = True  # the name was removed or now belongs to another request: look again
-        finally:
-            unlock_and_close(fd)
+        with Naming(path):
+            try:
+                if not flock_now(fd, fcntl.LOCK_SH):
+                    if deadline is None:
+                        fcntl.flock(fd, fcntl.LOCK_SH)
+                    else:
+                        _sleep_until(deadline, path, fd)
+                if has_name(fd, path, follow_symlinks=True):
+                    return True
+                seen = True  # the name was removed or now belongs to another request: look again
+            finally:
+                unlock_and_close(fd)
 
 
 # flock() has no timeout, so threads sleep in it. One per lock file, however often a reader times

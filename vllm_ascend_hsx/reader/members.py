@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_ascend_hsx.protocol.files import open_regular
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH, SHARDS_MARK
-from vllm_ascend_hsx.reader.shards import Place, Shards
+from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, age
+from vllm_ascend_hsx.reader.shards import Place, Shards, UnreadableIndexError
 
 _known: dict[str, Shards] = {}
 os.register_at_fork(after_in_child=_known.clear)  # another thread may have held a mutex of theirs
@@ -63,18 +65,55 @@ def _owner(path: str) -> int:
 
 
 def open_member(path: Path) -> Place | None:
-    """Open the member that `path` names in a directory above it, or return None. Raises OSError."""
-    for shards, name in _shards_above(path):
+    """Open the newest member that `path` names in a directory above it, or return None.
+
+    Raises OSError, among them UnreadableIndexError if there is none that this user may read.
+    """
+    newest = _newest(path)
+    if newest is not None and isinstance(newest[1], Member):
+        tar, line = newest[0], newest[1]
         with suppress(FileNotFoundError):  # the shard was removed
-            if (place := shards.open(name)) is not None:
-                return place
+            return Place(open_regular(tar), line.offset, line.size, line)
     return None
 
 
-def remove_member(path: Path) -> None:
-    """Hide the member that `path` names, if there is one. Raises OSError."""
+def is_named(path: Path) -> bool:
+    """Return whether a directory or an index names a path, even if it cannot be opened.
+
+    Raises as `open_member`.
+    """
+    return os.path.lexists(path) or ((newest := _newest(path)) is not None and isinstance(newest[1], Member))
+
+
+def _newest(path: Path) -> tuple[Path, Member | Tombstone] | None:
+    """Return the newest line of `path` and its tar file, or None. Raises as `open_member`."""
+    lines, unreadable = [], None
     for shards, name in _shards_above(path):
-        shards.remove(name)
+        try:
+            with suppress(FileNotFoundError):  # the directory was removed
+                if (newest := shards.newest(name)) is not None:
+                    lines.append(newest)
+        except UnreadableIndexError as error:
+            unreadable = error
+    if not lines and unreadable is not None:
+        raise unreadable
+    # Servers may write in a directory and in a folder of it. Of two that are alike, the nearest.
+    return max(lines, key=lambda each: age(each[1]), default=None)
+
+
+def remove_member(path: Path, found: bool = False) -> None:
+    """Hide the members that `path` names, if any. Raises as `open_member`.
+
+    `found` tells that it was a file: then it does not matter what unreadable indexes have.
+    """
+    unreadable = None
+    for shards, name in _shards_above(path):
+        try:
+            found = shards.remove(name) or found
+        except UnreadableIndexError as error:
+            unreadable = error
+    if unreadable is not None and not found:
+        raise unreadable
 
 
 def paths_below(
@@ -88,23 +127,27 @@ def paths_below(
     Args:
         directory: where to look.
         suffixes: of files; members are returned whatever their names.
-        on_error: called for each folder that cannot be read, and for an index, whose folder's
-            members are passed over; None to raise.
+        on_error: called for each folder that cannot be read, and for an index, whose members are
+            passed over; None to raise. Folders that are removed meanwhile are no errors.
 
     Raises:
         OSError: the directory, or, without `on_error`, an index or a folder cannot be read.
     """
 
+    def tell(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # the folder was removed meanwhile
+            (on_error or _raise)(error)
+
     def members(shards: Shards) -> Iterable[str]:
         try:
-            return shards.members()
+            return shards.members(on_error)
         except OSError as error:
-            (on_error or _raise)(error)
+            tell(error)
             return ()
 
     os.stat(directory)  # os.walk passes over one that is not there
     found: set[str] = set()  # Path objects sort three times slower
-    for folder, inside, names in os.walk(directory, onerror=on_error or _raise):
+    for folder, inside, names in os.walk(directory, onerror=tell):
         inside[:] = [name for name in inside if not name.startswith(".")]
         found.update(os.path.join(folder, name) for name in (*inside, *names) if name.endswith(suffixes) and name[0] != ".")
         if SHARDS_MARK in names and folder != os.fspath(directory):
@@ -115,8 +158,7 @@ def paths_below(
 
 
 def _raise(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):  # the folder was removed meanwhile
-        raise error
+    raise error
 
 
 def members_in(directory: Path) -> list[str]:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from vllm_ascend_hsx.protocol.arguments import deadline_after
 from vllm_ascend_hsx.protocol.checksum import names_checksum, stated_checksum
 from vllm_ascend_hsx.protocol.format import FormatError, TensorInfo
-from vllm_ascend_hsx.protocol.mooncake_manifest import ERROR_KEY_SUFFIX, HANDLE_KEY, MANIFEST_KEY_SUFFIX, keys_of, read_manifest
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeError, MooncakeOptions
+from vllm_ascend_hsx.protocol.mooncake.manifest import ERROR_KEY_SUFFIX, HANDLE_KEY, MANIFEST_KEY_SUFFIX, keys_of, read_manifest
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeError, MooncakeOptions
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError, assembled, checksum_difference, reason_in
 from vllm_ascend_hsx.reader.tensors import check_tensors, torch_dtype
 
@@ -52,7 +52,7 @@ class MooncakeReader:
         *,
         metadata_server: str = "P2PHANDSHAKE",
         local_hostname: str | None = None,
-        protocol: Literal["tcp", "rdma"] = "tcp",
+        protocol: Literal["tcp", "rdma", "ascend"] = "tcp",
         device_name: str = "",
     ) -> None:
         options = MooncakeOptions(

@@ -6,12 +6,23 @@ Only what is around the members is read; `check` reads the members themselves.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_all, read_regular
+from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_regular
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name
-from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, decode, end_of_members, read_index, shard_manifest, split_lines
+from vllm_ascend_hsx.protocol.shard_index import (
+    INDEX_MAX,
+    REMOVED_MAX,
+    Member,
+    Tombstone,
+    decode,
+    end_of_members,
+    read_index,
+    shard_manifest,
+    split_lines,
+)
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.protocol.tar import END
 
@@ -56,19 +67,22 @@ def _unreadable(path: Path, error: OSError) -> str | None:
         return f"it cannot be read: {error.strerror or error}"
     if missing == index:
         return f"it has no *{INDEX}" if path.exists() and path != index else None
-    return "it is not there, and its index has lines" if index.exists() and index.stat().st_size else None
+    with suppress(FileNotFoundError):  # its server removes both
+        if index.stat().st_size:
+            return "it is not there, and its index has lines"
+    return None
 
 
 def _removals_problem(path: Path) -> str | None:
-    lines = [decode(line) for line in split_lines(_content(path, read_all))]
+    lines = [decode(line) for line in split_lines(_content(path, REMOVED_MAX))]
     bad = [number for number, line in enumerate(lines, 1) if not isinstance(line, Tombstone)]
     return f"{len(bad)} of the {len(lines)} lines of its index cannot be used, first line {bad[0]}" if bad else None
 
 
-def _content(path: Path, read: Callable[[int], bytes] = read_index) -> bytes:
+def _content(path: Path, most: int = INDEX_MAX) -> bytes:
     fd = open_regular(path)
     try:
-        return read(fd)
+        return read_index(fd, most)
     finally:
         os.close(fd)
 

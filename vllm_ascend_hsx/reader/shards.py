@@ -8,26 +8,40 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, NotAFileError, open_regular
+from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, Naming, NotAFileError, open_regular, read_bytes, write_at
 from vllm_ascend_hsx.protocol.format import TOKEN_IDS, Header, valid_unicode
-from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name
-from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, Member, Tombstone, decode, encode, split_lines
+from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name, printable
+from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, REMOVED_MAX, Member, Tombstone, age, decode, encode, plausible_lines
 from vllm_ascend_hsx.protocol.tar import is_headed
 
 logger = logging.getLogger(__name__)
 
 _BLOCK = 16 << 20
+# Bytes that are no lines: of all indexes of a directory, and of each that may have them even so.
+_UNUSABLE_MAX = 16 << 20
+_UNUSABLE_OF_ONE = 1 << 20
 # A name that appears within one tick of the filesystem's clock may leave the directory's mtime.
 _TICK_NS = 2_000_000_000
 _REMOVED = REMOVED.removesuffix(INDEX)
 _QUOTED = 100  # bytes of an invalid line
 _LOCK_TIMEOUT_S = 10.0  # for the list of removed members, which others lock for microseconds
 _LONGEST_PAUSE_S = 0.05
+
+
+class UnreadableIndexError(PermissionError):
+    """What was asked for may be in an index that this user may not read, or not now."""
+
+    def __init__(self, path: Path, number: int = errno.EACCES) -> None:
+        remedy = "let this user read it (the server's option file_mode), or call as its owner"
+        if number == errno.EAGAIN:
+            remedy = "another process holds a lease on it (F_SETLEASE); try again when that has ended"
+        super().__init__(number, f"{os.strerror(number)}; rows may be in this index: {remedy}", os.fspath(path))
 
 
 class Place(NamedTuple):
@@ -66,11 +80,15 @@ class _Index:
     Attributes:
         identity: device and inode.
         position: bytes that were read, all of them whole lines.
-        sealed: True if all lines were read and none will follow.
+        seen: size and time of the last change when it was read.
+        unusable: bytes that are no lines of servers or consumers.
+        sealed: True if all lines were read and none will follow, or the rest is left out.
     """
 
     identity: tuple[int, int] = (0, 0)
     position: int = 0
+    seen: tuple[int, int] = (0, 0)
+    unusable: int = 0
     sealed: bool = False
 
 
@@ -78,8 +96,9 @@ class Shards:
     """The members of all shards in a directory. Thread-safe.
 
     A member is found as soon as its line is in an index, whether the shard is sealed or not. Of
-    several lines for one name the newest counts. All methods raise OSError if the directory or an
-    index cannot be read.
+    several lines for one name the newest counts. An index that another user keeps from being read
+    is passed over, and is an error only if what it may have is asked for. All methods raise OSError
+    if the directory, or an index for another reason, cannot be read.
 
     Args:
         directory: the directory of the shards.
@@ -92,51 +111,68 @@ class Shards:
         self._reported: dict[tuple[str, object], int] = {}
         self._forget()
 
-    def find(self, name: str) -> tuple[Path, Member] | None:
-        """Return the tar file and the line of a member, named by its path below the directory."""
+    def newest(self, name: str) -> tuple[Path, Member | Tombstone] | None:
+        """Return the newest line of a name, a path below the directory, and its shard's tar file.
+
+        Raises UnreadableIndexError if there is no line, and an index may not be read.
+        """
         with self._mutex:
             self._refresh()
-            stem, line = self._newest.get(name, ("", None))
-        return (self.directory / f"{stem}{TAR}", line) if isinstance(line, Member) else None
+            found = self._newest.get(name)
+            unreadable = next(iter(self._unreadable.values()), None)
+        if found is None and unreadable is not None:
+            raise UnreadableIndexError(*unreadable)
+        return None if found is None else (self.directory / f"{found[0]}{TAR}", found[1])
 
-    def open(self, name: str) -> Place | None:
-        """Open a member for reading; return None if there is none of this name."""
-        if (found := self.find(name)) is None:
-            return None
-        tar, line = found
-        return Place(open_regular(tar), line.offset, line.size, line)
+    def find(self, name: str) -> tuple[Path, Member] | None:
+        """Return the tar file and the line of a member, or None. Raises as `newest`."""
+        tar, line = self.newest(name) or (Path(), None)
+        return (tar, line) if isinstance(line, Member) else None
 
-    def members(self) -> dict[str, Member]:
-        """Return all members by name, sorted."""
+    def members(self, on_unreadable: Callable[[OSError], None] | None = None) -> dict[str, Member]:
+        """Return all members by name, sorted.
+
+        `on_unreadable` is called for each index that may not be read. Without it the first one
+        raises UnreadableIndexError.
+        """
         with self._mutex:
             self._refresh()
             newest = sorted(self._newest.items())
+            unreadable = list(self._unreadable.values())
+        for each in unreadable:
+            if on_unreadable is None:
+                raise UnreadableIndexError(*each)
+            on_unreadable(UnreadableIndexError(*each))
         found = {name: line for name, (_, line) in newest if isinstance(line, Member)}
         # Servers write through no link, and `load` and `remove` of such a name would leave the
         # directory.
         linked = {folder for folder in {os.path.dirname(name) for name in found} if self._is_linked(folder)}
         return {name: line for name, line in found.items() if os.path.dirname(name) not in linked} if linked else found
 
-    def remove(self, name: str) -> None:
-        """Hide a member from all readers, if there is one; its bytes stay in the shard.
+    def remove(self, name: str) -> bool:
+        """Hide a member from all readers; its bytes stay in the shard. Return whether there is one.
 
         Several processes may do so at once. Raises OSError if the removal cannot be recorded, and
-        TimeoutError if another process holds the lock of the list.
+        TimeoutError if another process holds the lock of the list. Also raises as `newest`.
         """
         if (found := self.find(name)) is None:
-            return
+            return False
         fd = open_regular(self.directory / REMOVED, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         try:
-            _lock(fd, self.directory / REMOVED)  # some filesystems do not append atomically
-            # The member's own time hides it whatever clocks say, and no later member of this name.
-            line = encode(Tombstone(name, found[1].time_ns))
-            size = os.fstat(fd).st_size
-            if size and os.pread(fd, 1, size - 1) != b"\n":  # end a torn line, which would spoil this one
-                line = b"\n" + line
-            if os.write(fd, line) < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), REMOVED)
+            with Naming(self.directory / REMOVED):
+                _lock(fd, self.directory / REMOVED)  # some filesystems do not append atomically
+                # Its own time hides the member whatever clocks say, and no later one of this name.
+                line = encode(Tombstone(name, found[1].time_ns))
+                size = os.fstat(fd).st_size
+                if size >= REMOVED_MAX:
+                    problem = f"the list of removed members has {size} bytes, and readers take {REMOVED_MAX}; write to a new directory"
+                    raise OSError(errno.EFBIG, problem, os.fspath(self.directory / REMOVED))
+                if size and os.pread(fd, 1, size - 1) != b"\n":  # end a torn line, which would spoil this one
+                    line = b"\n" + line
+                write_at(fd, memoryview(line), size)
         finally:
             os.close(fd)
+        return True
 
     def _is_linked(self, folder: str) -> bool:
         """Return whether a symbolic link is on the way to a folder below the directory."""
@@ -144,9 +180,11 @@ class Shards:
 
     def _forget(self) -> None:
         self._indexes: dict[str, _Index] = {}
+        self._unreadable: dict[str, tuple[Path, int]] = {}
         self._newest: dict[str, tuple[str, Member | Tombstone]] = {}
         self._listed: tuple[int, int, int] | None = None
         self._checked = 0
+        self._unusable = 0  # bytes of all indexes
 
     def _refresh(self) -> None:
         """Read new lines; read everything again if an index was removed, replaced or truncated."""
@@ -177,7 +215,7 @@ class Shards:
             # With its manifest an index is final, so what is read from now on is all of it.
             index = self._indexes.setdefault(stem, _Index())
             if stem in sealed and not index.sealed:
-                index.sealed = self._read(stem, index)
+                index.sealed = self._read(stem, index) and stem not in self._unreadable
         return self._indexes.keys() <= found
 
     def _read(self, stem: str, index: _Index) -> bool:
@@ -185,8 +223,14 @@ class Shards:
         if index.sealed:
             return True
         path = self.directory / f"{stem}{INDEX}"
+        self._unreadable.pop(stem, None)
         try:
             fd = open_regular(path)
+        except (PermissionError, BlockingIOError) as error:
+            if stem == _REMOVED:  # without it, members that were removed would be there again
+                raise
+            self._unreadable[stem] = path, error.errno or errno.EACCES
+            return True
         except NotAFileError as error:
             self._report(stem, error.strerror, 0, error.reason)
             return True
@@ -198,53 +242,76 @@ class Shards:
                 return False
             raise
         try:
-            status = os.fstat(fd)
-            identity = (status.st_dev, status.st_ino)
-            if not index.position:
-                index.identity = identity
-            if index.identity != identity or status.st_size < index.position:
-                return False
-            if status.st_size > INDEX_MAX and stem != _REMOVED:
-                problem = f"{path.name} has {status.st_size} bytes, more than any server writes"
-                self._report(stem, identity, 0, problem)
-                return True
-            while index.position < status.st_size:
-                block = os.pread(fd, _BLOCK, index.position)
-                lines = block[: block.rfind(b"\n") + 1]
-                if not lines and len(block) < _BLOCK:  # the last line is still being written
-                    break
-                # A line longer than a block is skipped, except for its end, which is invalid.
-                self._take(stem, index, lines)
-                index.position += len(lines or block)
+            with Naming(path):
+                status = os.fstat(fd)
+                identity = (status.st_dev, status.st_ino)
+                if not index.position:
+                    index.identity = identity
+                if index.identity != identity or status.st_size < index.position:
+                    return False
+                end, most, seen = status.st_size, REMOVED_MAX if stem == _REMOVED else INDEX_MAX, (status.st_size, status.st_ctime_ns)
+                if seen == index.seen:
+                    return True
+                if end > most:
+                    self._report(stem, identity, 0, f"{path.name} has {end} bytes, more than the {most} that readers take")
+                    if stem != _REMOVED:
+                        return True
+                    end = most  # what these lines have removed stays so
+                is_torn = index.position < index.seen[0] <= end and end - index.position < _BLOCK
+                if is_torn and b"\n" not in os.pread(fd, end - index.seen[0], index.seen[0]):
+                    end = index.position  # the last line is still being written
+                while index.position < end and not index.sealed:
+                    longest = _BLOCK if self._unusable <= _UNUSABLE_MAX else min(_BLOCK, _UNUSABLE_OF_ONE)
+                    block = read_bytes(fd, min(longest, end - index.position), index.position)
+                    lines = block[: block.rfind(b"\n") + 1]
+                    if not lines and len(block) < longest:  # the last line is still being written
+                        break
+                    # A line longer than a block is skipped, except for its end, which is invalid.
+                    unusable = len(lines or block) - self._take(stem, index, lines)
+                    index.position += len(lines or block)
+                    if stem == _REMOVED:
+                        continue
+                    self._unusable += unusable
+                    index.unusable += unusable
+                    if self._unusable > _UNUSABLE_MAX and index.unusable > _UNUSABLE_OF_ONE:
+                        index.sealed = True
+                        self._report(stem, identity, index.position, f"{path.name} is left out now: it has too much that is no line")
+                index.seen = seen
         finally:
             os.close(fd)
         return True
 
-    def _take(self, stem: str, index: _Index, lines: bytes) -> None:
-        bad = []
-        for text in split_lines(lines):
-            line = decode(text)
+    def _take(self, stem: str, index: _Index, lines: bytes) -> int:
+        """Take what can be used of whole lines. Return how many bytes that is."""
+        bad, first, end, used = lines.count(b"\n"), len(lines), 0, 0
+        for text in plausible_lines(lines):
+            if text.start() > end:  # a line before it is too short
+                first = min(first, end)
+            end = text.end() + 1
+            line = decode(text[0])
             if line is None or (isinstance(line, Member) and stem == _REMOVED):
-                bad.append(text)
+                first = min(first, text.start())
                 continue
+            bad -= 1
+            used += end - text.start()
             earlier = self._newest.get(line.name)
-            if earlier is None or _age(earlier[1]) <= _age(line):
+            if earlier is None or age(earlier[1]) <= age(line):
                 self._newest[line.name] = (stem, line)
         if bad:
-            first = ascii(bad[0][:_QUOTED].decode("utf-8", "replace"))
-            problem = f"{stem}{INDEX}: {len(bad)} lines from byte {index.position} on cannot be used, first {first}"
+            first = min(first, end)
+            problem = f"{stem}{INDEX}: {bad} lines from byte {index.position} on cannot be used"
+            # A link may lead to any file that this process may read, and none other may.
+            if not (self.directory / f"{stem}{INDEX}").is_symlink():
+                quoted = lines[first : first + _QUOTED].partition(b"\n")[0].decode("utf-8", "replace")
+                problem += f", first {quoted!a}"
             self._report(stem, index.identity, index.position, problem)
+        return used
 
     def _report(self, stem: str, identity: object, position: int, problem: str) -> None:
         """Log a problem once, however often the index is read."""
         if self._reported.get((stem, identity), -1) < position:
             self._reported[stem, identity] = position
-            logger.warning("%s: %s", self.directory, problem)
-
-
-def _age(line: Member | Tombstone) -> tuple[int, bool]:
-    """Return a sort key; a removal has its member's time and comes after it."""
-    return line.time_ns, isinstance(line, Tombstone)
+            logger.warning("%s: %s", printable(str(self.directory)), problem)
 
 
 def _lock(fd: int, path: Path) -> None:

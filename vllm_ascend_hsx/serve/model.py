@@ -46,7 +46,7 @@ def read_model(name: str, *, trust_remote_code: bool = False, revision: str | No
 
 def _ask_vllm(name: str, trust_remote_code: bool, revision: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     try:
-        from vllm_ascend_hsx.compat.models import published_config
+        from vllm_ascend_hsx.compat.targets import published_config
 
         return published_config(name, trust_remote_code=trust_remote_code, revision=revision)
     except ModuleNotFoundError as error:

@@ -9,15 +9,15 @@ from typing import Any, Literal, TypeAlias
 
 from vllm_ascend_hsx.config import EXTRA_CONFIG, HsxConfig
 from vllm_ascend_hsx.protocol.api import PATH_KEY
-from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of, transfer_params
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions, load_package, own_address
+from vllm_ascend_hsx.protocol.mooncake.manifest import handle_of, transfer_params
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeOptions, load_package, own_address
 from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.base import Sink
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
+from vllm_ascend_hsx.sinks.mooncake.sink import MooncakeSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
 logger = logging.getLogger(__name__)

@@ -122,10 +122,10 @@ class DirectorySink(Sink):
         Otherwise a server that dies now would leave the earlier rows as the answer to this request.
         Raises OSError.
         """
-        if self._may_be_member(file):
+        if self.may_be_member(file):
             shards = self.shards_of(file.session)
             with shards.current() as shard:
-                shard.add_line(Tombstone(file.relative, shards.now_ns()))
+                shard.add_line(Tombstone(file.relative, shards.now_ns(may_have_others=True)))
         if not file.storage.has_file(file.name):
             return None
         workspace, hidden = file.session.workspace, file.session.new_name(file.name)
@@ -229,7 +229,7 @@ class DirectorySink(Sink):
         """Return whether no other request can have the name."""
         return self._random_ids and file.relative == file_name(file.request_id) and _RANDOM_ID.fullmatch(file.request_id) is not None
 
-    def _may_be_member(self, file: RequestFile) -> bool:
+    def may_be_member(self, file: RequestFile) -> bool:
         """Return whether an earlier request of this name may be a member of a shard."""
         # A line to hide it would be one per request.
         return not self._has_unique_name(file) and (self.makes_members or file.session.storage.has_name(SHARDS_MARK))
@@ -243,7 +243,7 @@ class DirectorySink(Sink):
         if file.arrived_ns is None or self._has_unique_name(file):
             return False
         published = [arrival_of_file(file.storage.fd, file.name), arrival_of_error(file.storage.fd, file.name + ERROR_SUFFIX)]
-        if self._may_be_member(file):
+        if self.may_be_member(file):
             published.append(arrival_of_member(file.session.storage.fd, file.relative, file.arrived_ns))
         # What is in the future was written before the clock was set back.
         return any(arrival is not None and file.arrived_ns < arrival <= time.time_ns() for arrival in published)

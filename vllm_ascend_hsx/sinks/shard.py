@@ -52,7 +52,7 @@ class ShardSink(DirectorySink):
             data.withdraw()  # its descriptor keeps the bytes; nothing may fail after the index line
         there = self.shards_of(file.destination.session)
         with there.current(file.relative) as shard:
-            shard.append(data, file.relative, tokens, file.request_id, there.now_ns())
+            shard.append(data, file.relative, tokens, file.request_id, there.now_ns(self.may_be_member(file)))
             with suppress(OSError):  # no more descriptors: then requests compute these rows anew
                 file.source = shard.source(data) if file.keeps_source else None
         if is_spare:

@@ -22,13 +22,13 @@ from typing import Literal
 from vllm_ascend_hsx.protocol.files import describe, open_regular, write_at
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, SHARDS_MARK, TAR, parse_shard_name, shard_stem
 from vllm_ascend_hsx.protocol.shard_index import (
-    INDEX_MAX,
+    INDEX_LARGEST,
+    SEAL_AT,
     Member,
     Tombstone,
     decode,
     encode,
     end_of_members,
-    latest_ns,
     read_index,
     shard_manifest,
     split_lines,
@@ -36,6 +36,7 @@ from vllm_ascend_hsx.protocol.shard_index import (
 from vllm_ascend_hsx.protocol.tar import END, headers
 from vllm_ascend_hsx.sinks.data_file import DataFile, RowSource, Spare
 from vllm_ascend_hsx.sinks.directory import Session
+from vllm_ascend_hsx.sinks.shard_clock import ShardClock
 from vllm_ascend_hsx.sinks.storage import Storage, copy_into
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Shard:
 
     def is_full(self, limit: int) -> bool:
         """Return whether its tar file has `limit` bytes, or its index as many as it may have."""
-        return self.end >= limit or self._index_end >= INDEX_MAX // 4
+        return self.end >= limit or self._index_end >= SEAL_AT
 
     def is_there(self) -> bool:
         """Return whether its files have their names and members.
@@ -203,9 +204,9 @@ class SessionShards:
         self._limit = limit
         self._durable = durable
         self._numbers = itertools.count()
-        self._appending = threading.Lock()  # one append at a time; guards the next two
+        self._appending = threading.Lock()  # one append at a time; guards the rest
         self._shard: Shard | None = None
-        self._time_ns = latest_ns(session.storage.fd)
+        self._clock = ShardClock(session.storage.fd)
 
     def hidden_file(self) -> str | Spare:
         """Return a hidden file to overwrite, or the name of a new one."""
@@ -214,10 +215,9 @@ class SessionShards:
         except IndexError:
             return self._session.new_name("rows")
 
-    def now_ns(self) -> int:
-        """Return a time after that of all earlier lines, even if the clock was set back."""
-        self._time_ns = max(self._time_ns + 1, time.time_ns())
-        return self._time_ns
+    def now_ns(self, may_have_others: bool) -> int:
+        """Return the time of the next line; see ShardClock.next_ns. For a block of `current`."""
+        return self._clock.next_ns(may_have_others)
 
     @contextmanager
     def current(self, member: str | None = None) -> Iterator[Shard]:
@@ -300,7 +300,7 @@ def recover_shard(dir_fd: int, workspace_fd: int, stem: str) -> int:
     fds = []
     try:
         fds.append(_open(dir_fd, stem + INDEX))
-        content = read_index(fds[0])
+        content = read_index(fds[0], INDEX_LARGEST)
         lines = content[: content.rfind(b"\n") + 1]
         try:
             fds.append(_open(dir_fd, stem + TAR))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from changed_packages import Change, copy_installed
 from harness import run_engine
-from launch import UPSTREAM_PLUGINS, run_module
+from launch import START_SECONDS, UPSTREAM_PLUGINS, run_module, tiny_server
 from session import upstream_transfer_config
 from transformers import NemotronHConfig, NemotronHForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
@@ -170,3 +174,39 @@ def test_vllm_serve_ends_with_the_reason(tiny_qwen3: Path, tmp_path: Path) -> No
     assert code != 0
     last = printed[printed.rindex("Traceback") :]
     assert "does not take the hidden states" in last and all(each in last for each in BOTH_WAYS), last
+
+
+# A method is renamed, another has other parameters, and a function has other code.
+CHANGES = (
+    Change("vllm_ascend/worker/worker.py", "def sleep(self, level", "def slumber(self, level", "NPUWorker.sleep: it is not there"),
+    Change("vllm/v1/engine/utils.py", "def shutdown(self, timeout: float | None = None)", "def shutdown(self)", "parameters are (self)"),
+    Change(
+        "vllm/distributed/kv_transfer/kv_transfer_state.py",
+        "    return _KV_CONNECTOR_AGENT is not None\n",
+        "    return bool(_KV_CONNECTOR_AGENT)\n",
+        "has_kv_transfer_group: its code has changed",
+    ),
+)
+LOST = ("NPUWorker.sleep", "CoreEngineProcManager.shutdown", "has_kv_transfer_group")
+
+
+def test_packages_that_differ_from_what_was_checked_are_refused_before_weights_are_loaded(tiny_minimax_m2: Path, tmp_path: Path) -> None:
+    copied = copy_installed(tmp_path, CHANGES)
+    server = tiny_server(tmp_path, tiny_minimax_m2, (1, 2), data_parallel=2, tensor_parallel=2)
+    environ = {**copied, **server.environment}
+    environ["PYTHONPATH"] = os.pathsep.join((copied["PYTHONPATH"], server.environment["PYTHONPATH"]))
+    done = subprocess.run(
+        server.command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=START_SECONDS, check=False
+    )
+    assert done.returncode == 1, done.stdout
+    listed = done.stdout.rpartition("differs from what was checked:\n")[2].splitlines()[: len(CHANGES)]
+    assert all(any(change.report in line for line in listed) for change in CHANGES), done.stdout
+    assert all(line.partition(" so that: ")[2] for line in listed), listed
+    assert "Starting to load model" not in done.stdout
+
+    doctor = [str(Path(sys.executable).with_name("hsx")), "doctor", "--json"]
+    done = subprocess.run(doctor, env=environ, stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    problems = [each for each in json.loads(done.stdout)["findings"] if each["verdict"] == "problem"]
+    assert sorted(each["name"].rpartition(".")[2] for each in problems) == sorted(name.rpartition(".")[2] for name in LOST)
+    assert {each["topic"] for each in problems} == {"patch points"}

@@ -14,8 +14,8 @@ from launch import START_SECONDS, ForkedServer, process_environment, smaller
 from tiny_model_claims import TOLERANCE
 
 from vllm_ascend_hsx import load
-from vllm_ascend_hsx.demo.modelslim import mixed, write_modelslim
-from vllm_ascend_hsx.demo.quantised_reference import rows_in_the_models_basis
+from vllm_ascend_hsx.demo.quantised.modelslim import mixed, write_modelslim
+from vllm_ascend_hsx.demo.quantised.reference import rows_in_the_models_basis
 from vllm_ascend_hsx.demo.server import free_port
 
 LAYER_IDS = (2, 0, 4)

@@ -188,6 +188,12 @@ class Driver:
     def release_writes(self) -> None:
         self._released.set()
 
+    def opens(self, action: str, **arguments: Any) -> Any:
+        """Call a function of instruments/held_opens.py, and return its result."""
+        import held_opens
+
+        return getattr(held_opens, action)(self._halves()["worker"], **arguments)
+
     def release_writes_when_a_step_waits(self) -> None:
         """Release the writers when the main thread waits for a staging slot."""
         watch, released = self._halves()["worker"]._watch, self._released

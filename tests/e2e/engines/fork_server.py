@@ -69,6 +69,7 @@ def enter(environ: dict[str, str], log_fd: int) -> None:
     os.close(log_fd)
     os.environ.clear()
     os.environ.update(environ)
+    gc.unfreeze = lambda: None  # what the parent has imported is not worth a search for garbage
     import hsx_test_instruments
 
     from vllm_ascend_hsx.emulator.native import core
@@ -99,9 +100,8 @@ def run_engine(read_fd: int, write_fd: int) -> None:
     "preemptions": [...]}, with what happened since the last answer.
     """
     os.environ.update(ENVIRON)
-    gc.unfreeze = lambda: None  # what the parent has imported is not worth a search for garbage
-    import hsx_test_instruments
     from driver import Driver
+    from hsx_test_instruments.writes import release_writers
 
     driver = Driver()
     with os.fdopen(read_fd) as actions, os.fdopen(write_fd, "w") as answers:
@@ -111,7 +111,7 @@ def run_engine(read_fd: int, write_fd: int) -> None:
             os.register_at_fork(after_in_child=pipe.close)
         serve(driver, actions, answers)
     # Threads that an instrument holds back would keep this process from ending.
-    hsx_test_instruments.release_writers.set()
+    release_writers.set()
     if driver.engine is None:
         end(0)
 

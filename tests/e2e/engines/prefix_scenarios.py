@@ -1,4 +1,4 @@
-"""Scenarios of requests that begin with the same tokens (test_scenarios.py)."""
+"""Scenarios of requests that begin with the same tokens."""
 
 from __future__ import annotations
 
@@ -61,6 +61,18 @@ def more_is_cached_than_there_are_rows_of(stage: Stage) -> None:
     stage.session.settle()
     assert (first.reused, second.reused, third.reused) == (0, BLOCK, 2 * BLOCK)
     assert ordinary.num_cached_tokens == 2 * BLOCK
+
+
+def cached_states_are_those_that_were_computed(stage: Stage) -> None:
+    """A request continues from a cached state, extracted or not, and generates the same."""
+    prompt = [*tokens(2 * BLOCK, seed=4), *tokens(9)]
+    fresh = stage.add(prompt, name="fresh", max_tokens=8, expect="output")
+    stage.session.settle()
+    cached = stage.add(prompt, name="cached", expect="nothing", params={"hidden_states": False}, max_tokens=8)
+    again = stage.add(prompt, name="again", max_tokens=8, expect="output")
+    stage.drain()
+    assert (fresh.reused, cached.num_cached_tokens, again.reused) == (0, 2 * BLOCK, 2 * BLOCK)
+    assert fresh.tokens == cached.tokens == again.tokens
 
 
 def the_source_of_a_prefix_is_removed(stage: Stage) -> None:

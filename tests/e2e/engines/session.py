@@ -118,7 +118,7 @@ class EngineSession:
         extract: without it the engine serves as if nothing of extraction existed.
         ours: our plugin and connector, or vLLM's.
         late: late mode of the emulator.
-        instruments: see instruments/hsx_test_instruments.py.
+        instruments: see instruments/hsx_test_instruments.
         connector_options: added to kv_connector_extra_config.
         timeout: seconds that an action may take.
         environ: added to the environment.

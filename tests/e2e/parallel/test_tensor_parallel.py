@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness import Run, read_trace, run_engine, tokens
 from launch import SPAWN
-from releases import installed_is, only_on_v1
+from releases import installed_is, only_on_v1, only_with
 
 from vllm_ascend_hsx import load
 from vllm_ascend_hsx.checkpoint import find_checkpoint, fingerprint
@@ -98,6 +98,12 @@ def test_all_ranks_tell_the_same_weights(run: tuple[Run, dict[str, set[int]]], t
     assert checkpoint is not None
     told = {load(run[0].path(f"r{length}")).metadata["weights"] for length in LENGTHS}
     assert told == {fingerprint(checkpoint)}
+
+
+@only_with(">=0.30", "its log does not tell")
+def test_sequence_parallelism_needs_no_data_parallelism(run: tuple[Run, dict[str, set[int]]]) -> None:
+    """vLLM's own does; vllm-ascend replaces it (patch/platform/patch_parallel_config.py)."""
+    assert "FlashComm1 is enabled." in run[0].log
 
 
 @only_on_v1("upstream's connector is watched where V1 calls it")

@@ -19,8 +19,8 @@ from oracle import EXACT, Reference
 from session import WITH_OUTPUT, EngineSession, Request
 
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
-from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeOptions
+from vllm_ascend_hsx.protocol.mooncake.manifest import handle_of
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeOptions
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import tokens
 from oracle import Reference
-from session import EngineSession
+from session import EngineSession, Request
 from stage import Stage
 
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
@@ -34,6 +34,7 @@ def stage(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory:
     ) as session:
         stage = Stage(session, Reference(float32_qwen3, 4, torch.float32))
         stage.param = request.param
+        session.call("opens", "be_patient")
         yield stage
 
 
@@ -105,3 +106,32 @@ def test_a_held_request_is_let_through_although_nothing_else_runs(stage: Stage) 
     stage.session.call("release_writes")
     stage.until(lambda: held.finished)
     stage.check()
+
+
+def test_while_storage_opens_no_file_one_step_waits_and_later_requests_are_refused_at_once(stage: Stage) -> None:
+    """As with a FUSE server that is stopped, or an NFS server that has gone."""
+    plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=450)
+    stage.until_mid_decode(plain)
+    stage.session.call("opens", "hold", storage_timeout=1.0)
+    for number in range(6):
+        refused = stage.add(tokens(20, seed=number), name=f"refused {number}", expect="failed")
+        step_until_finished(stage, refused)
+        reason = refused.kv_transfer_params["hidden_states_error"]
+        assert reason == "the storage did not answer for 1 s" or (stage.param == "fail" and "slow_storage is 'fail'" in reason)
+    before = len(plain.tokens)
+    stage.step(20)
+    assert len(plain.tokens) >= before + 18
+    assert stage.session.call("opens", "release") == 1, "steps that waited for files"
+    extracted = stage.add(tokens(20, seed=9), name="extracted")
+    step_until_finished(stage, extracted)
+    assert "hidden_states_error" not in extracted.kv_transfer_params
+    stage.drain()
+    stage.check()
+
+
+def step_until_finished(stage: Stage, request: Request) -> None:
+    """Step for as long as the request may be held back, which steps do not count."""
+    deadline = time.monotonic() + 60
+    while not request.finished and time.monotonic() < deadline:
+        stage.step()
+    assert request.finished

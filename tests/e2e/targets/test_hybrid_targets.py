@@ -91,18 +91,6 @@ def prompts_of_several_blocks(stage: Stage) -> None:
     stage.add(tokens(BLOCK - 3), name="into-the-next", max_tokens=12, expect="output")
 
 
-def cached_states_are_those_that_were_computed(stage: Stage) -> None:
-    """A request continues from a cached state, extracted or not, and generates the same."""
-    prompt = [*tokens(2 * BLOCK, seed=4), *tokens(9)]
-    fresh = stage.add(prompt, name="fresh", max_tokens=8, expect="output")
-    stage.session.settle()
-    cached = stage.add(prompt, name="cached", expect="nothing", params={"hidden_states": False}, max_tokens=8)
-    again = stage.add(prompt, name="again", max_tokens=8, expect="output")
-    stage.drain()
-    assert (fresh.reused, cached.num_cached_tokens, again.reused) == (0, 2 * BLOCK, 2 * BLOCK)
-    assert fresh.tokens == cached.tokens == again.tokens
-
-
 def preempted_while_they_decode(stage: Stage) -> None:
     """Their states are lost, and computed again from the first token on."""
     before = len(stage.session.preemptions)
@@ -119,7 +107,7 @@ SCENARIOS: dict[str, tuple[Callable[[Stage], None], ...]] = {
         scenarios.many_short_prompts_in_one_step,
         prompts_of_several_blocks,
         prefixes.repeated_and_extended_prompts,
-        cached_states_are_those_that_were_computed,
+        prefixes.cached_states_are_those_that_were_computed,
         prefixes.rows_of_a_prefix_are_copied,
         prefixes.more_is_cached_than_there_are_rows_of,
         prefixes.repeated_prompts_at_the_same_time,
@@ -143,7 +131,7 @@ OF_QWEN3_NEXT: dict[str, tuple[Callable[[Stage], None], ...]] = {
     "align": (
         scenarios.decodes_beside_new_prefills,
         prompts_of_several_blocks,
-        cached_states_are_those_that_were_computed,
+        prefixes.cached_states_are_those_that_were_computed,
         scenarios.everything_is_preempted_at_once,
     ),
     "none": (scenarios.prompts_around_the_chunk, scenarios.rows_of_generated_tokens),

@@ -4,7 +4,7 @@ A rotated target computes X Q instead of X. Files have X, or X Q with `rotation:
 
 Rounding decides which int8 number an element becomes, so two right implementations of a quantised
 target differ by more than two of a target in bfloat16: rows are compared with the same integers
-(demo/quantised_reference.py) and twice the usual tolerance.
+(demo/quantised/reference.py) and twice the usual tolerance.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tiny_model_claims import TOLERANCE
 from transformers import AutoModelForCausalLM
 
 from vllm_ascend_hsx import load
-from vllm_ascend_hsx.demo.modelslim import DESCRIPTION, Choose, mixed, plain, write_modelslim
-from vllm_ascend_hsx.demo.quantised_reference import quantised_hidden_states, rotation_of
+from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, Choose, mixed, plain, write_modelslim
+from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
 from vllm_ascend_hsx.demo.reference import compare, reference_hidden_states
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
 

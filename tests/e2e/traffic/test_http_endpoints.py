@@ -15,7 +15,7 @@ from harness import names_in
 from http_client import CHAT, COMPLETIONS, MAX_FILES, MESSAGES, PROMPTS, SAMPLED, Case, Client, start_client
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.compat.beam_search import NOT_EXTRACTED
+from vllm_ascend_hsx.compat.request_params import NOT_EXTRACTED
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,28 @@ SIZES = {
 NOT_NUMBERS = ["nan", "inf", "1e300", "1e30", "9" * 30, "9" * 400, "9" * 5000, "-1", "True", "", "0x10", "1 000", "many"]
 
 
+ESCAPE = "\x1b[31m"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["clean", ".", "--errors-older-than", f"1{ESCAPE}d"],
+        *([name, f"--{ESCAPE}"] for name in ("demo", "doctor", "generate", "inspect", "plan", "status", "verify")),
+        ["verify", ".", "--jobs", ESCAPE],
+        ["generate", "--data", ".", "--output", ESCAPE, "--limit", f"{ESCAPE}1"],
+    ],
+    ids=lambda arguments: f"{arguments[0]} {arguments[-2]}",
+)
+def test_an_error_quotes_no_escape_sequence_to_the_terminal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    said = capsys.readouterr()
+    assert stop.value.code == 2
+    assert "\x1b" not in said.out + said.err
+    assert "\\x1b[31m" in said.err or "required" in said.err
+
+
 def ids(case: tuple[str, ...]) -> str:
     return f"{case[0]} {case[-1]}"
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllm_ascend_hsx.cli import demo
+from vllm_ascend_hsx.demo import target
 from vllm_ascend_hsx.demo.options import ServeOptions
 
 FAKE_SERVER = Path(__file__).parents[1] / "fakes" / "serve.py"
@@ -104,6 +105,11 @@ def test_without_a_reference_the_rest_is_still_checked(
         (["--late", "--device", "npu", "--model", "m"], "leave it out"),
         (["--quantized", "--model", "m"], "--quantized is the tiny model with MC2 on emulated NPUs; leave out --model"),
         (["--device", "gpu"], "invalid choice: 'gpu'"),
+        (["--loop", "--model", "m"], "--loop trains and serves a target of its own: leave out --model"),
+        (["--loop", "--tensor-parallel-size", "4"], "leave out --tensor-parallel-size"),
+        (["--loop", "--", "--enforce-eager"], "leave out what is after --"),
+        (["--loop", "--seeds", "0"], "'0' is not a whole number from 1 to 10"),
+        (["--seeds", "3"], "--seeds is for --loop"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_remedy(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,25 +132,25 @@ def test_wrong_layers_are_named_before_a_server_is_started(
     layers: str, message: str, tiny_minimax_m2: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert demo.main(["--model", str(tiny_minimax_m2), f"--layers={layers}"]) == 2
-    assert message in capsys.readouterr().out
+    assert message in capsys.readouterr().err
 
 
 def test_an_output_that_is_no_directory_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.touch()
     assert demo.main(["--output", str(file)]) == 2
-    assert f"--output={str(file)!r} cannot be a directory: File exists. Name a new" in capsys.readouterr().out.replace("\n", " ")
+    assert f"--output={str(file)!r} cannot be a directory: File exists. Name a new" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_directory_without_a_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.main(["--model", str(tmp_path)]) == 2
-    assert "has no config.json" in capsys.readouterr().out.replace("\n", " ")
+    assert "has no config.json" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_model_that_does_not_fit_is_named_with_the_option_that_helps(
     tiny_minimax_m2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "_available_memory", lambda: 1)
+    monkeypatch.setattr(target, "available_memory", lambda: 1)
     assert demo.main(["--model", str(tiny_minimax_m2)]) == 1
     assert "call again with --no-reference" in capsys.readouterr().out.replace("\n", " ")
 
@@ -162,7 +168,7 @@ def test_that_no_port_is_free_is_said_without_a_traceback(
 
 @pytest.mark.parametrize(("layers", "ids"), [(1, (0, 1)), (4, (1, 2, 4)), (62, (2, 31, 59, 62))])
 def test_default_layers_end_with_the_last(layers: int, ids: tuple[int, ...]) -> None:
-    assert demo._default_layers(layers) == ids
+    assert target.default_layers(layers) == ids
 
 
 def running(output: Path) -> list[str]:
@@ -179,6 +185,7 @@ def test_a_signal_stops_the_server_too(number: signal.Signals, tiny_minimax_m2: 
     code = f"""
 import sys
 from vllm_ascend_hsx.cli import demo
+from vllm_ascend_hsx.demo import target
 from vllm_ascend_hsx.demo.options import ServeOptions
 ServeOptions.command = lambda self: [sys.executable, "-c", "import signal; signal.pause()", str(self.storage)]
 demo._environment = lambda options: {{}}

@@ -81,7 +81,7 @@ def test_verify_names_a_folder_that_it_cannot_read(
     assert verify.main([str(directory), "--jobs", "1"]) == 1
     assert f"bad: {directory}/closed: it cannot be read: Permission denied" in capsys.readouterr().out
     assert verify.main([str(directory / "closed")]) == 2
-    assert capsys.readouterr().out.endswith("Call it as a user who may read it.\n")
+    assert capsys.readouterr().err.endswith("Call it as a user who may read it.\n")
 
 
 @pytest.mark.parametrize("folder", ["shards", "."])
@@ -105,7 +105,7 @@ def test_verify_names_an_index_that_it_cannot_read_and_goes_on(
     found = json.loads(capsys.readouterr().out)
     (bad,) = found["bad"]
     assert bad["path"].startswith(str(directory)) and bad["path"].endswith(INDEX)
-    assert bad["problem"].startswith("it cannot be read: Permission denied; its folder's shards were not checked: let this user read")
+    assert bad["problem"].startswith("it cannot be read: Permission denied; rows may be in this index: let this user read it")
     assert found["good"] == 3
 
 
@@ -148,7 +148,7 @@ def test_verify_of_nothing_is_no_success(tmp_path: Path, make: bool, capsys: pyt
     if make:
         (tmp_path / "none").mkdir()
     assert verify.main([str(tmp_path / "none")]) == 2
-    assert str(tmp_path / "none") in capsys.readouterr().out.replace("\n", "")
+    assert str(tmp_path / "none") in capsys.readouterr().err.replace("\n", "")
 
 
 def test_many_problems_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,9 +239,9 @@ def test_inspect_shows_the_folders_of_files_and_names_one_that_it_cannot_read(
         write(tmp_path / folder, "same", rows_of(5))
     monkeypatch.setattr(os, "scandir", refuse)
     assert inspect.main([str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "one/same.safetensors" in said and "two/same.safetensors" in said
-    assert f"hsx inspect: {tmp_path}/closed cannot be read: Permission denied" in said
+    said = capsys.readouterr()
+    assert "one/same.safetensors" in said.out and "two/same.safetensors" in said.out
+    assert said.err == f"hsx inspect: {tmp_path}/closed cannot be read: Permission denied\n"
 
 
 def test_inspect_draws_a_file(tmp_path: Path) -> None:

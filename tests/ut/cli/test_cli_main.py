@@ -47,6 +47,23 @@ def test_a_command_gets_the_arguments_after_its_name_and_gives_the_exit_code(mon
     assert seen == [["--layers", "1,2"]]
 
 
+@pytest.mark.parametrize("module", ["typing", "vllm_ascend_hsx.cli.output", "rich.console"])
+def test_an_interrupt_while_hsx_itself_is_imported_ends_it_quietly(module: str) -> None:
+    code = f"""
+import sys
+class Interrupt:
+    def find_spec(self, name, *rest):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.modules.pop({module!r}, None)
+sys.meta_path.insert(0, Interrupt())
+from vllm_ascend_hsx.cli.main import main
+sys.exit(main(["--version"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
 def test_an_interrupt_while_a_command_is_imported_ends_it_quietly(tmp_path: Path) -> None:
     """A module may replace an exception while importing; another thread may take the signal."""
     (tmp_path / "interrupted.py").write_text(

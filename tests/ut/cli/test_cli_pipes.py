@@ -151,6 +151,7 @@ def strange(tmp_path: Path) -> Path:
         (directory / f"{stem}-error.safetensors.error").write_text('{"reason": "\\ud800 \\u001b[31m"}')
         os.utime(directory / f"{stem}-error.safetensors.error", (0, 0))
     (directory / "moved.safetensors.lock").unlink()
+    (directory / "hsx-0123abcd-000000.jsonl").symlink_to("nowhere")  # the reader logs it
     return directory
 
 
@@ -217,7 +218,7 @@ def test_an_interrupted_command_ends_with_130_and_one_line(monkeypatch: pytest.M
 STALLED = """
 import fcntl
 
-def look(path, checksum):
+def look(path, listed, checksum):
     with open({began!r}, "wb") as began:
         began.write(b"x")
     with open({held!r}) as held:
@@ -279,7 +280,7 @@ KILLED = """
 import os, signal
 from vllm_ascend_hsx.reader.check import examine
 
-def look(path, checksum):
+def look(path, listed, checksum):
     if path.name == "r5.safetensors":
         os.kill(os.getpid(), signal.SIGKILL)
     return examine(path, checksum=checksum)

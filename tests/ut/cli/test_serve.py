@@ -216,16 +216,16 @@ def test_the_language_models_part_of_a_config_counts(tmp_path: Path) -> None:
 def test_vllm_is_asked_for_a_repository_and_says_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**CONFIG, "model_type": "qwen3", "num_attention_heads": 4, "hidden_size": 64}
     (model / "config.json").write_text(json.dumps(config))
-    from vllm_ascend_hsx.compat import models
+    from vllm_ascend_hsx.compat import targets
 
     asked: dict[str, Any] = {}
-    original = models.published_config
+    original = targets.published_config
 
     def published_config(name: str, **options: Any) -> Any:
         asked.update(options, name=name)
         return original(str(model), **options)
 
-    monkeypatch.setattr(models, "published_config", published_config)
+    monkeypatch.setattr(targets, "published_config", published_config)
     built = build("Qwen/Qwen3-62", "mtp", Path("/d"), {}, ("--revision", "main", "--trust-remote-code"), {})
     assert asked == {"name": "Qwen/Qwen3-62", "revision": "main", "trust_remote_code": True}
     assert json_behind(built.arguments, "--speculative-config") == speculative_config([62])

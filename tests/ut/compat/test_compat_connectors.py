@@ -1,4 +1,4 @@
-"""Connectors beside ours, responses of several samples, and beam searches."""
+"""Connectors beside ours, responses of several samples, beam searches, and the prefix cache."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
 from patching import apply
+from scheduler_harness import make_request
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
 from vllm.v1.engine.parallel_sampling import ParentRequest
 
-from vllm_ascend_hsx.compat import beam_search, engine, request_params
-from vllm_ascend_hsx.compat.beam_search import NOT_EXTRACTED
+from vllm_ascend_hsx.compat import engine, request_params
+from vllm_ascend_hsx.compat.request_params import NOT_EXTRACTED
 from vllm_ascend_hsx.connector.connector import AscendHiddenStatesConnector
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata
 
@@ -173,8 +174,8 @@ def test_requests_that_a_beam_search_makes_opt_out_where_our_connector_is(connec
             yield SimpleNamespace(sampling=online.SamplingParams(max_tokens=1), kv_transfer_params=None)
 
     offline.BeamSearchOfflineMixin, online.BeamSearchOnlineMixin = BeamSearchOfflineMixin, BeamSearchOnlineMixin
-    apply(offline, request_params.add_extra_args, beam_search.search_offline)
-    apply(online, request_params.add_extra_args, beam_search.search_online)
+    apply(offline, request_params.add_extra_args, request_params.search_offline)
+    apply(online, request_params.add_extra_args, request_params.search_online)
 
     async def search() -> list[Any]:
         return [each async for each in BeamSearchOnlineMixin().beam_search("prompt", "id", SimpleNamespace(), lora_request=None)]
@@ -214,8 +215,8 @@ def test_a_beam_search_says_that_it_has_no_rows_if_some_were_wanted(name: str, e
             assert params.max_tokens == 7
             yield SimpleNamespace(kv_transfer_params=None)
 
-    apply(SimpleNamespace(**{name: Request}), beam_search.keep_client_params)
-    apply(SimpleNamespace(BeamSearchOnlineMixin=BeamSearchOnlineMixin), beam_search.search_online)
+    apply(SimpleNamespace(**{name: Request}), request_params.keep_client_params)
+    apply(SimpleNamespace(BeamSearchOnlineMixin=BeamSearchOnlineMixin), request_params.search_online)
 
     async def search() -> list[Any]:
         search_params = Request().to_beam_search_params(7, {})
@@ -246,3 +247,24 @@ def test_a_step_starts_before_the_forward_pass_and_not_when_loading_does() -> No
 
 def test_no_kv_is_handed_on_so_that_requests_may_be_preempted() -> None:
     assert worker_side([]).requires_kv_delivery is False
+
+
+def test_vllm_looks_for_no_more_cached_tokens_than_there_are_rows_of() -> None:
+    seen: list[Any] = []
+    block = 4
+
+    def original(self: Any, request: Any) -> str:
+        seen.append((request.num_tokens, request.skip_reading_prefix_cache, request.block_hashes))
+        return "blocks"
+
+    manager = SimpleNamespace(enable_caching=True, block_pool=SimpleNamespace(hash_block_size=block))
+    request = make_request("one", num_tokens=20, block_hashes="hashes")
+    request.num_tokens = 20
+    for at_hand in (None, 0, 8, 20):
+        request.hsx_rows_at_hand = None if at_hand is None else lambda _, block_size, at_hand=at_hand: at_hand * block_size // block
+        assert engine.read_where_rows_are(original, manager, request) == "blocks"
+    assert seen == [(20, False, "hashes"), (1, True, "hashes"), (9, False, "hashes"), (20, False, "hashes")]
+    request.skip_reading_prefix_cache = True  # as with prompt_logprobs
+    request.hsx_rows_at_hand = None  # not asked
+    engine.read_where_rows_are(original, manager, request)
+    assert seen[-1] == (20, True, "hashes")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from patching import apply
 
-from vllm_ascend_hsx.compat.models import collect_both_ends, collect_embedding
+from vllm_ascend_hsx.compat.targets import collect_both_ends, collect_embedding
 
 LAYERS = 3
 # What layer i adds to the stream, and the embedding: every state is another number.

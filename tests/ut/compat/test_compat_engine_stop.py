@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from queue import Queue
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 from patching import apply
 from releases import installed_is
-from shutdown_harness import ALONE, OTHER, OURS, config, fresh, transfer
+from shutdown_harness import ALONE, OTHER, OURS, PATIENCE, config, fresh, transfer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine import core as core_module
+from vllm.v1.engine import utils as utils_module
 
 from vllm_ascend_hsx.compat import shutdown as patches
 
@@ -237,3 +239,21 @@ def test_a_stream_that_the_end_of_the_server_cuts_off_ends_with_an_error(kind: s
     events = [line.removeprefix("data: ") for line in asyncio.run(read()).splitlines() if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["error"]["message"] == "Internal server error", events
+
+
+def test_a_signal_within_the_handling_of_another_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = threading.Event()
+    made = fresh(utils_module.SignalCallback, "trigger")
+    apply(SimpleNamespace(SignalCallback=made), patches.trigger_once)
+    callback = made(called.set)
+    set_event, lock = callback._event.set, threading.Lock()
+
+    def interrupted() -> None:
+        assert lock.acquire(blocking=False), "the second signal would wait for the first, and that for the second"
+        callback.trigger()
+        set_event()
+        lock.release()
+
+    monkeypatch.setattr(callback._event, "set", interrupted)
+    callback.trigger()
+    assert called.wait(PATIENCE)

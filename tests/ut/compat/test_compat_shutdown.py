@@ -5,8 +5,12 @@ from __future__ import annotations
 import inspect
 import itertools
 import os
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from multiprocessing.connection import wait
 from types import SimpleNamespace
 from typing import Any
@@ -165,6 +169,44 @@ def test_an_api_server_that_stops_answers_all_that_it_has_and_waits_for_engines_
     assert [type(error).__name__ for error in told] == ["EngineDeadError"] * answers
 
 
+AT_EXIT = """
+import sys
+from types import SimpleNamespace
+from patching import apply
+from shutdown_harness import config
+from vllm_ascend_hsx.compat import shutdown
+from vllm_ascend_hsx import transfer_config
+
+class AsyncLLM:
+    vllm_config = config()
+    engine_core = SimpleNamespace(resources=None)
+    def shutdown(self, timeout=None, write=sys.stdout.write):
+        write("upstream's")
+    def __del__(self):
+        self.shutdown()
+
+apply(SimpleNamespace(AsyncLLM=AsyncLLM), shutdown.answer_and_shut_down)
+# As by a traceback of a start that failed. Python clears modules that something still refers to,
+# and sys last.
+sys.kept = (AsyncLLM(), shutdown, transfer_config)
+"""
+
+
+def test_an_engine_that_outlives_our_modules_at_exit_is_shut_down_without_an_error() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "upstream's", "")
+
+
+@pytest.mark.parametrize("attributes", [{}, {"vllm_config": config()}], ids=["before its configuration", "before its client"])
+def test_an_api_server_that_fails_as_it_starts_is_shut_down_as_upstream_does(attributes: dict[str, Any]) -> None:
+    seen: list[float | None] = []
+    made = SimpleNamespace(AsyncLLM=type("AsyncLLM", (), {"shutdown": lambda self, timeout=None: seen.append(timeout), **attributes}))
+    apply(made, patches.answer_and_shut_down)
+    made.AsyncLLM().shutdown(timeout=3)
+    assert seen == [3]
+
+
 def test_an_api_server_does_not_wait_for_answers_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
     AsyncLLM = type("AsyncLLM", (), {"shutdown": lambda self, timeout=None: None})
     apply(SimpleNamespace(AsyncLLM=AsyncLLM), patches.answer_and_shut_down)
@@ -218,3 +260,31 @@ def test_vllms_executor_calls_it_on_itself() -> None:
     """The class has a static method; ours needs the executor's configuration."""
     for method in ("shutdown", "_init_executor"):
         assert "self._ensure_worker_termination(" in inspect.getsource(getattr(multiproc_executor.MultiprocExecutor, method))
+
+
+# Workers
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(("kv_transfer_config", "orphan", "ends"), [(ALONE, False, False), (ALONE, True, True), (OTHER, False, True)])
+def test_a_worker_leaves_signals_to_the_engine_core_that_lives(
+    kv_transfer_config: Any, orphan: bool, ends: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def vllms_handler(number: int, frame: Any) -> None:
+        raise SystemExit
+
+    class WorkerProc:
+        worker = SimpleNamespace(vllm_config=config(kv_transfer_config))
+
+        def worker_busy_loop(self) -> None:
+            if orphan:
+                monkeypatch.setattr(os, "getppid", lambda: 1)
+            signal.raise_signal(number)
+
+    apply(SimpleNamespace(WorkerProc=WorkerProc), patches.leave_signals_to_the_engine_core)
+    before = signal.signal(number, vllms_handler)
+    try:
+        with pytest.raises(SystemExit) if ends else nullcontext():
+            WorkerProc().worker_busy_loop()
+    finally:
+        signal.signal(number, before)

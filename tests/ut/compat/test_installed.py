@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from changed_packages import Change, copy_installed
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
+from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
 from vllm_ascend_hsx.compat import installed
 from vllm_ascend_hsx.compat.installed import Examined, digest_of_body, recorded, require_checked
+from vllm_ascend_hsx.compat.patch_points import POINTS
 from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, IncompatibleVersionError, Pair
 
 POINT = Examined("a.f", "called", "rows are right", None, False, "0" * 16, "vllm/a.py")
@@ -28,6 +32,15 @@ def test_every_checked_pair_is_recorded() -> None:
     for sources in recorded().values():
         assert len(sources.files) >= 25
         assert len(sources.bodies) >= 40
+
+
+@pytest.mark.parametrize("pair", CHECKED_PAIRS, ids=lambda pair: pair.vllm_ascend)
+def test_every_function_that_a_patch_point_names_for_a_release_is_recorded_with_it_and_no_other_is(pair: Pair) -> None:
+    """Else one that is new, or is for other releases than before, is not checked at start."""
+    with_code = {name for sources in recorded().values() for name in sources.bodies}
+    releases = {package: Version(release).base_version for package, release in pair._asdict().items()}
+    named = {point.name for point in POINTS if releases[point.module.partition(".")[0]] in SpecifierSet(point.versions)}
+    assert recorded()[pair.vllm_ascend].bodies.keys() == named & with_code
 
 
 def test_the_installed_pair_is_recorded_as_it_is_so_that_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,34 +94,33 @@ def test_a_digest_is_of_the_code_alone() -> None:
     assert digest_of_body("def f():\n    '''Nothing.'''") == digest_of_body("def f(): pass")
 
 
-FIND = "import importlib.util as u, pathlib; print(*(pathlib.Path(u.find_spec(n).origin).parent for n in ('vllm', 'vllm_ascend')))"
 CHECK = "import vllm_ascend_hsx.plugin, vllm_ascend_hsx.compat.installed as i; i.require_checked(False)"
 STATE = "vllm/distributed/kv_transfer/kv_transfer_state.py"
 LINE = "    return _KV_CONNECTOR_AGENT is not None\n"
-# File, text, its replacement, what is reported.
 CHANGES = [
-    ("vllm/v1/engine/core.py", "def _send_error_outputs_to_client(", "def _send_errors(", "_send_error_outputs_to_client: it is not there"),
-    ("vllm/v1/engine/utils.py", "def shutdown(self, timeout: float | None = None)", "def shutdown(self)", "its parameters are (self), not"),
-    ("vllm_ascend/worker/worker.py", "def sleep(self, level", "def slumber(self, level", "NPUWorker.sleep: it is not there"),
-    (STATE, LINE, "    return bool(_KV_CONNECTOR_AGENT)\n", "has_kv_transfer_group: its code has changed"),
+    Change(
+        "vllm/v1/engine/core.py",
+        "def _send_error_outputs_to_client(",
+        "def _send_errors(",
+        "_send_error_outputs_to_client: it is not there",
+    ),
+    Change(
+        "vllm/v1/engine/utils.py",
+        "def shutdown(self, timeout: float | None = None)",
+        "def shutdown(self)",
+        "its parameters are (self), not",
+    ),
+    Change("vllm_ascend/worker/worker.py", "def sleep(self, level", "def slumber(self, level", "NPUWorker.sleep: it is not there"),
+    Change(STATE, LINE, "    return bool(_KV_CONNECTOR_AGENT)\n", "has_kv_transfer_group: its code has changed"),
 ]
-UNRELATED = [(STATE, "\ndef has_kv_transfer_group(", "\nunrelated = 1\n\n\ndef has_kv_transfer_group(", "")]
+UNRELATED = [Change(STATE, "\ndef has_kv_transfer_group(", "\nunrelated = 1\n\n\ndef has_kv_transfer_group(")]
 
 
 @pytest.mark.parametrize(("changes", "refused"), [(CHANGES, True), (UNRELATED, False)], ids=["what is relied on", "something else"])
 def test_changes_in_a_copy_of_the_installed_packages_are_reported_with_what_is_lost(
-    changes: list[tuple[str, str, str, str]], refused: bool, tmp_path: Path
+    changes: list[Change], refused: bool, tmp_path: Path
 ) -> None:
-    found = subprocess.run([sys.executable, "-c", FIND], stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
-    for package in map(Path, found.split()):
-        copy_by_links(package, tmp_path / package.name, [module for module, *_ in changes])
-    for module, text, by, _ in changes:
-        path = tmp_path / module
-        source = path.read_text()
-        assert text in source
-        path.unlink()
-        path.write_text(source.replace(text, by, 1))
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(installed.__file__).parents[2])])}
+    environ = copy_installed(tmp_path, changes)
     hsx = str(Path(sys.executable).with_name("hsx"))
     done = subprocess.run([hsx, "emulate", "--", sys.executable, "-c", CHECK], env=environ, capture_output=True, text=True, check=False)
     printed = done.stdout + done.stderr
@@ -116,20 +128,6 @@ def test_changes_in_a_copy_of_the_installed_packages_are_reported_with_what_is_l
     if refused:
         lines = printed.partition("differs from what was checked:\n")[2].splitlines()[: len(changes)]
         assert all(" so that: " in line for line in lines), printed
-        assert all(any(report in line for line in lines) for *_, report in changes), printed
+        assert all(any(change.report in line for line in lines) for change in changes), printed
     else:
         assert "files of it were changed, but all that vllm-ascend-hsx relies on" in printed
-
-
-def copy_by_links(package: Path, target: Path, modules: list[str]) -> None:
-    """Directories are made where one of the modules is; all else are links."""
-    target.mkdir()
-    for each in package.iterdir():
-        inside = f"{target.name}/{each.name}"
-        below = [module.partition("/")[2] for module in modules if module.startswith(inside + "/")]
-        if each.is_dir() and below:
-            copy_by_links(each, target / each.name, below)
-        elif inside in modules:
-            shutil.copy2(each, target / each.name)
-        elif each.name != "__pycache__":
-            (target / each.name).symlink_to(each)

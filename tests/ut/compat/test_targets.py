@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from releases import installed_is
 
-from vllm_ascend_hsx.compat.models import refuse_unservable_target, require_collecting_target
-from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
+from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE, refuse_unservable_target, require_collecting_target
 from vllm_ascend_hsx.protocol.errors import UserError
 
 OURS = {"Qwen3NextForCausalLM"} if installed_is("<0.26") else set[str]()  # vllm 0.26 has the interface itself

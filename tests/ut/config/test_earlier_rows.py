@@ -18,10 +18,10 @@ from sink_harness import FORMAT, make_rows, token_ids
 from test_startup import serve
 
 from vllm_ascend_hsx.cli.verify import main as verify
-from vllm_ascend_hsx.protocol import shard_index
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
 from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.settings import read_settings
+from vllm_ascend_hsx.sinks import shard_clock
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
@@ -256,7 +256,7 @@ def test_a_reason_of_a_gibibyte_is_not_read_whole(tmp_path: Path, make: Callable
 @pytest.mark.parametrize("chunk", [64, 1 << 16])
 def test_a_later_member_is_found_at_whatever_place_of_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     """Indexes are read from their ends, in chunks of any size."""
-    monkeypatch.setattr(shard_index, "_CHUNK", chunk)
+    monkeypatch.setattr(shard_clock, "_CHUNK", chunk)
     with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
         for number in range(20):
             begin(sink, tmp_path, f"{number}.safetensors", arrived_ns=SECOND).commit(token_ids(2), 2)
@@ -268,7 +268,7 @@ def test_a_later_member_is_found_at_whatever_place_of_an_index(tmp_path: Path, m
 def test_lines_from_before_a_request_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     pread = os.pread
-    monkeypatch.setattr(shard_index, "_CHUNK", 512)
+    monkeypatch.setattr(shard_clock, "_CHUNK", 512)
     with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
         with monkeypatch.context() as earlier:
             earlier.setattr(time, "time_ns", lambda: SECOND)

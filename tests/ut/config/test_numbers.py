@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from vllm_ascend_hsx import find, load
 from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeOptions
 from vllm_ascend_hsx.reader.dataset import HiddenStatesDataset
 
 OPTIONS_PAGE = Path(__file__).parents[3] / "docs" / "options.md"

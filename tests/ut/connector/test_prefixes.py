@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_harness import ROW_BYTES, make_request, schedule
 
-from vllm_ascend_hsx.compat.engine import read_where_rows_are
 from vllm_ascend_hsx.connector.metadata import Prefix, RankState, WorkerReport
 from vllm_ascend_hsx.connector.prefixes import PrefixIndex, Source
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
@@ -330,26 +328,3 @@ def test_a_request_whose_name_is_in_use_has_no_rows_of_others() -> None:
     assert engine.requests["two"].hsx_rows_at_hand(engine.requests["two"], BLOCK) == 0
     engine.publish("one")
     assert engine.start("two").prefix == Prefix(engine.started["source"].number, 2 * BLOCK)
-
-
-# vLLM's prefix cache
-
-
-def test_vllm_looks_for_no_more_cached_tokens_than_there_are_rows_of() -> None:
-    seen: list[Any] = []
-
-    def original(self: Any, request: Any) -> str:
-        seen.append((request.num_tokens, request.skip_reading_prefix_cache, request.block_hashes))
-        return "blocks"
-
-    manager = SimpleNamespace(enable_caching=True, block_pool=SimpleNamespace(hash_block_size=BLOCK))
-    request = make_request("one", num_tokens=20, block_hashes="hashes")
-    request.num_tokens = 20
-    for at_hand in (None, 0, 8, 20):
-        request.hsx_rows_at_hand = None if at_hand is None else lambda _, block_size, at_hand=at_hand: at_hand * block_size // BLOCK
-        assert read_where_rows_are(original, manager, request) == "blocks"
-    assert seen == [(20, False, "hashes"), (1, True, "hashes"), (9, False, "hashes"), (20, False, "hashes")]
-    request.skip_reading_prefix_cache = True  # as with prompt_logprobs
-    request.hsx_rows_at_hand = None  # not asked
-    read_where_rows_are(original, manager, request)
-    assert seen[-1] == (20, True, "hashes")

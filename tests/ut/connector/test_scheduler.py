@@ -15,7 +15,7 @@ from scheduler_harness import ROW_BYTES, make_request, make_scheduler, schedule
 from vllm_ascend_hsx.connector.admission import RequestLimits
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RankState, WorkerReport
 from vllm_ascend_hsx.connector.scheduler import ExtractionScheduler
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeOptions
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeOptions
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.destination import InDirectory, InStore
 

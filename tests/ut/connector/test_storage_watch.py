@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import pytest
 
 from vllm_ascend_hsx.connector import storage_watch
@@ -128,25 +131,73 @@ def test_a_step_does_not_wait_for_each_rank_in_turn(peer_is_stuck: bool, seconds
     assert watch.silence == f"the storage did not answer for {seconds:g} s"
 
 
-def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("slow_storage", "waits"), [("wait", 4.0), ("fail", 1.0)])
+def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(
+    slow_storage: Literal["wait", "fail"], waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Then no step waits for it again, and those of other ranks wait for a second."""
-    now, hangs_until = 0.0, 100.0
-    monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
-
-    class Opener:
-        def wait(self, timeout: float) -> bool:
-            nonlocal now
-            now += timeout
-            return now >= hangs_until
-
-        def silent_for(self) -> float:
-            return now if now < hangs_until else 0.0
-
-    watch = StorageWatch(4.0, "wait", "/data", RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0))
+    opener = HungOpener(monkeypatch, until=100.0)
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    watch = StorageWatch(4.0, slow_storage, "/data", progress, stats)
     assert not watch.is_stuck
-    assert not watch.wait_for_files(Opener())  # type: ignore[arg-type]
+    assert not watch.wait_for_files(opener)  # type: ignore[arg-type]
+    assert opener.now == pytest.approx(waits, abs=0.051)
+    assert watch.is_stuck, "the next step does not have to find out"
+    assert watch.is_quiet, "after a short hang, no new request makes the very next step wait as well"
+    opener.now = 50.0  # long after the rest that follows
     assert watch.is_stuck
-    now = 50.0  # long after the rest that follows
-    assert watch.is_stuck
-    now = hangs_until
+    opener.now = 100.0
     assert not watch.is_stuck
+
+
+def test_a_step_that_fails_slow_files_waits_no_longer_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wait is not taken for the length of a step, by which the next one would wait."""
+    opener = HungOpener(monkeypatch)
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    progress.step_rate = StepRate(lambda: opener.now)
+    watch = StorageWatch(4.0, "fail", "/data", progress, stats)
+    waits = []
+    for step in range(60):
+        began = opener.now
+        if step >= 20:
+            watch.wait_for_files(opener)  # type: ignore[arg-type]
+            waits.append(opener.now - began)
+        opener.now += 0.08
+        progress.step_rate.stepped(0)
+    assert waits == pytest.approx([0.08] * 40)
+    news = stats.take()
+    assert news is not None
+    assert news.counter("stall_ns") == pytest.approx(40 * 0.08e9)
+
+
+class HungOpener:
+    """Opens nothing until some time, by a clock that waiting advances."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, until: float = math.inf) -> None:
+        self.now = 0.0
+        self._until = until
+        monkeypatch.setattr(storage_watch.time, "monotonic", lambda: self.now)
+
+    @property
+    def pending(self) -> int:
+        return int(self.now < self._until)
+
+    def wait(self, timeout: float) -> bool:
+        self.now = min(self.now + timeout, max(self.now, self._until))
+        return not self.pending
+
+    def silent_for(self) -> float:
+        return self.now if self.pending else 0.0
+
+
+@pytest.mark.parametrize(("hang", "rest"), [(2.05, 6.0), (29.0, 30.0), (33.0, 30.0)])
+def test_the_rest_after_a_hang_is_no_longer_than_a_step_may_wait(hang: float, rest: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    opener = HungOpener(monkeypatch, until=hang)
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    watch = StorageWatch(30.0, "wait", "/data", progress, stats)
+    watch.wait_for_files(opener)  # type: ignore[arg-type]
+    ended = opener.now
+    opener.now = ended + rest - 0.1
+    assert watch.is_quiet
+    opener.now = ended + rest + 0.1
+    assert not watch.is_quiet

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from vllm_ascend_hsx.connector.threads import Job
-from vllm_ascend_hsx.connector.write_order import EVERY_POSITION, Positions, SpanSet, WriteOrder
+from vllm_ascend_hsx.connector.threads import EVERY_POSITION, Job, Positions, SpanSet, WriteOrder
 
 spans = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda span: (span[0], span[0] + span[1]))
 

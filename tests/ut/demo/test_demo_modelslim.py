@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from vllm_ascend_hsx.demo.modelslim import (
+from vllm_ascend_hsx.demo.quantised.modelslim import (
     DESCRIPTION,
     DYNAMIC,
     FLOAT,
@@ -27,9 +27,9 @@ from vllm_ascend_hsx.demo.modelslim import (
     plain,
     write_modelslim,
 )
-from vllm_ascend_hsx.demo.quantised_reference import quantised_hidden_states, rotation_of
+from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states, rotation_of
+from vllm_ascend_hsx.demo.quantised.rotation import random_rotation, rotate
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
-from vllm_ascend_hsx.demo.rotation import random_rotation, rotate
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
 
 BUILDERS = {"qwen3": build_qwen3, "minimax_m2": build_minimax_m2}

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ascend_hsx.protocol.mooncake_manifest import handle_of, transfer_params
-from vllm_ascend_hsx.protocol.mooncake_store import MooncakeClient, MooncakeOptions, own_address
+from vllm_ascend_hsx.protocol.mooncake.manifest import handle_of, transfer_params
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeOptions, own_address
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
-from vllm_ascend_hsx.sinks.mooncake import MooncakeSink
+from vllm_ascend_hsx.sinks.mooncake.sink import MooncakeSink
 
 FORMAT = RowFormat((2, 31, 59), 64, "F32", "tiny")
 TOKENS = 5000  # some chunks of the arena

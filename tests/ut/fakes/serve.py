@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from vllm_ascend_hsx.connector.histogram import BUCKETS
-from vllm_ascend_hsx.demo.modelslim import DESCRIPTION, ROTATION, ROTATION_KEY
-from vllm_ascend_hsx.demo.quantised_reference import quantised_hidden_states
+from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, ROTATION, ROTATION_KEY
+from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
 parser = argparse.ArgumentParser()

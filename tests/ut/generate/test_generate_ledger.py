@@ -12,6 +12,7 @@ from generate_files import ledger_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_hsx.generate import ledger as ledger_module
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import Identity, Ledger, ledger_name, open_ledger, row_file, row_of_file
 
@@ -46,10 +47,10 @@ def test_a_run_goes_on_with_what_the_earlier_ones_noted(tmp_path: Path) -> None:
     assert (again.server, logged(again)) == (SERVER, [4, 6])
     other = closed(path, world_size=3, rank=2)
     assert (other.server, logged(other)) == (SERVER, [])
-    assert ledger_lines(path / "ledger.jsonl")[:2] == [
-        {"row": 4, "status": "done", "tokens": 7},
-        {"row": 5, "status": "failed", "error": "because"},
-    ]
+    lines = ledger_lines(path / "ledger.jsonl")
+    times = [line.pop("time") for line in lines]
+    assert times == sorted(times)
+    assert lines[:2] == [{"row": 4, "status": "done", "tokens": 7}, {"row": 5, "status": "failed", "error": "because"}]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +70,21 @@ def test_rows_of_something_else_are_not_mixed_with_these(tmp_path: Path, identit
             opened(tmp_path, identity, division)
     assert (tmp_path / ledger_name(world_size, 0)).read_bytes() == before
     assert len(os.listdir(tmp_path)) == 1
+
+
+def test_of_ranks_that_start_at_the_same_moment_none_mixes_its_rows_with_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has looked for other ledgers before any of them was there."""
+    lock = ledger_module._lock
+
+    def other_rank_is_faster(path: Path, fd: int) -> None:
+        monkeypatch.setattr(ledger_module, "_lock", lock)
+        closed(tmp_path, identity=IDENTITY._replace(dataset={"rows": 20, "digest": "d1"}), world_size=2, rank=1)
+        lock(path, fd)
+
+    monkeypatch.setattr(ledger_module, "_lock", other_rank_is_faster)
+    with pytest.raises(InputError, match="rows of another dataset: digest was d1, is d0"):
+        opened(tmp_path, world_size=2, rank=0)
+    assert os.listdir(tmp_path) == [ledger_name(2, 1)], "the other rank can be started again"
 
 
 def test_files_without_a_ledger_are_nobody_s(tmp_path: Path) -> None:

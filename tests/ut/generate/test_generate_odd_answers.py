@@ -14,6 +14,7 @@ from generate_bench import Bench
 from generate_files import Exchange, Seen
 from generate_harness import FakeServer
 
+from vllm_ascend_hsx.generate import client
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Client
 from vllm_ascend_hsx.generate.errors import RequestError
 from vllm_ascend_hsx.generate.ledger import row_of_file
@@ -175,6 +176,43 @@ def test_a_list_of_models_that_is_none_is_told(bench: Bench, monkeypatch: pytest
     assert code == 1
     assert "/v1/models answers" in printed or "answers no JSON" in printed
     assert bench.server.seen == []
+
+
+ENDLESS = {
+    "an answer": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
+    "an error": b"HTTP/1.1 500 Error\r\nTransfer-Encoding: chunked\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("stores", [True, False])
+@pytest.mark.parametrize("what", ENDLESS)
+def test_an_answer_without_end_fills_no_memory(
+    bench: Bench, server: OddServer, what: str, stores: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+
+    async def answer(exchange: Exchange, *_: object, **changes: object) -> None:
+        if exchange.seen.row != 2:
+            return await FakeServer.answer(server, exchange, *_, **changes)  # type: ignore[arg-type]
+        server._unanswered -= 1
+        exchange.writer.write(ENDLESS[what])
+        while sum(sent) < 60 << 20:  # or until the client hangs up
+            exchange.writer.write(b"10000\r\n" + b" " * (1 << 16) + b"\r\n")
+            await exchange.writer.drain()
+            sent.append(1 << 16)
+        exchange.writer.close()
+
+    monkeypatch.setattr(client, "LARGEST_ANSWER", 3 << 20)
+    monkeypatch.setattr(server, "answer", answer)
+    server.stores = stores
+    code, printed = bench.run("--max-retries", 0, "--request-timeout", 20)
+    assert sum(sent) < 30 << 20, "the sockets have buffers"
+    assert (code, bench.rows) == ((0, [*range(6)]) if stores else (1, [0, 1, 3, 4, 5]))  # of a lost answer the file counts
+    assert stores or "answers more than 3 MiB" in " ".join(printed.split())
+
+
+def test_the_longest_answer_is_read() -> None:
+    assert 10**7 * len("200000, ") * 3 < client.LARGEST_ANSWER
 
 
 def test_nobody_is_left_alone_for_longer_than_we_wait_ourselves(server: OddServer) -> None:

@@ -13,13 +13,16 @@ from pathlib import Path
 
 import pytest
 from generate_bench import Bench
-from generate_files import Exchange, change_a_bit, contents, stored_ids
+from generate_files import Exchange, Seen, change_a_bit, contents, stored_ids
 from generate_harness import FakeServer
 
 from vllm_ascend_hsx import load
+from vllm_ascend_hsx.generate import files
 from vllm_ascend_hsx.generate import ledger as ledger_module
 from vllm_ascend_hsx.generate.errors import Interrupted, RequestError
+from vllm_ascend_hsx.generate.files import RowFiles
 from vllm_ascend_hsx.generate.generation import Generation, Work
+from vllm_ascend_hsx.reader.load import remove
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 
@@ -42,6 +45,40 @@ def test_a_directory_that_has_another_name_on_the_server_s_machine(any_bench: Be
     assert bench.run()[0] == 0
     assert bench.server.asked == Counter(range(6))
     bench.check(list(range(6)))
+
+
+def test_rows_that_somebody_removes_during_the_run_are_missing(any_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = any_bench
+    assert bench.run("--limit", 2)[0] == 0
+    tidy = RowFiles.remove_companions
+
+    def lose(files: RowFiles) -> list[Path]:
+        remove(files.path(1))  # of an earlier run
+        remove(files.path(4))
+        return tidy(files)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowFiles, "remove_companions", lose)
+        code, printed = bench.run()
+    assert code == 1
+    assert "2 finished rows were removed during the run: 1, 4; run the same command again" in printed
+    assert "not done │ 2 │" in printed
+    assert {row for row, line in bench.lines().items() if line["status"] == "failed"} == {1, 4}
+    assert bench.run()[0] == 0
+    assert bench.server.asked == Counter([*range(6), 1, 4])
+    bench.check(list(range(6)))
+    remove(bench.output / "hs_5.safetensors")
+    assert bench.run("--limit", 4)[0] == 0, "row 5 is not of this run"
+
+
+def test_rows_that_cannot_be_listed_at_the_end_are_not_said_to_be_there(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(output: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "theirs.jsonl")
+
+    monkeypatch.setattr("vllm_ascend_hsx.generate.run.files_of_rows", refuse)
+    code, printed = bench.run()
+    assert code == 1
+    assert "whether all rows are still there could not be seen: Permission denied (EACCES)" in printed
 
 
 def test_a_ledger_in_the_place_of_another_takes_no_rows_of_texts_for_its_own(any_bench: Bench) -> None:
@@ -78,6 +115,35 @@ def test_an_output_that_is_moved_or_removed_in_mid_run_ends_it(
     code, printed = bench.run("--concurrency", 1)
     assert code == 1
     assert "was moved, removed or replaced during the run" in printed
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_ledger_that_somebody_cuts_off_in_mid_run_ends_it(any_bench: Bench, whole: bool, last: bool) -> None:
+    """Later lines would begin a file that is no ledger, or go on in the middle of another line."""
+    bench, ledger = any_bench, any_bench.output / "ledger.jsonl"
+    before: list[bytes] = []
+
+    def cut(seen: Seen, stage: str) -> None:
+        if stage == "written" and seen.row == 3 and not before:
+            before.append(ledger.read_bytes())
+            os.truncate(ledger, 0 if whole else len(before[0]) - 20)
+
+    bench.server.at = cut
+    code, printed = bench.run("--concurrency", 1, *(["--limit", 4] if last else []))
+    size, left = len(before[0]), 0 if whole else len(before[0]) - 20
+    assert code == 1
+    assert f"{ledger} was cut off during the run, from {size} to {left} bytes" in printed
+    assert ledger.stat().st_size == left, "nothing was written after it"
+    code, printed = bench.run()
+    if whole:
+        assert code == 2
+        assert "holds files of rows, and no ledger that says what they were made from; name another --output" in printed
+        ledger.write_bytes(before[0])  # as the error says
+        code, printed = bench.run()
+    assert code == 0, printed
+    bench.check(list(range(6)))
+    assert bench.server.asked == Counter(range(6)), "their tokens are known: what is there counts"
 
 
 @pytest.mark.parametrize("output", ["out", "other/../out", "."])
@@ -118,6 +184,8 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (lambda path: os.truncate(path, 4100), "this is not a file of hidden states: "),
     "another row's": (lambda path: os.replace(path.with_name("hs_3.safetensors"), path), "token 0 of the prompt is 300 in it, and was 200"),
     "an error": (lambda path: path.with_name(f"{path.name}.error").write_text('{"reason": "old"}'), "hs_2.safetensors: old"),
+    "a link to itself": (lambda path: (path.unlink(), path.symlink_to(path.name)), "is a symbolic link that leads nowhere, not a regular"),
+    "a link below a file": (lambda path: (path.unlink(), path.symlink_to("hs_1.safetensors/x")), "is a symbolic link that leads nowhere"),
     "a FIFO for its lock": (lambda path: os.mkfifo(f"{path}.lock"), "is a FIFO, not a regular file"),
 }
 
@@ -228,13 +296,14 @@ def test_a_file_that_the_ledger_does_not_know_gets_a_line(bench: Bench) -> None:
     ledger.write_text("".join(line for line in lines if not line.startswith('{"row":3,')) + '{"row":3,"stat')
     assert bench.run()[0] == 0
     checksum = load(bench.output / "hs_3.safetensors").metadata["checksum"]
-    assert bench.lines()[3] == {"row": 3, "status": "found", "file": checksum}
+    assert {**bench.lines()[3], "time": 0} == {"row": 3, "status": "found", "time": 0, "file": checksum}
     assert len(bench.server.seen) == 6
 
 
 def test_the_ledger_s_first_lines_say_whose_rows_these_are(bench: Bench) -> None:
     assert bench.run()[0] == 0
-    first, second = map(json.loads, (bench.output / "ledger.jsonl").read_text().splitlines()[:2])
+    first, run, second = map(json.loads, (bench.output / "ledger.jsonl").read_text().splitlines()[:3])
+    assert run.pop("time") > 0 and run == {"run": {"rows": 6}}
     assert first["dataset"]["rows"] == 6 and len(first["dataset"]["digest"]) == 64
     assert first["request"] == {"include_output_tokens": False, "max_tokens": 1}
     server = {"model": "tiny", "layer_ids": [2, 0, 3], "layers": 3, "hidden_size": 8, "dtype": "bfloat16", "rotated": False, "lora": ""}
@@ -254,3 +323,13 @@ def test_a_full_disk_is_told_when_a_run_goes_on(bench: Bench, monkeypatch: pytes
     code, printed = bench.run()
     assert code == 1
     assert f"{ledger} cannot be written: No space left on device (ENOSPC)" in printed
+
+
+def test_a_lock_that_cannot_be_removed_fails_no_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path, **_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), os.fspath(path))
+
+    monkeypatch.setattr(files, "remove", broken)
+    code, printed = bench.run(records=3)
+    assert code == 0, printed
+    assert "locks and errors of this run could not be removed: [Errno 37] No locks available" in printed

@@ -261,3 +261,23 @@ def test_a_directory_that_two_machines_call_alike_and_do_not_share_is_told(bench
     assert code == 2, printed
     assert re.search(r"the server wrote .*/out/hs_\d.safetensors, and there is no .*/mounted/hs_\d.safetensors; mount", printed)
     assert len(bench.server.seen) <= 4
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_server_that_turns_rows_away_rests_while_another_one_works(
+    bench: Bench, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeServer(bench.output) as other:
+        monkeypatch.setattr(other, "behave", lambda seen: "ok" if len(other.seen) < 5 else status)
+        code, printed = bench.run("--endpoint", other.url, "--concurrency", 4, records=60)
+        assert other.seen
+    assert code == 0, printed
+    assert f"answers {status}" in printed and f"{other.url} is left alone for" in printed
+    assert len([*bench.output.glob("*.safetensors")]) == 60
+
+
+def test_a_run_ends_if_the_only_server_wants_a_key_in_the_middle_of_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.server, "behave", lambda seen: "ok" if len(bench.server.seen) < 5 else 401)
+    code, printed = bench.run("--concurrency", 1, records=60)
+    assert code == 2 and "give the server's key with --api-key" in printed
+    assert len(bench.server.seen) == 5

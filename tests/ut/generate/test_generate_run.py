@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ def test_every_row_gets_its_file_and_its_line(any_bench: Bench) -> None:
     assert code == 0, printed
     bench.check(list(range(6)))
     for row, line in bench.lines().items():
-        assert line.pop("seconds") >= 0
+        assert line.pop("seconds") >= 0 and line.pop("time") == pytest.approx(time.time(), abs=600)
         tokens = len(token_rows(6)[row]["token_ids"])
         found = check(bench.output / row_file(row))
         name, size = found.metadata["checksum"], found.file_bytes
@@ -101,7 +102,9 @@ CASES = {
     "told-when-to-come-back": Case(["retry-after", "ok"], 2),
     "request-timeout-by-server": Case([408, "ok"], 2),
     "bad-request": Case([400], 1, "failed", "answers 400: as the test wants: 400"),
-    "no-such-model": Case([404], 1, "failed", "answers 404"),
+    "unprocessable": Case([422], 1, "failed", "answers 422"),
+    "no-such-model": Case([404], 4, "failed", "answers 404"),
+    "gone-for-a-moment": Case([404, "ok"], 2),
     "too-large": Case([413], 1, "failed", "answers 413"),
     "redirect": Case([302], 4, "failed", "answers 302"),
     "connection-breaks": Case(["drop", "ok"], 2),

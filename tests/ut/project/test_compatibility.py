@@ -66,3 +66,19 @@ def test_the_versions_and_classes_are_those_of_the_code() -> None:
     assert set(named) <= {*ARCHITECTURES, *UNSERVABLE}
     targets = rows(text.partition("## Targets")[2].partition("## Features")[0])
     assert {each for _, cell, state, _ in targets if state.startswith("works") for each in re.findall(r"`(\w+)`", cell)} == set(SHOWN)
+
+
+def test_what_upstream_gets_wrong_is_told_for_each_release_by_tests_that_ask_for_it() -> None:
+    text = page("design.md").partition("## What upstream gets wrong")[2].partition("\n## ")[0]
+    (head,) = re.findall(r"^\| # \| .*", text, re.MULTILINE)
+    releases = {pair.vllm_ascend for pair in CHECKED_PAIRS}
+    assert set(re.findall(r"\d+\.\d+\.\d+\w*", head)) == releases - {"0.23.0.post1"}  # whose sources are those of 0.23.0 there
+    sources = {path.name: path.read_text() for path in TESTS.rglob("test_*.py")}
+    defects = rows(text)
+    assert len(defects) >= 25
+    for _, defect, *cells, shown in defects:
+        assert {*cells} <= {"there", "mended", "not there", "not tested", "id 0 only"}, defect
+        named = re.findall(r"`(test_\w+\.py)`", shown)
+        assert named, defect
+        if len({*cells} - {"not tested"}) > 1:
+            assert any("installed_is(" in sources[each] or "only_with(" in sources[each] for each in named), defect

@@ -99,9 +99,13 @@ def test_the_overridden_methods_are_those_of_our_classes_with_a_base_of_vllm(tmp
 
 def test_schemas_of_the_extension_are_compared_with_the_emulators(tmp_path: Path) -> None:
     code = 'ops.def(\n  "same(Tensor x) -> "\n  "Tensor");\nops.def("other(Tensor x, int n) -> ()");\n'
-    code += 'ops.def("fresh() -> ()");\nops.def("plain");\n'
+    code += 'ops.def("fresh() -> ()");\nops.def("plain");\nops.def("quoted(str layout=\\"BSND\\") -> ()");\n'
     (tmp_path / "torch_binding.cpp").write_text(code)
+    examples = tmp_path / "third_party" / "torch_bindings.cpp"
+    examples.parent.mkdir()
+    examples.write_text('m.def("example() -> ()");\n')
     known = {"same": "same(Tensor x)  -> Tensor", "other": "other(Tensor x) -> ()", "gone": "gone() -> ()"}
+    known["quoted"] = 'quoted(str layout="BSND") -> ()'
     assert list(new_version.schemas(tmp_path, known)) == [
         "`fresh() -> ()`: new",
         "`gone`: not there",

@@ -1,15 +1,17 @@
-"""What is in the wheel, and what installing it would pull in."""
+"""What is in sdist and wheel, and what installing them pulls in."""
 
+import ast
 import re
 import shutil
 import subprocess
 import sys
-import venv
+import tarfile
 import zipfile
 from importlib import import_module
 from importlib.metadata import requires
 from pathlib import Path
 
+import distributions
 import numpy as np
 import pytest
 
@@ -33,25 +35,57 @@ assert torch.equal(load(path, verify=True).hidden_states, states.hidden_states)
 print(states.hidden_states.float().sum().item(), batch["token_ids"].tolist())
 assert not {"vllm", "vllm_ascend", "torch_npu"} & set(sys.modules)
 """
+# Prints how many modules there are, and for those that cannot be imported what is missing, or why.
+IMPORTS = """
+import importlib, pkgutil, vllm_ascend_hsx
+
+def broken(name):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        return (error.name or "").partition(".")[0]
+    except Exception as error:
+        return repr(error)
+
+names = [each.name for each in pkgutil.walk_packages(vllm_ascend_hsx.__path__, "vllm_ascend_hsx.", onerror=lambda name: None)]
+print(len(names), sorted({each for each in map(broken, names) if each}))
+"""
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy of the checkout, so that the build leaves nothing here."""
-    source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "vllm_ascend_hsx", source / "vllm_ascend_hsx", ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", source, source]
-    subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    (path,) = source.glob("*.whl")
-    return path
+    """A folder with the sdist, and the wheel that was built from it."""
+    return distributions.build(tmp_path_factory.mktemp("built"))
 
 
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> set[str]:
-    """Names of the files in it."""
-    return set(zipfile.ZipFile(built).namelist())
+    """Names of the files in the wheel."""
+    (path,) = built.glob("*.whl")
+    return set(zipfile.ZipFile(path).namelist())
+
+
+@pytest.fixture(scope="module")
+def unpacked(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the contents of the sdist, unpacked."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as sdist:
+        sdist.extractall(directory := tmp_path_factory.mktemp("sdist"), filter="data")
+    (top,) = directory.iterdir()
+    assert top.name == f"vllm_ascend_hsx-{vllm_ascend_hsx.__version__}"
+    return top
+
+
+def test_the_sdist_has_the_package_and_what_tells_of_it_and_nothing_else(unpacked: Path) -> None:
+    made = {"PKG-INFO", "setup.cfg", "vllm_ascend_hsx.egg-info"}
+    assert {path.name for path in unpacked.iterdir()} == {*distributions.SOURCES, *made, "vllm_ascend_hsx"}
+    assert [path for path in unpacked.rglob("*") if path.name == "__pycache__" or path.name.startswith("test_")] == []
+
+
+def test_no_file_of_the_sdist_names_a_place_on_the_machine_that_built_it(unpacked: Path) -> None:
+    places = re.compile(rb"/(home|Users|root)/|" + re.escape(str(ROOT).encode()) + b"/")
+    named = {path.name: found[0] for path in unpacked.rglob("*") if path.is_file() and (found := places.search(path.read_bytes()))}
+    assert named == {}
 
 
 def test_every_file_of_the_package_is_in_the_wheel(wheel: set[str]) -> None:
@@ -80,13 +114,28 @@ def test_installing_it_pulls_in_no_torch_no_vllm_and_nothing_of_a_vendor() -> No
     assert names == {"awscrt", "filelock", "httpx", "numpy", "packaging", "pydantic", "rich", "safetensors", "wrapt"}
 
 
-@pytest.fixture(scope="module")
-def empty(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def interpreter(version: str) -> str:
+    """Path of a Python of that version; skips the test where there is none."""
+    found = shutil.which(f"python{version}")
+    works = found and subprocess.run([found, "-c", "import venv"], stderr=subprocess.DEVNULL, check=False).returncode == 0
+    if not (found and works):
+        pytest.skip(f"python{version} is not on PATH")
+    return found
+
+
+OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
+VERSIONS = [pytest.param(each, marks=[] if each == OWN else pytest.mark.long) for each in ("3.10", "3.11", "3.12")]
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def empty(request: pytest.FixtureRequest, built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """bin/ of an environment with nothing in it but the wheel and what it asks for."""
+    python = sys.executable if request.param == OWN else interpreter(request.param)
     where = tmp_path_factory.mktemp("empty")
-    venv.create(where, with_pip=True)
+    subprocess.run([python, "-m", "venv", where], check=True)
     pip = [where / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", built], check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    (path,) = built.glob("*.whl")
+    subprocess.run([*pip, "install", "--quiet", path], check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     listed = subprocess.run([*pip, "list", "--format=freeze"], check=True, capture_output=True, text=True).stdout
     assert not re.findall("^(?:torch|vllm|nvidia).*==", listed.replace("vllm-ascend-hsx==", ""), re.MULTILINE)
     return where / "bin"
@@ -111,6 +160,8 @@ def run(*command: str | Path, torch: Path | None = None) -> tuple[int, str]:
 
 def test_in_an_empty_environment_the_commands_work_or_name_what_they_need(empty: Path, files: Path, tmp_path: Path) -> None:
     assert run(empty / "hsx", "--version") == (0, f"hsx {vllm_ascend_hsx.__version__}\n")
+    code, printed = run(empty / "hsx", "plan", "minimax-m2", "--tp", "8", "--dp", "2", "--layers", "2,31,59,62")
+    assert (code, "TP=8 x DP=2" in printed) == (0, True), printed
     (tmp_path / "config.json").write_text('{"num_hidden_layers": 62, "architectures": ["MiniMaxM2ForCausalLM"]}')
     code, printed = run(empty / "hsx", "serve", tmp_path, "--dry-run")
     assert (code, printed.split()[:3]) == (0, ["vllm", "serve", str(tmp_path)])
@@ -124,6 +175,15 @@ def test_in_an_empty_environment_the_commands_work_or_name_what_they_need(empty:
     assert (code, "vllm-ascend-hsx[reader]" in printed.splitlines()[-1]) == (1, True)
 
 
+def test_every_module_can_be_imported_or_lacks_what_the_server_or_an_extra_brings(empty: Path) -> None:
+    code, printed = run(empty / "python", "-c", IMPORTS)
+    number, lacking = printed.split(maxsplit=1)
+    assert code == 0 and int(number) > 150, printed
+    of_server = {"openai", "tokenizers", "torch", "torch_npu", "transformers", "vllm", "vllm_ascend"}
+    assert set(ast.literal_eval(lacking)) <= {*of_server, "mooncake", "pyarrow", "ray", "speculators"}
+
+
+@pytest.mark.parametrize("empty", [OWN], indirect=True)  # torch is that of this Python
 def test_with_torch_beside_it_the_reader_works(empty: Path, files: Path, tmp_path: Path) -> None:
     site = Path(import_module("torch").__file__ or "").parents[1]
     for name in TORCH:

@@ -136,6 +136,15 @@ def test_what_is_said_of_upstreams_share_of_the_kv_cache_is_what_the_table_says(
     assert f"[{100 - max(new):.0f} to {100 - min(new):.0f} % of the KV cache]" in page("migration.md")
 
 
+def test_what_a_server_keeps_is_what_was_measured() -> None:
+    measured = json.loads((ROOT / "docs" / "performance.json").read_text())
+    served = [100 * cell["requests_per_s"] for cell in measured["engine"]["cells"] if cell["extraction"] == "ours"]
+    kept = [1000 * cell["kept"] for cell in measured["capacity"]["cells"] if cell["layout"] == "hsx"]
+    readme = README.replace("\n  ", " ")
+    assert f"[{min(served):.0f} to {max(served):.0f} % of the requests per second](docs/performance.md)" in readme
+    assert f"{min(kept) // 1 / 10} % of the KV cache is left" in readme
+
+
 def test_what_is_kept_at_least_is_what_the_plan_says() -> None:
     least = {name: plan.plan(plan.parse_arguments([name, "--kv-memory", "30GiB"])).kept_at_least for name in PRESETS}
     exception = re.search(r"hsx keeps (\S+) % for DeepSeek-V3 and more for the others", " ".join(OPERATIONS.split()))
@@ -163,6 +172,6 @@ def test_the_readme_fits_on_two_screens_and_says_first_what_has_not_run() -> Non
     assert "**Nothing here has run on Ascend hardware yet.**" in "\n".join(lines[:20])
 
 
-@pytest.mark.parametrize("name", re.findall(r"\]\((?!http)([^)#]+)\)", README))
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"\]\((?!http)([^)#]+)", README + page("README.zh.md")))))
 def test_every_link_leads_to_a_file(name: str) -> None:
     assert (ROOT / name).exists()

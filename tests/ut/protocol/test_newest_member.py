@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
+from itertools import count
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.protocol import shard_index
-from vllm_ascend_hsx.protocol.names import INDEX, shard_stem
-from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, encode, newest_member
+from vllm_ascend_hsx.protocol.names import INDEX, REMOVED, shard_stem, workspace_name
+from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, encode
+from vllm_ascend_hsx.sinks import shard_clock
+from vllm_ascend_hsx.sinks.arrival import newest_member
+from vllm_ascend_hsx.sinks.shard_clock import ShardClock
 
 SECOND = 10**9
 STEM = shard_stem("01234567", 0)
@@ -45,7 +49,7 @@ def test_the_newest_line_since_a_time_is_found_however_long_the_lines_are(
 ) -> None:
     known = [line for line in index if line.name == name and line.time_ns >= (since_s - 10) * SECOND]
     expected = known[-1] if known and isinstance(known[-1], Member) else None
-    with tempfile.TemporaryDirectory() as text, patch.object(shard_index, "_CHUNK", 64):
+    with tempfile.TemporaryDirectory() as text, patch.object(shard_clock, "_CHUNK", 64):
         Path(text, STEM + INDEX).write_bytes(b"".join(map(encode, index)) + torn.replace(b"\n", b""))
         assert newest(Path(text), name, since_s * SECOND) == expected
 
@@ -57,3 +61,61 @@ def test_a_line_of_megabytes_is_read_in_few_steps(tmp_path: Path, monkeypatch: p
     assert newest(tmp_path, NAMES[0], 5) is not None
     assert sum(sizes) <= 9 << 20
     assert len(sizes) < 12
+
+
+@pytest.mark.parametrize("content", [b"", b"\n" * (1 << 16)], ids=["one line", "empty lines at its end"])
+def test_of_an_index_that_no_server_has_written_little_is_read(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request that chose its name looks for earlier rows, and would wait."""
+    for name in (STEM + INDEX, REMOVED):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(1 << 40)
+            file.seek(0, os.SEEK_END)
+            file.write(content)
+    (tmp_path / (shard_stem("01234567", 1) + INDEX)).write_bytes(encode(Member(NAMES[0], 512, 9, 1, "", "", 9)))
+    pread, sizes = os.pread, []
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: (sizes.append(size), pread(fd, size, at))[1])
+    assert newest(tmp_path, NAMES[0], 5) is not None
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    ShardClock(fd)
+    os.close(fd)
+    assert sum(sizes) <= 256 << 20
+
+
+def test_a_directory_of_many_names_is_not_listed_for_each_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing of 200,000 names takes half a second."""
+    listed, now = [], [0.0]
+    real = os.scandir
+
+    def slow(where: int) -> object:
+        listed.append(where)
+        now[0] += 0.5
+        return real(where)
+
+    def publish(token: str, number: int, offset: int) -> None:
+        (tmp_path / (shard_stem(token, number) + INDEX)).write_bytes(encode(Member(NAMES[0], offset, 9, 1, "", "", 10 + offset)))
+
+    monkeypatch.setattr(os, "scandir", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    (tmp_path / workspace_name("89abcdef")).mkdir()  # of a server that has no shard yet
+    numbers = {"01234567": count(), "89abcdef": count()}
+    for offset, token in enumerate(["01234567", "01234567", "89abcdef"] * 6):
+        publish(token, next(numbers[token]), offset)
+        found = newest(tmp_path, NAMES[0], 5)
+        assert found is not None
+        assert found.offset == offset
+    assert len(listed) == 1
+    publish("ffffffff", 0, 50)  # a server that has started since
+    now[0] += 10
+    found = newest(tmp_path, NAMES[0], 5)
+    assert found is not None
+    assert (found.offset, len(listed)) == (50, 2)
+
+
+def test_a_small_directory_is_always_listed(tmp_path: Path) -> None:
+    for number, token in enumerate(("01234567", "89abcdef", "ffffffff")):
+        (tmp_path / (shard_stem(token, 0) + INDEX)).write_bytes(encode(Member(NAMES[0], number, 9, 1, "", "", 10 + number)))
+        found = newest(tmp_path, NAMES[0], 5)
+        assert found is not None
+        assert found.offset == number

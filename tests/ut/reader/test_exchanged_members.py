@@ -135,6 +135,21 @@ def test_an_index_that_is_a_link_to_nothing_is_told_and_stops_nobody(
     assert said["good"] == 6 and "leads nowhere" in said["bad"][0]["problem"]
 
 
+def test_shards_of_links_are_read_and_what_a_link_leads_to_is_not_quoted(
+    storage: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cache of downloads has links to files with other names."""
+    links, secret = tmp_path / "links", tmp_path / "secret"
+    links.mkdir()
+    for path in storage.glob("hsx-*"):
+        (links / path.name).symlink_to(path)
+    secret.write_text("the password\n")
+    (links / "hsx-deadbeef-000000.jsonl").symlink_to(secret)
+    assert len(list(open_dir(links))) == 6
+    assert "hsx-deadbeef-000000.jsonl: 1 lines from byte 0 on cannot be used" in caplog.text
+    assert "password" not in caplog.text
+
+
 @pytest.mark.parametrize("mark", [None, "nowhere"])
 def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(storage: Path, mark: str | None) -> None:
     (storage / "hsx-shards").unlink()

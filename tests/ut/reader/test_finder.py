@@ -99,3 +99,21 @@ def test_what_is_not_there_is_named(tmp_path: Path, prompt: int, sample: int) ->
     put(tmp_path, internal_id("cmpl-id", 0, 0))
     with pytest.raises(FileNotFoundError, match=f"prompt {prompt}, sample {sample} of 'cmpl-id'"):
         find(tmp_path, "cmpl-id", prompt=prompt, sample=sample)
+
+
+@pytest.mark.parametrize("name", ["x" * 200, "x" * 400, "é" * 180, "x" * 100_000], ids=lambda name: f"{name[0]} {len(name)} times")
+def test_an_id_whose_file_has_a_hashed_name_is_told_so(tmp_path: Path, name: str) -> None:
+    response_id = f"cmpl-{name}"
+    put(tmp_path, internal_id(response_id))
+    problem = rf"of 'cmpl-{name[:95]}'\.\.\., an id of {len(response_id)} characters: .* use kv_transfer_params of the response"
+    with pytest.raises(FileNotFoundError, match=problem):
+        find(tmp_path, response_id)
+
+
+def test_an_id_that_is_merely_long_is_found_or_not_there(tmp_path: Path) -> None:
+    response_id = "cmpl-" + "x" * 180
+    with pytest.raises(FileNotFoundError) as caught:
+        find(tmp_path, response_id)
+    assert "hash" not in str(caught.value)
+    (path,) = put(tmp_path, internal_id(response_id))
+    assert find(tmp_path, response_id) == path

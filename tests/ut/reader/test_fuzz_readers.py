@@ -32,7 +32,7 @@ from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import Identity, open_ledger
 from vllm_ascend_hsx.protocol.checksum import stated_checksum
 from vllm_ascend_hsx.protocol.format import FormatError, metadata_of
-from vllm_ascend_hsx.protocol.mooncake_manifest import manifest, packed_layout, read_manifest
+from vllm_ascend_hsx.protocol.mooncake.manifest import manifest, packed_layout, read_manifest
 from vllm_ascend_hsx.reader.check import Expected, check, examine
 from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.reader.load import HiddenStatesError

@@ -335,4 +335,4 @@ def test_a_name_without_room_for_companions_is_read_and_removed_as_any_other(tmp
 @pytest.mark.parametrize("name", ["x" * 300, ".error", "a/../" + "y" * 256])
 def test_inspect_of_what_cannot_be_there_is_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect.main([str(tmp_path / name)]) == 2
-    assert "is not there" in capsys.readouterr().out
+    assert "is not there" in capsys.readouterr().err

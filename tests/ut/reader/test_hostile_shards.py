@@ -6,6 +6,7 @@ import fcntl
 import json
 import logging
 import random
+import re
 import time
 from pathlib import Path
 
@@ -152,7 +153,7 @@ def test_a_bad_line_costs_itself_alone_and_is_reported_once(
     assert len(ours) <= 3, "once for each of the three objects that read it"
     problems = list(shard_problems(storage))
     assert [path.stem for path, _ in problems] == [index.stem]
-    assert "lines of its index cannot be used, first line" in problems[0][1]
+    assert re.search("lines? .*of its index cannot be used", problems[0][1])
 
 
 def test_of_thirty_members_between_bad_lines_none_is_missed_at_any_look(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_what_two_failures_left_of_a_member_is_in_no_other_one(tmp_path: Path, m
 
 
 def test_a_shard_is_sealed_before_its_index_is_larger_than_readers_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{SHARD_FILE}.INDEX_MAX", 2000)  # a line has some 200 bytes, and a quarter may be there
+    monkeypatch.setattr(f"{SHARD_FILE}.SEAL_AT", 500)  # a line has some 200 bytes
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         for number in range(9):
             publish(sink, tmp_path, f"r{number}", 1)

@@ -240,6 +240,30 @@ def test_the_rows_of_the_later_request_are_the_answer_whichever_server_started_l
             assert np.array_equal(rows_of(path), finite_rows(0, 2, version))
 
 
+@pytest.mark.parametrize("what", ["file time", "line"])
+def test_the_rows_of_the_later_request_are_the_answer_although_an_index_is_from_the_future(what: str, tmp_path: Path) -> None:
+    """Copies of a shard may have any file time; a line is ahead if its server's clock was."""
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        put(sink.open("other", tmp_path / "other.safetensors", 2), 2)
+    (index,) = tmp_path.glob("*.jsonl")
+    ahead = time.time_ns() + 3600 * 10**9
+    if what == "line":
+        index.write_bytes(re.sub(rb'"time_ns":\d+', b'"time_ns":%d' % ahead, index.read_bytes()))
+    else:
+        os.utime(index, ns=(ahead, ahead))
+
+    paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as older, ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as newer:
+        for version, sink in enumerate((older, older, older, newer, newer, older)):
+            for path in paths if version < 3 else paths[::-1]:
+                put(sink.open("x", path, 2), 2, version)
+                assert np.array_equal(rows_of(path), finite_rows(0, 2, version))
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as next_one:
+        for path in paths[::-1]:
+            put(next_one.open("x", path, 2), 2, 7)
+            assert np.array_equal(rows_of(path), finite_rows(0, 2, 7))
+
+
 def test_a_shards_name_that_is_taken_is_passed_over(sink: ShardSink, tmp_path: Path) -> None:
     (tmp_path / f"hsx-{sink.token}-000000.tar").mkdir()
     (tmp_path / f"hsx-{sink.token}-000001.jsonl").symlink_to("/etc/passwd")

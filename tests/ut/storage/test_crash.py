@@ -86,7 +86,8 @@ def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(t
 def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_one_seals(tmp_path: Path, together: int) -> None:
     found = play("run", tmp_path / "storage", shards=True, together=together, kills=SHARD_KILLS[together])
     assert not found["problems"]
-    assert min(found["shards_checked"], found["commit done"]) > SHARD_KILLS[together] // 2
+    # A start reads the end of each index, so that many are killed there.
+    assert min(found["shards_checked"], found["commit done"]) > SHARD_KILLS[together] // 4
     assert found["members_checked"] >= found["commit done"]
     assert min(found["waits"], found["seen_meanwhile"], found["errors_checked"]) > 10
 

@@ -29,11 +29,13 @@ from sink_harness import (
 )
 from tracing import trace
 
+from vllm_ascend_hsx.protocol import shard_index
 from vllm_ascend_hsx.protocol.format import PAGE
-from vllm_ascend_hsx.protocol.shard_index import Member, encode
+from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, decode, encode
 from vllm_ascend_hsx.protocol.tar import BLOCK, END, headers
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.reader.shard_check import shard_problems
+from vllm_ascend_hsx.sinks import shard_file
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
@@ -249,6 +251,41 @@ def test_an_index_of_any_size_keeps_no_server_from_starting(tmp_path: Path, capl
     assert "more than any server writes" in str(problem)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "hs_0.safetensors", timeout=1)
+
+
+JUNK = {
+    "no line": b"\n",
+    "no name": b'{"name":3}\n',
+    "a member that the tar file lacks": encode(Member("far.safetensors", 2**40, 2**40, 1, "", "", 2**60)),
+}
+
+
+@pytest.mark.parametrize("label", JUNK)
+def test_an_index_of_junk_is_read_no_further_than_its_first_bad_line(
+    tmp_path: Path, label: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tar = leave_dead(tmp_path, ["hs_0"])
+    with open(tar.with_suffix(".jsonl"), "ab") as index:
+        index.write(JUNK[label] * 1000)
+    decoded: list[bytes] = []
+    monkeypatch.setattr(shard_index, "decode", lambda line: (decoded.append(line), decode(line))[1])
+    monkeypatch.setattr(shard_file, "decode", lambda line: pytest.fail("what is not sealed was counted"))
+    FileSink(tmp_path, FORMAT).close()
+    assert f"could not seal {tar.stem}" in caplog.text
+    assert sum(line == JUNK[label][:-1] for line in decoded) == 1
+
+
+def test_recovery_reads_no_index_that_is_larger_than_a_server_makes_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tar = leave_dead(tmp_path, ["hs_0"])
+    index = tar.with_suffix(".jsonl")
+    with index.open("ab") as file:
+        file.write(encode(Tombstone("x.safetensors", 1)) * 100)
+    monkeypatch.setattr(shard_file, "INDEX_LARGEST", index.stat().st_size - 1)
+    monkeypatch.setattr(shard_file, "end_of_members", lambda *_: pytest.fail("it was read"))
+    FileSink(tmp_path, FORMAT).close()
+    assert f"its index has {index.stat().st_size} bytes, more than any server writes" in caplog.text
 
 
 @pytest.mark.parametrize("left", [1, 600, 5000, 70_000])

@@ -22,7 +22,7 @@ def test_storage_that_hangs_while_files_are_opened_fails_these_requests_in_their
     engine = make_engine()
     silence(engine, storage)
     engine.step(started(engine.start("a", 3), engine.start("b", 4)), [("a", 0, 3), ("b", 0, 4)])
-    assert engine.outcomes == {"a": SILENT, "b": SILENT}, "the response that leaves now says so"
+    assert engine.outcomes == {"a": SILENT, "b": SILENT}, "the response that is sent now has the reason"
     assert engine.staging.wanted == {}
     engine.step(ended("a"), [])
     engine.step(ended("b"), [])
@@ -212,7 +212,7 @@ def test_where_nobody_waits_a_file_that_does_not_open_in_time_fails_alone(
         engine.step(started(engine.start("open", 20)), [])
     storage.clear()
     engine.step(started(engine.start("late", 3)), [("late", 0, 3)])
-    assert engine.outcomes == {"late": TOO_SLOW}, "the response that leaves now says so"
+    assert engine.outcomes == {"late": TOO_SLOW}, "the response that is sent now has the reason"
     storage.set()
     engine.step(ended("late"), [("open", 0, 10)])
     engine.worker.drain_copies()
@@ -220,6 +220,41 @@ def test_where_nobody_waits_a_file_that_does_not_open_in_time_fails_alone(
     engine.close()
     assert engine.outcomes == {"late": TOO_SLOW, "open": None}
     assert reason(engine.path("late")) == TOO_SLOW
+
+
+def test_where_nobody_waits_one_step_finds_out_that_files_do_not_open_and_later_requests_are_refused_at_once(
+    make_engine: Callable[..., Engine], locks: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped FUSE server: opening a file takes forever, so no step may try it again."""
+    engine = make_engine(slow_storage="fail", ring_rows=24)
+    with monkeypatch.context() as patient:
+        patient.setattr(storage_watch, "_OPENS_S", 30.0)
+        engine.step(started(engine.start("before", 20)), [("before", 0, 8)])
+    locks.clear()
+    engine.step(started(engine.start("a", 3)), [("a", 0, 3)])
+    assert engine.outcomes == {"a": TOO_SLOW}
+    assert engine.last_report.ranks[0].stuck
+    with monkeypatch.context() as stopped:
+        stopped.setattr(engine.worker._opener, "wait", lambda timeout: pytest.fail("a later step waited for files"))
+        for name in "bc":
+            engine.step(started(engine.start(name, 3)), [(name, 0, 3)])
+            assert engine.outcomes[name] == TOO_SLOW, "the response that is sent now has the reason"
+        stopped.setattr(storage_watch, "_HUNG_S", 0.0)
+        engine.step(started(engine.start("d", 3)), [])
+        assert engine.outcomes["d"] == "the storage did not answer for 0 s", "by now it is no longer merely slow"
+    locks.set()
+    assert engine.worker._opener.wait(30.0)
+    assert not engine.worker._watch.is_stuck
+    with monkeypatch.context() as patient:
+        patient.setattr(storage_watch, "_OPENS_S", 30.0)
+        engine.step(started(engine.start("after", 5)), [("before", 8, 8), ("after", 0, 5)])
+    assert not engine.last_report.ranks[0].stuck
+    engine.step(NOTHING, [("before", 16, 4)])
+    engine.close()
+    assert engine.outcomes["before"] is None and engine.outcomes["after"] is None
+    engine.assert_file_is_right("after", 5)
+    assert [reason(engine.path(name)) for name in "abc"] == [TOO_SLOW] * 3
+    assert failures(engine) == {"slow_storage": 3, "silent_storage": 1}
 
 
 def test_the_log_says_while_a_step_waits_where_rows_go_and_what_to_do(

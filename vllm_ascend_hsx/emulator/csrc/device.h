@@ -5,8 +5,9 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include "memory/pinned.h"
 #include "relabel.h"
-#include "streams.h"
+#include "streams/events.h"
 
 namespace hsx {
 

@@ -8,9 +8,9 @@
 #include <torch/library.h>
 
 #include "device.h"
-#include "graphs.h"
-#include "ordering.h"
+#include "graphs/graphs.h"
 #include "relabel.h"
+#include "streams/ordering.h"
 
 namespace hsx {
 

@@ -42,6 +42,14 @@ inline at::Tensor empty_strided_kernel(
       C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), at::dtype_or_default(dtype), target_device(device));
 }
 
+// torch_npu makes zeros by an operator of its own that passes on neither layout nor pin_memory (op-plugin,
+// ZerosKernelNpuOpApi.cpp): unlike empty it takes pin_memory, and the tensor is an ordinary one.
+inline at::Tensor zeros_kernel(
+    c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<c10::Device> device,
+    std::optional<bool>) {
+  return at::empty_symint(sizes, dtype, std::nullopt, device, std::nullopt, std::nullopt).zero_();
+}
+
 inline const std::string* copy_name() {
   static const std::string* name = intern("aten::copy_");
   return name;

@@ -5,9 +5,9 @@
 #include "autocast.h"
 #include "device.h"
 #include "fallback.h"
-#include "graphs.h"
+#include "graphs/graphs.h"
+#include "hccl/hccl.h"
 #include "kernels.h"
-#include "hccl.h"
 
 namespace hsx {
 
@@ -25,6 +25,7 @@ bool may_replace_data(const at::Tensor& self, const at::Tensor& other) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", empty_kernel);
   m.impl("empty_strided", empty_strided_kernel);
+  m.impl("zeros", zeros_kernel);
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", item_kernel);

@@ -3,7 +3,7 @@
 
 #include <ATen/EmptyTensor.h>
 
-#include "hazards.h"
+#include "streams/hazards.h"
 
 namespace hsx {
 

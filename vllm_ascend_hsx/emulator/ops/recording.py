@@ -1,6 +1,6 @@
 """Record calls of references and launches of Triton kernels on a stream that captures.
 
-The graphs are in csrc/graphs.h. A recorded reference does not run. A replay runs it on CPU tensors
+The graphs are in csrc/graphs/. A recorded reference does not run. A replay runs it on CPU tensors
 over the same bytes, as one operator of its stream; its reads on the host are no synchronization.
 """
 

@@ -160,3 +160,10 @@ def test_device_tensors_cannot_be_pinned() -> None:
         torch.ones(1, device="npu").pin_memory()
     with pytest.raises(RuntimeError, match="pinned"):
         torch.empty(1, device="npu", pin_memory=True)
+
+
+def test_zeros_on_the_device_are_not_pinned_whatever_is_asked_for() -> None:
+    """torch_npu's zeros ignores pin_memory; vllm-ascend's proposer of EAGLE drafts relies on it."""
+    zeros = torch.zeros(3, dtype=torch.int32, device=f"npu:{DEVICE}", pin_memory=True)
+    assert (zeros.device, zeros.dtype, zeros.tolist()) == (torch.device("npu", DEVICE), torch.int32, [0, 0, 0])
+    assert not zeros.is_pinned()

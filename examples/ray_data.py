@@ -1,0 +1,48 @@
+"""Read rows of hidden states into a Ray Dataset, for a training loop that lives there.
+
+    python examples/ray_data.py /data/hidden_states
+
+Files are read by the nodes of the cluster, all of which see the directory under the same path.
+Needs `pip install 'vllm-ascend-hsx[ray,reader]' 'ray[data]'`. To generate rows on the cluster, call
+`hsx generate --ray`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import ray.data
+import torch
+
+from vllm_ascend_hsx import HiddenStatesDataset, load
+
+
+def read(row: dict[str, Any]) -> dict[str, Any]:
+    """Load one file, or member of a shard, on the node that the task runs on.
+
+    Returns:
+        path; token_ids, int64 [tokens]; hidden_states, the bits of bf16 [tokens, layers, hidden] as
+        int16, for numpy has no bf16.
+    """
+    states = load(row["item"])
+    bits = states.hidden_states.to(torch.bfloat16).view(torch.int16)
+    return {"path": row["item"], "token_ids": states.token_ids.numpy(), "hidden_states": bits.numpy()}
+
+
+def rows_in(directory: str) -> ray.data.Dataset:
+    """Return a dataset with a row for each file below a directory."""
+    paths = [str(path) for path in HiddenStatesDataset(directory).paths]
+    return ray.data.from_items(paths).map(read)
+
+
+def main() -> None:
+    tokens = 0
+    for row in rows_in(sys.argv[1]).iter_rows():
+        hidden_states = torch.from_numpy(row["hidden_states"].copy()).view(torch.bfloat16)  # Ray's arrays are read-only
+        tokens += len(hidden_states)  # a step of training goes here
+    print(f"{tokens:,} tokens")
+
+
+if __name__ == "__main__":
+    main()

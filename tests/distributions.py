@@ -1,0 +1,36 @@
+"""sdist and wheel of this checkout, as `make dist` builds them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Of the checkout: what is in the sdist, and a part of what is not.
+SOURCES = ("pyproject.toml", "MANIFEST.in", "README.md", "README.zh.md", "LICENSE", "CHANGELOG.md", "SECURITY.md")
+OTHERS = ("Makefile", "docs", "requirements", "tools")
+
+
+def build(work: Path) -> Path:
+    """Build both below the folder `work`, and return the folder that they are in.
+
+    They are built in a copy, so that the build leaves nothing here. The copy is a repository, since
+    setuptools-scm, where it is installed, adds every file of one to the sdist.
+    """
+    source, output = work / "source", work / "dist"
+    source.mkdir()
+    for name in (*SOURCES, *OTHERS, "vllm_ascend_hsx"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    (source / "tests").mkdir()
+    shutil.copy(__file__, source / "tests" / "test_copied.py")  # setuptools takes such files by itself
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    for words in (("init", "--quiet"), ("add", "--all"), (*identity, "commit", "--quiet", "--message", "copy")):
+        subprocess.run(["git", "-C", source, *words], check=True)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", output, source]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert sorted(path.suffix for path in output.iterdir()) == [".gz", ".whl"]
+    return output

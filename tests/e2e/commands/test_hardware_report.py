@@ -1,0 +1,65 @@
+"""`hsx hardware-report` on two emulated NPUs: every line is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ascend_hsx.report.runner import descendants
+from vllm_ascend_hsx.report.steps import STEPS
+
+HSX = str(Path(sys.executable).with_name("hsx"))
+EMULATED = (HSX, "emulate", "--npus", "2", "--")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The JSON file and the Markdown."""
+    directory = tmp_path_factory.mktemp("report") / "out"
+    before = descendants(1)
+    command = [*EMULATED, HSX, "hardware-report", "--output", str(directory)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert not [pid for pid in descendants(1) - before if str(directory) in _command_of(pid)]
+    assert not list((directory / "files").rglob("*.safetensors")), "rows of a large model would fill the disk"
+    return json.loads((directory / "hardware-report.json").read_text()), (directory / "hardware-report.md").read_text()
+
+
+def _command_of(pid: int) -> str:
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def test_every_line_was_measured(report: tuple[dict[str, Any], str]) -> None:
+    content, text = report
+    assert [each["line"] for each in content["lines"]] == [line.key for step in STEPS for line in step.lines]
+    assert [each for each in content["lines"] if each["outcome"] not in ("held", "measured")] == []
+    assert "0 did not hold, 0 not run" in text
+
+
+def test_the_figures_are_those_of_this_machine(report: tuple[dict[str, Any], str]) -> None:
+    data = {each["line"]: each["data"] for each in report[0]["lines"]}
+    assert [each["name"] for each in data["npus"]["npus"]] == ["Ascend910B3"] * 2
+    assert data["sizes"] == {"tensor_parallel": 2, "data_parallel": 1, "expert_parallel": True}
+    assert [data[line]["passed"] for line in ("one NPU", "parallel", "plain")] == [16, 16, 16]
+    assert all(data[line]["compared"] for line in ("one NPU", "parallel", "plain"))
+    assert data["stop"]["whole"] >= 16
+    for server in ("off", "hsx", "vllm"):
+        for figures in data[server].values():
+            assert figures["requests_per_s"] > 0 and figures["step_ms"] > 0
+    off, hsx, vllm = (data[f"KV cache, {server}"]["tokens"] for server in ("off", "hsx", "vllm"))
+    assert vllm < hsx <= off
+    assert data["plan"]["kept_at_least"] - 0.005 <= hsx / off == data["plan"]["measured"]
+
+
+def test_a_machine_without_npus_is_told_so_in_one_line(tmp_path: Path) -> None:
+    command = [HSX, "hardware-report", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout.count("\n") == 1 and "this machine has no NPUs" in done.stdout
+    assert not (tmp_path / "out").exists()

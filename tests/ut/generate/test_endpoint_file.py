@@ -1,0 +1,193 @@
+"""A list of servers that is read again: who comes is used, who goes is drained, no row is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from generate_bench import Bench
+from generate_files import Seen
+from generate_harness import FakeServer
+
+from vllm_ascend_hsx.cli.generate import parse_arguments
+from vllm_ascend_hsx.generate import endpoints
+from vllm_ascend_hsx.generate.endpoints import Balancer
+from vllm_ascend_hsx.generate.errors import Fault, InputError
+from vllm_ascend_hsx.generate.options import read_endpoints
+from vllm_ascend_hsx.generate.progress import Progress
+
+
+@pytest.fixture(autouse=True)
+def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "REREAD_S", 0.005)
+
+
+def write(path: Path, text: str) -> None:
+    """Replace a file at once, as the documentation tells users to."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
+
+
+class Script:
+    """What happens when row `n` is asked for; it is answered when the run has said the result.
+
+    Args:
+        steps: for a row, what to do, and a part of what is said then.
+    """
+
+    def __init__(self, bench: Bench, steps: dict[int, tuple[Callable[[], object], str]], monkeypatch: pytest.MonkeyPatch) -> None:
+        self._steps = steps
+        self._said: list[str] = []
+        self._news = threading.Condition()
+        say = Progress.say
+
+        def note(progress: Progress, text: str) -> None:
+            say(progress, text)
+            with self._news:
+                self._said.append(text)
+                self._news.notify_all()
+
+        monkeypatch.setattr(Progress, "say", note)
+        bench.server.at = self._at
+
+    def _at(self, seen: Seen, stage: str) -> None:
+        if stage == "asked" and seen.row in self._steps:
+            act, result = self._steps.pop(seen.row)
+            act()
+            with self._news:
+                assert self._news.wait_for(lambda: any(result in each for each in self._said), 30), self._said
+
+
+def test_a_server_that_appears_is_used_and_one_that_goes_is_drained(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = tmp_path / "servers"
+    with FakeServer(bench.output) as second:
+        write(listed, f"# ours\n{bench.server.url}/v1/  # the first\n\n")
+        both = f"{bench.server.url}\n{second.url}\n"
+        steps = {5: (lambda: write(listed, both), f"{second.url} is used from now on")}
+        Script(bench, steps, monkeypatch)
+
+        def leave(seen: Seen, stage: str) -> None:
+            if stage == "asked" and len(second.seen) == 4:
+                write(listed, f"{second.url}\n")
+
+        second.at = leave
+        code, printed = bench.run(records=400, endpoint=f"@{listed}")
+        assert code == 0, printed
+        assert f"{bench.server.url} gets no more requests, and has" in printed
+        assert f"{bench.server.url} has nothing under way any more" in printed or "no more requests, and has 0 under way" in printed
+        assert bench.server.asked + second.asked == Counter(range(400)), "no row was sent twice"
+        assert len(second.seen) > 20
+        assert f"{second.url} │ {len(second.seen)} answered, 0 failed" in printed
+    bench.check(list(range(400)), records=400)
+
+
+BROKEN = {
+    "gone": (lambda path: path.unlink(), "it cannot be read: No such file or directory"),
+    "empty": (lambda path: write(path, "# nobody\n"), "it lists no server"),
+    "half-written": (lambda path: write(path, "http://127.0.0.1:1\nhtt"), "htt: give the URL of a server"),
+    "no-host": (lambda path: write(path, "http://:1"), "there is no such host or port"),
+    "no-text": (lambda path: path.write_bytes(b"\xff\xfe"), "it is not UTF-8 text"),
+    "directory": (lambda path: (path.unlink(), path.mkdir()), "it is a directory"),
+    "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "it is a FIFO"),
+}
+
+
+@pytest.mark.parametrize(("breaks", "problem"), BROKEN.values(), ids=BROKEN)
+def test_a_list_that_cannot_be_used_changes_nothing_and_is_told_once(
+    breaks: Callable[[Path], object], problem: str, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = tmp_path / "servers"
+    write(listed, bench.server.url)
+    Script(bench, {3: (lambda: breaks(listed), problem)}, monkeypatch)
+    bench.server.behave = lambda seen: time.sleep(0.01) or "ok"  # several readings
+    code, printed = bench.run(records=20, endpoint=f"@{listed}")
+    assert code == 0 and printed.count("until then the servers that it listed last are used") == 1, printed
+    bench.check(list(range(20)), records=20)
+
+
+def test_a_wrong_server_that_appears_is_set_aside_and_the_run_goes_on(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = tmp_path / "servers"
+    write(listed, bench.server.url)
+    with FakeServer(bench.output, layer_ids=(0, 2)) as wrong:
+        steps = {5: (lambda: write(listed, f"{bench.server.url}\n{wrong.url}\n"), f"{wrong.url} is used from now on")}
+        Script(bench, steps, monkeypatch)
+        code, printed = bench.run(records=60, endpoint=f"@{listed}")
+        assert code == 0, printed
+        assert len(wrong.seen) == 1
+        assert printed.count(f"{wrong.url} is not used") == 1 and "holds rows of another server: layer_ids was" in printed
+    bench.check(list(range(60)), records=60)
+
+
+def test_a_list_that_cannot_be_used_at_the_start_is_refused(bench: Bench, tmp_path: Path) -> None:
+    listed = tmp_path / "servers"
+    for text, problem in (
+        (None, "it cannot be read"),
+        ("", "it lists no server"),
+        ("x", "x: give the URL"),
+        ("http://a\nhttp://a/v1", "twice"),
+    ):
+        if text is not None:
+            write(listed, text)
+        code, printed = bench.run(endpoint=f"@{listed}")
+        assert code == 2 and printed.startswith(f"hsx generate: --endpoint @{listed}: ") and problem in printed, printed
+
+
+def test_a_list_stands_alone(tmp_path: Path) -> None:
+    words = ["--data", "d", "--output", "o", "--endpoint", f"@{tmp_path / 'servers'}", "--endpoint", "http://b"]
+    with pytest.raises(InputError, match="@FILE: other servers are named beside it"):
+        parse_arguments(words)
+    (tmp_path / "servers").write_text("http://a:1/v1\n")
+    options = parse_arguments(words[:-2])
+    assert (options.endpoints, options.endpoint_file) == (("http://a:1",), tmp_path / "servers")
+    assert read_endpoints(tmp_path / "servers") == ("http://a:1",)
+
+
+def used(balancer: Balancer) -> list[str]:
+    return [each.url for each in balancer.used]
+
+
+def test_a_server_that_comes_back_is_on_trial_again_and_one_set_aside_stays_so_while_it_is_listed() -> None:
+    async def scenario() -> None:
+        made = Balancer(["a"], 1.0)
+        (a,) = made.endpoints
+        a.proven, a.model = True, "m"
+
+        def replace(urls: Sequence[str]) -> tuple[list[str], list[str]]:
+            came, went = made.replace(urls)
+            return [each.url for each in came], [each.url for each in went]
+
+        assert replace(["b"]) == (["b"], ["a"])
+        b = made.endpoints[1]
+        assert not made.go_on_without(b, InputError()), "it is the only one"
+        assert replace(["a", "b"]) == (["a"], []) and a.is_on_trial and a.model is None
+        assert made.go_on_without(b, InputError()) and used(made) == ["a"]
+        assert replace(["b", "a"]) == ([], []) and used(made) == ["a"], "it has been listed all the time"
+        assert replace(["b"]) == (["b"], ["a"]), "no other is left"
+        a.proven = b.proven = True
+        assert replace(["a"]) == (["a"], ["b"]) and not a.proven
+        b.in_flight = 1
+        made.release(b, Fault.NONE)  # what it has under way ends
+        assert await made.acquire(near=b) is a
+
+    asyncio.run(scenario())
+
+
+def test_who_waits_for_a_server_gets_one_that_appears() -> None:
+    async def scenario() -> None:
+        made = Balancer(["a"], 1.0)
+        await made.acquire()  # its trial
+        waiting = asyncio.ensure_future(made.acquire())
+        await asyncio.sleep(0)
+        made.replace(["a", "b"])
+        assert (await waiting).url == "b"
+
+    asyncio.run(scenario())

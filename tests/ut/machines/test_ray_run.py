@@ -1,0 +1,249 @@
+"""`hsx generate --ray`: what is done about blocks of rows, whatever becomes of their tasks."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import re
+import shlex
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import blocks, page
+from fakes.inline_ray import InlineRay, node
+from generate_bench import Bench
+from generate_files import change_a_bit, ledger_lines
+from generate_harness import FakeServer
+
+from vllm_ascend_hsx.cli.generate import parse_arguments
+from vllm_ascend_hsx.generate.errors import InputError
+from vllm_ascend_hsx.generate.machines.block import Block
+from vllm_ascend_hsx.generate.options import Options, RayCluster
+
+MODULE = "vllm_ascend_hsx.generate.machines.ray_run"
+BLOCK = "vllm_ascend_hsx.generate.machines.block"
+# The first block is one of 16 rows, until the server is known.
+RAY = ("--ray", "auto", "--ray-block-rows", 20)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> InlineRay:
+    made = InlineRay()
+    for name, module in made.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    return made
+
+
+def rows_logged(bench: Bench) -> Counter[int]:
+    return Counter(line["row"] for line in ledger_lines(bench.output / "ledger.jsonl"))
+
+
+def test_every_row_is_done_once_in_blocks_and_has_one_line(bench: Bench, ray: InlineRay) -> None:
+    code, printed = bench.run(*RAY, "--validate", records=100)
+    assert code == 0, printed
+    bench.check(list(range(100)), records=100)
+    assert bench.server.asked == rows_logged(bench) == Counter(range(100))
+    assert re.search(r"blocks │ 6 on 1 nodes, 0 begun again", printed), printed  # 16, four of 20, and 4
+    assert ray.most_at_once == 4 and not ray.connected, "two on each of two nodes"
+    assert all(each["max_retries"] == 10 and each["scheduling_strategy"] == "SPREAD" for each in ray.asked)
+    # Again: all files are found, and the ledger has no more lines.
+    code, printed = bench.run(*RAY, records=100)
+    assert code == 0 and re.search("finished before │ 100 │", printed), printed
+    assert rows_logged(bench) == Counter(range(100)) == bench.server.asked
+
+
+def test_a_block_that_was_lost_with_its_node_is_done_again_and_its_files_are_kept(bench: Bench, ray: InlineRay) -> None:
+    ray.lose = lambda block, attempt: block == 2 and attempt < 2
+    code, printed = bench.run(*RAY, records=100)
+    assert code == 0, printed
+    bench.check(list(range(100)), records=100)
+    assert bench.server.asked == rows_logged(bench) == Counter(range(100))
+    assert "rows 16 to 35 were begun 3 times" in printed and "6 on 1 nodes, 1 begun again" in printed
+
+
+def test_a_block_that_is_lost_for_ever_ends_the_run_and_what_is_done_is_kept(bench: Bench, ray: InlineRay) -> None:
+    ray.lose = lambda block, attempt: block == 2
+    code, printed = bench.run(*RAY, records=100)
+    assert code == 1 and "stopped: Ray: the node of the task died; what is done is kept" in printed, printed
+    ray.lose = lambda block, attempt: False
+    assert bench.run(*RAY, records=100)[0] == 0
+    bench.check(list(range(100)), records=100)
+
+
+def test_texts_that_the_ledger_names_are_found_and_others_are_generated_again(bench: Bench, ray: InlineRay) -> None:
+    records = [{"prompt": f"text {row}"} for row in range(40)]
+    assert bench.run(*RAY, records=records)[0] == 0
+    assert bench.run(*RAY, records=records)[0] == 0
+    assert bench.server.asked == Counter(range(40))
+    ledger = bench.output / "ledger.jsonl"
+    lines = ledger.read_text().splitlines(keepends=True)
+    ledger.write_text("".join(re.sub('"file":"[^"]*"', '"file":"another"', each) if '"row":20,' in each else each for each in lines))
+    assert bench.run(*RAY, records=records)[0] == 0
+    assert bench.server.asked == Counter([*range(40), 20]), "its file is not the one that the ledger names"
+
+
+def test_a_wrong_file_is_replaced(bench: Bench, ray: InlineRay) -> None:
+    assert bench.run(*RAY, records=30)[0] == 0
+    change_a_bit(bench.output / "hs_7.safetensors")
+    code, printed = bench.run(*RAY, "--validate", records=30)
+    assert code == 0 and bench.server.asked[7] == 2, printed
+    bench.check(list(range(30)), records=30)
+
+
+def test_failed_rows_are_counted_and_the_rest_goes_on(bench: Bench, ray: InlineRay) -> None:
+    bench.server.behave = lambda seen: 400 if seen.row in (3, 50) else "ok"
+    code, printed = bench.run(*RAY, records=60)
+    assert code == 1 and "row 3: " in printed and "row 50: " in printed and "failed │ 2 │" in printed, printed
+    bench.check([row for row in range(60) if row not in (3, 50)], records=60)
+
+
+def test_a_node_whose_server_fails_has_its_block_done_again(bench: Bench, ray: InlineRay) -> None:
+    def behave(seen: Any) -> str | int:
+        return 502 if seen.row == 40 and seen.time <= 2 else "ok"
+
+    bench.server.behave = behave
+    code, printed = bench.run(*RAY, "--max-retries", 0, "--max-consecutive-errors", 1, records=60)
+    assert code == 0 and "rows 36 to 55 were begun 3 times" in printed, printed
+    bench.check(list(range(60)), records=60)
+
+
+def test_a_block_whose_servers_fail_everywhere_ends_the_run_with_their_problem(bench: Bench, ray: InlineRay) -> None:
+    bench.server.behave = lambda seen: 502 if seen.row >= 40 else "ok"
+    code, printed = bench.run(*RAY, "--max-retries", 0, "--max-consecutive-errors", 1, records=60)
+    assert code == 1 and "stopped: 1 errors in a row (--max-consecutive-errors), the last: " in printed, printed
+    assert "Traceback" not in printed
+    assert bench.rows[:36] == list(range(36)), "what was done before is kept"
+
+
+def test_servers_that_cannot_be_used_are_told_by_the_first_block_without_retries(bench: Bench, ray: InlineRay) -> None:
+    bench.server.behave = lambda seen: 502
+    code, printed = bench.run(*RAY, "--max-retries", 0, "--max-consecutive-errors", 1, records=60)
+    assert code == 1 and "stopped: 1 errors in a row" in printed and "Traceback" not in printed, printed
+    assert [each["retry_exceptions"] for each in ray.asked] == [False]
+    assert len(bench.server.seen) == 1
+
+
+def test_an_error_of_a_node_is_told_without_its_traceback(bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: Options, block: Block) -> None:
+        raise OSError(errno.EIO, "Input/output error", "/data")
+
+    importlib.import_module(MODULE)
+    monkeypatch.setattr(f"{MODULE}.do_block", fail)
+    code, printed = bench.run(*RAY)
+    assert code == 1 and "stopped: a node of the cluster: [Errno 5] Input/output error: '/data'; what is done is kept" in printed, printed
+    assert "Traceback" not in printed
+
+
+def test_a_server_of_other_layers_ends_the_run(bench: Bench, ray: InlineRay) -> None:
+    assert bench.run(*RAY, "--limit", 10, records=30)[0] == 0
+    with FakeServer(bench.output, layer_ids=(0, 2)) as other:
+        code, printed = bench.run(*RAY, records=30, endpoint=other.url)
+    assert code == 2 and "holds rows of another server: layer_ids was" in printed, printed
+
+
+def test_a_node_that_does_not_see_the_storage_ends_the_run(
+    bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert bench.run(*RAY)[0] == 0
+    # On the node: a disk of its own, with rows of the same dataset.
+    (on_node := tmp_path / "on_node").mkdir()
+    with FakeServer(on_node) as server:
+        assert bench.run("--output", on_node, endpoint=server.url)[0] == 0
+    monkeypatch.setattr(f"{BLOCK}.open_regular", lambda path: os.open(on_node / path.name, os.O_RDONLY))
+    bench.server.seen.clear()
+    code, printed = bench.run(*RAY)
+    assert code == 2 and "does not see the run's ledger" in printed and "with --ray-label KEY=VALUE" in printed, printed
+    assert not bench.server.seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_and_the_next_one_goes_on(bench: Bench, ray: InlineRay, number: signal.Signals) -> None:
+    handlers = signal.getsignal(number)
+
+    def at(seen: Any, stage: str) -> None:
+        if seen.row == 40 and stage == "asked":
+            os.kill(os.getpid(), number)
+
+    bench.server.at = at
+    code, printed = bench.run(*RAY, records=100)
+    assert code == 128 + number and "interrupted; what is done is kept: call again to go on" in printed, printed
+    assert bench.rows[:36] == list(range(36)) and len(bench.rows) < 100 and not ray.connected
+    assert signal.getsignal(number) == handlers
+    bench.server.at = lambda seen, stage: None
+    assert bench.run(*RAY, records=100)[0] == 0
+    bench.check(list(range(100)), records=100)
+    assert rows_logged(bench) == Counter(range(100))
+
+
+def test_only_nodes_with_the_label_and_a_cpu_count(bench: Bench, ray: InlineRay) -> None:
+    ray.nodes_now = [node("a"), node("b", Labels={}), node("c", Alive=False), node("head", Resources={})]
+    assert bench.run(*RAY, "--ray-label", "storage=here", records=200)[0] == 0
+    assert ray.most_at_once == 2
+    assert all(each["label_selector"] == {"storage": "here"} for each in ray.asked)
+
+
+def test_a_list_of_servers_is_read_before_each_block(bench: Bench, ray: InlineRay, tmp_path: Path) -> None:
+    listed = tmp_path / "servers"
+    with FakeServer(bench.output) as second:
+        listed.write_text(bench.server.url)
+
+        def at(seen: Any, stage: str) -> None:
+            if seen.row == 10 and stage == "asked":
+                listed.write_text(second.url)
+            if seen.row == 60 and stage == "asked":
+                listed.unlink()
+
+        bench.server.at = second.at = at
+        code, printed = bench.run(*RAY, records=100, endpoint=f"@{listed}")
+        assert code == 0 and second.seen and printed.count("servers that it listed last are used") == 1, printed
+        assert bench.server.asked + second.asked == Counter(range(100))
+
+
+def test_an_address_that_leads_nowhere_is_refused_at_once(bench: Bench, ray: InlineRay) -> None:
+    code, printed = bench.run("--ray", "127.0.0.1:1")
+    assert code == 2 and "--ray 127.0.0.1:1: [Errno 111] Connection refused; start this command on a node" in printed, printed
+    ray.refuse = ConnectionError("no running cluster")
+    code, printed = bench.run("--ray", "auto")
+    assert code == 2 and "--ray auto: no running cluster; start this command on a node" in printed, printed
+
+
+def test_without_ray_it_is_told_what_to_install(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    code, printed = bench.run(*RAY)
+    assert code == 2 and "--ray needs ray: pip install 'vllm-ascend-hsx[ray]', here and on all nodes" in printed, printed
+
+
+def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
+    (command,) = blocks("generate.md", "ray")
+    options = parse_arguments(shlex.split(command)[2:])
+    assert options.ray == RayCluster("auto", ("storage", "here"), 512)
+    assert "(512)" in page("generate.md") and "up to ten times" in page("generate.md")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--ray-label", "a=b"], "name it with --ray"),
+        (["--ray-block-rows", "3"], "name it with --ray"),
+        (["--ray", ""], "--ray: it is empty"),
+        (["--ray", "auto", "--ray-label", "a"], "--ray-label a: give KEY=VALUE"),
+        (["--ray", "auto", "--ray-label", "=b"], "--ray-label =b: give KEY=VALUE"),
+    ],
+)
+def test_options_of_a_cluster_that_make_no_sense_are_refused(words: list[str], problem: str) -> None:
+    with pytest.raises(InputError, match=re.escape(problem)):
+        parse_arguments(["--data", "d", "--output", "o", *words])
+
+
+def test_a_cluster_does_all_rows_wherever_its_run_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    options = parse_arguments(["--data", "d", "--output", "o", "--ray", "auto"])
+    assert (options.world_size, options.rank) == (1, 0)

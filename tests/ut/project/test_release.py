@@ -1,0 +1,193 @@
+"""What a release says of itself, its image, and its page for the docs of vllm-ascend."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomllib
+import yaml
+from documents import DOCS, blocks, page, rows
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import vllm_ascend_hsx
+from vllm_ascend_hsx.cli import doctor, generate, plan
+from vllm_ascend_hsx.cli.main import COMMANDS
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
+from vllm_ascend_hsx.config import HsxConfig
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+FIELDS = {"markdown": {"value"}, "input": {"label"}, "textarea": {"label"}}
+
+
+def test_the_version_is_in_one_place_and_the_changelog_tells_what_is_in_it() -> None:
+    assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
+    assert str(Version(vllm_ascend_hsx.__version__)) == vllm_ascend_hsx.__version__
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert vllm_ascend_hsx.__version__ == next(each for each in headings if each != "Unreleased")
+
+
+def test_the_classifiers_name_the_versions_of_python_that_are_allowed() -> None:
+    allowed = SpecifierSet(PROJECT["requires-python"])
+    named = set(re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), re.MULTILINE))
+    assert named == {version for version in (f"3.{minor}" for minor in range(30)) if version in allowed}
+
+
+def test_the_stable_names_are_those_that_the_package_exports() -> None:
+    table = {name: text for name, text in rows(page("stability.md"))}
+    own = table["Python"].partition(" of `vllm_ascend_hsx`")[0]
+    assert set(re.findall(r"`(\w+)`", own)) == set(vllm_ascend_hsx.__all__)
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_a_form_is_one_that_github_shows(path: Path) -> None:
+    form: dict[str, Any] = yaml.safe_load(path.read_text())
+    if path.stem == "config":
+        assert form == {"blank_issues_enabled": True}
+        return
+    assert form.keys() == {"name", "description", "labels", "body"}
+    identifiers = [field["id"] for field in form["body"] if field["type"] != "markdown"]
+    assert identifiers and len(identifiers) == len(set(identifiers))
+    for field in form["body"]:
+        assert FIELDS[field["type"]] <= field["attributes"].keys() <= {"label", "value", "description", "placeholder", "render"}
+
+
+def test_reports_ask_for_the_doctor_and_for_what_the_hardware_did() -> None:
+    for name in ("bug", "hardware"):
+        text = (ROOT / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml").read_text()
+        assert "`hsx doctor" in text or "Output of hsx doctor" in text
+        assert "hsx hardware-report" in text and "if `hsx --help`" in text.lower()
+
+
+def test_reports_name_commands_and_files_that_are_there() -> None:
+    texts = [path.read_text() for path in (*FORMS, ROOT / "SECURITY.md")]
+    named = {name for text in texts for name in re.findall(r"`hsx ([a-z][\w-]*)", text)}
+    assert named - {"hardware-report"} <= set(COMMANDS)  # "if `hsx --help` lists it"
+    pages = {name for text in texts for name in re.findall(r"docs/([\w-]+\.md)", text)}
+    assert pages and all((DOCS / name).is_file() for name in pages)
+
+
+# The image
+
+DOCKERFILE = ROOT / "docker" / "Dockerfile"
+# Of the installation guide (vllm-ascend v0.23.0, docs/source/installation.md), which also mounts
+# the cache in the home directory, for downloaded weights.
+DEVICES = {"/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"}
+MOUNTS = {
+    "/etc/ascend_install.info",
+    "/usr/local/Ascend/driver/lib64/",
+    "/usr/local/Ascend/driver/tools/hccn_tool",
+    "/usr/local/Ascend/driver/version.info",
+    "/usr/local/bin/npu-smi",
+    "/usr/local/dcmi",
+}
+IMAGES = {"a2": ("vllm-ascend-hsx", "v0.23.0", 8), "a3": ("vllm-ascend-hsx:a3", "v0.23.0-a3", 16)}
+
+
+def words(label: str) -> list[str]:
+    (block,) = blocks("docker.md", label)
+    return shlex.split(block.replace("\\\n", " "))
+
+
+def values(command: list[str], option: str) -> list[str]:
+    return [value for name, value in pairwise(command) if name == option]
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_is_built_from_a_release_that_is_checked(name: str) -> None:
+    image, tag, _ = IMAGES[name]
+    command = words(f"build {name}")
+    assert values(command, "-t") == [image] and values(command, "-f") == ["docker/Dockerfile"]
+    text = DOCKERFILE.read_text()
+    default = re.findall(r"^ARG TAG=(\S+)$", text, re.MULTILINE)
+    assert (values(command, "--build-arg") or [f"TAG={default[0]}"]) == [f"TAG={tag}"]
+    assert tag.removeprefix("v").removesuffix("-a3") in {pair.vllm_ascend for pair in CHECKED_PAIRS}
+    assert f"#   {shlex.join(command)}\n" in text
+    assert "nobody has built" in text.splitlines()[0] and "not been built" in page("docker.md")
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_a_container_has_the_devices_and_mounts_of_vllm_ascends_guide(name: str) -> None:
+    image, _, npus = IMAGES[name]
+    command = words(f"run {name}")
+    assert command[:2] == ["docker", "run"] and command[-2:] == [image, "bash"]
+    assert set(values(command, "--device")) == DEVICES | {f"/dev/davinci{place}" for place in range(npus)}
+    mounts = values(command, "-v")
+    assert all(mount.partition(":")[0] == mount.partition(":")[2] for mount in mounts)
+    assert {mount.partition(":")[0] for mount in mounts} == {*MOUNTS, "/data/models", "/data/hidden_states"}
+    assert values(command, "-e") == ["HF_HOME=/data/models"]
+
+
+def test_the_build_context_has_what_the_wheel_is_built_from() -> None:
+    ignored = DOCKERFILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    kept = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    assert {"pyproject.toml", "LICENSE", PROJECT["readme"], "vllm_ascend_hsx"} <= kept
+    assert all((ROOT / name).exists() for name in kept)
+
+
+def test_what_the_page_of_containers_runs_in_one_is_a_command() -> None:
+    command = words("doctor")
+    assert command[0] == "hsx" and command[1] in COMMANDS
+
+
+# The page for vllm-ascend's docs
+
+FEATURE = "upstream/hidden_states_extraction.md"
+# What shows each row of its support matrix, in docs/compatibility.json.
+SHOWN_BY = {
+    "Tensor, data and expert parallelism": ("test_tensor_parallel", "test_data_parallel"),
+    "Sequence parallelism": ("test_data_parallel",),
+    "Chunked prefill, prefix caching, preemption, async scheduling": ("test_scenarios", "test_any_traffic"),
+    "ACLGraph, `PIECEWISE` and `FULL_DECODE_ONLY`": ("test_graph_modes",),
+    "Model runner V2": ("test_model_runner_v2",),
+    "W8A8, also rotated (QuaRot)": ("test_quantised_targets",),
+    "LoRA": ("test_lora",),
+    "Images in prompts (Qwen2.5-VL, Qwen3-VL)": ("test_vision_targets",),
+    "Prefill nodes of P/D disaggregation, by `MultiConnector`": ("test_multi_connector",),
+}
+REFUSED = {"Pipeline parallelism", "Context parallelism"}
+
+
+def test_the_support_matrix_is_what_ran_on_each_release() -> None:
+    runs = json.loads((DOCS / "compatibility.json").read_text())
+    matrix = page(FEATURE).partition("## Support Matrix")[2]
+    releases = re.findall(r"vLLM Ascend ([\w.]+)", matrix.splitlines()[2])
+    assert set(releases) <= {pair.vllm_ascend for pair in CHECKED_PAIRS}
+    for feature, *cells in rows(matrix):
+        for release, cell in zip(releases, cells, strict=True):
+            shown = feature in SHOWN_BY and all(runs[release].get(name, {}).get("passed") for name in SHOWN_BY[feature])
+            assert cell.startswith("✅") == shown, (feature, release)
+            assert shown or cell == ("❌" if feature in {*REFUSED, "Model runner V2"} else "❔"), (feature, release)
+
+
+def test_the_options_of_the_feature_page_are_the_codes_with_their_defaults() -> None:
+    table = page(FEATURE).partition("<!-- options -->")[2].partition("\n\n")[0] + "\n"
+    for key, default, _ in rows(table):
+        field = HsxConfig.model_fields[key.strip("`")]
+        assert default == "required" or json.loads(default.strip("`")) == field.default, key
+
+
+def test_the_commands_of_the_feature_page_are_ones_that_hsx_accepts() -> None:
+    parsers = {"doctor": doctor, "generate": generate, "plan": plan}
+    for name, command in parsers.items():
+        (block,) = blocks(FEATURE, name)
+        assert shlex.split(block)[:2] == ["hsx", name]
+        command.parse_arguments(shlex.split(block)[2:])
+    assert blocks(FEATURE, "hsx-serve") == blocks("README.md", "hsx-serve")
+    assert blocks(FEATURE, "serve") == blocks("README.md", "serve")
+    compile(*blocks(FEATURE, "request"), FEATURE, "exec")

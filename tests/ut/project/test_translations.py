@@ -1,0 +1,64 @@
+"""What is there in Chinese says, and runs, what the English page does."""
+
+import re
+from collections import Counter
+
+import pytest
+from documents import page
+
+PAGES = [("README.md", "README.zh.md"), ("quick-start.md", "quick-start.zh.md")]
+BLOCK = re.compile(r"(?:<!-- ([^>]*) -->\n)?```(\w+)\n(.*?)```", re.DOTALL)
+
+
+def commands(name: str) -> list[tuple[str, ...]]:
+    """Label, language and text of each code block, without comments, which are translated."""
+    return [(label, language, re.sub(r" +# .*", "", text)) for label, language, text in BLOCK.findall(page(name))]
+
+
+def prose(name: str) -> str:
+    return BLOCK.sub("", page(name))
+
+
+def facts(name: str) -> Counter[str]:
+    """Names, options and numbers of a page: what a translation leaves as it is.
+
+    Small numbers are words in one language and figures in the other.
+    """
+    text = " ".join(re.sub(r"\]\([^)]*\)", "]", prose(name)).split())
+    found = Counter(re.findall(r"`[^`]+`", text))
+    found.update(re.findall(r"(?<![\w.])\d[\w.]*\d|\b(?:DP|TP)=?\d+\b|W8A8|QuaRot|SP\b|EP\b", re.sub("`[^`]+`", "", text)))
+    return found
+
+
+def links(name: str) -> Counter[str]:
+    """Targets of all links but that to the page in the other language."""
+    targets = Counter(re.findall(r"\]\(([^)\s]+)\)", page(name)))
+    for english, chinese in PAGES:
+        if name in (english, chinese):
+            del targets[chinese if name == english else english]
+    return Counter({target.replace(".zh.md", ".md"): count for target, count in targets.items()})
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAGES)
+def test_both_languages_have_the_same_commands(english: str, chinese: str) -> None:
+    assert len(commands(english)) > 3
+    assert commands(chinese) == commands(english)
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAGES)
+def test_both_languages_have_the_same_facts_links_and_sections(english: str, chinese: str) -> None:
+    assert facts(chinese) == facts(english)
+    assert links(chinese) == links(english)
+    for mark in (r"^#+ ", r"^\* ", r"^\|", r"\*\*[^*]+\*\*"):
+        assert len(re.findall(mark, prose(chinese), re.MULTILINE)) == len(re.findall(mark, prose(english), re.MULTILINE)), mark
+
+
+@pytest.mark.parametrize(("english", "chinese"), PAGES)
+def test_each_language_links_to_the_other_above_everything_else(english: str, chinese: str) -> None:
+    assert f"]({chinese})" in "\n".join(page(english).splitlines()[:4])
+    assert f"]({english})" in "\n".join(page(chinese).splitlines()[:4])
+
+
+@pytest.mark.parametrize("chinese", [each for _, each in PAGES])
+def test_nobody_is_led_to_believe_in_chinese_that_it_ran_on_hardware(chinese: str) -> None:
+    assert re.search(r"\*\*.*尚未在.*硬件上运行过。\*\*", "\n".join(page(chinese).splitlines()[:12]))

@@ -1,0 +1,239 @@
+"""Shards of which a reader cannot see all: another user's, of two directories, of any size."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shard_harness import index_of, member_name, unsealed_shard
+from sink_harness import FORMAT, MIB, publish, put
+
+from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir
+from vllm_ascend_hsx.protocol import shard_index
+from vllm_ascend_hsx.protocol.shard_index import Tombstone, encode
+from vllm_ascend_hsx.reader import shards as reader_shards
+from vllm_ascend_hsx.reader.find import files_in
+from vllm_ascend_hsx.reader.load import remove
+from vllm_ascend_hsx.reader.shard_check import shard_problems
+from vllm_ascend_hsx.reader.shards import Shards
+from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.shard import ShardSink
+
+
+@pytest.fixture
+def close_to_readers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Keep this user from opening a file; permissions do not keep root out."""
+    closed = set()
+    real = os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if os.fspath(path) in closed:
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    return lambda path: closed.add(str(path))
+
+
+# Another user's
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_an_index_of_another_user_hides_no_rows_but_its_own(tmp_path: Path, close_to_readers: Callable[[Path], None], sealed: bool) -> None:
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as theirs:
+        publish(theirs, tmp_path, "theirs")
+    index = index_of(tmp_path)
+    if not sealed:
+        index.with_suffix(".json").unlink()
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as ours, FileSink(tmp_path, FORMAT) as files:
+        path = publish(ours, tmp_path, "ours")
+        file = publish(files, tmp_path, "file")
+    close_to_readers(index)
+    shards = Shards(tmp_path)
+    for _ in range(2):
+        assert len(load(path, 0, verify=True).token_ids) == 3
+        assert find(tmp_path, "ours") == path
+        for name in ("theirs", "never"):  # nobody can tell which of the two it is
+            with pytest.raises(PermissionError, match=f"rows may be in this index: let this user read it.*{index.name}"):
+                load(tmp_path / f"{name}-0123abcd.safetensors", 0)
+            with pytest.raises(PermissionError, match="rows may be in this index"):
+                find(tmp_path, name)
+            with pytest.raises(PermissionError, match="rows may be in this index"):
+                shards.find(f"{name}-0123abcd.safetensors")
+    for listed in (lambda: list(open_dir(tmp_path)), lambda: HiddenStatesDataset(tmp_path), shards.members):
+        with pytest.raises(PermissionError, match="rows may be in this index"):  # no one trains on a part unknowingly
+            listed()
+    problems: list[OSError] = []
+    assert files_in(tmp_path, problems.append) == [file, path]
+    assert {problem.filename for problem in problems} == {str(index)}
+    for each in (path, file, path):  # the last one again
+        remove(each)
+    with pytest.raises(FileNotFoundError):
+        load(path, 0)
+    with pytest.raises(PermissionError):
+        remove(tmp_path / "never.safetensors")
+
+
+def test_an_index_that_becomes_readable_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, close_to_readers: Callable[[Path], None]
+) -> None:
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        path = publish(sink, tmp_path, "a")
+    close_to_readers(index_of(tmp_path))
+    with pytest.raises(PermissionError):
+        load(path, 0)
+    monkeypatch.undo()
+    assert len(load(path, 0).token_ids) == 3
+
+
+def test_a_list_of_removals_that_may_not_be_read_is_an_error_of_its_directory(
+    tmp_path: Path, close_to_readers: Callable[[Path], None]
+) -> None:
+    """Else the rows in it would be there again."""
+    unsealed_shard(tmp_path)
+    remove(tmp_path / member_name(0))
+    close_to_readers(tmp_path / "hsx-removed.jsonl")
+    for number in range(2):
+        with pytest.raises(PermissionError, match=r"hsx-removed\.jsonl"):
+            load(tmp_path / member_name(number), 0)
+
+
+# Leased by another process
+
+
+@contextmanager
+def leased(path: Path) -> Iterator[None]:
+    """Make every open of a file fail with EAGAIN."""
+    handler = signal.signal(signal.SIGIO, signal.SIG_IGN)  # the kernel asks for the lease with each open
+    fd = os.open(path, os.O_RDWR)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield
+    finally:
+        os.close(fd)
+        signal.signal(signal.SIGIO, handler)
+
+
+def test_an_index_that_another_process_has_leased_hides_its_own_rows_alone(tmp_path: Path) -> None:
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        theirs = publish(sink, tmp_path, "theirs")
+    index = index_of(tmp_path)
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink, leased(index):
+        now = time.time_ns()
+        path = tmp_path / "chosen.safetensors"
+        put(sink.open("a", path, 3, now), 3)  # it looks for later lines and for later requests
+        assert len(load(path, 0).token_ids) == 3
+        with pytest.raises(PermissionError, match=f"rows may be in this index: another process holds a lease on it.*{index.name}"):
+            load(theirs, 0)
+        with pytest.raises(PermissionError, match=index.name):
+            list(open_dir(tmp_path))
+    assert len(load(theirs, 0).token_ids) == 3
+
+
+def test_a_list_of_removals_that_is_leased_is_an_error_that_names_it(tmp_path: Path) -> None:
+    unsealed_shard(tmp_path)
+    remove(tmp_path / member_name(0))
+    with leased(tmp_path / "hsx-removed.jsonl"), pytest.raises(BlockingIOError, match=r"hsx-removed\.jsonl"):
+        load(tmp_path / member_name(1), 0)
+
+
+# A directory and a folder of it
+
+
+# A directory and a folder of it
+
+
+@pytest.mark.parametrize("order", ["top first", "top last"])
+def test_of_servers_in_a_directory_and_in_a_folder_of_it_the_newest_rows_count(tmp_path: Path, order: str) -> None:
+    path = tmp_path / "sub" / "x.safetensors"
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as top, ShardSink(tmp_path / "sub", FORMAT, shard_bytes=MIB) as sub:
+        for tokens, sink in enumerate([top, sub] if order == "top first" else [sub, top], 3):
+            put(sink.open(f"r{tokens}", path, tokens), tokens)
+            assert len(load(path, 0, verify=True).token_ids) == tokens
+    for directory in (tmp_path, tmp_path / "sub"):
+        assert [(each, len(states.token_ids)) for each, states in open_dir(directory)] == [(path, 4)]
+    remove(path)
+    with pytest.raises(FileNotFoundError):
+        load(path, 0)
+
+
+def test_a_request_that_failed_in_a_folder_hides_older_rows_in_the_directory(tmp_path: Path) -> None:
+    path = tmp_path / "sub" / "x.safetensors"
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as top, ShardSink(tmp_path / "sub", FORMAT, shard_bytes=MIB) as sub:
+        put(top.open("r0", path, 3), 3)
+        sub.open("r1", path, 3).discard()
+    with pytest.raises(FileNotFoundError):
+        load(path, 0)
+
+
+def test_shards_without_their_mark_are_an_error_that_names_it(tmp_path: Path) -> None:
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        path = publish(sink, tmp_path, "folder/a")
+    (tmp_path / "hsx-shards").unlink()
+    with pytest.raises(FileNotFoundError, match="or were shards copied without hsx-shards"):
+        load(path, 0)
+    with pytest.raises(ValueError, match="has no .*, and no shards with members.*hsx-shards"):
+        HiddenStatesDataset(path.parent)
+    (tmp_path / "hsx-shards").touch()
+    load(path, 0)
+
+
+# Any size
+
+
+@pytest.mark.parametrize("junk", [b"\n", b'"name"\n', bytes(50) + b"\n"], ids=["newlines", "short lines", "no names"])
+def test_junk_among_removals_is_not_parsed(
+    tmp_path: Path, junk: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unsealed_shard(tmp_path)
+    remove(tmp_path / member_name(0))
+    with (tmp_path / "hsx-removed.jsonl").open("ab") as file:
+        file.write(junk * 10_000)
+    remove(tmp_path / member_name(1))
+    parsed: list[bytes] = []
+    real = shard_index.parse
+    monkeypatch.setattr(shard_index, "parse", lambda line: (parsed.append(line), real(line))[1])
+    with caplog.at_level(logging.WARNING):
+        assert list(Shards(tmp_path).members()) == [member_name(i) for i in range(2, 6)]
+    assert len(parsed) == 8, "those of members and removals"
+    assert f"10000 lines from byte 0 on cannot be used, first {junk[:-1].decode()!a}" in caplog.text
+
+
+def test_a_list_of_removals_of_any_size_is_read_no_further_than_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unsealed_shard(tmp_path)
+    remove(tmp_path / member_name(0))
+    os.truncate(tmp_path / "hsx-removed.jsonl", 1 << 30)  # a hole costs no disk
+    read: list[int] = []
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, offset: (read.append(size), real(fd, size, offset))[1])
+    with caplog.at_level(logging.WARNING):
+        assert list(Shards(tmp_path).members()) == [member_name(i) for i in range(1, 6)]
+    assert sum(read) <= (513 << 20) + 16 * MIB
+    assert "hsx-removed.jsonl has 1073741824 bytes, more than the 536870912 that readers take" in caplog.text
+    assert [problem for _, problem in shard_problems(tmp_path)] == [
+        "it cannot be read: its index has 1073741824 bytes, more than any server writes"
+    ]
+
+
+def test_removals_beyond_what_readers_take_are_refused_and_earlier_ones_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unsealed_shard(tmp_path)
+    remove(tmp_path / member_name(0))
+    removed = tmp_path / "hsx-removed.jsonl"
+    monkeypatch.setattr(reader_shards, "REMOVED_MAX", removed.stat().st_size)
+    with pytest.raises(OSError, match=r"the list of removed members has \d+ bytes, and readers take .*write to a new directory") as caught:
+        remove(tmp_path / member_name(1))
+    assert caught.value.errno == errno.EFBIG
+    with removed.open("ab") as file:
+        file.write(encode(Tombstone(member_name(2), 2**61)))
+    assert list(Shards(tmp_path).members()) == [member_name(i) for i in range(1, 6)]

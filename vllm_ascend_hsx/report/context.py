@@ -1,0 +1,131 @@
+"""What every step is told: the model, the sizes of servers, and what earlier steps found."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
+
+# Of the free memory of an NPU, what weights may take: the rest is for activations and KV cache.
+WEIGHTS_SHARE = 0.7
+_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts")
+
+
+class Sizes(NamedTuple):
+    """How a server divides the model."""
+
+    tensor_parallel: int
+    data_parallel: int
+    expert_parallel: bool
+
+    @property
+    def npus(self) -> int:
+        return self.tensor_parallel * self.data_parallel
+
+    def __str__(self) -> str:
+        experts = " with expert parallelism" if self.expert_parallel else ""
+        return f"DP={self.data_parallel} x TP={self.tensor_parallel}{experts}"
+
+
+ONE = Sizes(1, 1, False)
+
+
+@dataclass(frozen=True)
+class Context:
+    """Input of a step.
+
+    Attributes:
+        model: directory of the target.
+        output: directory of the report; logs and files of hidden states go below it.
+        emulated: whether the NPUs are emulated: less is measured, and their speed means nothing.
+        tensor_parallel, data_parallel: in the place of sizes that fit; None to choose them.
+        serve_options: more words for each `vllm serve`.
+        found: data of the lines so far.
+    """
+
+    model: Path
+    output: Path
+    emulated: bool
+    tensor_parallel: int | None = None
+    data_parallel: int | None = None
+    serve_options: tuple[str, ...] = ()
+    found: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), default=str))
+
+    @classmethod
+    def read(cls, path: Path) -> Context:
+        content = json.loads(path.read_text())
+        content["model"], content["output"] = Path(content["model"]), Path(content["output"])
+        content["serve_options"] = tuple(content["serve_options"])
+        return cls(**content)
+
+    @property
+    def files(self) -> Path:
+        """Return the directory of the steps' files of hidden states."""
+        return self.output / "files"
+
+    @property
+    def sizes(self) -> Sizes:
+        """Return the sizes that the step `npus` has chosen, or those of one NPU."""
+        return Sizes(**self.found["sizes"]) if "sizes" in self.found else ONE
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return text_config(read_config(str(self.model))[1])
+
+    def number(self, field: str) -> int:
+        """Return a field of the model's config.json. Raises UserError."""
+        return whole_number(str(self.model), self.config, field)
+
+
+class DoesNotFitError(ValueError):
+    """No division of the model fits the NPUs. The message says what was tried."""
+
+
+def weight_bytes(model: Path) -> int:
+    """Return the size of a model's weights on disk."""
+    return sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+
+def choose_sizes(
+    config: dict[str, Any], weights: int, npus: int, free: int, tensor_parallel: int | None = None, data_parallel: int | None = None
+) -> Sizes:
+    """Choose DP x TP: the least TP that fits, but two ranks of each kind where there are NPUs.
+
+    Two DP ranks are enough for one to be idle while the other is busy; more would only take longer
+    to start.
+
+    Args:
+        config: of the model.
+        weights: bytes.
+        npus: how many there are. free: bytes of the one with the least.
+        tensor_parallel, data_parallel: chosen by the user.
+
+    Raises:
+        DoesNotFitError: with the reason.
+    """
+    experts = any(config.get(name) for name in _EXPERTS)
+    heads = config.get("num_attention_heads") or 1
+    powers = [1 << power for power in range(npus.bit_length())]
+    fitting = [size for size in powers if size <= npus and heads % size == 0]
+    several = [size for size in fitting if size > 1] or fitting
+    choices = [tensor_parallel] if tensor_parallel else several, [data_parallel] if data_parallel else [2, 1]
+    tried = list(itertools.product(*choices))
+    enough = [Sizes(tp, dp, experts and tp * dp > 1) for tp, dp in tried if tp * dp <= npus]
+    if not enough:
+        least = Sizes(*tried[0], False)
+        raise DoesNotFitError(f"{least} needs {least.npus} NPUs, and there are {npus}")
+    for sizes in enough:
+        # Experts are divided among all ranks, and are nearly all of a MoE's weights.
+        if weights / (sizes.npus if experts else sizes.tensor_parallel) <= WEIGHTS_SHARE * free:
+            return sizes
+    raise DoesNotFitError(
+        f"weights of {weights / 2**30:,.1f} GiB do not fit {npus} NPUs with {free / 2**30:,.1f} GiB free each: tried up to {enough[-1]}, "
+        f"with {WEIGHTS_SHARE:.0%} of it for weights"
+    )

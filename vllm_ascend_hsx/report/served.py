@@ -1,0 +1,152 @@
+"""Steps with a server that extracts: the demo's prompts, metrics, and the end by SIGTERM."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from vllm_ascend_hsx.demo import DemoError
+from vllm_ascend_hsx.demo.client import send_all
+from vllm_ascend_hsx.demo.metrics import collect
+from vllm_ascend_hsx.demo.options import ServeOptions
+from vllm_ascend_hsx.demo.prompts import demo_prompts
+from vllm_ascend_hsx.demo.server import Server, free_port, group_members, wait_for_ends
+from vllm_ascend_hsx.demo.target import default_layers, reference_for
+from vllm_ascend_hsx.demo.verify import verify
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
+from vllm_ascend_hsx.reader.check import examine
+from vllm_ascend_hsx.reader.find import files_in, orphaned_locks
+from vllm_ascend_hsx.report.context import ONE, Context, DoesNotFitError, Sizes, choose_sizes, weight_bytes
+from vllm_ascend_hsx.report.result import BROKE, HELD, NOT_RUN, Teller
+
+START_S = 1800.0
+REQUEST_S = 120.0
+END_S = 90.0  # of a server after SIGTERM
+IN_FLIGHT = 8  # requests when it comes
+# An emulated NPU has no graphs to capture, and all of them share the machine's memory.
+EMULATED = ("--enforce-eager", "--gpu-memory-utilization", "0.3")
+
+
+def serve_options(context: Context, name: str, sizes: Sizes, **options: Any) -> ServeOptions:
+    """Return the options of the server of a step; its files go to a directory of its own."""
+    return ServeOptions(
+        model=str(context.model),
+        storage=context.files / name,
+        layer_ids=default_layers(context.number("num_hidden_layers")),
+        port=free_port(),
+        data_parallel_size=sizes.data_parallel,
+        tensor_parallel_size=sizes.tensor_parallel,
+        expert_parallel=sizes.expert_parallel,
+        extra=(*(EMULATED if context.emulated else ()), *context.serve_options),
+        **options,
+    )
+
+
+@contextmanager
+def serving(context: Context, name: str, serve: ServeOptions, **environ: str) -> Iterator[Server]:
+    """Start a server, wait until it answers, and stop it. Raises ServerError."""
+    environment = {"PYTHONUNBUFFERED": "1", **environ}
+    with Server(serve.command(), port=serve.port, log=context.output / "logs" / f"{name}.server.log", environment=environment) as server:
+        server.wait_ready(START_S)
+        yield server
+
+
+def one_npu(context: Context, tell: Teller) -> None:
+    try:
+        free = min(each["free"] for each in context.found["npus"]["npus"])
+        choose_sizes(context.config, weight_bytes(context.model), 1, free, 1, 1)
+    except DoesNotFitError as error:
+        tell("one NPU", NOT_RUN, str(error))
+        return
+    serve = serve_options(context, "one-npu", ONE)
+    with serving(context, "one-npu", serve) as server:
+        check_rows(context, server, serve.layer_ids, "one NPU", tell)
+
+
+def parallel(context: Context, tell: Teller) -> None:
+    serve = serve_options(context, "parallel", context.sizes, sequence_parallel=context.sizes.tensor_parallel > 1)
+    with serving(context, "parallel", serve) as server:
+        answers = check_rows(context, server, serve.layer_ids, "parallel", tell)
+        found = collect(server.url, REQUEST_S)
+        published = round(found.total("vllm:hsx_files_total", outcome="published"))
+        words = f"{published} published files for {answers} answers"
+        tell("metrics", HELD if published == answers else BROKE, words, counts=[each._asdict() for each in found.counts])
+        stop(server, serve.storage, tell)
+
+
+def check_rows(context: Context, server: Server, layer_ids: Sequence[int], line: str, tell: Teller) -> int:
+    """Send the demo's prompts and compare their files with transformers; return their number."""
+    reference, why = None, ""
+    try:
+        reference = reference_for(context.model)
+    except DemoError as error:
+        why = f" (finite and complete, not compared: {str(error).partition(';')[0]})"
+    answers = send_all(server.url, demo_prompts(context.number("vocab_size")), timeout=REQUEST_S)
+    rows = [verify(answer, layer_ids, reference) for answer in answers]
+    passed = sum(row.passed for row in rows)
+    wrong = "".join(f"; {row.request} of {row.tokens} tokens: {row.verdict}" for row in rows if not row.passed)
+    sizes = ONE if line == "one NPU" else context.sizes
+    words = f"{passed} of {len(rows)} requests match{why}, {sizes}{wrong}"
+    # JSON has no NaN, which stands for what was not compared.
+    table = [{**row._asdict(), "max_difference": None if math.isnan(row.max_difference) else row.max_difference} for row in rows]
+    data = {"passed": passed, "requests": len(rows), "compared": reference is not None, "rows": table}
+    tell(line, HELD if passed == len(rows) else BROKE, words, log="" if passed == len(rows) else server.log_tail(), **data)
+    return len(rows)
+
+
+def stop(server: Server, storage: Path, tell: Teller) -> None:
+    """Send SIGTERM once requests generate; then every file is whole, or has an error file."""
+    assert server.process is not None
+    with httpx.Client(base_url=server.url, timeout=REQUEST_S, trust_env=False) as client, ThreadPoolExecutor(IN_FLIGHT) as pool:
+        model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        body = {"model": model, "prompt": [4] * 40, "max_tokens": 256, "ignore_eos": True}
+        others = [pool.submit(_ask, client, {**body, "prompt": [5 + index] * (40 + index)}) for index in range(IN_FLIGHT)]
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+            reply.raise_for_status()
+            next(line for line in reply.iter_lines() if line.startswith("data:"))  # it generates
+            begun = time.monotonic()
+            os.kill(server.process.pid, signal.SIGTERM)
+            wait_for_ends(group_members(server.process.pid), END_S)
+        paths = [path for other in others if (path := other.result()) is not None]
+    seconds = time.monotonic() - begun
+    left = len(group_members(server.process.pid))
+    whole, failed, bad = files_after_stop(storage, paths)
+    words = f"ended {seconds:.0f} s after it; {whole} whole files, {failed} with the reason why there are no rows"
+    if left:
+        bad.insert(0, f"{left} processes were still running after {END_S:.0f} s")
+    log = server.log_tail() if bad else ""
+    tell("stop", BROKE if bad else HELD, "; ".join([words, *bad]), log=log, seconds=seconds, whole=whole, failed=failed)
+
+
+def files_after_stop(storage: Path, answered: Sequence[Path]) -> tuple[int, int, list[str]]:
+    """Return the numbers of whole files and of failed ones, and what is wrong.
+
+    Args:
+        answered: files that the server has named in its answers.
+    """
+    files = files_in(storage)
+    found = [examine(path) for path in files if not path.name.endswith(ERROR_SUFFIX)]
+    bad = [f"{each.path.name}: {each.problem}" for each in found if each.problem is not None]
+    lost = [path for path in answered if not (path.exists() or Path(f"{path}{ERROR_SUFFIX}").exists())]
+    bad += [f"{path.name}: answered, and neither there nor failed" for path in lost]
+    bad += [f"{path.name}: a lock without a file" for path in orphaned_locks(storage)]
+    return sum(each.problem is None for each in found), len(files) - len(found), bad
+
+
+def _ask(client: httpx.Client, body: dict[str, Any]) -> Path | None:
+    """Return the path of the answer's file, or None if the server has ended before."""
+    try:
+        reply = client.post("/v1/completions", json=body).raise_for_status().json()
+    except httpx.HTTPError:
+        return None
+    path = (reply.get("kv_transfer_params") or {}).get("hidden_states_path")
+    return None if path is None else Path(path)

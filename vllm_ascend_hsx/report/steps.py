@@ -1,0 +1,120 @@
+"""The table of steps: what the report has lines for, and which rows of the checklist they show."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Line(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        key: its name in the JSON file.
+        what: what it is about, in words.
+        rows: of docs/hardware-checklist.md that it shows on NPUs.
+    """
+
+    key: str
+    what: str
+    rows: tuple[int, ...] = ()
+
+
+class Step(NamedTuple):
+    """What is run together, in a process of its own.
+
+    Attributes:
+        name: for `--steps`.
+        title: what it does, in words.
+        work: `module:function` in this package; it is given a Context and a Teller.
+        limit_s: seconds that it may take on NPUs; loading a large model takes most of them.
+        lines: of the report, in order.
+        needs: lines without which it cannot run.
+    """
+
+    name: str
+    title: str
+    work: str
+    limit_s: float
+    lines: tuple[Line, ...]
+    needs: tuple[str, ...] = ()
+
+
+STEPS = (
+    Step(
+        "software",
+        "looking at versions and patch points",
+        "machine:software",
+        600.0,
+        (Line("software", "versions, CANN, driver and plugin"), Line("patch points", "patch points in vllm and vllm-ascend")),
+    ),
+    Step(
+        "npus",
+        "looking at the NPUs",
+        "machine:npus",
+        300.0,
+        (Line("npus", "NPUs and their free memory"), Line("sizes", "sizes of the servers")),
+    ),
+    Step("copies", "copying to pinned memory", "machine:copies", 120.0, (Line("copies", "bandwidth to pinned memory"),), ("npus",)),
+    Step("storage", "writing a file", "machine:storage", 300.0, (Line("storage", "storage directory and its write speed"),)),
+    Step(
+        "one-npu",
+        "serving with extraction on one NPU",
+        "served:one_npu",
+        2700.0,
+        (Line("one NPU", "rows of 16 prompts on one NPU", (1,)),),
+        ("sizes",),
+    ),
+    Step(
+        "parallel",
+        "serving with extraction, DP x TP with sequence parallelism",
+        "served:parallel",
+        3600.0,
+        (
+            Line("parallel", "rows of 16 prompts, DP x TP", (2, 3, 5)),
+            Line("metrics", "GET /metrics counts every file"),
+            Line("stop", "SIGTERM while requests run", (12,)),
+        ),
+        ("sizes",),
+    ),
+    Step(
+        "off",
+        "measuring a server without extraction",
+        "throughput:off",
+        2700.0,
+        (Line("off", "throughput without extraction"), Line("KV cache, off", "KV cache without extraction")),
+        ("sizes",),
+    ),
+    Step(
+        "hsx",
+        "measuring a server with extraction",
+        "throughput:hsx",
+        2700.0,
+        (
+            Line("hsx", "throughput with extraction"),
+            Line("KV cache, hsx", "KV cache with extraction"),
+            Line("plain", "rows of 16 prompts without sequence parallelism", (9,)),
+        ),
+        ("sizes",),
+    ),
+    Step(
+        "vllm",
+        "measuring a server with vLLM's own connector",
+        "throughput:vllm",
+        2700.0,
+        (Line("vllm", "throughput with vLLM's own connector"), Line("KV cache, vllm", "KV cache with vLLM's own connector")),
+        ("sizes",),
+    ),
+    Step(
+        "plan",
+        "comparing with `hsx plan`",
+        "throughput:plan",
+        60.0,
+        (Line("plan", "the KV cache that is kept, against `hsx plan`"),),
+        ("KV cache, off", "KV cache, hsx"),
+    ),
+)
+
+
+def rows_run() -> dict[int, str]:
+    """Return the rows of docs/hardware-checklist.md that the command runs, with their steps."""
+    return {row: step.name for step in STEPS for line in step.lines for row in line.rows}
