@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_bytes
-from vllm_ascend_hsx.protocol.names import INDEX, REMOVED, parse_shard_name, shard_stem, token_of_workspace
+from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, parse_shard_name, shard_stem, token_of_workspace
 from vllm_ascend_hsx.protocol.shard_index import LATEST_NS, LONGEST_LINE, decode
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,8 @@ def _latest_in(lines: bytes, latest: int) -> int:
 def open_indexes(dir_fd: int, unread: Callable[[str, os.stat_result], int]) -> Iterator[tuple[str, int]]:
     """Open those of a directory's indexes of which something is to be read, one after the other.
 
-    Those with little come first: they are servers', and what no server wrote may be large.
+    Those with little come first: they are servers', and what no server wrote may be large. An index
+    that was sealed is final, so its status is looked up once.
 
     Args:
         dir_fd: the directory.
@@ -125,17 +126,21 @@ def open_indexes(dir_fd: int, unread: Callable[[str, os.stat_result], int]) -> I
         Its name and its descriptor, which is closed when the next one is opened.
     """
     sizes: list[tuple[int, str]] = []
-    for index in [*indexes(dir_fd), REMOVED]:
+    listing = _indexes(dir_fd)
+    for index in [*listing.indexes, REMOVED]:
         with suppress(*_UNREADABLE):
-            sizes.append((unread(index, os.stat(index, dir_fd=dir_fd, follow_symlinks=False)), index))
-    for size, index in sorted(sizes):
+            status = listing.final.get(index)
+            if status is None and index in listing.final:
+                status = listing.final[index] = _status_when_opened(dir_fd, index)
+            if (size := unread(index, status or os.stat(index, dir_fd=dir_fd, follow_symlinks=False))) > 0:
+                sizes.append((size, index))
+    for _, index in sorted(sizes):
         with suppress(*_UNREADABLE):
-            if size > 0:
-                fd = open_regular(index, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
-                try:
-                    yield index, fd
-                finally:
-                    os.close(fd)
+            fd = open_regular(index, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
+            try:
+                yield index, fd
+            finally:
+                os.close(fd)
 
 
 def warn_once(dir_fd: int, index: str, problem: str) -> None:
@@ -157,21 +162,30 @@ def identity(dir_fd: int) -> tuple[int, int]:
 
 
 class _Listing(NamedTuple):
-    """A directory's indexes with their stems, each server's last number, and when this is old."""
+    """A directory's indexes.
 
-    indexes: dict[str, str]
+    Attributes:
+        indexes: their names.
+        final: the status of those that are sealed, or None before it was looked up.
+        last: each server's last number, or -1.
+        until: when this is old.
+    """
+
+    indexes: list[str]
+    final: dict[str, os.stat_result | None]
     last: dict[str, int]
     until: float
 
 
-# By device and inode: listings that took so long that a request must not wait for one each time.
+# By device and inode: what was found last, to be used again if that took so long that a request
+# must not wait for it each time.
 _listings: dict[tuple[int, int], _Listing] = {}
 _SLOW_S = 0.01
 _USED_FOR = 20  # times as long as the listing took
 
 
-def indexes(dir_fd: int) -> dict[str, str]:
-    """Return the names of a directory's indexes, and the stem of each. Raises OSError.
+def _indexes(dir_fd: int) -> _Listing:
+    """Return a directory's indexes. Raises OSError.
 
     Directories of many names are listed rarely. In between, a new shard of a server that was seen
     is found by its number. That of a server which has started since may be missed for some seconds.
@@ -179,34 +193,52 @@ def indexes(dir_fd: int) -> dict[str, str]:
     directory = identity(dir_fd)
     listing, now = _listings.get(directory), time.monotonic()
     if listing is None or now >= listing.until:
-        found, last = _list(dir_fd)
+        known = {} if listing is None else listing.final
+        found, sealed, last = _list(dir_fd)
         seconds = time.monotonic() - now
-        if seconds < _SLOW_S:
-            _listings.pop(directory, None)
-            return found
-        listing = _Listing(found, last, now + _USED_FOR * seconds)
-    found, last = dict(listing.indexes), dict(listing.last)
-    for token, number in listing.last.items():
-        while _exists(dir_fd, name := (stem := shard_stem(token, number + 1)) + INDEX):
-            found[name], last[token], number = stem, number + 1, number + 1
-    _listings[directory] = _Listing(found, last, listing.until)
-    return found
+        until = 0.0 if seconds < _SLOW_S else now + _USED_FOR * seconds
+        listing = _listings[directory] = _Listing(found, {index: known.get(index) for index in found if index in sealed}, last, until)
+        return listing
+    found, last = list(listing.indexes), dict(listing.last)
+    for token in listing.last:
+        while _exists(dir_fd, name := shard_stem(token, last[token] + 1) + INDEX):
+            found.append(name)
+            last[token] += 1
+    listing = _listings[directory] = listing._replace(indexes=found, last=last)
+    return listing
 
 
-def _list(dir_fd: int) -> tuple[dict[str, str], dict[str, int]]:
-    """Return a directory's indexes with their stems, and each server's last number, or -1."""
-    found: dict[str, str] = {}
+def _list(dir_fd: int) -> tuple[list[str], set[str], dict[str, int]]:
+    """Return a directory's indexes, those that are sealed, and each server's last number, or -1."""
+    found: list[str] = []
+    sealed: set[str] = set()
     last: dict[str, int] = {}
-    with os.scandir(dir_fd) as entries:
-        for name in (entry.name for entry in entries if entry.name.startswith(("hsx-", ".hsx-"))):
-            if (parts := parse_shard_name(name)) is not None:
-                stem, token, suffix = parts
-                last[token] = max(last.get(token, -1), int(stem.rpartition("-")[2]))
-                if suffix == INDEX:
-                    found[name] = stem
-            elif (token_of := token_of_workspace(name)) is not None:
-                last.setdefault(token_of, -1)
-    return found, last
+    # Threads that list a directory through one descriptor, or a duplicate, share its position in it
+    # and miss names.
+    own_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=dir_fd)
+    try:
+        names = {name for name in os.listdir(own_fd) if name.startswith(("hsx-", ".hsx-"))}
+    finally:
+        os.close(own_fd)
+    for name in names:
+        if name.endswith(INDEX) and (parts := parse_shard_name(name)) is not None:
+            stem, token, _ = parts
+            found.append(name)
+            if stem + MANIFEST in names:
+                sealed.add(name)
+            last[token] = max(last.get(token, -1), int(stem.rpartition("-")[2]))
+        elif (token_of := token_of_workspace(name)) is not None:
+            last.setdefault(token_of, -1)
+    return found, sealed, last
+
+
+def _status_when_opened(dir_fd: int, index: str) -> os.stat_result:
+    """Return the status of an index when it is opened: NFS may have an older one of its name."""
+    fd = open_regular(index, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
+    try:
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
 
 
 def _exists(dir_fd: int, name: str) -> bool:

@@ -69,6 +69,9 @@ class Pipeline:
             layer.fill_(-1.0)
 
     def close(self) -> None:
+        """Read what was staged, end the threads, and raise their first error, once."""
+        if not self.writer.is_alive():
+            return
         delivered = threading.Event()
         self.copier.then(delivered.set)
         self.gate.set()

@@ -34,8 +34,7 @@ def pipeline() -> Iterator[Callable[..., Pipeline]]:
 
     yield make
     for each in made:
-        if each.writer.is_alive():
-            each.close()
+        each.close()
 
 
 @settings(max_examples=60)

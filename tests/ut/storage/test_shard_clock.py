@@ -17,11 +17,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sink_harness import FORMAT, MIB, finite_rows, put, rows_of
 
-from vllm_ascend_hsx.protocol.names import INDEX, shard_stem
+from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, shard_stem
 from vllm_ascend_hsx.protocol.shard_index import LATEST_NS, Member, Tombstone, decode, encode
 from vllm_ascend_hsx.protocol.strict_json import LARGEST
 from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks import shard_clock
+from vllm_ascend_hsx.sinks.arrival import newest_member
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.shard import ShardSink
 from vllm_ascend_hsx.sinks.shard_clock import ShardClock
@@ -192,6 +193,37 @@ def test_of_removals_every_line_counts_at_the_start_whatever_comes_last(tmp_path
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         put(sink.open("a", path, 2), 2, 1)
     assert np.array_equal(rows_of(path), finite_rows(0, 2, 1))
+
+
+def test_the_status_of_a_sealed_index_is_looked_up_once(tmp_path: Path, dir_fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories of data sets have hundreds, and each request that chose its name would wait."""
+    looked_up: list[str] = []
+    stat, open_regular = os.stat, shard_clock.open_regular
+    monkeypatch.setattr(os, "stat", lambda name, **how: (looked_up.append(str(name)), stat(name, **how))[1])
+    monkeypatch.setattr(shard_clock, "open_regular", lambda name, *_, **how: (looked_up.append(name), open_regular(name, *_, **how))[1])
+    live, sealed = PLANTED, [shard_stem("01234567", number) + INDEX for number in range(3)]
+    for index in (live, *sealed):
+        (tmp_path / index).write_bytes(line_at(5))
+    for index in sealed:
+        (tmp_path / index.replace(INDEX, MANIFEST)).touch()
+    clock, later = ShardClock(dir_fd), time.time_ns() + HOUR
+    looked_up.clear()
+    clock.next_ns(may_have_others=True)
+    newest_member(dir_fd, "a.safetensors", later)
+    assert set(looked_up) == {live, REMOVED}
+    with open(tmp_path / live, "ab") as index:
+        index.write(line_at(later))
+    (tmp_path / live.replace(INDEX, MANIFEST)).touch()
+    assert clock.next_ns(may_have_others=True) == later + 1, "it was sealed since"
+    looked_up.clear()
+    clock.next_ns(may_have_others=True)
+    assert set(looked_up) == {REMOVED}
+
+
+def test_threads_that_list_a_directory_at_the_same_time_have_positions_of_their_own(tmp_path: Path, dir_fd: int) -> None:
+    (tmp_path / PLANTED).touch()
+    ShardClock(dir_fd).next_ns(may_have_others=True)
+    assert os.lseek(dir_fd, 0, os.SEEK_CUR) == 0, "the descriptor that they share was not read"
 
 
 def test_a_line_counts_however_its_json_is_written(tmp_path: Path, dir_fd: int) -> None:
