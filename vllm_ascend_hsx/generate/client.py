@@ -7,6 +7,8 @@ import json
 import os
 import ssl
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import httpx
 
@@ -76,6 +78,7 @@ class Client:
         self._options = options
         key = options.api_key
         try:
+            _check_proxy_ports()
             self._http = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 # `_send` limits the time of the whole answer.
@@ -173,6 +176,13 @@ class Client:
                     problem = f"{url} answers more than {LARGEST_ANSWER >> 20} MiB, which no vLLM does; is it a proxy's error?"
                     raise RequestError(problem, lost=True)
             return _Reply(response.status_code, response.reason_phrase, response.headers, bytes(received))
+
+
+def _check_proxy_ports() -> None:
+    """Raise ValueError if a proxy has no possible port: httpx finds out when it connects."""
+    for scheme, proxy in getproxies().items():
+        if scheme in ("http", "https", "all"):
+            _ = urlsplit(proxy if "://" in proxy else f"http://{proxy}").port
 
 
 def _environment_problem(error: Exception) -> str:

@@ -222,6 +222,7 @@ def test_the_key_of_the_server_is_sent(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ("ALL_PROXY", "socks5://localhost:9", "ALL_PROXY: "),
         ("HTTP_PROXY", "foo:bar", "HTTP_PROXY: Invalid port: 'bar'"),
+        ("HTTP_PROXY", "localhost:99999", "HTTP_PROXY: Port out of range 0-65535"),
         ("HTTPS_PROXY", "ftp://localhost", "HTTPS_PROXY: Unknown scheme for proxy URL"),
         ("SSL_CERT_FILE", "/none.pem", "SSL_CERT_FILE: "),
     ],
