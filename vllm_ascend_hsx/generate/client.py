@@ -78,13 +78,13 @@ class Client:
         self._options = options
         key = options.api_key
         try:
-            _check_proxy_ports()
             self._http = httpx.AsyncClient(
                 headers={"Authorization": f"Bearer {key}"} if key else {},
                 # `_send` limits the time of the whole answer.
                 timeout=httpx.Timeout(None, connect=min(CONNECT_S, options.request_timeout)),
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             )
+            _check_proxy_ports()
         except (ImportError, ValueError, httpx.InvalidURL, OSError) as error:
             raise InputError(_environment_problem(error)) from error
 
