@@ -24,6 +24,7 @@ OPTION = "shared_storage_path"
 LOCK_OPTION = "use_synchronization_lock"
 IO_OPTION = "io"
 _NO_FLOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _SECTORS = (512, 1024, 2048, PAGE)  # alignments that a filesystem may require of direct I/O
 _PROBE = "probe"
 
@@ -207,6 +208,8 @@ class Session:
                     os.pwrite(direct_fd, memory[alignment : 2 * alignment], alignment)
                     return alignment
                 except OSError as error:
+                    if error.errno in _NO_SPACE:
+                        raise
                     refused = error
             problem = f"takes no direct writes: {refused.strerror}"
             raise _unusable(self._directory, problem, remedy) from refused

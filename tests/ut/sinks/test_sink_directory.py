@@ -83,12 +83,12 @@ def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(tmp_path: Pa
     assert listing(tmp_path) == []
 
 
-@pytest.mark.parametrize("failing", ["pwrite", "rename"])
-def test_a_full_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+@pytest.mark.parametrize(("failing", "direct"), [("pwrite", False), ("pwrite", True), ("rename", False)])
+def test_a_full_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, direct: bool) -> None:
     before = open_fds()
     monkeypatch.setattr(directory_module, "os", Traced(os, Calls(errno.EDQUOT, failing)))
     with pytest.raises(UserError, match="cannot hold a file: Disk quota exceeded"):
-        check_directory(tmp_path)
+        check_directory(tmp_path, direct=direct)
     assert listing(tmp_path) == []
     assert open_fds() == before
 
