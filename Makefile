@@ -28,7 +28,7 @@ lint: setup
 
 # A test that hangs ends in minutes here, not after the hour that three of them take otherwise.
 ut: setup
-	$(PYTEST) $(if $(LONG),,--timeout 300) tests/ut
+	$(PYTEST) $(if $(LONG),,--timeout 600) tests/ut
 
 # Files in the order of tests/e2e/conftest.py, longest first; `make matrix` reads the reports.
 REPORTS := build/e2e

@@ -72,8 +72,7 @@ def newest_member(dir_fd: int, name: str, since_ns: int) -> tuple[str, Member] |
     text = json.dumps(name).encode("ascii")
     found: list[tuple[str, Member | Tombstone]] = []
     allowance = Allowance()
-    for index, fd in open_indexes(dir_fd, unread):
-        status = os.fstat(fd)
+    for index, fd, status in open_indexes(dir_fd, unread):
         at, floor = status.st_size, read_before(left_out.get(index), status)
         for begin, piece in pieces_backwards(fd, at, floor, allowance):
             at = begin

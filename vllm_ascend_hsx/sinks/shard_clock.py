@@ -72,8 +72,7 @@ class ShardClock:
             return status.st_size - read_before(self._read.get(index), status)
 
         allowance = Allowance()
-        for index, fd in open_indexes(self._dir_fd, unread):
-            status = os.fstat(fd)
+        for index, fd, status in open_indexes(self._dir_fd, unread):
             at, floor = status.st_size, read_before(self._read.get(index), status)
             position = None  # where the line begins that is still being written
             for at, piece in pieces_backwards(fd, status.st_size, floor, allowance):
@@ -112,33 +111,36 @@ def _latest_in(lines: bytes, latest: int) -> int:
     return latest
 
 
-def open_indexes(dir_fd: int, unread: Callable[[str, os.stat_result], int]) -> Iterator[tuple[str, int]]:
+def open_indexes(dir_fd: int, unread: Callable[[str, os.stat_result], int]) -> Iterator[tuple[str, int, os.stat_result]]:
     """Open those of a directory's indexes of which something is to be read, one after the other.
 
     Those with little come first: they are servers', and what no server wrote may be large. An index
-    that was sealed is final, so its status is looked up once.
+    that is sealed is final, so its status is looked up once.
 
     Args:
         dir_fd: the directory.
         unread: returns the bytes of an index that are to be read.
 
     Yields:
-        Its name and its descriptor, which is closed when the next one is opened.
+        Its name, its descriptor, which is closed when the next one is opened, and its status.
     """
     sizes: list[tuple[int, str]] = []
-    listing = _indexes(dir_fd)
-    for index in [*listing.indexes, REMOVED]:
+    indexes, final = _indexes(dir_fd)
+    for index in [*indexes, REMOVED]:
         with suppress(*_UNREADABLE):
-            status = listing.final.get(index)
-            if status is None and index in listing.final:
-                status = listing.final[index] = _status_when_opened(dir_fd, index)
-            if (size := unread(index, status or os.stat(index, dir_fd=dir_fd, follow_symlinks=False))) > 0:
+            status = final.get(index)
+            size = unread(index, status or os.stat(index, dir_fd=dir_fd, follow_symlinks=False))
+            if size > 0 or (status is None and index in final):
                 sizes.append((size, index))
     for _, index in sorted(sizes):
         with suppress(*_UNREADABLE):
             fd = open_regular(index, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
             try:
-                yield index, fd
+                status = os.fstat(fd)
+                if index in final:
+                    final[index] = status  # of what is open: NFS may have told an older one of the name
+                if unread(index, status) > 0:
+                    yield index, fd, status
             finally:
                 os.close(fd)
 
@@ -184,8 +186,8 @@ _SLOW_S = 0.01
 _USED_FOR = 20  # times as long as the listing took
 
 
-def _indexes(dir_fd: int) -> _Listing:
-    """Return a directory's indexes. Raises OSError.
+def _indexes(dir_fd: int) -> tuple[list[str], dict[str, os.stat_result | None]]:
+    """Return a directory's indexes, and what is known of those that are sealed. Raises OSError.
 
     Directories of many names are listed rarely. In between, a new shard of a server that was seen
     is found by its number. That of a server which has started since may be missed for some seconds.
@@ -198,14 +200,14 @@ def _indexes(dir_fd: int) -> _Listing:
         seconds = time.monotonic() - now
         until = 0.0 if seconds < _SLOW_S else now + _USED_FOR * seconds
         listing = _listings[directory] = _Listing(found, {index: known.get(index) for index in found if index in sealed}, last, until)
-        return listing
+        return listing.indexes, listing.final
     found, last = list(listing.indexes), dict(listing.last)
     for token in listing.last:
         while _exists(dir_fd, name := shard_stem(token, last[token] + 1) + INDEX):
             found.append(name)
             last[token] += 1
-    listing = _listings[directory] = listing._replace(indexes=found, last=last)
-    return listing
+    _listings[directory] = listing._replace(indexes=found, last=last)
+    return found, listing.final
 
 
 def _list(dir_fd: int) -> tuple[list[str], set[str], dict[str, int]]:
@@ -230,15 +232,6 @@ def _list(dir_fd: int) -> tuple[list[str], set[str], dict[str, int]]:
         elif (token_of := token_of_workspace(name)) is not None:
             last.setdefault(token_of, -1)
     return found, sealed, last
-
-
-def _status_when_opened(dir_fd: int, index: str) -> os.stat_result:
-    """Return the status of an index when it is opened: NFS may have an older one of its name."""
-    fd = open_regular(index, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=dir_fd)
-    try:
-        return os.fstat(fd)
-    finally:
-        os.close(fd)
 
 
 def _exists(dir_fd: int, name: str) -> bool:
