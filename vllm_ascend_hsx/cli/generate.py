@@ -93,7 +93,7 @@ def parse_arguments(argv: Sequence[str]) -> Options:
     given["ray"] = _cluster(given.pop("ray"), given.pop("ray_label"), given.pop("ray_block_rows"))
     given |= _endpoints(given.pop("endpoint") or list(DEFAULTS.endpoints))
     given["path_maps"] = tuple(path_map(text) for text in given.pop("map_path"))
-    given["api_key"] = given["api_key"] or os.environ.get("OPENAI_API_KEY")
+    given["api_key"] = given["api_key"] or os.environ.get("OPENAI_API_KEY") or None
     # A cluster does all rows, wherever this process was started.
     place = place_of(given["world_size"], given["rank"], {} if given["ray"] else os.environ)
     given |= {"world_size": place.world_size, "rank": place.rank, "rank_source": place.source}

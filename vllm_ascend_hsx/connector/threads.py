@@ -5,6 +5,7 @@ For one file: the order in which its rows are written, and which of them are.
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -13,6 +14,8 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
+
+logger = logging.getLogger(__name__)
 
 Job: TypeAlias = "Callable[[], Iterable[Job] | None]"
 Positions = tuple[int, float]  # [first, end) of token positions
@@ -23,9 +26,9 @@ _NAMED = 8  # missing spans that an error names; it counts the others
 class ThreadPool:
     """Daemon threads that take jobs in order of their submission.
 
-    A job must not raise. It may return jobs that can start now that it has ended; its thread runs
-    them. Daemon threads, unlike those of concurrent.futures, do not keep a process alive that
-    waits for storage in vain.
+    A job must not raise; if one does, this is logged and its thread takes the next. It may return
+    jobs that can start now that it has ended; its thread runs them. Daemon threads, unlike those of
+    concurrent.futures, do not keep a process alive that waits for storage in vain.
 
     Args:
         num_threads: number of threads.
@@ -91,7 +94,10 @@ class ThreadPool:
         while (job := self._jobs.get()) is not None:
             ready = deque([job])
             while ready:
-                ready.extend(ready.popleft()() or ())
+                try:
+                    ready.extend(ready.popleft()() or ())
+                except Exception:  # a bug, which must not stop what others have submitted
+                    logger.exception("a job has failed; please report this")
             with self._changed:
                 self._pending -= 1
                 self._last_end = time.monotonic()

@@ -68,7 +68,7 @@ def check_url(url: str) -> None:
         problem, possible = str(error), False
     if not possible:
         remedy = "give the URL of a server, such as http://localhost:8000"
-        raise InputError(f"--endpoint {url}: {problem}; {remedy}")
+        raise InputError(f"--endpoint {_shown(url)}: {_shown(problem)}; {remedy}")
 
 
 class Client:
@@ -155,8 +155,10 @@ class Client:
             if (distrust := _distrust_of(error)) is not None:
                 raise InputError(f"{url}: {distrust}") from error
             raise _unreached(f"{url}: {_words(error)}") from error
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        except httpx.UnsupportedProtocol as error:
             raise InputError(f"--endpoint {url}: {error}") from error
+        except (httpx.InvalidURL, ValueError) as error:  # httpx parses it, and does not follow it
+            raise RequestError(f"{url} answers a redirect to what is no URL: {_words(error)}") from error
         except httpx.HTTPError as error:
             raise RequestError(f"{url}: the connection broke: {_words(error)}", fault=Fault.DOWN, lost=True) from error
         if reply.status != 200:

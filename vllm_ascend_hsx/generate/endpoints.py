@@ -139,13 +139,16 @@ class Balancer:
             near: has published a prefix of the row.
         """
         async with self._turn:
-            while (endpoint := self._choose(failed_at, near)) is None:
-                self._changed.clear()
+            while True:
+                # First: nothing but its end tells that an endpoint no longer rests, and it may end
+                # while one is chosen.
                 rests = [rest for each in self.used if (rest := each.rest_left())]
+                if (endpoint := self._choose(failed_at, near)) is not None:
+                    endpoint.in_flight += 1
+                    return endpoint
+                self._changed.clear()
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), min(rests, default=None))
-            endpoint.in_flight += 1
-            return endpoint
 
     def release(self, endpoint: Endpoint, fault: Fault | None, retry_after: float | None = None) -> bool:
         """End a request.

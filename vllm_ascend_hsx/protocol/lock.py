@@ -129,8 +129,10 @@ class HeldLock:
         return has_name(self._fd, self._name, self._dir_fd)
 
     def append(self, line: bytes) -> None:
-        """Append to the lock file. Raises OSError."""
-        write_at(self._fd, memoryview(line), os.fstat(self._fd).st_size)
+        """Append to the lock file, all of the line or nothing. Raises OSError."""
+        size = os.fstat(self._fd).st_size
+        with OnError(os.ftruncate, self._fd, size):
+            write_at(self._fd, memoryview(line), size)
 
     def content(self) -> bytes:
         """Return the content, limited to what a server would write. Raises OSError."""

@@ -61,14 +61,12 @@ class Session:
         self.users = 1
         self._numbers = itertools.count()
         self.storage = Storage(_open_directory(directory), options.mode)
-        with ExitStack() as undo:
-            undo.callback(self.storage.close)
+        with OnError(self.storage.close):
             self._workspace = self._make_workspace(options.use_lock)
-            undo.callback(self._workspace.remove)
+        with OnError(self.close):  # which raises nothing, so the reason is that of the block
             self.token = self._workspace.token
             self.workspace = Storage(self._workspace.fd, options.mode)
             self.filesystem = self._probe(options.io == "direct", memory)
-            undo.pop_all()
 
     def try_file(self) -> None:
         """Write, rename and remove a file. Raises UserError."""
@@ -153,17 +151,20 @@ class Session:
     def close(self) -> None:
         """End the session. No file may be open."""
         try:
-            (self._workspace.remove if self.tidy else self._workspace.leave)()
+            try:
+                (self._workspace.remove if self.tidy else self._workspace.leave)()
+            finally:
+                self.storage.close()
         except OSError as error:
             problem = "the hidden directory of this server could not be removed"
             logger.error("%s: %s", self._directory, describe(problem, error))
-        finally:
-            self.storage.close()
 
     def _make_workspace(self, use_lock: bool) -> Workspace:
         try:
             return Workspace.make(self.storage.fd, use_lock, self._lock_mode)
         except OSError as error:
+            if error.errno in _NO_SPACE:
+                raise self._no_file(error) from error
             if error.errno in _NO_FLOCK:
                 problem = f"is on a filesystem without flock: {error.strerror}"
                 remedy = (

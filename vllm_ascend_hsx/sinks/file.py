@@ -259,6 +259,9 @@ class DirectorySink(Sink):
         except FileNotFoundError as error:
             reason = describe(f"{self._directory} is not there any more", error)
             raise SinkError(request_id, path, reason) from error
+        except OSError as error:
+            reason = describe(f"{self._directory} cannot be used", error)
+            raise SinkError(request_id, path, reason) from error
         try:
             storage = session.enter(relative.split("/")[:-1], self.options.durable)
         except OSError as error:

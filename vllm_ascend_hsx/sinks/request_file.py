@@ -153,8 +153,8 @@ class RequestFile(SinkFile):
         self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
         try:
             successor = self._successor or self._sink.follow(self)
-        except SinkError as error:
-            logger.error("%s", error)
+        except Exception as error:
+            logger.error("%s", error, exc_info=not isinstance(error, SinkError))
         else:
             if successor is not None:
                 successor.fail(reason)

@@ -77,7 +77,10 @@ class Workspace:
             return made
         except OSError:
             with suppress(OSError):
-                os.rmdir(name, dir_fd=parent_fd)
+                if made is None:
+                    os.rmdir(name, dir_fd=parent_fd)
+                else:
+                    made.remove()
             raise
         finally:
             if made is None:
@@ -158,9 +161,11 @@ class Workspace:
 
     def leave(self) -> None:
         """Close the directory and leave its files to the next server."""
-        if self._lock is not None:
-            self._lock.release()
-        os.close(self.fd)
+        try:
+            if self._lock is not None:
+                self._lock.release()
+        finally:
+            os.close(self.fd)
 
 
 def _remove_empty(name: str, parent_fd: int) -> None:

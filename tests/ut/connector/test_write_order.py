@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
-from vllm_ascend_hsx.connector.threads import EVERY_POSITION, Job, Positions, SpanSet, WriteOrder
+from vllm_ascend_hsx.connector.threads import EVERY_POSITION, Job, Positions, SpanSet, ThreadPool, WriteOrder
 
 spans = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda span: (span[0], span[0] + span[1]))
 
@@ -93,3 +94,17 @@ def test_writing_in_order_keeps_one_span() -> None:
     for position in range(1000):
         spans.add(position, position + 1)
     assert spans.spans == [(0, 1000)]
+
+
+def test_a_job_that_raises_is_logged_and_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    pool = ThreadPool(1, "test-writer")
+    ran: list[str] = []
+
+    def fail() -> None:
+        raise RuntimeError("a bug")
+
+    pool.submit(fail, lambda: ran.append("next"))
+    assert pool.wait(10)
+    assert (ran, pool.pending, pool.silent_for()) == (["next"], 0, 0.0)
+    assert "a bug" in caplog.text
+    assert pool.close(10)

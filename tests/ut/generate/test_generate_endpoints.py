@@ -106,6 +106,18 @@ def test_an_endpoint_that_is_down_rests_twice_as_long_each_time_and_comes_back_w
     run(scenario)
 
 
+def test_a_rest_that_ends_while_an_endpoint_is_chosen_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would wake who waits for an endpoint, for nothing is under way."""
+    rests = [1e-6]
+    monkeypatch.setattr(Endpoint, "rest_left", lambda self: rests.pop() if rests else 0.0)
+
+    async def scenario() -> None:
+        made = balancer(1)
+        assert await acquired_at_once(made) is made.endpoints[0]
+
+    run(scenario)
+
+
 def test_others_do_the_work_while_one_rests() -> None:
     async def scenario() -> None:
         made = balancer(2)

@@ -164,6 +164,15 @@ def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(ben
     assert r"\x1b]0;owned\x07\x1b[2J bad" in printed and "\x1b" not in printed
 
 
+@pytest.mark.parametrize("location", ["//xn--a/", "https://xn--/login", ":http://:.mailto:x", "ftp: xn--"])
+def test_a_redirect_to_what_is_no_url_is_the_failure_of_its_row_alone(bench: Bench, server: OddServer, location: str) -> None:
+    """A proxy may send one at the end of a session; httpx reads it, although it does not follow."""
+    server.body, server.status, server.headers, server.stores = {}, 302, f"Location: {location}\r\n", False
+    code, printed = bench.run("--max-retries", 0)
+    assert (code, bench.rows) == (1, [0, 1, 3, 4, 5])
+    assert "/v1/completions answers " in printed and "Traceback" not in printed and "--endpoint" not in printed, printed
+
+
 @pytest.mark.parametrize("body", [{"data": [{"id": 5}]}, {"data": [{"id": [["x"]]}]}, {"data": "m"}, [1], b"[" * 100_000, b'{"a": 1'])
 def test_a_list_of_models_that_is_none_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch, body: object) -> None:
     send = FakeServer.send

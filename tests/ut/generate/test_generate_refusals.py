@@ -215,6 +215,8 @@ def test_the_key_of_the_server_is_sent(tmp_path: Path, capsys: pytest.CaptureFix
         monkeypatch.setenv("OPENAI_API_KEY", "secret")
         assert bench.run()[0] == 0
         bench.check(list(range(6)))
+        monkeypatch.setenv("OPENAI_API_KEY", "")  # as where a secret is not given to a job
+        assert "answers 401" in bench.run("--limit", 2, "--output", tmp_path / "store" / "other")[1]
 
 
 @pytest.mark.parametrize(

@@ -181,3 +181,26 @@ def test_a_free_lock_is_left_over_only_if_its_request_is_not_decided(tmp_path: P
     lock = tmp_path / "a.safetensors.lock"
     lock.touch()
     assert is_left_over(lock, lambda: decided) is not decided
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next line would be glued to it, and the folder in it would be forgotten."""
+    dir_fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    lock = HeldLock.create(dir_fd, "lock", 0o644)
+    assert lock is not None
+    lock.append(b"first\n")
+    pwrite = os.pwrite
+
+    def full(fd: int, data: memoryview, offset: int) -> int:
+        if len(data) < 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data[:4], offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match="No space"):
+            lock.append(b"second\n")
+    lock.append(b"third\n")
+    assert lock.content() == b"first\nthird\n"
+    lock.release()
+    os.close(dir_fd)

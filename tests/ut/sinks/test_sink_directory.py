@@ -22,6 +22,7 @@ from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.names import file_name
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks import directory as directory_module
+from vllm_ascend_hsx.sinks import workspace as workspace_module
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.directory import check_directory
@@ -83,10 +84,11 @@ def test_a_filesystem_without_flock_is_refused_unless_locks_are_off(tmp_path: Pa
     assert listing(tmp_path) == []
 
 
-@pytest.mark.parametrize(("failing", "direct"), [("pwrite", False), ("pwrite", True), ("rename", False)])
+@pytest.mark.parametrize(("failing", "direct"), [("pwrite", False), ("pwrite", True), ("rename", False), ("mkdir", False)])
 def test_a_full_filesystem_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, direct: bool) -> None:
     before = open_fds()
-    monkeypatch.setattr(directory_module, "os", Traced(os, Calls(errno.EDQUOT, failing)))
+    for module in (directory_module, workspace_module):
+        monkeypatch.setattr(module, "os", Traced(os, Calls(errno.EDQUOT, failing)))
     with pytest.raises(UserError, match="cannot hold a file: Disk quota exceeded"):
         check_directory(tmp_path, direct=direct)
     assert listing(tmp_path) == []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, wait_for_sleepers
-from tracing import trace
+from tracing import Calls, trace
 
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load, open_dir
 from vllm_ascend_hsx.reader.shards import Shards
@@ -81,6 +83,37 @@ def test_without_a_directory_requests_fail_and_nothing_is_written_into_the_one_t
         Path(f"{moved / under_way.path.name}.error").unlink()
         assert Shards(moved).members() == {}, "a failed request is no member, whatever becomes of its error"
         assert not (moved / under_way.path.name).exists()
+
+
+@EVERY_SINK
+@pytest.mark.parametrize("io", ["buffered", "direct"])
+def test_requests_under_way_end_and_later_ones_work_whichever_call_is_the_first_that_fails_in_the_new_directory(
+    tmp_path: Path, make: Callable[..., Sink], io: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first in itertools.count(1):
+        directory = tmp_path / str(first) / "out"
+        before, calls = open_fds(), Calls(errno.EIO, when=lambda: True)
+
+        def fail(name: str, first: int = first, calls: Calls = calls) -> None:
+            calls(name)
+            if len(calls.made) >= first:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with make(directory, FORMAT, FileOptions(io=io)) as sink:  # type: ignore[arg-type]
+            under_way = [begin(sink, directory, f"{name}-0123abcd") for name in "ab"]
+            moved = rotate(directory)
+            with monkeypatch.context() as patch:
+                trace(patch, fail, start=True)
+                with suppress(SinkError):
+                    under_way[0].commit(token_ids(3), 3)
+                under_way[1].fail("because")
+            assert not any(is_held(lock) for lock in moved.glob("*.lock"))
+            begin(sink, directory, "c").commit(token_ids(3), 3)
+            assert_found(directory / "c.safetensors")
+        assert open_fds() == before
+        if len(calls.made) < first:
+            break
+    assert first > 20
 
 
 def test_a_file_in_the_directorys_place_fails_requests_with_the_reason(tmp_path: Path) -> None:
