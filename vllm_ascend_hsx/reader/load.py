@@ -163,10 +163,7 @@ def load(
 
 @contextmanager
 def checked(path: Path, timeout: float | None) -> Iterator[tuple[Place, Header]]:
-    """Open the file for `load`, and yield it with its header, which is one of hidden states.
-
-    Raises like `load`. Also converts a FormatError of the block.
-    """
+    """Open the file for `load`, and yield it with its header. Convert FormatErrors of the block."""
     with Naming(path):
         place = open_stored(path, timeout)
         try:
@@ -202,10 +199,12 @@ def open_stored(path: Path, timeout: float | None) -> Place:
         while True:
             wait_until_released(lock_path, None if deadline is None else max(0.0, deadline - time.monotonic()))
             place = _stored(path)
+            if place is None and not os.path.exists(lock_path):
+                place = _stored(path)  # it may have been published in between, and its lock removed
+                if place is None:
+                    raise FileNotFoundError(errno.ENOENT, _NOTHING, str(path))
             if place is not None:
                 return place
-            if not os.path.exists(lock_path):
-                raise FileNotFoundError(errno.ENOENT, _NOTHING, str(path))
             if is_left_over(lock_path, partial(is_decided, path)):
                 raise HiddenStatesError(path, _DIED)
             # Between two checks a server has started or finished the file.
@@ -242,8 +241,7 @@ def open_dir(
 ) -> Iterator[tuple[Path, HiddenStates]]:
     """Yield the complete files below a directory and the members of shards there, sorted by path.
 
-    Each is loaded when it is yielded. Files that are still being written, or are removed meanwhile,
-    are skipped.
+    Each is loaded when it is yielded. Those being written, or removed meanwhile, are skipped.
 
     Args:
         directory: the server's storage directory.

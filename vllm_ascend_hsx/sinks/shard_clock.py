@@ -184,6 +184,7 @@ class _Listing(NamedTuple):
 _listings: dict[tuple[int, int], _Listing] = {}
 _SLOW_S = 0.01
 _USED_FOR = 20  # times as long as the listing took
+_LONGEST_S = 10.0
 
 
 def _indexes(dir_fd: int) -> tuple[list[str], dict[str, os.stat_result | None]]:
@@ -195,11 +196,16 @@ def _indexes(dir_fd: int) -> tuple[list[str], dict[str, os.stat_result | None]]:
     directory = identity(dir_fd)
     listing, now = _listings.get(directory), time.monotonic()
     if listing is None or now >= listing.until:
-        known = {} if listing is None else listing.final
+        before = listing or _Listing([], {}, {}, 0.0)
         found, sealed, last = _list(dir_fd)
+        # What was made meanwhile may be missing, although what was made after it is not.
+        for token, latest in last.items():
+            numbers = range(before.last.get(token, -1) + 1, latest)
+            missing = {shard_stem(token, number) + INDEX for number in numbers}.difference(found)
+            found += [index for index in missing if _exists(dir_fd, index)]
         seconds = time.monotonic() - now
-        until = 0.0 if seconds < _SLOW_S else now + _USED_FOR * seconds
-        listing = _listings[directory] = _Listing(found, {index: known.get(index) for index in found if index in sealed}, last, until)
+        until = 0.0 if seconds < _SLOW_S else now + min(_LONGEST_S, _USED_FOR * seconds)
+        listing = _listings[directory] = _Listing(found, {index: before.final.get(index) for index in sealed}, last, until)
         return listing.indexes, listing.final
     found, last = list(listing.indexes), dict(listing.last)
     for token in listing.last:

@@ -113,6 +113,37 @@ def test_a_directory_of_many_names_is_not_listed_for_each_request(tmp_path: Path
     assert (found.offset, len(listed)) == (50, 2)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.5], ids=["used once", "used again"])
+def test_what_is_made_during_a_listing_is_found_although_the_listing_misses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """A listing has all names from before it, and any of those that are made meanwhile."""
+    listdir, now = os.listdir, [0.0]
+
+    def publish(number: int, offset: int) -> str:
+        index = tmp_path / (shard_stem("01234567", number) + INDEX)
+        index.write_bytes(encode(Member(NAMES[0], offset, 9, 1, "", "", 10 + offset)) if offset else b"")
+        return index.name
+
+    def slow(where: int) -> list[str]:
+        now[0] += seconds
+        return [name for name in listdir(where) if name not in missed]
+
+    missed: set[str] = set()
+    monkeypatch.setattr(os, "listdir", slow)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    publish(0, 1)
+    assert newest(tmp_path, NAMES[0], 5) is not None
+    now[0] += 100.0
+    missed.add(publish(1, 2))
+    publish(2, 0)  # the server has sealed the one before
+    for _ in range(2):
+        found = newest(tmp_path, NAMES[0], 5)
+        assert found is not None
+        assert found.offset == 2
+        missed.clear()  # by then it was there before the listing
+
+
 def test_a_small_directory_is_always_listed(tmp_path: Path) -> None:
     for number, token in enumerate(("01234567", "89abcdef", "ffffffff")):
         (tmp_path / (shard_stem(token, 0) + INDEX)).write_bytes(encode(Member(NAMES[0], number, 9, 1, "", "", 10 + number)))

@@ -15,9 +15,12 @@ from worker_harness import FORMAT, NOTHING, SILENT, Engine, answer, fill_ring, f
 from vllm_ascend_hsx.connector.metadata import RequestStart
 from vllm_ascend_hsx.connector.worker import NAME_IN_USE
 from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.reader import load as reader
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
+from vllm_ascend_hsx.reader.shards import Place
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
 
 ARRIVED = 10**18  # when the requests of these tests do
 
@@ -116,3 +119,35 @@ def test_a_request_that_was_refused_while_another_one_of_its_name_was_written_le
     assert seen and all(refused in reason for reason in seen)
     assert reason(engine.path("mine")) == refused
     assert not engine.path("mine").exists()
+
+
+def test_a_name_is_never_without_rows_while_its_next_request_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two looks of a reader one request of a shard may begin, publish and drop its lock."""
+    path = tmp_path / "a.safetensors"
+    with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
+
+        def begin() -> RequestFile:
+            file = sink.open("a", path, 1)
+            file.write(0, memoryview(bytes(FORMAT.row_bytes)))
+            return file
+
+        def commit(file: RequestFile) -> None:
+            file.commit(np.arange(1, dtype=np.int64), 1)
+
+        commit(begin())
+        under_way: list[RequestFile] = []
+        wait, stored = reader.wait_until_released, reader._stored
+
+        def wait_and_begin(lock: Path, timeout: float | None) -> None:
+            wait(lock, timeout)
+            under_way.append(begin())
+
+        def look_and_publish(where: Path) -> Place | None:
+            found = stored(where)
+            if under_way:
+                commit(under_way.pop())
+            return found
+
+        monkeypatch.setattr(reader, "wait_until_released", wait_and_begin)
+        monkeypatch.setattr(reader, "_stored", look_and_publish)
+        assert load(path, 10).token_ids.tolist() == [0]
