@@ -185,6 +185,7 @@ _listings: dict[tuple[int, int], _Listing] = {}
 _SLOW_S = 0.01
 _USED_FOR = 20  # times as long as the listing took
 _LONGEST_S = 10.0
+_MADE_MEANWHILE = 32  # most shards that a server makes during a listing
 
 
 def _indexes(dir_fd: int) -> tuple[list[str], dict[str, os.stat_result | None]]:
@@ -200,7 +201,7 @@ def _indexes(dir_fd: int) -> tuple[list[str], dict[str, os.stat_result | None]]:
         found, sealed, last = _list(dir_fd)
         # What was made meanwhile may be missing, although what was made after it is not.
         for token, latest in last.items():
-            numbers = range(before.last.get(token, -1) + 1, latest)
+            numbers = range(max(before.last.get(token, -1) + 1, latest - _MADE_MEANWHILE), latest)
             missing = {shard_stem(token, number) + INDEX for number in numbers}.difference(found)
             found += [index for index in missing if _exists(dir_fd, index)]
         seconds = time.monotonic() - now

@@ -67,6 +67,17 @@ def named(caplog: pytest.LogCaptureFixture, planted: list[Path], logger: str) ->
     return [sum(path.name in line for line in lines) for path in planted]
 
 
+def test_an_index_with_the_largest_number_costs_requests_no_look_for_those_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / (shard_stem("89abcdef", 10**9 - 1) + INDEX)).touch()
+    stat, looks = os.stat, []
+    monkeypatch.setattr(os, "stat", lambda name, **how: (looks.append(name), stat(name, **how))[1])
+    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
+        put(sink.open("r", tmp_path / NAME, 2, time.time_ns()), 2)
+    assert len([name for name in looks if "89abcdef" in str(name)]) < 100
+
+
 @pytest.mark.parametrize("label", CONTENTS)
 def test_requests_read_little_of_all_indexes_together_and_what_is_unchanged_not_again(
     tmp_path: Path, label: str, bytes_read: Callable[[], int], caplog: pytest.LogCaptureFixture
