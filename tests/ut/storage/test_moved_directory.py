@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from sink_harness import FORMAT, is_held, listing, make_rows, open_fds, token_ids, wait_for_sleepers
-from tracing import Calls, trace
+from tracing import trace
 
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load, open_dir
 from vllm_ascend_hsx.reader.shards import Shards
@@ -58,6 +58,19 @@ def reason_at(path: Path) -> str:
     return raised.value.reason
 
 
+class FailingFrom:
+    """A checkpoint at which one call fails, and all after it; `made` counts them."""
+
+    def __init__(self, first: int) -> None:
+        self.made = 0
+        self._first = first
+
+    def __call__(self, name: str) -> None:
+        self.made += 1
+        if self.made >= self._first:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
 def rotate(directory: Path) -> Path:
     moved = directory.rename(directory.with_name("moved"))
     directory.mkdir()
@@ -92,18 +105,12 @@ def test_requests_under_way_end_and_later_ones_work_whichever_call_is_the_first_
 ) -> None:
     for first in itertools.count(1):
         directory = tmp_path / str(first) / "out"
-        before, calls = open_fds(), Calls(errno.EIO, when=lambda: True)
-
-        def fail(name: str, first: int = first, calls: Calls = calls) -> None:
-            calls(name)
-            if len(calls.made) >= first:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-
+        before, calls = open_fds(), FailingFrom(first)
         with make(directory, FORMAT, FileOptions(io=io)) as sink:  # type: ignore[arg-type]
             under_way = [begin(sink, directory, f"{name}-0123abcd") for name in "ab"]
             moved = rotate(directory)
             with monkeypatch.context() as patch:
-                trace(patch, fail, start=True)
+                trace(patch, calls, start=True)
                 with suppress(SinkError):
                     under_way[0].commit(token_ids(3), 3)
                 under_way[1].fail("because")
@@ -111,7 +118,7 @@ def test_requests_under_way_end_and_later_ones_work_whichever_call_is_the_first_
             begin(sink, directory, "c").commit(token_ids(3), 3)
             assert_found(directory / "c.safetensors")
         assert open_fds() == before
-        if len(calls.made) < first:
+        if calls.made < first:
             break
     assert first > 20
 
