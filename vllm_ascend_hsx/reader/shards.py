@@ -14,10 +14,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, Naming, NotAFileError, open_regular, read_bytes, write_at
+from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, Naming, NotAFileError, open_regular, read_bytes, read_regular, write_at
 from vllm_ascend_hsx.protocol.format import TOKEN_IDS, Header, valid_unicode
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name, printable
 from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, REMOVED_MAX, Member, Tombstone, age, decode, encode, plausible_lines
+from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.protocol.tar import is_headed
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class _Index:
         position: bytes that were read, all of them whole lines.
         seen: size and time of the last change when it was read.
         unusable: bytes that are no lines of servers or consumers.
+        lines: lines that were read, also those that cannot be used.
         sealed: True if all lines were read and none will follow, or the rest is left out.
     """
 
@@ -89,6 +91,7 @@ class _Index:
     position: int = 0
     seen: tuple[int, int] = (0, 0)
     unusable: int = 0
+    lines: int = 0
     sealed: bool = False
 
 
@@ -214,9 +217,17 @@ class Shards:
         for stem in sorted(found):
             # With its manifest an index is final, so what is read from now on is all of it.
             index = self._indexes.setdefault(stem, _Index())
-            if stem in sealed and not index.sealed:
-                index.sealed = self._read(stem, index) and stem not in self._unreadable
+            if stem in sealed and not index.sealed and self._read(stem, index):
+                index.sealed = index.sealed or self._is_whole(stem, index)
         return self._indexes.keys() <= found
+
+    def _is_whole(self, stem: str, index: _Index) -> bool:
+        """Return whether all lines were read that the manifest counts: it may be copied first."""
+        try:
+            count = parse(read_regular(self.directory / f"{stem}{MANIFEST}"))["index_lines"]
+            return isinstance(count, int) and index.lines >= count
+        except (OSError, ValueError, TypeError, KeyError):  # `hsx verify` reports it
+            return False
 
     def _read(self, stem: str, index: _Index) -> bool:
         """Read the new lines of an index; return False if it was removed, replaced or truncated."""
@@ -269,6 +280,7 @@ class Shards:
                     # A line longer than a block is skipped, except for its end, which is invalid.
                     unusable = len(lines or block) - self._take(stem, index, lines)
                     index.position += len(lines or block)
+                    index.lines += lines.count(b"\n")
                     if stem == _REMOVED:
                         continue
                     self._unusable += unusable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -156,3 +157,28 @@ def test_members_that_are_listed_are_found_whatever_has_become_of_the_mark(stora
     if mark is not None:
         (storage / "hsx-shards").symlink_to(mark)
     assert len(list(open_dir(storage))) == 6
+
+
+@pytest.mark.parametrize("late", ["the rest of the index", "the target of a link"])
+def test_a_manifest_that_is_copied_before_its_index_hides_nothing(tmp_path: Path, late: str) -> None:
+    """In whatever order a directory is copied, beside a reader that looks meanwhile."""
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    copy.mkdir()
+    with ShardSink(source, FORMAT, shard_bytes=MIB) as sink:
+        names = [publish(sink, source, name).name for name in ("a", "b")]
+    (index,) = source.glob("*.jsonl")
+    content = index.read_bytes()
+    if late == "the target of a link":
+        (copy / index.name).symlink_to(tmp_path / "away")
+    else:
+        (copy / index.name).write_bytes(content[: content.index(b"\n") + 9])
+    shutil.copy(index.with_suffix(".json"), copy)
+    shards = Shards(copy)
+    os.utime(copy, (1, 1))  # nothing that follows is noticed by the directory's time
+    seen = list(shards.members())
+    assert seen == ([] if late == "the target of a link" else names[:1])
+    with open(tmp_path / "away" if late == "the target of a link" else copy / index.name, "wb") as file:
+        file.write(content)
+    os.utime(copy, (1, 1))
+    assert list(shards.members()) == names
