@@ -5,9 +5,10 @@ DEFAULT := 0.23.0
 VLLM_ASCEND ?= $(DEFAULT)
 export VLLM_ASCEND
 BIN := .venv$(addprefix -,$(filter-out $(DEFAULT),$(VLLM_ASCEND)))/bin
-# Tests that run at the same time, each file in one process; an e2e test has up to four emulated NPUs of 1 GiB.
+# Tests that run at the same time, each file in one process, in the order of tests/conftest.py: longest
+# first. An e2e test has up to four emulated NPUs of 1 GiB.
 WORKERS ?= 2
-PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 30 $(LONG)
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 $(LONG)
 # `--long` adds the tests that `make test-all` runs.
 LONG ?=
 # Each emulated NPU is a process; more threads than cores only wait for each other.
@@ -30,11 +31,11 @@ lint: setup
 ut: setup
 	$(PYTEST) $(if $(LONG),,--timeout 600) tests/ut
 
-# Files in the order of tests/e2e/conftest.py, longest first; `make matrix` reads the reports.
+# `make matrix` reads the reports.
 REPORTS := build/e2e
 RUN := $(VLLM_ASCEND)$(if $(filter 1,$(VLLM_USE_V2_MODEL_RUNNER)),-v2)
 e2e: setup
-	$(PYTEST) --no-loadscope-reorder --junitxml $(REPORTS)/$(RUN).xml tests/e2e
+	$(PYTEST) --junitxml $(REPORTS)/$(RUN).xml tests/e2e
 
 # What upstream gets wrong on this release: the cells of the table in docs/design.md.
 defects: setup

@@ -15,6 +15,35 @@ settings.register_profile("hsx", deadline=None)
 settings.load_profile("hsx")
 
 EMULATOR = Path(__file__).parent / "ut/emulator"
+# The files that take longest, in that order: no worker is to begin one when the others are done.
+LONGEST = (
+    "test_loop.py",
+    "test_speculators.py",
+    "test_scenarios.py",
+    "test_hybrid_targets.py",
+    "test_vision_targets.py",
+    "test_tensor_parallel.py",
+    "test_expert_communication.py",
+    "test_any_traffic.py",
+    "test_model_runner_v2.py",
+    "test_shutdown.py",
+    "test_two_machines.py",
+    "test_readme_commands.py",
+    "test_killed_engine.py",
+    "test_generate.py",
+    "test_mooncake.py",
+    "test_generate_shards.py",
+    "test_graph_modes.py",
+    "test_hardware_report.py",
+    "test_doctor.py",
+    "test_cli_demo.py",
+    "test_generate_resume.py",
+    "test_crash.py",
+    "test_cli_pipes.py",
+    "test_generate_run.py",
+    "test_installed.py",
+    "test_demo_models.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,7 +63,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out `long` tests and those of a verified emulator, unless nothing else is selected."""
+    """Sort by LONGEST; leave out `long` tests and a verified emulator's, or else all would be."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
     verified = emulator_is_verified()
     left_out = [item for item in items if item.get_closest_marker("long") or (verified and EMULATOR in item.path.parents)]
     if left_out and len(left_out) < len(items) and not config.getoption("long"):

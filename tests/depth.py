@@ -10,9 +10,9 @@ _ROOT = Path(__file__).parent.parent
 _EMULATOR = ("vllm_ascend_hsx/emulator", "tests/ut/emulator", "requirements")
 
 
-def depth(full: int) -> int:
-    """Return the size of a random search: `full`, or a quarter without `--long`."""
-    return full if is_long() else -(-full // 4)
+def depth(full: int, share: int = 4) -> int:
+    """Return the size of a search: `full`, or one `share`-th without `--long`, rounded up."""
+    return full if is_long() else -(-full // share)
 
 
 def is_long() -> bool:

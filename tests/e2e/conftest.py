@@ -12,34 +12,6 @@ import pytest
 if TYPE_CHECKING:
     from stage import Stages
 
-# The files that take longest, in that order: no worker is to begin one when the others are done.
-LONGEST = (
-    "test_loop.py",
-    "test_speculators.py",
-    "test_scenarios.py",
-    "test_hybrid_targets.py",
-    "test_vision_targets.py",
-    "test_tensor_parallel.py",
-    "test_expert_communication.py",
-    "test_any_traffic.py",
-    "test_model_runner_v2.py",
-    "test_shutdown.py",
-    "test_two_machines.py",
-    "test_readme_commands.py",
-    "test_killed_engine.py",
-    "test_generate.py",
-    "test_mooncake.py",
-    "test_generate_shards.py",
-    "test_graph_modes.py",
-    "test_hardware_report.py",
-    "test_doctor.py",
-)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
-
 
 @pytest.fixture(scope="session")
 def float32_qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:

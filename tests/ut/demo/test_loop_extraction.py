@@ -23,9 +23,15 @@ FAKE_SERVER = Path(__file__).parents[1] / "fakes" / "serve.py"
 DATASET = stories(5, seed=0)
 
 
-@pytest.fixture
-def target(tmp_path: Path) -> Target:
-    return Target(build_target(tmp_path / "target", steps=1))
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return Target(build_target(tmp_path_factory.mktemp("target") / "target", steps=1))
+
+
+@pytest.fixture(autouse=True)
+def short_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of the fake server ignores SIGTERM."""
+    monkeypatch.setattr("vllm_ascend_hsx.demo.server.STOP_SECONDS", 1.0)
 
 
 def extract(target: Target, directory: Path, fault: str) -> list[int]:
