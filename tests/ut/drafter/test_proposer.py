@@ -105,6 +105,13 @@ def test_the_agreed_number_of_tokens_is_used_when_another_rank_has_more() -> Non
     assert (num_tokens, across_dp.tolist()) == (40, [40, 40])
 
 
+def test_a_rank_uses_the_number_that_was_agreed_on_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = make_proposer(Runner())
+    proposer.dp_rank = 1
+    monkeypatch.setattr(proposer.runner, "_sync_metadata_across_dp", lambda **_: (12, torch.tensor([8, 12]), CUDAGraphMode.NONE))
+    assert proposer._determine_batch_execution_and_padding(9)[1] == 12
+
+
 def test_one_dp_rank_agrees_with_nobody() -> None:
     runner = Runner(tp_size=4)
     assert make_proposer(runner, dp_size=1)._determine_batch_execution_and_padding(6) == (CUDAGraphMode.NONE, 8, None)
