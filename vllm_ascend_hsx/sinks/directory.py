@@ -7,7 +7,7 @@ import itertools
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
@@ -47,7 +47,7 @@ class Session:
         storage, workspace: the directory, and the hidden one in which files are made.
         token: part of the names of the hidden directory and of shards.
         users: the sink, and each request whose file is not closed; counted by the sink.
-        tidy: False if a lock or a shard is left for the next server.
+        tidy: False if a lock or a shard may be left.
 
     Raises:
         UserError: if files cannot be made in the directory, or not with these options.
@@ -148,11 +148,20 @@ class Session:
         if storage is not self.storage:
             storage.close()
 
-    def close(self) -> None:
-        """End the session. No file may be open."""
+    def close(self, clean_up: Callable[[int], None] | None = None) -> None:
+        """End the session. No file may be open.
+
+        Args:
+            clean_up: called with the directory if something may be left there, because a server may
+                never start there again. None if servers do not clean up after others.
+        """
         try:
             try:
-                (self._workspace.remove if self.tidy else self._workspace.leave)()
+                if self.tidy or clean_up is None:
+                    self._workspace.remove()
+                else:
+                    self._workspace.leave()
+                    clean_up(self.storage.fd)
             finally:
                 self.storage.close()
         except OSError as error:

@@ -223,7 +223,7 @@ class DirectorySink(Sink):
             shards = self._shards.pop(session, None)
         if shards is not None:
             shards.close(session.workspace if session.has_workspace else self._session.workspace)
-        session.close()
+        session.close(self._clean if self.options.use_lock else None)
 
     def _has_unique_name(self, file: RequestFile) -> bool:
         """Return whether no other request can have the name."""
@@ -318,8 +318,11 @@ class DirectorySink(Sink):
     def _new_session(self) -> Session:
         session = Session(self._directory, self.options, self._memory)
         if self.options.use_lock:
-            remove_orphans(session.storage.fd, os.fspath(self._directory))
+            self._clean(session.storage.fd)
         return session
+
+    def _clean(self, dir_fd: int) -> None:
+        remove_orphans(dir_fd, os.fspath(self._directory))
 
     def _relative(self, path: Path) -> str | None:
         """Return `path` relative to the directory, compared as text; None if it is not below it."""

@@ -43,7 +43,7 @@ _DATA_ERROR = DATA_SUFFIX + ERROR_SUFFIX
 
 
 def remove_orphans(dir_fd: int, directory: str) -> None:
-    """Remove what dead servers left in a directory. Logs results and errors, and raises nothing.
+    """Remove what servers left in a directory. Logs results and errors, and raises nothing.
 
     A directory without orphans costs one pass over its names: about two microseconds and 40 bytes
     each. Its path, `directory`, is for the log.
@@ -55,7 +55,7 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
     if cleaning.servers:
         # A warning, because vLLM's logging shows nothing less of ours.
         which = "a server" if cleaning.servers == 1 else f"{cleaning.servers} servers"
-        logger.warning("%s: after %s that died: %s", directory, which, done or "nothing was left")
+        logger.warning("%s: after %s that died or could not clean up: %s", directory, which, done or "nothing was left")
     elif done:
         logger.info("%s: %s", directory, done)
     if cleaning.problems:

@@ -79,7 +79,8 @@ def test_one_line_of_the_log_says_what_was_recovered(tmp_path: Path, caplog: pyt
     (line,) = [record for record in caplog.records if "sinks.orphans" in record.name]
     assert line.levelname == "WARNING", "what is below is not shown by vLLM's logging"
     assert line.getMessage() == (
-        f"{tmp_path}: after a server that died: sealed 1 shard with 2 requests, removed 1 hidden file, 1 lock without data"
+        f"{tmp_path}: after a server that died or could not clean up: "
+        "sealed 1 shard with 2 requests, removed 1 hidden file, 1 lock without data"
     )
 
 
@@ -315,15 +316,29 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
 
 
 def test_a_hidden_file_that_could_not_be_removed_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with FileSink(tmp_path, FORMAT) as sink:
+    with monkeypatch.context() as patch, FileSink(tmp_path, FORMAT) as sink:
         file = open_file(sink, tmp_path)
-
-        with monkeypatch.context() as patch:
-            trace(patch, Calls(errno.EROFS, "unlink"))
-            file.discard()
+        trace(patch, Calls(errno.EROFS, "unlink"))
+        file.discard()
     assert len(dead_workspaces(tmp_path)) == 1
     FileSink(tmp_path, FORMAT).close()
     assert everything(tmp_path) == []
+
+
+@pytest.mark.parametrize("use_lock", [True, False])
+def test_a_hidden_file_that_could_not_be_removed_goes_when_the_server_leaves_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_lock: bool
+) -> None:
+    directory, former = tmp_path / "out", tmp_path / "former"
+    with FileSink(directory, FORMAT, FileOptions(use_lock=use_lock)) as sink:
+        file = open_file(sink, directory)
+        with monkeypatch.context() as patch:
+            trace(patch, Calls(errno.EROFS, "unlink"))
+            file.discard()
+        directory.rename(former)
+        directory.mkdir()
+        commit(sink, directory, "next.safetensors")
+        assert everything(former) == []
 
 
 def test_a_start_whose_workspace_cannot_be_made_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
