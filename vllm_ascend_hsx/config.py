@@ -93,7 +93,8 @@ class HsxConfig(BaseModel):
         description="Most bytes of published files that each data-parallel rank keeps open, so that "
         "requests with the same first tokens copy these rows and read the prefix cache instead of "
         "computing them. The space of a kept file that a consumer removes is freed when newer "
-        "files take its place. 0: each request computes all of its rows. Bytes, or a size such as "
+        "files take its place, when such files hold a quarter of what is free, or when there is no "
+        "space for a request. 0: each request computes all of its rows. Bytes, or a size such as "
         "'4GiB'.",
     )
     prefix_reuse_files: int = Field(

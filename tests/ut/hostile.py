@@ -52,6 +52,11 @@ class Entry(NamedTuple):
     content: bytes | str
 
 
+def change(path: Path, offset: int, how: Callable[[bytes], bytes], size: int = 1) -> None:
+    with open(path, "r+b") as file:
+        os.pwrite(file.fileno(), how(os.pread(file.fileno(), size, offset)), offset)
+
+
 def snapshot(directory: Path) -> dict[str, Entry]:
     """Return types, modes, times of change, contents and link targets of everything in a tree."""
     found = {}

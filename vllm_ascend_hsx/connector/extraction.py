@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from vllm_ascend_hsx.compat.adapters import adapter_of
+from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, StatsRecorder, failure_kind
 from vllm_ascend_hsx.connector.threads import SpanSet, ThreadPool, WriteOrder, describe_missing
@@ -41,7 +42,7 @@ class Extraction:
         on_decided: called once, with the error, or None for a file that is complete or was
             discarded after an abort.
         on_ended: called once, when readers can see the outcome, or the file could not be opened.
-        keep: called with its number and its published file, if others may copy its rows.
+        kept_files: gets its published file, if others may copy its rows.
         stats: records writes and outcomes.
     """
 
@@ -53,7 +54,7 @@ class Extraction:
         row_bytes: tuple[int, int],
         on_decided: Callable[[Extraction, str | None], None],
         on_ended: Callable[[Extraction], None],
-        keep: Callable[[int, RowSource], None],
+        kept_files: KeptFiles,
         stats: StatsRecorder,
     ) -> None:
         self.request_id = start.request_id
@@ -66,12 +67,12 @@ class Extraction:
         self._placeholders = start.placeholders
         self._keeps_source = start.keeps_source
         self.number = start.number
-        self.is_kept = False  # whether its file was given to `keep`
+        self.is_kept = False  # whether its file was given to `kept_files`
         self._include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
         self._on_ended = on_ended
-        self._keep = keep
+        self._kept_files = kept_files
         self._stats = stats
         self._opened_or_failed = threading.Event()
         self._mutex = threading.Lock()  # guards everything below
@@ -263,7 +264,7 @@ class Extraction:
             self._fail_file(file, error)
             return
         if file.source is not None:
-            self._keep(self.number, file.source)
+            self._kept_files.add(self.number, file.source)
             self.is_kept = True
         self._on_ended(self)
         seconds = time.perf_counter() - self._landed_at
@@ -272,6 +273,7 @@ class Extraction:
 
     def _report(self, reason: str, kind: str) -> None:
         self._stats.failed(kind)
+        self._kept_files.failed(kind)
         logger.error("request %r, %s: %s", self.request_id, self.path, reason)
         self._on_decided(self, reason)
 

@@ -11,6 +11,8 @@ from vllm_ascend_hsx.connector.threads import Job
 from vllm_ascend_hsx.sinks.data_file import RowSource
 
 _SPACE_IS_KNOWN_S = 1.0
+_PART_OF_FREE = 4  # removed files may hold this part of the space that is free, for files of a second
+_FULL = ("ENOSPC", "EDQUOT")
 
 
 class KeptFiles:
@@ -31,6 +33,7 @@ class KeptFiles:
         self._sources: dict[int, RowSource] = {}
         self._closed = False
         self._removed_bytes = 0  # by the last count
+        self._needs_space = False
         self._is_counting = False
         self._counted_at = 0.0
 
@@ -68,19 +71,31 @@ class KeptFiles:
     def space(self) -> tuple[int, int]:
         """Return how many files are kept, and the bytes of those that consumers have removed.
 
-        The bytes are those of the last count. One begins if that was a second ago and has ended.
+        The bytes are those of the last count; see `needs_space`.
         """
         with self._mutex:
-            if not self._sources:
-                return 0, 0
+            return len(self._sources), self._removed_bytes if self._sources else 0
+
+    def failed(self, kind: str) -> None:
+        """Record that a request has failed; if storage was full, no removed file is to be kept."""
+        with self._mutex:
+            self._needs_space |= kind in _FULL
+
+    def needs_space(self) -> bool:
+        """Return, once, whether removed files may hold space that new ones need.
+
+        Each step asks. A count begins if there are files, and the last one was a second ago and has
+        ended.
+        """
+        with self._mutex:
             now = self._clock()
-            is_due = not self._is_counting and now - self._counted_at >= _SPACE_IS_KNOWN_S
+            is_due = bool(self._sources) and not self._is_counting and now - self._counted_at >= _SPACE_IS_KNOWN_S
             if is_due:
                 self._is_counting, self._counted_at = True, now
-            found = len(self._sources), self._removed_bytes
+            needed, self._needs_space = self._needs_space, False
         if is_due:
             self._submit(self._count)
-        return found
+        return needed
 
     def _count(self) -> None:
         with self._mutex:
@@ -88,9 +103,14 @@ class KeptFiles:
             for source in sources:
                 source.retain()
         removed: dict[tuple[int, int], int] = {}  # several members of a shard are in one file
+        free: dict[int, int] = {}
         for source in sources:
             with suppress(OSError):  # what does not answer is not known to hold space
-                removed.update([source.space])
+                file, num_bytes = source.space
+                removed[file] = num_bytes
+                if num_bytes and file[0] not in free:
+                    free[file[0]] = source.free_space
             source.release()
         with self._mutex:
             self._removed_bytes, self._is_counting = sum(removed.values()), False
+            self._needs_space |= any(self._removed_bytes > each // _PART_OF_FREE for each in free.values())

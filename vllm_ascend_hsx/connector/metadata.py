@@ -130,6 +130,7 @@ class RankState:
         quiet: whether storage has been silent for so long that no new request should start.
         stuck: whether it has been silent for so long that the rank refuses new requests.
         opens_slowly: whether a step had to wait for the files of its new requests.
+        needs_space: whether the files that it keeps open should be released; see KeptFiles.
     """
 
     backlog: int = 0
@@ -143,6 +144,7 @@ class RankState:
     quiet: bool = False
     stuck: bool = False
     opens_slowly: bool = False
+    needs_space: bool = False
 
 
 @dataclass

@@ -104,6 +104,11 @@ class PrefixIndex:
         if source.number in self._kept:
             self._release(source)
 
+    def drop_files_of(self, rank: int) -> None:
+        """Release all files of a rank."""
+        for source in [each for each in self._kept.values() if each.rank == rank]:
+            self._release(source)
+
     def clear(self) -> None:
         """Release all files, and forget what is being computed."""
         self._computing.clear()
@@ -269,6 +274,10 @@ class PrefixReuse:
         """Record that a request has failed, perhaps because its source was truncated."""
         if reuse.tokens and reuse.source is not None:
             self._index.drop(reuse.source)
+
+    def release_files_of(self, rank: int) -> None:
+        """Keep no file of a rank open any longer, because they may hold space that it needs."""
+        self._index.drop_files_of(rank)
 
     def reset(self) -> None:
         """Forget all rows, because the prefix cache was reset: weights may have changed."""

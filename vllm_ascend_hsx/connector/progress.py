@@ -252,14 +252,14 @@ class RankProgress:
             self._answered_at = time.monotonic()
 
     def end_step(
-        self, quiet: bool, stuck: bool, opens_slowly: bool
+        self, quiet: bool, stuck: bool, opens_slowly: bool, needs_space: bool
     ) -> tuple[RankState, list[tuple[Extraction, str | None]], dict[str, str]] | None:
         """Return the rank's state, and which requests were decided or refused since the last call.
 
         None if nothing has changed. For the main thread only.
 
         Args:
-            quiet, stuck, opens_slowly: as in RankState.
+            quiet, stuck, opens_slowly, needs_space: as in RankState.
         """
         with self._mutex:
             staged, self._staged_bytes = self._staged_bytes, 0
@@ -276,6 +276,7 @@ class RankProgress:
                 quiet=quiet,
                 stuck=stuck,
                 opens_slowly=opens_slowly,
+                needs_space=needs_space,
             )
             if not self._decided and not self._refused and state == self._reported:
                 return None

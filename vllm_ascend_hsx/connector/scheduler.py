@@ -263,6 +263,8 @@ class ExtractionScheduler:
         """Record finished files and the progress of the ranks."""
         for rank, state in report.ranks.items():
             self._loads[rank].report(state)
+            if state.needs_space and self._reuse is not None:
+                self._reuse.release_files_of(rank)
         for request_id, error in report.outcomes.items():
             request = self._undecided.pop(request_id, None) or self._requests.get(request_id)
             if request is not None and request.owner is not None and not request.decided:

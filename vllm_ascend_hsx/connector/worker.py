@@ -121,7 +121,7 @@ class ExtractionWorker:
         if start.path in self._not_ended:
             self._refuse(start, NAME_IN_USE, SILENT_STORAGE)
             return None
-        row_bytes, told = (self._row_bytes, self._stored_row_bytes), (self._on_decided, self._on_ended, self._kept_files.add)
+        row_bytes, told = (self._row_bytes, self._stored_row_bytes), (self._on_decided, self._on_ended, self._kept_files)
         extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, *told, self._stats)
         self._owned[start.request_id] = extraction
         with self._ended:
@@ -182,7 +182,8 @@ class ExtractionWorker:
         """
         if self._opening:
             self._wait_until_open()
-        news = self._progress.end_step(self._watch.is_quiet, self._watch.is_stuck, self._watch.opens_slowly)
+        watch = self._watch
+        news = self._progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly, self._kept_files.needs_space())
         if news is None:
             return None
         state, decided, refused = news

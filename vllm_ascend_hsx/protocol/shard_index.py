@@ -17,7 +17,7 @@ from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, PRODUCER, FormatError
 from vllm_ascend_hsx.protocol.names import path_refusal
 from vllm_ascend_hsx.protocol.placeholders import PLACEHOLDERS
 from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
-from vllm_ascend_hsx.protocol.tar import BLOCK, is_headed, round_up
+from vllm_ascend_hsx.protocol.tar import BLOCK, end_of_member, is_headed, round_up
 
 # Most names; the others are examined in path_refusal.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.~-]{0,200}\.safetensors")
@@ -160,6 +160,27 @@ def end_of_members(fd: int, index: bytes) -> int:
     if (size := os.fstat(fd).st_size) < end:
         raise ValueError(f"its index has members up to byte {end}, and the tar file has {size} bytes")
     return end
+
+
+def check_end(fd: int, size: int, end: int, index: bytes) -> None:
+    """Refuse a shard without manifest if the end of its index was lost, with the members there.
+
+    A server that dies leaves at most one append without its line, and the beginning of that line.
+
+    Args:
+        fd, size: the tar file, and its size before the index was read.
+        end: where the last member of the index ends.
+        index: its content.
+
+    Raises:
+        ValueError: if the end was lost.
+        OSError: if the tar file cannot be read.
+    """
+    if b"\0" in index[index.rfind(b"\n") + 1 :]:
+        raise ValueError("its index ends in zeros")
+    append = end_of_member(fd, end)
+    if append is not None and size > append:
+        raise ValueError(f"the tar file has members after byte {append} that its index has not")
 
 
 def age(line: Member | Tombstone) -> tuple[int, bool]:

@@ -12,7 +12,7 @@ END = bytes(2 * BLOCK)
 _LARGEST = 8**11 - 1  # the largest size that a ustar header can hold
 # name, mode, uid, gid, size, mtime, checksum, type, linkname, magic and version; the rest is zeros
 _FIELDS = struct.Struct("100s8s8s8s12s12s8s1s100s8s247x")
-_MODE, _MTIME, _CHECKSUM = slice(100, 107), slice(136, 147), slice(148, 156)
+_MODE, _SIZE, _MTIME, _CHECKSUM = slice(100, 107), slice(124, 135), slice(136, 147), slice(148, 156)
 _NAME_BYTES = 100
 _SHORTEST_COMMENT = 16  # bytes of a record, which begins with its own length
 
@@ -60,6 +60,20 @@ def is_headed(fd: int, offset: int, name: str, size: int, start: int | None = No
         return block == _block(name, size, mode, mtime)
     expected = headers(start, name, size, mode, mtime)
     return start + len(expected) == offset and read_bytes(fd, len(expected), start) == expected
+
+
+def end_of_member(fd: int, start: int) -> int | None:
+    """Return where the member with headers at `start` ends, or would end if it were complete.
+
+    None if its headers are not whole, or it is too large for them. Raises OSError if the file
+    cannot be read.
+    """
+    try:
+        data = start + 2 * BLOCK + int(read_bytes(fd, BLOCK, start)[_SIZE], 8)
+        size = int(read_bytes(fd, BLOCK, data - BLOCK)[_SIZE], 8)
+    except ValueError:
+        return None
+    return data + round_up(size, BLOCK) if size and not data % PAGE else None
 
 
 def _block(name: str, size: int, mode: int, mtime: int, kind: bytes = b"0") -> bytes:

@@ -248,8 +248,8 @@ def open_dir(
         mmap: as for `load`.
         on_bad: called for each invalid file, each file for which memory is short, and each request
             that failed despite having a file. These are then skipped. Without it the first one ends
-            the iteration, so that no one unknowingly trains on part of a dataset. A damaged line of
-            an index names no member: the log has it, and `hsx verify` lists it.
+            the iteration, so that no one unknowingly trains on part of a dataset. `hsx verify`
+            also lists what is not found: lines of an index that are damaged, and lost tar files.
 
     Raises:
         HiddenStatesError: if there is such a file and no `on_bad`.

@@ -17,6 +17,7 @@ from vllm_ascend_hsx.protocol.shard_index import (
     REMOVED_MAX,
     Member,
     Tombstone,
+    check_end,
     decode,
     end_of_members,
     read_index,
@@ -93,6 +94,9 @@ def _problem(path: Path, sealed: bool) -> str | None:
     try:
         end = end_of_members(fd, index)
         if not sealed:
+            size = os.fstat(fd).st_size
+            index = _content(path.with_suffix(INDEX))
+            check_end(fd, size, end_of_members(fd, index), index)
             return None
         if os.fstat(fd).st_size != end + len(END) or any(os.pread(fd, len(END), end)):
             return f"the tar file does not end after the last member of its index, at byte {end}"

@@ -111,6 +111,12 @@ class RowSource:
         status = os.fstat(self._fd)
         return (status.st_dev, status.st_ino), 0 if status.st_nlink else status.st_blocks * 512
 
+    @property
+    def free_space(self) -> int:
+        """Bytes that are free on its filesystem."""
+        status = os.fstatvfs(self._fd)
+        return status.f_bavail * status.f_frsize
+
     def copy_to(self, fd: int, offset: int, num_bytes: int) -> None:
         """Copy the first bytes of the rows into another file. Raises OSError."""
         copy_into(self._fd, num_bytes, fd, offset, self._offset)

@@ -137,6 +137,11 @@ class DirectorySink(Sink):
             return None  # a consumer has just removed it
         return partial(workspace.unlink, hidden)
 
+    def hide_from(self, file: RequestFile) -> None:
+        """As `hide_previous`, for a request that could not be opened. Raises OSError."""
+        if not self._is_superseded(file):
+            file.remove_previous = self.hide_previous(file)
+
     def shards_of(self, session: Session) -> SessionShards:
         """Return the shards that this sink writes in a session. Raises OSError."""
         with self._mutex_of_shards:

@@ -37,6 +37,7 @@ class Owner(Protocol):
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None: ...
     def follow(self, file: RequestFile) -> RequestFile | None: ...
     def hide_previous(self, file: RequestFile) -> Callable[[], None] | None: ...
+    def hide_from(self, file: RequestFile) -> None: ...
     def forget(self, file: RequestFile) -> None: ...
     def release(self, session: Session) -> None: ...
 
@@ -150,6 +151,7 @@ class RequestFile(SinkFile):
         self._withdraw()
         if close:
             self._attempt("close its data", self._close_data)  # first: the reason may need its space
+        self._remove_previous()  # or that of the earlier file
         self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
         try:
             successor = self._successor or self._sink.follow(self)
@@ -175,9 +177,14 @@ class RequestFile(SinkFile):
     def refuse(self, reason: str) -> None:
         """Publish the reason instead of opening the file.
 
-        The response may leave before the scheduler knows of the failure.
+        The response may leave before the scheduler knows of the failure. Where the reason cannot be
+        published, no reader may take what an earlier request has left for the rows of this one; its
+        space may be what the reason needs.
         """
-        self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
+        if not self._attempt("publish the reason of the failure", lambda: self._write_reason(reason)):
+            self._attempt("hide what an earlier request has left", lambda: self._sink.hide_from(self))
+            self._remove_previous()
+            self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
         if self.lock is not None:
             self._attempt("remove the lock", self.lock.remove)
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
@@ -245,16 +252,23 @@ class RequestFile(SinkFile):
         self._sink.forget(self)  # first: a free lock lets the next request open the name
         if self.lock is not None:
             self._attempt("release the lock", self.lock.release if keeps_lock else self.lock.remove)
-        if self.remove_previous is not None:
-            self._attempt("remove the earlier file of this name", self.remove_previous)
+        self._remove_previous()
 
-    def _attempt(self, what: str, action: Callable[[], None]) -> None:
+    def _remove_previous(self) -> None:
+        remove, self.remove_previous = self.remove_previous, None
+        if remove is not None:
+            self._attempt("remove the earlier file of this name", remove)
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> bool:
+        """Return whether it succeeded; else log why not."""
         try:
             action()
+            return True
         except OSError as error:
             self.session.tidy = False
             problem = describe(f"could not {what}", error)
             logger.error("request %r, %s: %s", self.request_id, self.path, problem)
+            return False
 
     def _describe(self, problem: str, error: OSError) -> str:
         if not self.session.has_workspace:

@@ -20,12 +20,14 @@ from contextlib import contextmanager, suppress
 from typing import Literal
 
 from vllm_ascend_hsx.protocol.files import describe, open_regular, write_at
+from vllm_ascend_hsx.protocol.lock import has_name
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, SHARDS_MARK, TAR, parse_shard_name, shard_stem
 from vllm_ascend_hsx.protocol.shard_index import (
     INDEX_LARGEST,
     SEAL_AT,
     Member,
     Tombstone,
+    check_end,
     decode,
     encode,
     end_of_members,
@@ -91,13 +93,15 @@ class Shard:
         return self.end >= limit or self._index_end >= SEAL_AT
 
     def is_there(self) -> bool:
-        """Return whether its files have their names and members.
+        """Return whether its names lead to its files, which have its members and lines.
 
-        Writes to a removed file are lost silently. In a tar file that somebody has cut off, the
-        next member would follow a hole.
+        Readers do not see what is written to a file that was removed, moved or replaced. In one
+        that somebody has cut off, the next member or line would follow a hole.
         """
-        tar = os.fstat(self._fd)
-        return bool(tar.st_nlink and tar.st_size >= self.end and os.fstat(self._index_fd).st_nlink)
+        files = ((self._fd, TAR, self.end), (self._index_fd, INDEX, self._index_end))
+        return all(
+            has_name(fd, self._stem + suffix, self._storage.fd) and os.fstat(fd).st_size >= size for fd, suffix, size in files
+        )
 
     def append(self, data: DataFile, name: str, tokens: int, request_id: str, time_ns: int) -> None:
         """Append a complete, open file as a member and publish it.
@@ -293,8 +297,8 @@ def recover_shard(dir_fd: int, workspace_fd: int, stem: str) -> int:
         The number of its requests.
 
     Raises:
-        OSError: if this fails. Nothing is changed if the index is missing or contradicts the tar
-            file.
+        OSError: if this fails. Nothing is changed if the index or its end is missing, or it
+            contradicts the tar file.
     """
     storage = Storage(dir_fd, 0o600)  # the caller closes both
     fds = []
@@ -311,6 +315,7 @@ def recover_shard(dir_fd: int, workspace_fd: int, stem: str) -> int:
             return 0
         try:
             end = end_of_members(fds[1], lines)
+            check_end(fds[1], os.fstat(fds[1]).st_size, end, content)
         except ValueError as error:
             raise OSError(errno.EUCLEAN, str(error)) from error
         workspace = Storage(workspace_fd, os.fstat(fds[1]).st_mode & 0o777)

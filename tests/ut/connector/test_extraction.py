@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from vllm_ascend_hsx.connector.extraction import Extraction
+from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import StatsRecorder
 from vllm_ascend_hsx.connector.threads import ThreadPool
@@ -99,7 +100,7 @@ class Life:
         self.ended = threading.Semaphore(0)
         start = RequestStart("r", "r.safetensors", 0, np.arange(TOKENS, dtype=np.int64), False)
         stats = StatsRecorder(0, lambda: 0.0, lambda: 0, lambda: None)
-        told = lambda _, error: self.decided.append(error), lambda _: self.ended.release(), lambda *_: None
+        told = lambda _, error: self.decided.append(error), lambda _: self.ended.release(), KeptFiles(lambda _: None)
         self.extraction = Extraction(start, writers, True, (ROW, ROW), *told, stats)
 
     def open(self) -> Life:

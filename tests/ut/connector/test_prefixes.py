@@ -180,6 +180,19 @@ def test_a_source_of_which_a_request_has_failed_is_used_no_more() -> None:
     assert engine.released == [source.number]
 
 
+def test_a_rank_that_needs_space_keeps_no_file_and_another_one_keeps_its_own() -> None:
+    engine = Engine()
+    first = engine.serve("first", "ab")
+    engine.rank(first.owner, stuck=True, started=1)  # so that another rank owns the next one
+    other = engine.serve("other", "cd")
+    engine.rank(first.owner, needs_space=True, started=1)
+    engine.add("again", "ab")
+    assert engine.start("again").prefix is None
+    assert engine.released == [first.number]
+    engine.add("the other again", "cd")
+    assert engine.start("the other again").prefix == Prefix(other.number, 2 * BLOCK)
+
+
 def test_what_is_cached_without_rows_is_computed() -> None:
     engine = Engine()
     engine.add("unpublished", "abc")

@@ -35,7 +35,7 @@ def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_
     load, cost = RankLoad(1000, 10), Cost(20, 0)
 
     def admitted() -> int:
-        news = progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly)
+        news = progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly, False)
         if news is not None:
             load.report(news[0])
         load.start([])
@@ -90,7 +90,7 @@ def test_all_rows_of_a_step_count_for_the_rate_at_which_rows_are_made() -> None:
     for _ in range(6):
         progress.staged(3)
         progress.staged(2)
-        progress.end_step(quiet=False, stuck=False, opens_slowly=False)
+        progress.end_step(quiet=False, stuck=False, opens_slowly=False, needs_space=False)
         now += 1.0
     assert progress.step_rate.bytes_per_s == pytest.approx(50.0)
 

@@ -18,7 +18,7 @@ from worker_harness import NOTHING, PATIENCE, SILENT, Engine, ended, started
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, Prefix, RequestStart
 from vllm_ascend_hsx.connector.threads import Job
-from vllm_ascend_hsx.sinks.data_file import RowSource
+from vllm_ascend_hsx.sinks.data_file import DataFile, RowSource
 from vllm_ascend_hsx.sinks.file import FileSink
 
 TOKENS = 8
@@ -249,16 +249,55 @@ def test_space_is_held_by_files_that_consumers_have_removed(tmp_path: Path) -> N
     sources = [kept_source(tmp_path / name, 1000) for name in "ab"]
     for number, (source, _) in enumerate(sources):
         kept.add(number, source)
-    assert kept.space() == (2, 0)
+    assert not kept.needs_space()
     size = os.stat(sources[0][1]).st_blocks * 512
     sources[0][1].unlink()
     sources[1][1].rename(tmp_path / "moved")
+    assert not kept.needs_space()
     assert kept.space() == (2, 0)  # it is counted once a second
     now = 1.0
-    kept.space()  # begins a count
+    assert not kept.needs_space()
     assert kept.space() == (2, size)
     kept.close()
     assert kept.space() == (0, 0)
+
+
+@pytest.mark.parametrize(("free", "needs"), [(3.9, True), (4.0, False)])
+def test_removed_files_hold_at_most_a_quarter_of_the_free_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: float, needs: bool
+) -> None:
+    now = 1.0
+    kept = KeptFiles(run_at_once, lambda: now)
+    for number in (0, 1):
+        source, path = kept_source(tmp_path / str(number), 1000)
+        kept.add(number, source)
+        size = os.stat(path).st_blocks * 512
+        if number:
+            path.unlink()
+    monkeypatch.setattr(RowSource, "free_space", int(free * size))
+    kept.needs_space()  # begins a count
+    assert kept.needs_space() is needs
+    assert not kept.needs_space(), "once"
+    kept.close()
+
+
+@pytest.mark.parametrize(("number", "needs"), [(errno.EIO, False), (errno.EDQUOT, True), (errno.ENOSPC, True)])
+def test_a_request_for_which_there_is_no_space_releases_the_files_that_are_kept(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int, needs: bool
+) -> None:
+    publish(engine)
+    reported: list[bool] = []
+    collect = engine.collect
+    monkeypatch.setattr(engine, "collect", lambda: (collect(), reported.append(engine.last_report.ranks[0].needs_space)))
+    monkeypatch.setattr(DataFile, "write", lambda *_: raise_error(number))
+    engine.step(started(engine.start("full", TOKENS)), [("full", 0, TOKENS)])
+    engine.wait_until_decided("full")
+    engine.step(ended("full"), [])
+    assert any(reported) is needs
+
+
+def raise_error(number: int) -> None:
+    raise OSError(number, os.strerror(number))
 
 
 def test_storage_that_hangs_stops_no_step_for_the_files_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +312,7 @@ def test_storage_that_hangs_stops_no_step_for_the_files_that_are_kept(tmp_path: 
         hanging.setattr("os.fstat", lambda fd: pytest.fail("fstat in a step"))
         hanging.setattr("os.close", lambda fd: pytest.fail("close in a step"))
         for now in (1.0, 2.0, 3.0):  # noqa: B007 - the clock
+            assert not kept.needs_space()
             assert kept.space() == (1, 0)
         assert len(jobs) == 1  # no second count before the first one has ended
         assert kept.retain(1) is first

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -152,13 +153,38 @@ def test_a_shard_is_sealed_although_somebody_has_removed_the_hidden_directory(si
     assert not list(tmp_path.glob(".hsx-*"))
 
 
-@pytest.mark.parametrize("suffix", ["tar", "jsonl"])
+def _moved(path: Path) -> None:
+    path.parent.joinpath("elsewhere").mkdir(exist_ok=True)
+    path.rename(path.parent / "elsewhere" / path.name)
+
+
+def _replaced(path: Path) -> None:
+    """As `sed -i` does. A hard link, such as a backup's, keeps the former file."""
+    path.with_suffix(".copy").write_bytes(path.read_bytes())
+    os.link(path, path.with_suffix(".link"))
+    path.with_suffix(".copy").rename(path)
+    path.with_suffix(".link").rename(path.with_suffix(f".link{path.stat().st_ino}"))
+
+
+def _cut_off(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "how"), [*itertools.product(("tar", "jsonl"), (Path.unlink, _moved, _replaced)), ("jsonl", _cut_off)]
+)
 def test_a_shard_that_somebody_removes_under_the_server_loses_no_request_in_silence(
-    sink: ShardSink, tmp_path: Path, suffix: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    sink: ShardSink,
+    tmp_path: Path,
+    suffix: str,
+    how: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def remove() -> None:
         for path in tmp_path.glob(f"*.{suffix}"):
-            path.unlink()
+            if not path.with_suffix(".json").exists():
+                how(path)
 
     for name in "ab":  # before a request is appended, in a shard and in a line about its name
         publish(sink, tmp_path, f"before-{name}")

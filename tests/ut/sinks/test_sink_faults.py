@@ -98,6 +98,50 @@ def test_a_full_disk_fails_the_request_with_the_systems_reason(in_directory: Fil
     assert in_directory.has("other", finite_rows(0, 4))
 
 
+@pytest.mark.parametrize("freed", [0, 1])
+@pytest.mark.parametrize("when", ["a consumer has removed the lock", "the lock is there", "the file is open"])
+def test_a_name_that_is_used_again_where_no_inode_is_left_gives_no_earlier_rows(
+    in_directory: FileCase, monkeypatch: pytest.MonkeyPatch, when: str, freed: int
+) -> None:
+    """The reason needs one as well, which the earlier rows may have."""
+    put(in_directory.open("used"), 3)
+    if when == "a consumer has removed the lock":
+        Path(f"{in_directory.path('used')}.lock").unlink(missing_ok=True)
+    file = in_directory.open("used", 3) if when == "the file is open" else None
+    inodes, real_open, real_unlink = 0, os.open, os.unlink
+
+    def create(path: str, flags: int, *args: int, **kwargs: int) -> int:
+        nonlocal inodes
+        inodes -= bool(flags & os.O_CREAT)
+        if inodes < 0:
+            inodes = 0
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_open(path, flags, *args, **kwargs)
+
+    def unlink(*args: str, **kwargs: int) -> None:
+        nonlocal inodes
+        real_unlink(*args, **kwargs)
+        inodes += freed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", create)
+        patch.setattr(os, "unlink", unlink)
+        with pytest.raises(SinkError, match="ENOSPC") as raised:
+            if file is None:
+                in_directory.open("used", 3)
+            elif type(in_directory) is FileCase:
+                file.write(0, finite_rows(0, 3))
+            else:  # its rows are in a spare file, and a name is in a shard once
+                put(file, 3)
+        if file is not None and type(in_directory) is FileCase:
+            file.fail(raised.value.reason)
+        assert not in_directory.has_rows("used")
+        if freed and type(in_directory) is FileCase:
+            assert reason_of(in_directory.path("used")) == raised.value.reason
+    put(in_directory.open("used"), 3, version=2)
+    assert in_directory.has("used", finite_rows(0, 3, version=2))
+
+
 def test_rows_that_could_not_be_written_can_be_written_again(in_directory: FileCase, monkeypatch: pytest.MonkeyPatch) -> None:
     file = in_directory.open("again")
     with monkeypatch.context() as patch:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile import snapshot
+from hostile import change, snapshot
 from sink_harness import (
     FORMAT,
     MIB,
@@ -225,9 +225,25 @@ def flip_a_line(tar: Path, entry: Entry) -> None:
     change(index, index.read_bytes().index(b'"offset":') - 1, lambda data: bytes([data[0] ^ 1]))
 
 
-def lose_a_line(tar: Path, entry: Entry) -> None:
+def change_lines(tar: Path, how: Callable[[list[bytes]], list[bytes]]) -> None:
     index = tar.with_suffix(".jsonl")
-    index.write_bytes(b"".join(index.read_bytes().splitlines(keepends=True)[2:]))
+    index.write_bytes(b"".join(how(index.read_bytes().splitlines(keepends=True))))
+
+
+def lose_a_line(tar: Path, entry: Entry) -> None:
+    change_lines(tar, lambda lines: lines[2:])
+
+
+def lose_all_lines(tar: Path, entry: Entry) -> None:
+    change_lines(tar, lambda lines: [])
+
+
+def lose_the_last_two_members(tar: Path, entry: Entry) -> None:
+    change_lines(tar, lambda lines: lines[:-4])  # and what hides earlier ones
+
+
+def zero_the_last_line(tar: Path, entry: Entry) -> None:
+    change_lines(tar, lambda lines: [*lines[:-1], bytes(len(lines[-1]))])
 
 
 def name_what_is_far_away(tar: Path, entry: Entry) -> None:
@@ -239,14 +255,9 @@ def lose_the_index(tar: Path, entry: Entry) -> None:
     tar.with_suffix(".jsonl").unlink()
 
 
-def change(path: Path, offset: int, how: Callable[[bytes], bytes], size: int = 1) -> None:
-    with open(path, "r+b") as file:
-        os.pwrite(file.fileno(), how(os.pread(file.fileno(), size, offset)), offset)
-
-
 DAMAGE = (
     flip_a_header, lose_the_first_page, flip_the_comment, claim_another_size, end_within_the_last_member, flip_a_line, lose_a_line,
-    name_what_is_far_away, lose_the_index,
+    lose_all_lines, lose_the_last_two_members, zero_the_last_line, name_what_is_far_away, lose_the_index,
 )  # fmt: skip
 
 
@@ -314,7 +325,7 @@ def test_recovery_reads_no_index_that_is_larger_than_a_server_makes_one(
     assert f"its index has {index.stat().st_size} bytes, more than any server writes" in caplog.text
 
 
-@pytest.mark.parametrize("left", [1, 600, 5000, 70_000])
+@pytest.mark.parametrize("left", [1, 600, 5000])
 def test_what_follows_the_last_member_of_the_index_is_cut_off(tmp_path: Path, left: int) -> None:
     tar = leave_dead(tmp_path, ["hs_0", "hs_1"])
     whole = tar.read_bytes()
