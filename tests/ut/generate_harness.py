@@ -338,10 +338,6 @@ class FakeServer:
         change_a_bit(Path(path))
         await self.answer(exchange, path)
 
-    async def do_other_layers(self, exchange: Exchange) -> None:
-        with self.make_sink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model), self.options) as other:
-            await self.answer(exchange, await self.publish(exchange, await self.begin(exchange, other)))
-
     async def do_drop_other_layers(self, exchange: Exchange) -> None:
         with self.make_sink(self.storage, RowFormat((2, 0), HIDDEN, "BF16", self.model), self.options) as other:
             await self.publish(exchange, await self.begin(exchange, other))

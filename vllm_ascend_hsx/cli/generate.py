@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         description="Sends every row of a dataset to servers that extract hidden states (`hsx serve`), which write each row's file, "
         "hs_{row}.safetensors. Call it again after any interruption: rows that have a valid file are not sent again.",
-        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input or an unusable server, 130 interrupted.",
+        epilog="Exit code: 0 all rows have files, 1 some have none, 2 invalid input or an unusable "
+        "server, 130 ended by Ctrl-C, 143 by SIGTERM, 141 because nobody reads its output.",
     )
 
     def numbers(name: str, metavar: str = "N") -> dict[str, Any]:

@@ -281,7 +281,10 @@ def _are_token_ids(value: object) -> bool:
     return isinstance(value, list) and (not value or (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**63))
 
 
-def _words(error: Exception) -> str:
+def _words(error: BaseException) -> str:
+    """Return an error's message, or that of its cause: httpx passes on empty ones."""
+    while not str(error) and (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
     return str(error) or type(error).__name__
 
 

@@ -77,12 +77,8 @@ class RequestError(Exception):
 
 
 class ForeignRowError(RequestError):
-    """A server wrote a row of another model or other layers than the other rows."""
+    """A server wrote a row of another model, layers or weights than the rest, and will again."""
 
 
 class LeftoverError(RequestError):
     """A row that no ledger names as done has a file of other weights than the other rows."""
-
-
-class OtherWeightsError(ForeignRowError):
-    """A server wrote a row of other weights than the other rows: all that follow would be, too."""

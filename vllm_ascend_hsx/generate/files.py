@@ -8,18 +8,17 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vllm_ascend_hsx.generate.errors import (
     ForeignRowError,
     InputError,
     LeftoverError,
-    OtherWeightsError,
     RequestError,
     RunError,
     StoppedError,
 )
-from vllm_ascend_hsx.generate.ledger import RowLog, files_of_rows, have_other_weights, row_file, row_of_file, server_differences
+from vllm_ascend_hsx.generate.ledger import Status, files_of_rows, have_other_weights, row_file, row_of_file, server_differences
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
 from vllm_ascend_hsx.protocol.format import WEIGHTS
@@ -33,6 +32,22 @@ SETTLE_S = 10.0  # for servers to finish or abort their writes
 _STOP_S = 1.0  # until a thread that waits for a server notices that the run is to end
 
 
+class RowLog(Protocol):
+    """What a run logs its rows to, and asks about earlier ones.
+
+    Attributes:
+        server: model, layers and weights of the rows, the latter if known; None if nobody knows.
+    """
+
+    server: dict[str, Any] | None
+
+    def is_logged(self, row: int) -> bool: ...
+    def is_done(self, row: int) -> bool: ...
+    def knows(self, row: int, file: str) -> bool: ...
+    def append(self, row: int, status: Status, **facts: Any) -> None: ...
+    def note_server(self, server: dict[str, Any]) -> None: ...
+
+
 class RowFiles:
     """The files of one run. Methods block and may be called from several threads.
 
@@ -42,7 +57,7 @@ class RowFiles:
 
     Attributes:
         stopped: set when the run is to end: then nothing waits for a server any longer.
-        leftovers: number of files of other weights, of rows that were not done, removed.
+        leftovers: number of files of another server, of rows that were not done, removed.
     """
 
     def __init__(self, options: Options, ledger: RowLog) -> None:
@@ -152,8 +167,7 @@ class RowFiles:
             if not changes:
                 return
         if is_new:
-            kind = OtherWeightsError if have_other_weights(before, server) else ForeignRowError
-            raise kind(f"{self._output} holds rows of another server: {changes}")
+            raise ForeignRowError(f"{self._output} holds rows of another server: {changes}")
         if have_other_weights(before, server) and not self._ledger.is_done(row):
             raise LeftoverError(f"it is of another server: {changes}")  # which wrote it after it was refused
         remedy = "nothing was changed: name the right --output, or remove what is wrong"
@@ -211,7 +225,7 @@ class RowFiles:
             self.leftovers += 1
 
     def remove_leftovers(self, rows: Iterable[int]) -> None:
-        """Remove files of other weights that requests of this run have left behind.
+        """Remove files of another server that requests of this run have left behind.
 
         Args:
             rows: requested, and not done when the run was stopped. What they had before the
@@ -223,7 +237,7 @@ class RowFiles:
         for row in rows:
             with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
                 found = check(self.path(row), data=False)
-                if have_other_weights(self._ledger.server or {}, _server_of(found)):
+                if self._ledger.server is not None and server_differences(self._ledger.server, _server_of(found)):
                     remove(self.path(row))
                     self._count_leftover()
 

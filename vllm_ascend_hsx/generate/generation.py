@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Client
 from vllm_ascend_hsx.generate.dataset import Dataset
 from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint, reread
-from vllm_ascend_hsx.generate.errors import Fault, ForeignRowError, InputError, OtherWeightsError, RequestError, RunError, StoppedError
-from vllm_ascend_hsx.generate.files import RowFiles, identity_of
-from vllm_ascend_hsx.generate.ledger import REMEDY, RowLog, Status
+from vllm_ascend_hsx.generate.errors import Fault, ForeignRowError, InputError, RequestError, RunError, StoppedError
+from vllm_ascend_hsx.generate.files import RowFiles, RowLog, identity_of
+from vllm_ascend_hsx.generate.ledger import REMEDY, Status
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.order import BLOCK_ROWS, RowOrder, Turn
 from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
@@ -217,7 +217,7 @@ class Generation:
             except RequestError as error:
                 if error.is_unreached:
                     work.asked.pop()
-                if not endpoint.proven or isinstance(error, OtherWeightsError):
+                if not endpoint.proven or isinstance(error, ForeignRowError):
                     self._refuse(endpoint, error)
                 elif error.missing:  # a server without locks may publish after its answer
                     error.fault = Fault.NONE
@@ -235,7 +235,7 @@ class Generation:
             work.spared += 1
 
     def _refuse(self, endpoint: Endpoint, error: RequestError) -> None:
-        """Raise InputError if a new server is misconfigured, or a known one has other weights."""
+        """Raise InputError if a server is another than the rest, or a new one is misconfigured."""
         if isinstance(error, ForeignRowError):
             remedy = f"serve the same model and layers, or {REMEDY}"
             raise InputError(f"{endpoint.url}: {error.reason}; {remedy}") from error
@@ -320,14 +320,14 @@ class Generation:
             self.stop(RunError(f"{errors}; what is done is kept: call again to go on"))
 
     async def _tidy(self) -> None:
-        """Remove what servers left: locks and errors, and rows of other weights."""
+        """Remove what servers left: locks and errors, and rows of another server."""
         try:
             self.outcome.left = await self._in_pool(self._files.remove_companions)
             await self._in_pool(self._files.remove_leftovers, self._asked)
         except OSError as error:
             self.progress.say(f"locks and errors of this run could not be removed: {error}")
         if self._files.leftovers:
-            self.progress.say(f"removed {self._files.leftovers} files of other weights that unfinished requests had left")
+            self.progress.say(f"removed {self._files.leftovers} files of another server that unfinished requests had left")
 
     # Waiting
 

@@ -10,7 +10,8 @@ of the same rows in different directories apart. A run begins with a line that s
 the dataset it is about, all ranks together. Of lines about the server the last counts: there is
 another when a file is the first to tell its weights. Only the existence of a valid file makes its
 row finished. The tokens of a text are not known: `file`, a checksum, tells its file from others. A
-killed run may leave half a line; other lines than JSON are ignored. An flock excludes a second run.
+killed run may leave half a line; other lines than JSON are ignored. An flock excludes a second run,
+and runs that divide the rows otherwise: they would do each other's rows.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from vllm_ascend_hsx.generate.errors import InputError, RunError
-from vllm_ascend_hsx.protocol.files import OnError, describe, open_regular
+from vllm_ascend_hsx.protocol.files import OnError, describe, open_regular, sync_directory
 from vllm_ascend_hsx.protocol.format import WEIGHTS
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX
 from vllm_ascend_hsx.protocol.strict_json import parse
@@ -40,7 +41,7 @@ REMEDY = "name another --output, such as a new folder below this one"
 Status = Literal["done", "found", "failed"]
 
 _SERVER_KEYS = {"model", *Kind._fields}
-_NAME = re.compile(r"ledger(?:-[0-9]+-of-[0-9]+)?\.jsonl")
+_NAME = re.compile(r"ledger(?:-[0-9]+-of-([0-9]+))?\.jsonl")  # group 1: the world size
 LONGEST_LINE = 1 << 20  # bytes; what is longer is no line of a ledger
 _ROW_FILE = re.compile(r"hs_(0|[1-9][0-9]*)" + re.escape(DATA_SUFFIX))
 
@@ -57,24 +58,8 @@ class Identity(NamedTuple):
     request: dict[str, Any]
 
 
-class RowLog(Protocol):
-    """What a run logs its rows to, and asks about earlier ones.
-
-    Attributes:
-        server: model, layers and weights of the rows, the latter if known; None if nobody knows.
-    """
-
-    server: dict[str, Any] | None
-
-    def is_logged(self, row: int) -> bool: ...
-    def is_done(self, row: int) -> bool: ...
-    def knows(self, row: int, file: str) -> bool: ...
-    def append(self, row: int, status: Status, **facts: Any) -> None: ...
-    def note_server(self, server: dict[str, Any]) -> None: ...
-
-
 class Ledger:
-    """The ledger of this run, locked: a RowLog. Made by `open_ledger`.
+    """The ledger of this run, locked: a `files.RowLog`. Made by `open_ledger`.
 
     Attributes:
         path: of the file.
@@ -188,7 +173,7 @@ def open_ledger(output: Path, identity: Identity, world_size: int, rank: int) ->
 
     Raises:
         InputError: the directory cannot be used or holds other rows, or another run of this rank
-            is under way.
+            is under way, or one of another world size.
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -215,11 +200,13 @@ def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledge
     with OnError(os.close, fd):
         _lock(path, fd)
         content = _read(fd, rows, files)
+        with OnError(path.unlink if content is None else int):
+            _require_one_division(output, world_size)
         if content is None:  # new, or the run that made it was killed at once
             os.ftruncate(fd, 0)
             _write(fd, {"ledger": VERSION, **identity._asdict(), "world_size": world_size, "rank": rank, "id": uuid.uuid4().hex})
             os.fdatasync(fd)
-            _sync_directory(output)
+            sync_directory(output)
             with OnError(os.unlink, path):  # ranks that start at the same moment read no ledger above
                 for each in ledgers_in(output):
                     if (other := _read_at(each, rows, set())) is not None:
@@ -277,6 +264,26 @@ def _lock(path: Path, fd: int) -> None:
     except BlockingIOError:
         remedy = "wait for its end, or divide the rows between the two with --world-size and --rank"
         raise InputError(f"{path} belongs to a run that is under way; {remedy}") from None
+
+
+def _require_one_division(output: Path, world_size: int) -> None:
+    """Raise InputError if a run of another world size is under way.
+
+    Call it with this run's ledger locked, so that of two runs that start together one is refused.
+    """
+    for path in ledgers_in(output):
+        match = _NAME.fullmatch(path.name)
+        if match is None or int(match[1] or 1) == world_size:
+            continue
+        with suppress(FileNotFoundError):  # a run that was refused has removed it
+            fd = open_regular(path)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                problem = f"{path} belongs to a run that is under way, of another --world-size than {world_size}"
+                raise InputError(f"{problem}, so both would do the same rows; wait for its end, or end it") from None
+            finally:
+                os.close(fd)
 
 
 class _Content(NamedTuple):
@@ -339,12 +346,3 @@ def _write(fd: int, line: dict[str, Any]) -> None:
     data = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
     while data:
         data = data[os.write(fd, data) :]
-
-
-def _sync_directory(directory: Path) -> None:
-    """Have the names in a directory survive a loss of power. Raises OSError."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -145,6 +145,15 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
         offset += written
 
 
+def sync_directory(directory: str | os.PathLike[str]) -> None:
+    """Have the names in a directory survive a loss of power. Raises OSError."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def describe(what: str, error: OSError) -> str:
     """Return `what` followed by the system's reason and the name of its errno."""
     name = errno.errorcode.get(error.errno or 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,47 @@ def test_two_runs_cannot_do_the_same_rows_at_the_same_time(tmp_path: Path) -> No
     assert (tmp_path / "ledger.jsonl").read_bytes() == before
     first.close()
     closed(tmp_path)
+
+
+@pytest.mark.parametrize(("first", "second"), [((1, 0), (2, 1)), ((2, 1), (1, 0)), ((2, 0), (3, 2))])
+@pytest.mark.parametrize("is_new", [True, False])
+def test_runs_that_divide_the_rows_otherwise_are_not_under_way_together(
+    tmp_path: Path, first: tuple[int, int], second: tuple[int, int], is_new: bool
+) -> None:
+    """The slower one would find files that it knows nothing of, and replace them."""
+    if not is_new:
+        closed(tmp_path, world_size=second[0], rank=second[1])
+    one = opened(tmp_path, world_size=first[0], rank=first[1])
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    message = f"{ledger_name(*first)} belongs to a run that is under way, of another --world-size than {second[0]}.*; wait for its end"
+    with pytest.raises(InputError, match=message):
+        opened(tmp_path, world_size=second[0], rank=second[1])
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, "it has no ledger that names it as a rank"
+    one.append(3, "done", file="f")
+    one.close()
+    again = opened(tmp_path, world_size=second[0], rank=second[1])
+    assert again.is_done(3) and again.knows(3, "f")
+    for rank in set(range(second[0])) - {second[1]}:
+        closed(tmp_path, world_size=second[0], rank=rank)
+    again.close()
+
+
+def test_of_two_divisions_that_start_at_the_same_moment_at_most_one_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has listed the ledgers before the other one was there."""
+    lock = ledger_module._lock
+    others: list[Ledger] = []
+
+    def other_division_is_faster(path: Path, fd: int) -> None:
+        monkeypatch.setattr(ledger_module, "_lock", lock)
+        with suppress(InputError):
+            others.append(opened(tmp_path, world_size=2, rank=1))
+        lock(path, fd)
+
+    monkeypatch.setattr(ledger_module, "_lock", other_division_is_faster)
+    with pytest.raises(InputError, match="belongs to a run that is under way, of another --world-size than 1"):
+        opened(tmp_path)
+    assert others and os.listdir(tmp_path) == [ledger_name(2, 1)]
+    others[0].close()
 
 
 LINES = st.lists(st.tuples(st.integers(0, 19), st.sampled_from(["done", "recovered", "found", "failed"])), max_size=8)

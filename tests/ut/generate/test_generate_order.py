@@ -213,7 +213,8 @@ def test_in_the_given_order_rows_meet_what_they_begin_with_by_chance(bench: Benc
 def test_rows_do_not_wait_for_one_that_failed_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random, "uniform", lambda least, most: 1.0)
     bench.server.behave = lambda seen: 502 if (seen.row, seen.time) == (1, 1) else "ok"
-    prompts = [[1, 2], *conversation(1, turns=3)]  # the first shows that the server works: it gets no rest
+    turns = conversation(1, turns=3)
+    prompts = [turns[0][:200], *turns]  # all begin with the first, which shows that the server works: it gets no rest
     code, printed = bench.run("--retry-delay", 3, records=[{"token_ids": prompt} for prompt in prompts])
     assert code == 0, printed
     assert [seen.row for seen in bench.server.seen] == [0, 1, 2, 3, 1], "the rows that begin with row 1 come before its retry"

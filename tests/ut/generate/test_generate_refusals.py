@@ -8,8 +8,11 @@ import json
 import re
 import socket
 import ssl
+import struct
 import sys
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,28 @@ def test_a_server_that_cannot_be_reached_is_named_before_anything_is_sent(bench:
         code, printed = bench.run(endpoint=url)
     assert code == 1
     assert f"stopped: {url}/v1/models: All connection attempts failed" in printed
+
+
+def test_a_connection_that_is_reset_before_tls_is_told(bench: Bench) -> None:
+    """httpx reports it without a word."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+
+        def reset() -> None:
+            with suppress(OSError):  # the test is over
+                while True:
+                    connection, _ = listener.accept()
+                    connection.recv(1)  # the handshake has begun
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    connection.close()
+
+        thread = threading.Thread(target=reset)
+        thread.start()
+        code, printed = bench.run("--max-retries", 1, endpoint=f"https://127.0.0.1:{listener.getsockname()[1]}")
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert code == 1 and "/v1/models: [Errno 104] Connection reset by peer" in printed, printed
 
 
 def test_a_server_whose_certificate_is_not_trusted_is_refused_at_once_and_the_remedy_helps(

@@ -124,8 +124,6 @@ CASES = {
     "not-finite-for-ever": Case(["not-finite"], 4, "failed", "not finite", ("--validate",)),
     "corrupt": Case(["corrupt", "ok"], 2, options=("--validate",)),
     "rows-of-another-request": Case(["other-tokens"], 4, "failed", "of the prompt is 201 in it, and was 200"),
-    "other-layers": Case(["other-layers", "ok"], 2),
-    "other-layers-for-ever": Case(["other-layers"], 4, "failed", "holds rows of another server: layer_ids was [2, 0, 3], is [2, 0]"),
     "other-layers-and-no-answer": Case(["drop-other-layers", "ok"], 2),
     "an-answer-of-other-tokens-with-the-right-file": Case(["other-prompt"], 1),
     "other-tokens-were-computed": Case(["other-computed"], 4, "failed", "token 1 of the prompt is 1 in it, and was 201"),

@@ -148,19 +148,24 @@ def weights_in(bench: Bench, row: int) -> str | None:
     return load(bench.output / f"hs_{row}.safetensors").metadata.get("weights")
 
 
-def test_a_server_that_comes_back_with_other_weights_ends_the_run(bench: Bench) -> None:
-    """It is known by then, so its other mistakes are repeated."""
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [({"weights": NEW}, f"weights was {OLD}, is {NEW}"), ({"layer_ids": (1, 0, 3)}, "layer_ids was [2, 0, 3], is [1, 0, 3]")],
+    ids=["weights", "layers"],
+)
+def test_a_server_that_comes_back_as_another_ends_the_run(bench: Bench, changes: dict[str, Any], difference: str) -> None:
+    """It is known by then, so requests that it answers wrongly in other ways are repeated."""
     with serving(bench, OLD) as server:
 
         async def do_other(exchange: Exchange) -> None:
-            await other_layers(exchange, server, weights=NEW)
+            await other_layers(exchange, server, **changes)
 
         server.do_other = do_other  # type: ignore[attr-defined]
         server.behave = lambda seen: "other" if seen.row >= 20 else "ok"  # type: ignore[operator]
         code, printed = bench.run("--concurrency", 1, endpoint=server.url, records=40)
         server.wait_idle()
         assert (code, server.asked[20], max(server.asked)) == (2, 1, 20), printed
-    assert f"weights was {OLD}, is {NEW}" in printed
+    assert difference in printed
     bench.check(list(range(20)), records=40)
 
 
@@ -223,18 +228,20 @@ def leave(bench: Bench, *rows: int, weights: str = NEW, sink: str = "files") -> 
             replace_row(bench, row, other)
 
 
+@pytest.mark.parametrize("changes", [{"weights": NEW}, {"weights": OLD, "layer_ids": (1, 0, 3)}], ids=["weights", "layers"])
 @pytest.mark.parametrize("sink", SINKS)
-def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink: str) -> None:
+def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink: str, changes: dict[str, Any]) -> None:
     """The server publishes them, and their answers never come. Two were done once, and lost.
 
     One that is in flight has the right weights, and stays.
     """
     with serving(bench, OLD, sink) as server:
-        assert bench.run("--limit", 10, endpoint=server.url, records=40)[0] == 0
+        code, printed = bench.run("--limit", 10, endpoint=server.url, records=40)
+        assert code == 0, printed
     for row in (3, 9):
         remove(bench.output / f"hs_{row}.safetensors")
     written = threading.Barrier(4)
-    with serving(bench, OLD, sink) as server, serving(bench, NEW, sink) as other:
+    with serving(bench, OLD, sink) as server, FakeServer(bench.output, make_sink=SINKS[sink], **changes) as other:
 
         async def do_other(exchange: Exchange) -> None:
             at = server.seen.index(exchange.seen)
@@ -245,12 +252,13 @@ def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink:
         server.do_other = do_other  # type: ignore[attr-defined]
         server.behave = lambda seen: "other" if len(server.seen) > 1 else "ok"
         code, printed = bench.run("--concurrency", 4, endpoint=server.url, records=40)
-    assert code == 2 and f"weights was {OLD}, is {NEW}" in printed
-    assert "removed 2 files of other weights that unfinished requests had left" in printed
+    assert code == 2 and "holds rows of another server: " in printed
+    assert "removed 2 files of another server that unfinished requests had left" in printed
     assert len(bench.rows) == 10
     assert len(server.seen) == 5 and {weights_in(bench, row) for row in bench.rows} == {OLD}
     with serving(bench, OLD, sink) as server:
-        assert bench.run(endpoint=server.url, records=40)[0] == 0
+        code, printed = bench.run(endpoint=server.url, records=40)
+        assert code == 0, printed
     bench.check(list(range(40)), records=40)
 
 
@@ -267,7 +275,7 @@ def test_a_refused_server_s_files_are_removed_and_their_rows_generated_again(ben
         server.seen.clear()
         code, printed = bench.run(records=records, endpoint=server.url)
     assert (code, sorted(server.asked)) == (0, [3, 5]), printed
-    assert printed.count("other weights") == 1 and "removed 2 files of other weights that unfinished requests had left" in printed
+    assert printed.count("of another server") == 1 and "removed 2 files of another server that unfinished requests had left" in printed
     assert {weights_in(bench, row) for row in range(6)} == {OLD}
 
 
@@ -287,7 +295,7 @@ def test_other_ranks_rows_are_neither_checked_nor_removed(bench: Bench, monkeypa
     assert run_with(bench, OLD, "--world-size", 2, "--rank", 0)[0] == 0
     assert weights_in(bench, 3) == NEW
     code, printed, requests = run_with(bench, OLD, "--world-size", 2, "--rank", 1)
-    assert (code, requests) == (0, 3) and "removed 1 files of other weights" in printed
+    assert (code, requests) == (0, 3) and "removed 1 files of another server" in printed
 
 
 def test_a_row_that_another_rank_s_ledger_names_as_done_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +323,7 @@ def test_finished_rows_tell_the_weights_that_a_ledger_of_an_earlier_version_lack
     keep_lines(bench, lambda line: line.get("row") != 3)
     write_ledger(bench, without_weights)
     code, printed, requests = run_with(bench, OLD, "--concurrency", 1)
-    assert (code, requests) == (0, 2) and "removed 2 files of other weights" in printed
+    assert (code, requests) == (0, 2) and "removed 2 files of another server" in printed
     (bench.output / "hs_0.safetensors").unlink()
     write_ledger(bench, without_weights)
     code, printed, requests = run_with(bench, NEW, "--concurrency", 1)
