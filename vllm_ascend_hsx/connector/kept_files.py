@@ -12,7 +12,7 @@ from vllm_ascend_hsx.sinks.data_file import RowSource
 
 _SPACE_IS_KNOWN_S = 1.0
 _PART_OF_FREE = 4  # removed files may hold this part of the space that is free, for files of a second
-_FULL = ("ENOSPC", "EDQUOT")
+_FULL = ("ENOSPC", "EDQUOT", "EMFILE", "ENFILE")  # of space, or of descriptors
 
 
 class KeptFiles:

@@ -46,6 +46,7 @@ class RowLog(Protocol):
     def knows(self, row: int, file: str) -> bool: ...
     def append(self, row: int, status: Status, **facts: Any) -> None: ...
     def note_server(self, server: dict[str, Any]) -> None: ...
+    def require_in_place(self) -> None: ...
 
 
 class RowFiles:
@@ -208,7 +209,11 @@ class RowFiles:
         return known
 
     def _remove(self, row: int, wrong: RequestError) -> None:
-        """Remove a wrong file, once no server writes it; `wrong` says if that fails."""
+        """Remove a wrong file, once no server writes it; `wrong` says if that fails.
+
+        Raises RunError if the output directory is another one now: the file is another run's.
+        """
+        self._ledger.require_in_place()
         try:
             with suppress(NotAFileError):  # of the lock
                 wait_until_released(self._lock(row), SETTLE_S)

@@ -58,8 +58,7 @@ class Work:
         return self.turn.row
 
     @property
-    def attempts(self) -> int:
-        """The number of requests sent."""
+    def attempts(self) -> int:  # requests sent
         return len(self.asked)
 
 
@@ -206,11 +205,11 @@ class Generation:
             work.failed_at, is_trial = endpoint, endpoint.is_on_trial
             if endpoint.model is None:
                 endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
+            await self._in_pool(self._ledger.require_in_place)  # else it would replace another run's
             request_id, work.endpoint, work.reused = uuid.uuid4().hex, endpoint, 0
             work.asked.append(work.row.response_id(request_id))
-            path = self._files.server_path(work.row.index)
             self._asked.add(work.row.index)
-            request = self._client.ask(endpoint.url, endpoint.model, work.row, path, request_id)
+            request = self._client.ask(endpoint.url, endpoint.model, work.row, self._files.server_path(work.row.index), request_id)
             try:
                 work.expected, work.reused = await self._unless_stopped(request)
                 found = await self._in_pool(self._check, work)
@@ -322,17 +321,18 @@ class Generation:
     async def _tidy(self) -> None:
         """Remove what servers left: locks and errors, and rows of another server."""
         try:
+            await self._in_pool(self._ledger.require_in_place)
             self.outcome.left = await self._in_pool(self._files.remove_companions)
             await self._in_pool(self._files.remove_leftovers, self._asked)
-        except OSError as error:
+        except (OSError, RunError) as error:
             self.progress.say(f"locks and errors of this run could not be removed: {error}")
         if self._files.leftovers:
             self.progress.say(f"removed {self._files.leftovers} files of another server that unfinished requests had left")
 
     # Waiting
 
-    async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+    def _in_pool(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def _unless_stopped(self, awaitable: Awaitable[T]) -> T:
         """Wait for something that `stop` cancels. Raises StoppedError: the run is stopped."""

@@ -269,11 +269,10 @@ def _lock(path: Path, fd: int) -> None:
 def _require_one_division(output: Path, world_size: int) -> None:
     """Raise InputError if a run of another world size is under way.
 
-    Call it with this run's ledger locked, so that of two runs that start together one is refused.
+    Call it with this run's ledger locked. Of two runs that start together one or both are refused.
     """
     for path in ledgers_in(output):
-        match = _NAME.fullmatch(path.name)
-        if match is None or int(match[1] or 1) == world_size:
+        if (match := _NAME.fullmatch(path.name)) and int(match[1] or 1) == world_size:
             continue
         with suppress(FileNotFoundError):  # a run that was refused has removed it
             fd = open_regular(path)
@@ -294,7 +293,10 @@ class _Content(NamedTuple):
 
 
 def _read_at(path: Path, rows: int, files: set[int]) -> _Content | None:
-    fd = open_regular(path)
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError:  # a run that was refused has removed it
+        return None
     try:
         return _read(fd, rows, files)
     finally:
@@ -343,6 +345,6 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def _write(fd: int, line: dict[str, Any]) -> None:
-    data = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+    data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
     while data:
         data = data[os.write(fd, data) :]

@@ -124,9 +124,13 @@ class Session:
             logger.error("%s", describe(problem, error))
             return True
 
-    def hold_lock(self, storage: Storage, name: str, gid: int) -> HeldLock:
-        """Lock the file `name` in a folder that `enter` returned; see HeldLock.acquire."""
+    def hold_lock(self, storage: Storage, name: str, gid: int, folder: str) -> HeldLock:
+        """Lock the file `name` in a folder that `enter` returned; see HeldLock.acquire.
+
+        The path `folder` is recorded first, for the server that cleans up after this one.
+        """
         workspace = self._workspace
+        workspace.note(folder)
         return HeldLock.acquire(storage.fd, name, self._lock_mode, workspace.fd, gid, workspace.locks_follow_links)
 
     def enter(self, folders: Sequence[str], durable: bool) -> Storage:
@@ -140,7 +144,6 @@ class Session:
             if folders and os.fstat(storage.fd).st_dev != os.fstat(self.workspace.fd).st_dev:
                 # No file can be renamed to there.
                 raise OSError(errno.EXDEV, "it is on another filesystem than the storage directory")
-            self._workspace.note(folders)
         return storage
 
     def leave(self, storage: Storage) -> None:

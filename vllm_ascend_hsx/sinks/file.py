@@ -276,7 +276,7 @@ class DirectorySink(Sink):
         try:
             file.gid = session.workspace.group_in(storage)
             if self.options.use_lock:
-                file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid)
+                file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid, relative.rpartition("/")[0])
             # From here on no other request can publish under this name.
             if self._is_superseded(file):
                 file.withdraw()

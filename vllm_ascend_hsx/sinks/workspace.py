@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 
 from vllm_ascend_hsx.protocol.lock import HeldLock, locks_follow_links
@@ -119,9 +119,8 @@ class Workspace:
         """Return False if somebody has removed or replaced its lock. Raises OSError."""
         return self._lock is None or self._lock.is_named()
 
-    def note(self, folders: Sequence[str]) -> None:
-        """Record that the folder `folders` lead to may contain locks. Raises OSError."""
-        folder = "/".join(folders)
+    def note(self, folder: str) -> None:
+        """Record that a folder, or "" for none, may contain locks. Raises OSError."""
         if self._lock is not None and folder and folder not in self._folders:
             self._lock.append(os.fsencode(folder) + b"\n")
             self._folders.add(folder)

@@ -61,5 +61,6 @@ def test_a_machine_without_npus_is_told_so_in_one_line(tmp_path: Path) -> None:
     command = [HSX, "hardware-report", "--output", str(tmp_path / "out")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 2
-    assert done.stdout.count("\n") == 1 and "this machine has no NPUs" in done.stdout
+    told = [line for line in done.stdout.splitlines() if not line.endswith(" ...")]  # signs of life of a slow machine
+    assert len(told) == 1 and "this machine has no NPUs" in told[0]
     assert not (tmp_path / "out").exists()

@@ -281,7 +281,7 @@ def test_removed_files_hold_at_most_a_quarter_of_the_free_space(
     kept.close()
 
 
-@pytest.mark.parametrize(("number", "needs"), [(errno.EIO, False), (errno.EDQUOT, True), (errno.ENOSPC, True)])
+@pytest.mark.parametrize(("number", "needs"), [(errno.EIO, False), (errno.EDQUOT, True), (errno.ENOSPC, True), (errno.EMFILE, True)])
 def test_a_request_for_which_there_is_no_space_releases_the_files_that_are_kept(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int, needs: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import socket
 from collections import Counter
 from contextlib import ExitStack
@@ -97,3 +98,25 @@ def test_servers_that_all_go_bad_end_the_run(bench: Bench) -> None:
     assert "stopped: 4 errors in a row" in printed
     assert max(bench.lines()) < 20
     bench.check(list(range(10)), records=60)
+
+
+@pytest.mark.parametrize(("stage", "behaviour"), [("written", "ok"), ("asked", 502)])
+def test_an_output_in_whose_place_another_run_s_is_in_mid_run_stays_as_it_is(bench: Bench, stage: str, behaviour: str | int) -> None:
+    """As where a suspended run goes on: its directory was rotated, and another run has ended."""
+    storage = bench.output
+    bench.output = storage / "b"
+    assert bench.run(records=[{"token_ids": [7, 7, row]} for row in range(6)])[0] == 0
+    (bench.output / "hs_4.safetensors.error").write_text("{}")
+    of_b = {path.name: path.read_bytes() for path in bench.output.iterdir()}
+    bench.output = storage / "a"
+
+    def rotate(seen: Seen, now: str) -> None:
+        if (seen.row, seen.time, now) == (2, 2, stage):
+            shutil.move(bench.output, storage / "earlier")
+            shutil.move(storage / "b", bench.output)
+
+    bench.server.at = rotate
+    bench.server.behave = lambda seen: behaviour if (seen.row, seen.time) == (2, 2) else "ok"
+    code, printed = bench.run("--concurrency", 1)
+    assert code == 1 and "was moved, removed or replaced during the run" in printed
+    assert {path.name: path.read_bytes() for path in bench.output.iterdir()} == of_b

@@ -142,6 +142,21 @@ def test_a_name_that_is_used_again_where_no_inode_is_left_gives_no_earlier_rows(
     assert in_directory.has("used", finite_rows(0, 3, version=2))
 
 
+def test_a_name_in_a_folder_that_is_used_again_after_a_restart_on_a_full_disk_gives_no_earlier_rows(
+    in_directory: FileCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new server cannot record that the folder has locks."""
+    with in_directory.serve():
+        put(in_directory.open("folder/used"), 3)
+    with monkeypatch.context() as patch:
+        trace(patch, Calls(errno.ENOSPC, "pwrite"))
+        with pytest.raises(SinkError, match="ENOSPC"):
+            in_directory.open("folder/used", 3)
+    assert in_directory.outcome("folder/used") is None or isinstance(in_directory.outcome("folder/used"), str)
+    put(in_directory.open("folder/used"), 3, version=2)
+    assert in_directory.has("folder/used", finite_rows(0, 3, version=2))
+
+
 def test_rows_that_could_not_be_written_can_be_written_again(in_directory: FileCase, monkeypatch: pytest.MonkeyPatch) -> None:
     file = in_directory.open("again")
     with monkeypatch.context() as patch:

@@ -111,11 +111,14 @@ class BlockLog:
         return row in self._block.done  # who has the ledger compares the file
 
     def append(self, row: int, status: Status, **facts: Any) -> None:
-        require_in_place(self._block.ledger, self._fd)
+        self.require_in_place()
         self.lines.append(Line(row, status, facts))
 
     def note_server(self, server: dict[str, Any]) -> None:
         self.server = server
+
+    def require_in_place(self) -> None:
+        require_in_place(self._block.ledger, self._fd)
 
 
 class BlockRows(Dataset):
