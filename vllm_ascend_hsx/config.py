@@ -101,7 +101,8 @@ class HsxConfig(BaseModel):
         default=256,
         ge=0,
         le=1 << 16,
-        description="Most files that are kept open for this, on each data-parallel rank.",
+        description="Most files that are kept open for this, on each data-parallel rank. Each takes "
+        "a file descriptor; all are closed when a request finds none.",
     )
     use_synchronization_lock: bool = Field(
         default=True,
