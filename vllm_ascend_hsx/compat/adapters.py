@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ def refuse_wrong_products(vllm_config: Any) -> None:
         raise UserError("fully_sharded_loras", False, problem, f"Set it, and max_lora_rank to {8 * ranks} or more.")
     if lora.max_lora_rank < 8 * ranks:
         raise UserError("max_lora_rank", lora.max_lora_rank, problem, f"Set it to {8 * ranks} or more.")
+
+
+def loaded_weights() -> Mapping[int, str]:
+    """Return the fingerprint of each adapter that this worker has loaded, by its id in vLLM."""
+    return _loaded
 
 
 def adapter_of(lora_request: Any) -> Adapter:

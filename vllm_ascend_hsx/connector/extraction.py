@@ -14,7 +14,7 @@ import torch
 from vllm_ascend_hsx.compat.adapters import adapter_of
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
-from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, StatsRecorder, failure_kind
+from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, RELOADED, StatsRecorder, failure_kind
 from vllm_ascend_hsx.connector.threads import SpanSet, ThreadPool, WriteOrder, describe_missing
 from vllm_ascend_hsx.protocol.rows import TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
@@ -64,6 +64,7 @@ class Extraction:
         self._prompt = start.token_ids
         self._arrived_ns = start.arrived_ns
         self._lora = start.lora
+        self._adapter = adapter_of(start.lora)  # the runner loads it before the connector is given the step
         self._placeholders = start.placeholders
         self._keeps_source = start.keeps_source
         self.number = start.number
@@ -99,8 +100,7 @@ class Extraction:
             self._on_ended(self)
             return
         try:
-            adapter = adapter_of(self._lora)  # the runner loads it before the connector is given the step
-            file = sink.open(self.request_id, Path(self.path), len(self._prompt), self._arrived_ns, adapter)
+            file = sink.open(self.request_id, Path(self.path), len(self._prompt), self._arrived_ns, self._adapter)
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
             with self._mutex:
                 undecided, self._decided = not self._decided, True
@@ -203,6 +203,11 @@ class Extraction:
         self._report(reason, kind)
         if opened:
             self._writers.submit(self.stop)
+
+    def fail_if_reloaded(self) -> None:
+        """Fail if its adapter has other weights than when it began. Its last row is yet to come."""
+        if adapter_of(self._lora) != self._adapter:
+            self.fail(f"its adapter {self._adapter.name!r} was loaded again, with other weights, before its last row", RELOADED)
 
     def give_way(self, reason: str) -> None:
         """Publish no rows from now on, because a later request of this name has failed."""

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from vllm_ascend_hsx.compat.adapters import loaded_weights
 from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
@@ -73,6 +74,7 @@ class ExtractionWorker:
         self._stored_row_bytes = stored_row_bytes or ring.row_bytes
         # For the main thread only.
         self._owned: dict[str, Extraction] = {}
+        self._weights: dict[int, str] = {}  # of adapters, in the step before
         self._opening: list[Extraction] = []
         self._extractions: dict[str, Extraction] = {}  # for the copier's thread only
         self._reasons = ThreadPool(1, "hsx-reasons")  # also does what may wait for storage while nobody waits for it
@@ -104,6 +106,10 @@ class ExtractionWorker:
             self._staging.wanted.pop(ended.request_id, None)
             if self._owned.pop(ended.request_id, None) is not None:
                 self._copier.then(partial(self._end, ended))
+        if self._weights != loaded_weights():
+            self._weights = dict(loaded_weights())
+            for request_id in self._staging.wanted:
+                self._owned[request_id].fail_if_reloaded()
         begun = [extraction for start in metadata.started if start.owner == self._rank and (extraction := self._start(start))]
         if begun:  # at once: a lock and a queue for each would cost as much as the rest
             self._opening += begun
@@ -141,25 +147,21 @@ class ExtractionWorker:
         if kind == REFUSED:  # the other request of this id leaves what is to be found under its name
             return
         with self._ended:
-            waiting = self._reasons.pending + sum(map(len, self._reasons_after.values()))
-            if waiting >= _MAX_REASONS:
+            if self._reasons.pending + sum(map(len, self._reasons_after.values())) >= _MAX_REASONS:
                 logger.error("%s%s will not be there: %d others wait for the storage", start.path, ERROR_SUFFIX, _MAX_REASONS)
                 return
-            before = self._not_ended.get(start.path)
-            if before is not None:  # the name is free when that file has ended
+            if (before := self._not_ended.get(start.path)) is not None:  # the name is free when that file has ended
                 self._reasons_after.setdefault(before, []).append((start, reason))
                 before.give_way(reason)
                 return
         self._leave_reason(start, reason)
 
     def _leave_reason(self, start: RequestStart, reason: str) -> None:
-        place = start.request_id, Path(start.path)
-        self._reasons.submit(partial(leave_reason, self._sink, *place, reason, start.arrived_ns))
+        self._reasons.submit(partial(leave_reason, self._sink, start.request_id, Path(start.path), reason, start.arrived_ns))
 
     def save(self) -> None:
         """Pass on the slot that this step filled last, if it filled one."""
-        slot = self._staging.take()
-        if slot is not None:
+        if (slot := self._staging.take()) is not None:
             self._pass_on(slot)
 
     def _pass_on(self, slot: StagingSlot) -> None:
@@ -182,9 +184,8 @@ class ExtractionWorker:
         """
         if self._opening:
             self._wait_until_open()
-        watch = self._watch
-        news = self._progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly, self._kept_files.needs_space())
-        if news is None:
+        watch, needs_space = self._watch, self._kept_files.needs_space()
+        if (news := self._progress.end_step(watch.is_quiet, watch.is_stuck, watch.opens_slowly, needs_space)) is None:
             return None
         state, decided, refused = news
         report = WorkerReport(refused, {self._rank: state})
@@ -203,8 +204,8 @@ class ExtractionWorker:
         """Write all staged rows, then end all threads. Incomplete files fail with the reason.
 
         Args:
-            timeout: most seconds for the staged rows. Later rows are lost, and their files fail.
-                None for no limit.
+            timeout: most seconds for the staged rows, None for no limit. Later rows are
+                lost, and their files fail.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
 

@@ -290,26 +290,28 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
         OSError: if a file cannot be removed, or a member of a shard cannot be marked.
     """
     path = Path(path)
-    with _absent_if_too_long(), suppress(NotAFileError):
+    with _absent(), suppress(NotAFileError):
         wait_until_released(_companion(path, LOCK_SUFFIX), _MOMENT_S)
-    doomed = [_companion(path, LOCK_SUFFIX), _companion(path, ERROR_SUFFIX)]
     # The lock first: without it readers treat the data as complete; with a lock and no data they
-    # would report a dead server.
+    # would report a dead server. The error last: it may be all that hides the data.
     is_file = os.path.lexists(path)
-    for each in doomed if keep_data else [*doomed, path]:
-        with _absent_if_too_long(), suppress(FileNotFoundError):
-            os.unlink(each)
+    with _absent():
+        os.unlink(_companion(path, LOCK_SUFFIX))
     if not keep_data:
+        with _absent():
+            os.unlink(path)
         remove_member(path, is_file)
+    with _absent():
+        os.unlink(_companion(path, ERROR_SUFFIX))
 
 
 @contextmanager
-def _absent_if_too_long() -> Iterator[None]:
-    """Take a file whose name no filesystem could hold for one that is not there."""
+def _absent() -> Iterator[None]:
+    """Do nothing if a file is not there, or its name is one that no filesystem could hold."""
     try:
         yield
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
             raise
 
 
@@ -328,8 +330,7 @@ def failure_reason(path: Path) -> str:
 def reason_in(content: bytes, key: str) -> str:
     """Return the reason of a failure, the text of `key` in a JSON object."""
     with suppress(ValueError):
-        said = parse(content)
-        if isinstance(said, dict) and isinstance(said.get(key), str):
+        if isinstance(said := parse(content), dict) and isinstance(said.get(key), str):
             return str(said[key])
     return f"the server reports a failure that cannot be understood: {content[:200]!r}"
 

@@ -116,31 +116,35 @@ class DirectorySink(Sink):
             data: its hidden file, complete and open.
         """
 
-    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None:
+    def hide_previous(self, file: RequestFile, can_look: bool = True) -> Callable[[], None] | None:
         """Hide what an earlier request of this name published; return what to call at the end.
 
         Otherwise a server that dies now would leave the earlier rows as the answer to this request.
-        Raises OSError.
+        Raises OSError. `can_look`: whether other servers' shards can be read, whose clocks differ.
         """
         if self.may_be_member(file):
             shards = self.shards_of(file.session)
             with shards.current() as shard:
-                shard.add_line(Tombstone(file.relative, shards.now_ns(may_have_others=True)))
+                shard.add_line(Tombstone(file.relative, shards.now_ns(can_look)))
         if not file.storage.has_file(file.name):
             return None
         workspace, hidden = file.session.workspace, file.session.new_name(file.name)
         try:
             file.storage.move(file.name, workspace, hidden)
         except FileNotFoundError:
-            if file.storage.has_file(file.name):  # it is the hidden directory that has gone
-                raise
-            return None  # a consumer has just removed it
+            # If a consumer has not just removed it, the hidden directory has gone.
+            file.storage.unlink(file.name)
+            return None
         return partial(workspace.unlink, hidden)
 
     def hide_from(self, file: RequestFile) -> None:
         """As `hide_previous`, for a request that could not be opened. Raises OSError."""
-        if not self._is_superseded(file):
-            file.remove_previous = self.hide_previous(file)
+        try:
+            superseded, can_look = self._is_superseded(file), True
+        except OSError:  # no rows are better than those of another request
+            superseded, can_look = False, False
+        if not superseded:
+            file.remove_previous = self.hide_previous(file, can_look)
 
     def shards_of(self, session: Session) -> SessionShards:
         """Return the shards that this sink writes in a session. Raises OSError."""
@@ -257,20 +261,20 @@ class DirectorySink(Sink):
         self, request_id: str, path: Path, relative: str, expected_tokens: int = 0, arrived_ns: int | None = None
     ) -> RequestFile:
         """Make readers wait for a request. Raises as `_open`."""
+        session, reason = self._session, None
         try:
             session = self._current_session()
         except UserError as error:
-            raise SinkError(request_id, path, str(error)) from error
-        except FileNotFoundError as error:
-            reason = describe(f"{self._directory} is not there any more", error)
-            raise SinkError(request_id, path, reason) from error
+            reason = str(error)
         except OSError as error:
-            reason = describe(f"{self._directory} cannot be used", error)
-            raise SinkError(request_id, path, reason) from error
+            problem = f"{self._directory} is not there any more"
+            reason = describe(problem if isinstance(error, FileNotFoundError) else f"{self._directory} cannot be used", error)
+        if reason is not None and not session.is_at_its_path():
+            raise SinkError(request_id, path, reason)
         try:
             storage = session.enter(relative.split("/")[:-1], self.options.durable)
         except OSError as error:
-            reason = describe("a directory on the way to it cannot be entered", error)
+            reason = reason or describe("a directory on the way to it cannot be entered", error)
             raise SinkError(request_id, path, reason) from error
         file = RequestFile(self, session, storage, request_id, path, relative, expected_tokens, arrived_ns)
         try:
@@ -281,16 +285,18 @@ class DirectorySink(Sink):
             if self._is_superseded(file):
                 file.withdraw()
                 raise _LaterRequest
-            storage.unlink(file.name + ERROR_SUFFIX)
-            file.remove_previous = self.hide_previous(file)
+            if reason is None:
+                file.remove_previous = self.hide_previous(file)
+                storage.unlink(file.name + ERROR_SUFFIX)  # last: it may be all that hides the former
         except LockHeldError:
             session.leave(storage)
             reason = "another request or server is writing this file"
             raise SinkError(request_id, path, reason, REFUSED) from None
         except OSError as error:
-            reason = describe("it cannot be opened", error)
+            reason = reason or describe("it cannot be opened", error)
+        if reason is not None:
             file.refuse(reason)
-            raise SinkError(request_id, path, reason) from error
+            raise SinkError(request_id, path, reason)
         with self._mutex:
             session.users += 1
         return file

@@ -55,7 +55,8 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
     if cleaning.servers:
         # A warning, because vLLM's logging shows nothing less of ours.
         which = "a server" if cleaning.servers == 1 else f"{cleaning.servers} servers"
-        logger.warning("%s: after %s that died or could not clean up: %s", directory, which, done or "nothing was left")
+        nothing = "nothing could be cleaned up" if cleaning.problems else "nothing was left"
+        logger.warning("%s: after %s that died or could not clean up: %s", directory, which, done or nothing)
     elif done:
         logger.info("%s: %s", directory, done)
     if cleaning.problems:
@@ -73,6 +74,8 @@ class Cleaning:
         tell: called for each change with the path below the directory: of a file, or of the tar
             file of a shard.
         report: called with each problem.
+        hide: called with the path below the directory of a request whose error is about to be
+            removed, to hide the rows of an earlier one. Raises OSError: the error stays.
 
     Attributes:
         servers: number of dead servers.
@@ -89,12 +92,14 @@ class Cleaning:
         index_bytes: float = math.inf,
         tell: Callable[[Done, str], None] = lambda done, path: None,
         report: Callable[[str], None] = lambda problem: None,
+        hide: Callable[[str], None] = lambda path: None,
     ) -> None:
         self._dir_fd = dir_fd
         self._dry_run = dry_run
         self._index_bytes = index_bytes
         self._tell = tell
         self._report = report
+        self._hide = hide
         self._cleaned: set[str] = set()
         self.servers = self.hidden = self.locks = self.errors = 0
         self.shards = self.requests = self.problems = 0
@@ -176,7 +181,8 @@ class Cleaning:
                 inside = os.path.join(folder, each)
                 if not self._dry_run:
                     self._cleaned.discard(inside)  # this server may have left locks there since
-                with self.noting(f"could not clean {inside!r}"), open_folder(self._dir_fd, inside) as inside_fd:
+                is_other = suppress(NotADirectoryError)  # it was moved away, and a link has its name
+                with self.noting(f"could not clean {inside!r}"), is_other, open_folder(self._dir_fd, inside) as inside_fd:
                     if inside_fd >= 0:
                         self._remove_locks(inside_fd, inside)
             if self.problems == problems:
@@ -247,6 +253,7 @@ class Cleaning:
             # Look again: no request of this name can begin now, but one may have failed since.
             if _modified(dir_fd, name) < before:
                 if not self._dry_run:
+                    self._hide(os.path.join(folder, data))
                     os.unlink(name, dir_fd=dir_fd)
                 self.errors += 1
                 self._tell("removed", os.path.join(folder, name))

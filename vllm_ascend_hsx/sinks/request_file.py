@@ -177,14 +177,12 @@ class RequestFile(SinkFile):
     def refuse(self, reason: str) -> None:
         """Publish the reason instead of opening the file.
 
-        The response may leave before the scheduler knows of the failure. Where the reason cannot be
-        published, no reader may take what an earlier request has left for the rows of this one; its
-        space may be what the reason needs.
+        No reader may take what an earlier request has left for the rows of this one: not where the
+        reason cannot be published, which may need its space, and not when the reason is removed.
         """
-        if not self._attempt("publish the reason of the failure", lambda: self._write_reason(reason)):
-            self._attempt("hide what an earlier request has left", lambda: self._sink.hide_from(self))
-            self._remove_previous()
-            self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
+        self._attempt("hide what an earlier request has left", lambda: self._sink.hide_from(self))
+        self._remove_previous()
+        self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
         if self.lock is not None:
             self._attempt("remove the lock", self.lock.remove)
         self._attempt("close the directory", lambda: self.session.leave(self.storage))

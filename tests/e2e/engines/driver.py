@@ -208,6 +208,12 @@ class Driver:
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         return bool(self.engine.reset_prefix_cache(reset_running_requests=reset_running_requests))
 
+    def load_adapter(self, **lora: Any) -> None:
+        """Load an adapter, as the API server does if asked; `lora`: arguments of LoRARequest."""
+        from vllm.lora.request import LoRARequest
+
+        assert self.engine.add_lora(LoRARequest(**lora))
+
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.engine.sleep(level, mode)
 

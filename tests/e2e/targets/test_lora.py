@@ -18,7 +18,7 @@ from oracle import Oracle, Reference, Served
 from releases import only_with
 from session import NOT_EXTRACTED, WITH_OUTPUT, EngineSession, Request
 
-from vllm_ascend_hsx import load
+from vllm_ascend_hsx import HiddenStatesError, load
 from vllm_ascend_hsx.checkpoint import Checkpoint, fingerprint
 from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2, build_qwen3
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
@@ -55,6 +55,8 @@ class Run(NamedTuple):
 
     Attributes:
         served: each request, and whose it is.
+        in_flight: requests of B while it is loaded again: one whose rows are all computed before,
+            and one of which some are computed after.
         cached: those that were not extracted, and read the prefix cache; by whose they are.
         in_turn: those of one prompt, which were added one after the other: A, NONE, B, and again.
         models: directory of the model of which each one's rows are.
@@ -65,6 +67,7 @@ class Run(NamedTuple):
     served: list[tuple[str, Request]]
     cached: dict[str, Request]
     in_turn: list[Request]
+    in_flight: list[Request]
     models: dict[str, Path]
     weights: dict[str, str]
 
@@ -86,9 +89,12 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     options = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "max_num_batched_tokens": CHUNK, **target.engine}
     session = EngineSession(directory / "engine", model, layer_ids=LAYER_IDS, **options)
 
+    def lora_request(name: str) -> dict[str, Any]:
+        return {"lora_name": name, "lora_int_id": IDS[name], "lora_path": str(adapters[name])}
+
     def add(whose: str, prompt: str, sampling: dict[str, Any], **lora: Any) -> Request:
         name = A if whose == AGAIN else whose
-        given = {"lora": {"lora_name": name, "lora_int_id": IDS[name], "lora_path": str(adapters[name]), **lora}} if name else {}
+        given = {"lora": {**lora_request(name), **lora}} if name else {}
         return session.add(PROMPTS[prompt], {"max_tokens": 6, **sampling}, name=f"{whose or 'none'}-{prompt}", **given)
 
     served = []
@@ -112,7 +118,14 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             served.append((AGAIN, add(AGAIN, "in-turn", WITH_OUTPUT)))
             session.drain()
             tell(session)
-    return Run(session, served, cached, in_turn, models, weights)
+        in_flight = [add(B, "short", {}), add(B, "chunked", WITH_OUTPUT)]
+        session.step(3)  # both have their prompts' rows
+        session.call("load_adapter", **lora_request(B), load_inplace=True)  # with the same weights
+        session.step()
+        write_adapter(adapters[B], model, target.modules, 4)
+        session.call("load_adapter", **lora_request(B), load_inplace=True)
+        session.settle()
+    return Run(session, served, cached, in_turn, in_flight, models, weights)
 
 
 def tell(session: EngineSession) -> None:
@@ -184,6 +197,16 @@ def test_rows_of_a_prefix_are_copied_by_requests_without_an_adapter_only(run: Ru
     """Cached blocks tell an adapter's name, but not which weights it had."""
     assert [request.reused for request in run.in_turn] == [0, 0, 0, 0, BLOCK, 0]
     assert [request.reused for request in run.of(AGAIN)] == [0] * 4
+
+
+def test_a_request_fails_if_other_weights_are_loaded_before_its_last_row(run: Run) -> None:
+    before, after = run.in_flight
+    prompt = tuple(before.prompt)
+    oracle = Oracle(Reference(run.models[B], 4, torch.bfloat16), LAYER_IDS)
+    assert not oracle.verdict(run.path(before), Served(before.id, prompt, 0, 1), len(prompt), len(prompt))
+    assert load(run.path(before)).metadata["lora_weights"] == run.weights[B]
+    with pytest.raises(HiddenStatesError, match="its adapter 'b' was loaded again, with other weights, before its last row"):
+        load(run.path(after))
 
 
 @pytest.mark.long

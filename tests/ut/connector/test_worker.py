@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_harness import MAX_TOKENS, Engine, ended, started
 
+from vllm_ascend_hsx.compat import adapters
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd
 from vllm_ascend_hsx.sinks.base import SinkError
 
@@ -30,6 +33,26 @@ def test_a_file_is_published_with_its_last_row_and_not_at_the_end_of_the_request
     engine.close()
     assert engine.outcomes == {"a": None}
     engine.assert_file_is_right("a", 12)
+
+
+@pytest.mark.parametrize("when", ["before its last row", "after its last row", "with the same weights"])
+def test_a_request_fails_if_other_weights_are_loaded_before_its_last_row(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    weights = {1: "old"}
+    monkeypatch.setattr(adapters, "_loaded", weights)
+    begun = [
+        replace(engine.start(name, 8), lora=SimpleNamespace(lora_name=name, lora_int_id=number))
+        for name, number in (("a", 1), ("b", 2))
+    ]
+    complete = when == "after its last row"
+    engine.step(started(*begun), [("a", 0, 8 if complete else 4), ("b", 0, 4)])
+    weights[1] = "old" if when == "with the same weights" else "new"
+    weights[3] = "of another adapter"
+    engine.step(HsxConnectorMetadata(), [("b", 4, 4)] if complete else [("a", 4, 4), ("b", 4, 4)])
+    engine.close()
+    reason = "its adapter 'a' was loaded again, with other weights, before its last row"
+    assert engine.outcomes == {"a": reason if when == "before its last row" else None, "b": None}
 
 
 def test_rows_of_other_owners_are_ignored(engine: Engine) -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,7 +100,7 @@ def test_a_full_disk_fails_the_request_with_the_systems_reason(in_directory: Fil
 
 
 @pytest.mark.parametrize("freed", [0, 1])
-@pytest.mark.parametrize("when", ["a consumer has removed the lock", "the lock is there", "the file is open"])
+@pytest.mark.parametrize("when", ["a consumer has removed the lock", "the lock is there", "the file is open", "no hidden directory"])
 def test_a_name_that_is_used_again_where_no_inode_is_left_gives_no_earlier_rows(
     in_directory: FileCase, monkeypatch: pytest.MonkeyPatch, when: str, freed: int
 ) -> None:
@@ -108,6 +109,8 @@ def test_a_name_that_is_used_again_where_no_inode_is_left_gives_no_earlier_rows(
     if when == "a consumer has removed the lock":
         Path(f"{in_directory.path('used')}.lock").unlink(missing_ok=True)
     file = in_directory.open("used", 3) if when == "the file is open" else None
+    if when == "no hidden directory":
+        shutil.rmtree(next(in_directory.where.glob(".hsx-*")))
     inodes, real_open, real_unlink = 0, os.open, os.unlink
 
     def create(path: str, flags: int, *args: int, **kwargs: int) -> int:
@@ -126,7 +129,7 @@ def test_a_name_that_is_used_again_where_no_inode_is_left_gives_no_earlier_rows(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", create)
         patch.setattr(os, "unlink", unlink)
-        with pytest.raises(SinkError, match="ENOSPC") as raised:
+        with pytest.raises(SinkError, match="ENOSPC|cannot hold a file: No space left") as raised:
             if file is None:
                 in_directory.open("used", 3)
             elif type(in_directory) is FileCase:
@@ -150,11 +153,40 @@ def test_a_name_in_a_folder_that_is_used_again_after_a_restart_on_a_full_disk_gi
         put(in_directory.open("folder/used"), 3)
     with monkeypatch.context() as patch:
         trace(patch, Calls(errno.ENOSPC, "pwrite"))
-        with pytest.raises(SinkError, match="ENOSPC"):
+        with pytest.raises(SinkError, match="ENOSPC|cannot hold a file: No space left"):
             in_directory.open("folder/used", 3)
     assert in_directory.outcome("folder/used") is None or isinstance(in_directory.outcome("folder/used"), str)
     put(in_directory.open("folder/used"), 3, version=2)
     assert in_directory.has("folder/used", finite_rows(0, 3, version=2))
+
+
+def test_a_name_that_is_used_again_without_a_free_descriptor_gives_no_earlier_rows(
+    in_directory: FileCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even whether a later request has the name can be told then."""
+    put(in_directory.open("used"), 3)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        with pytest.raises(SinkError, match="EMFILE"):
+            in_directory.sink.open("used", in_directory.path("used"), 3, time.time_ns())
+    assert not in_directory.has_rows("used")
+
+
+def test_a_request_that_cannot_be_opened_removes_earlier_rows_also_where_it_leaves_its_reason(
+    in_directory: FileCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is removed some day, and with it what hid them."""
+    put(in_directory.open("used"), 3)
+    with monkeypatch.context() as patch:
+        trace(patch, Calls(errno.EIO, "flock"))
+        with pytest.raises(SinkError, match="EIO"):
+            in_directory.open("used", 3)
+    assert not in_directory.has_rows("used")
+    assert "EIO" in str(in_directory.outcome("used"))
 
 
 def test_rows_that_could_not_be_written_can_be_written_again(in_directory: FileCase, monkeypatch: pytest.MonkeyPatch) -> None:

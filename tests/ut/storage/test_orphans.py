@@ -146,7 +146,7 @@ def test_what_is_not_a_servers_stays_whatever_it_is_called(tmp_path: Path, caplo
 def test_folders_that_a_dead_server_wrote_into_are_cleaned_and_no_others(tmp_path: Path) -> None:
     def serve() -> None:
         sink = FileSink(tmp_path, FORMAT)
-        for name in ("a/b/rows", "a/b/more", "a/stale", "é/rows", "removed/rows"):
+        for name in ("a/b/rows", "a/b/more", "a/stale", "é/rows", "removed/rows", "linked/rows"):
             open_file(sink, tmp_path, f"{name}.safetensors", rows=0 if name == "a/stale" else 2)
         commit(sink, tmp_path, "a/complete.safetensors")
 
@@ -156,14 +156,14 @@ def test_folders_that_a_dead_server_wrote_into_are_cleaned_and_no_others(tmp_pat
         living = open_file(sink, tmp_path, "a/b/living.safetensors")
         killed(serve)
         shutil.rmtree(tmp_path / "removed")
+        (tmp_path / "linked").rename(tmp_path / "moved").with_name("linked").symlink_to(tmp_path / "moved")
         FileSink(tmp_path, FORMAT).close()
         assert dead_workspaces(tmp_path) == []
         assert everything(tmp_path / "a" / "b") == ["living.safetensors.lock"]
-        assert everything(tmp_path / "é") == []
         assert everything(tmp_path / "a") == ["b", "complete.safetensors", "complete.safetensors.lock"]
         living.commit(token_ids(2), 2)
-    assert everything(tmp_path / "strangers") == ["x.safetensors.lock"]
-    assert everything(tmp_path) == ["a", "strangers", "é"]
+    assert [everything(tmp_path / each) for each in ("é", "moved", "strangers")] == [[], ["rows.safetensors.lock"], ["x.safetensors.lock"]]
+    assert everything(tmp_path) == ["a", "linked", "moved", "strangers", "é"]
 
 
 @pytest.mark.parametrize("folder", ["../outside", "/", ".", ".hidden", "link", "a/../../outside", "\0", "file"])
