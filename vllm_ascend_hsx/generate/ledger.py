@@ -107,9 +107,9 @@ class Ledger:
     def require_in_place(self) -> None:
         """Raise RunError if the output directory is another one now, or the ledger was cut off."""
         require_in_place(self.path, self._fd)
-        if (size := os.fstat(self._fd).st_size) < self._size:
-            remedy = f"put back what it had, or {REMEDY}"
-            raise RunError(f"{self.path} was cut off during the run, from {self._size} to {size} bytes; {remedy}")
+        before = self._size  # read first: another thread may be adding a line
+        if (size := os.fstat(self._fd).st_size) < before:
+            raise RunError(f"{self.path} was cut off during the run, from {before} to {size} bytes; put back what it had, or {REMEDY}")
 
     def _log(self, line: dict[str, Any], durable: bool = False) -> None:
         self.require_in_place()

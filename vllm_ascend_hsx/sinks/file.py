@@ -177,8 +177,7 @@ class DirectorySink(Sink):
         relative = self._relative(path)
         if relative is None:
             raise SinkError(request_id, path, f"it is not inside {self._directory}")
-        problem = path_refusal(relative)
-        if problem is not None:
+        if (problem := path_refusal(relative)) is not None:
             raise SinkError(request_id, path, f"the name cannot be used: {problem}")
         with self._opening:
             with self._mutex:
@@ -261,21 +260,23 @@ class DirectorySink(Sink):
         self, request_id: str, path: Path, relative: str, expected_tokens: int = 0, arrived_ns: int | None = None
     ) -> RequestFile:
         """Make readers wait for a request. Raises as `_open`."""
-        session, reason = self._session, None
+        session, reason = self._session, ""
+        cause: Exception | None = None
         try:
             session = self._current_session()
         except UserError as error:
-            reason = str(error)
+            reason, cause = str(error), error
         except OSError as error:
-            problem = f"{self._directory} is not there any more"
-            reason = describe(problem if isinstance(error, FileNotFoundError) else f"{self._directory} cannot be used", error)
-        if reason is not None and not session.is_at_its_path():
-            raise SinkError(request_id, path, reason)
+            is_gone = isinstance(error, FileNotFoundError)
+            problem = f"{self._directory} is not there any more" if is_gone else f"{self._directory} cannot be used"
+            reason, cause = describe(problem, error), error
+        if cause is not None and not session.is_at_its_path():
+            raise SinkError(request_id, path, reason) from cause
         try:
             storage = session.enter(relative.split("/")[:-1], self.options.durable)
         except OSError as error:
-            reason = reason or describe("a directory on the way to it cannot be entered", error)
-            raise SinkError(request_id, path, reason) from error
+            problem = describe("a directory on the way to it cannot be entered", error)
+            raise SinkError(request_id, path, reason or problem) from cause or error
         file = RequestFile(self, session, storage, request_id, path, relative, expected_tokens, arrived_ns)
         try:
             file.gid = session.workspace.group_in(storage)
@@ -285,18 +286,17 @@ class DirectorySink(Sink):
             if self._is_superseded(file):
                 file.withdraw()
                 raise _LaterRequest
-            if reason is None:
+            if cause is None:
                 file.remove_previous = self.hide_previous(file)
                 storage.unlink(file.name + ERROR_SUFFIX)  # last: it may be all that hides the former
         except LockHeldError:
             session.leave(storage)
-            reason = "another request or server is writing this file"
-            raise SinkError(request_id, path, reason, REFUSED) from None
+            raise SinkError(request_id, path, "another request or server is writing this file", REFUSED) from None
         except OSError as error:
-            reason = reason or describe("it cannot be opened", error)
-        if reason is not None:
+            reason, cause = reason or describe("it cannot be opened", error), cause or error
+        if cause is not None:
             file.refuse(reason)
-            raise SinkError(request_id, path, reason)
+            raise SinkError(request_id, path, reason) from cause
         with self._mutex:
             session.users += 1
         return file

@@ -212,3 +212,21 @@ def test_names_of_files_lead_back_to_their_rows(row: int) -> None:
     assert row_of_file(row_file(row)) == row
     for name in (f"hs_0{row}.safetensors", f"hs_{row}.safetensors.lock", f"hs_{row}", f"xhs_{row}.safetensors", f"hs_-{row}.safetensors"):
         assert row_of_file(name) is None
+
+
+def test_a_line_that_another_thread_adds_during_a_check_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger, real_fstat, under_way = opened(tmp_path), os.fstat, list[int]()
+
+    def fstat(fd: int) -> os.stat_result:
+        status = real_fstat(fd)
+        if not under_way:
+            under_way.append(fd)
+            ledger.append(0, "failed")
+            under_way.clear()
+        return status
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    ledger.require_in_place()
+    monkeypatch.undo()
+    assert len(ledger_lines(tmp_path / "ledger.jsonl")) >= 2
+    ledger.close()
