@@ -153,7 +153,7 @@ def test_a_name_in_a_folder_that_is_used_again_after_a_restart_on_a_full_disk_gi
         put(in_directory.open("folder/used"), 3)
     with monkeypatch.context() as patch:
         trace(patch, Calls(errno.ENOSPC, "pwrite"))
-        with pytest.raises(SinkError, match="ENOSPC|cannot hold a file: No space left"):
+        with pytest.raises(SinkError, match="ENOSPC"):
             in_directory.open("folder/used", 3)
     assert in_directory.outcome("folder/used") is None or isinstance(in_directory.outcome("folder/used"), str)
     put(in_directory.open("folder/used"), 3, version=2)
