@@ -146,10 +146,14 @@ def busy_and_idle(server: Server, model: Path) -> list[Done]:
 
 
 def busy_and_busy(server: Server, model: Path) -> list[Done]:
-    """Requests to both ranks together, of lengths that TP does not divide."""
+    """Requests to both ranks together, of lengths that TP does not divide.
+
+    Then one alone: the others may all share their steps, four tokens a rank, without padding.
+    """
     jobs = [Job(tokens(length + rank, seed=2), 3, rank) for length in (1, 4, 16, 70) for rank in (0, 1)]
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return list(pool.map(lambda job: send(server, model, job), jobs))
+        together = list(pool.map(lambda job: send(server, model, job), jobs))
+    return [*together, send(server, model, Job(tokens(1, seed=2), 3, 0))]
 
 
 def prefill_and_decode(server: Server, model: Path) -> list[Done]:
