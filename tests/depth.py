@@ -10,7 +10,7 @@ _ROOT = Path(__file__).parent.parent
 _EMULATOR = ("vllm_ascend_hsx/emulator", "tests/ut/emulator", "requirements")
 
 
-def depth(full: int, share: int = 4) -> int:
+def depth(full: int, share: int = 6) -> int:
     """Return the size of a search: `full`, or one `share`-th without `--long`, rounded up."""
     return full if is_long() else -(-full // share)
 

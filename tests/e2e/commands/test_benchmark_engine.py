@@ -52,6 +52,7 @@ def test_conversations_are_extracted_right_and_counted(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_start_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in process_environment(npus=1, late=False).items():
         monkeypatch.setenv(name, value)

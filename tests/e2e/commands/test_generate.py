@@ -136,6 +136,7 @@ def test_killed_and_started_again_every_row_is_right(serving: Serving) -> None:
     assert code == 0, printed
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_trained_further_is_refused_under_the_same_name(serving: Serving, tmp_path: Path) -> None:
     records = [{"token_ids": tokens(length)} for length in LENGTHS]
     assert serving.generate("replaced", records, "--validate", "--limit", "4")[0] == 0

@@ -335,6 +335,7 @@ def test_their_loader_takes_every_sample(
     assert workplace.left_over() == []
 
 
+@pytest.mark.long
 def test_training_an_eagle3_draft_on_them_lowers_its_loss(workplace: Workplace, rows: list[dict[str, Any]]) -> None:
     """The validation loss falls with each epoch; the trainer runs on an emulated NPU."""
     checkpoints = workplace.directory / "checkpoints"

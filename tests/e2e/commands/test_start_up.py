@@ -190,6 +190,7 @@ CHANGES = (
 LOST = ("NPUWorker.sleep", "CoreEngineProcManager.shutdown", "has_kv_transfer_group")
 
 
+@pytest.mark.long
 def test_packages_that_differ_from_what_was_checked_are_refused_before_weights_are_loaded(tiny_minimax_m2: Path, tmp_path: Path) -> None:
     copied = copy_installed(tmp_path, CHANGES)
     server = tiny_server(tmp_path, tiny_minimax_m2, (1, 2), data_parallel=2, tensor_parallel=2)

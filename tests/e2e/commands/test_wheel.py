@@ -24,6 +24,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return where / "bin"
 
 
+@pytest.mark.long
 def test_the_doctor_of_the_wheel_finds_no_problem(installed: Path, tmp_path: Path) -> None:
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_PLUGINS")}
     hsx = str(installed / "hsx")

@@ -160,7 +160,7 @@ def prefill_and_decode(server: Server, model: Path) -> list[Done]:
     """A rank decodes; then the other one is given a long prompt."""
     began = threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        decoding = pool.submit(send, server, model, Job(tokens(5, seed=3), 200, 0), began)
+        decoding = pool.submit(send, server, model, Job(tokens(5, seed=3), 60, 0), began)
         while not began.wait(1):
             assert not decoding.done(), decoding.result()
         long = send(server, model, Job(tokens(2 * CHUNK + 9, seed=3), 1, 1))

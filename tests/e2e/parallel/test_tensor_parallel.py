@@ -106,6 +106,7 @@ def test_sequence_parallelism_needs_no_data_parallelism(run: tuple[Run, dict[str
     assert "FlashComm1 is enabled." in run[0].log
 
 
+@pytest.mark.long
 @only_on_v1("upstream's connector is watched where V1 calls it")
 def test_defect_20_one_rank_writes_a_file_and_all_ranks_share_the_work(
     run: tuple[Run, dict[str, set[int]]], tiny_minimax_m2: Path, tmp_path: Path

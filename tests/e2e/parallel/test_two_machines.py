@@ -64,6 +64,7 @@ def cluster(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield found
 
 
+@pytest.mark.long
 def test_the_rows_of_both_machines_are_right_and_found_from_either(cluster: Cluster, tiny_minimax_m2: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"token_ids": tokens(length, seed=row)}) + "\n" for row, length in enumerate(LENGTHS)))
@@ -84,6 +85,7 @@ def test_the_rows_of_both_machines_are_right_and_found_from_either(cluster: Clus
     assert [path.name for path in cluster.storage.iterdir() if not path.name.startswith(".")] == ["rows"]
 
 
+@pytest.mark.long
 def test_when_the_other_machine_dies_whoever_waits_for_its_rows_is_told(cluster: Cluster, tiny_minimax_m2: Path) -> None:
     """Last in this file: there is no server afterwards."""
     body = {"model": str(tiny_minimax_m2), "prompt": tokens(40), "max_tokens": 450, "ignore_eos": True}

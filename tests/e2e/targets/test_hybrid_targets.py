@@ -77,7 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: target.build(directory / name) for name, target in TARGETS.items()}
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=["qwen3_5_moe", pytest.param("qwen3_next", marks=pytest.mark.long)])
 def target(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -148,7 +148,8 @@ def cases() -> Iterator[Any]:
     for name, played_on in (("qwen3_5_moe", SCENARIOS), ("qwen3_next", OF_QWEN3_NEXT)):
         for engine, played in played_on.items():
             for play in played:
-                yield pytest.param(name, engine, play, id=f"{name}-{engine}-{play.__name__}")
+                marks = pytest.mark.long if name == "qwen3_next" or engine == "tiny-none" else ()
+                yield pytest.param(name, engine, play, id=f"{name}-{engine}-{play.__name__}", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "engine", "play"), cases())

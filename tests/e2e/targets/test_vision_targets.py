@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,9 +170,13 @@ def stage_of(stages: Stages, references: dict[str, VisionReference], name: str) 
     return stages.get(name, references[name], layer_ids=LAYER_IDS, enable_mm_embeds=True, **NO_VIDEOS)
 
 
-@pytest.mark.parametrize(
-    ("name", "play"), [pytest.param(name, play, id=f"{name}-{play.__name__}") for name in BUILD for play in SCENARIOS]
-)
+def cases() -> Iterator[Any]:
+    for name in BUILD:
+        for play in SCENARIOS:
+            yield pytest.param(name, play, id=f"{name}-{play.__name__}", marks=() if name == "qwen3_vl" else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "play"), cases())
 def test_rows_and_placeholders_are_right_when(
     stages: Stages, references: dict[str, VisionReference], name: str, play: Callable[[Play], None]
 ) -> None:

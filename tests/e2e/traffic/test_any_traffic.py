@@ -165,7 +165,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("engine", ["cramped", pytest.param("synchronous", marks=pytest.mark.long), "moe"])
+@pytest.mark.parametrize("engine", [*(pytest.param(each, marks=pytest.mark.long) for each in ("cramped", "synchronous")), "moe"])
 def test_every_file_is_right_and_nothing_is_left_whatever_the_traffic(engine: str, stage: Stage, request: pytest.FixtureRequest) -> None:
     play_traffic(stage, RUNS[engine], asked=request.config.getoption("traffic_runs"))
 

@@ -20,6 +20,8 @@ def test_the_beams_of_an_offline_search_leave_no_file(tiny_qwen3: Path, tmp_path
         "model": str(tiny_qwen3),
         "enforce_eager": True,
         "max_model_len": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,  # the emulator computes all of them while vLLM measures memory
         "gpu_memory_utilization": 0.5,
         "speculative_config": speculative_config((1, 2, 4)),
         "kv_transfer_config": kv_transfer_config(storage),

@@ -10,6 +10,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+if "dies" in sys.argv:  # before the imports that take seconds
+    print("loading weights\nRuntimeError: the weights are of another model", flush=True)
+    sys.exit(3)
+
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from safetensors.torch import load_file, save_file
@@ -112,9 +116,6 @@ class Handler(BaseHTTPRequestHandler):
         """The log is for what the test looks for."""
 
 
-if arguments.fault == "dies":
-    print("loading weights\nRuntimeError: the weights are of another model", flush=True)
-    sys.exit(3)
 # A worker that has to be killed, as one that hangs in a collective.
 ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('worker', flush=True); signal.pause()"
 worker = subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE)

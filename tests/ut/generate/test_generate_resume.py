@@ -61,7 +61,7 @@ def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_nex
         assert runs.run() == 0
         calls = int(runs.log.with_suffix(".calls").read_text())
     assert calls > 45
-    for call in range(1, calls, 1 if is_long() else 8):
+    for call in range(1, calls, 1 if is_long() else 16):
         folder = tmp_path / str(call)
         folder.mkdir()
         runs = Runs(folder, kind)

@@ -18,7 +18,7 @@ from depth import depth
 
 HARNESS = Path(__file__).with_name("crash_harness.py")
 SOURCE = os.pathsep.join([str(HARNESS.parents[3]), str(HARNESS.parents[1])])
-KILLS = {1: depth(1200), 3: depth(800)}  # by how many servers live at a time
+KILLS = {1: depth(1200, 4), 3: depth(800, 4)}  # by how many servers live at a time
 SHARD_KILLS = {1: depth(300, 2), 3: depth(100, 2)}
 MUTATION_KILLS = 400
 
