@@ -19,7 +19,7 @@ from oracle import Reference
 from session import EngineSession, Request
 from stage import Stage
 
-REQUESTS = depth(2_000)
+REQUESTS = depth(2_000, 4)
 ROUND = 100  # requests after which everything is checked
 BATCH = 64
 MOST_TOKENS = 24
