@@ -6,9 +6,8 @@ VLLM_ASCEND ?= $(DEFAULT)
 export VLLM_ASCEND
 BIN := .venv$(addprefix -,$(filter-out $(DEFAULT),$(VLLM_ASCEND)))/bin
 # Tests that run at the same time, each file in one process, in the order of tests/conftest.py: longest
-# first. One more than two processors, since tests wait for processes and for each other's messages.
-# An e2e test has up to four emulated NPUs of 1 GiB.
-WORKERS ?= 3
+# first. An e2e test has up to four emulated NPUs of 1 GiB.
+WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30 $(LONG)
 # `--long` adds the tests that `make test-all` runs.
 LONG ?=
