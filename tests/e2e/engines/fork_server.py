@@ -53,11 +53,8 @@ def import_all() -> None:
     """Import what engines and servers import, but use no device."""
     for name in MODULES:
         importlib.import_module(name)
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.plugins import load_general_plugins
 
-    # Readers wait for a message instead of asking for it: there are more processes than cores.
-    SpinCondition.__init__.__defaults__ = (0,)
     load_general_plugins()
     for name in (*LATER_MODULES, *(() if "VLLM_PLUGINS" in os.environ else OUR_MODULES)):
         importlib.import_module(name)
