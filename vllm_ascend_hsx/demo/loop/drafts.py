@@ -21,6 +21,8 @@ OPTIONS = {
 # For a rotated target vllm-ascend rotates the layer of an EAGLE-3 draft that reads rows, which is
 # exact only without a norm before that layer.
 OPTIONS_OF_TARGET = {PLAIN: (), QUAROT: ("--no-norm-before-fc",)}
+# Type of products in training. A CPU without instructions for bfloat16 needs twice as long for it.
+TRAINED_IN = "float32"
 # One batch of the trainer: rows of as many stories as fit.
 BATCH_TOKENS = 512
 LEARNING_RATE = "2e-3"
@@ -48,6 +50,7 @@ def train_command(kind: Kind, model: Path, dataset: Path, rows: Path, draft: Pat
         *("--target-layer-ids", *map(str, LAYER_IDS[:-1])),
         *(*OPTIONS[kind.method], *OPTIONS_OF_TARGET[kind.target], "--draft-attn-impl", "eager", "--loss-implementation", "eager"),
         *("--epochs", str(epochs), "--checkpoint-freq", "1", "--lr", LEARNING_RATE, "--total-seq-len", str(BATCH_TOKENS)),
+        *("--hidden-states-dtype", TRAINED_IN),
         *("--num-workers", "0", "--train-data-ratio", "0.9", "--seed", str(seed)),
     ]
 
