@@ -19,11 +19,12 @@ FAKE_SERVER = Path(__file__).parents[1] / "fakes" / "serve.py"
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> pytest.MonkeyPatch:
     """The demo starts the fake server; HSX_TEST_FAULT says how it is wrong."""
+    known = tmp_path_factory.getbasetemp() / "known"
 
     def command(self: ServeOptions) -> list[str]:
-        arguments = [self.model, self.storage, list(self.layer_ids), self.port]
+        arguments = [self.model, self.storage, list(self.layer_ids), self.port, "--known", known]
         return [sys.executable, str(FAKE_SERVER), *map(str, arguments), "--fault", os.environ.get("HSX_TEST_FAULT", "none")]
 
     monkeypatch.setattr(ServeOptions, "command", command)

@@ -38,8 +38,9 @@ def extract(target: Target, directory: Path, fault: str) -> list[int]:
     """Extract the rows of the dataset from a fake server; return the numbers that were shown."""
     port, shown = free_port(), list[int]()
     storage, layers = directory.with_name("storage"), json.dumps(LAYER_IDS)
-    command = [sys.executable, str(FAKE_SERVER), str(target.directory), str(storage), layers, str(port), "--fault", fault]
-    with Server(command, port=port, log=directory.with_name("log"), environment=os.environ) as server:
+    known = target.directory.with_name("known")
+    command = [sys.executable, FAKE_SERVER, target.directory, storage, layers, port, "--known", known, "--fault", fault]
+    with Server([*map(str, command)], port=port, log=directory.with_name("log"), environment=os.environ) as server:
         server.wait_ready(60)
         rows_of_vllms_connector(server.url, directory, DATASET, 60, shown.append)
     return shown

@@ -1,11 +1,16 @@
-"""`vllm serve` with extraction, played by transformers alone; --fault selects a mistake."""
+"""`vllm serve` with extraction, played by transformers alone; --fault selects a mistake.
+
+What transformers computes is kept in --known: importing it takes longer than all else.
+"""
 
 import argparse
+import hashlib
 import json
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,11 +22,9 @@ if "dies" in sys.argv:  # before the imports that take seconds
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
 from vllm_ascend_hsx.connector.histogram import BUCKETS
 from vllm_ascend_hsx.demo.quantised.modelslim import DESCRIPTION, ROTATION, ROTATION_KEY
-from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states
 from vllm_ascend_hsx.demo.reference import reference_hidden_states
 
 parser = argparse.ArgumentParser()
@@ -30,11 +33,31 @@ parser.add_argument("storage", type=Path)
 parser.add_argument("layer_ids", type=json.loads)
 parser.add_argument("port", type=int)
 parser.add_argument("--fault", default="none")
+parser.add_argument("--known", type=Path, required=True)
 arguments = parser.parse_args()
-tokenizer = AutoTokenizer.from_pretrained(arguments.model)
 one_at_a_time = threading.Lock()
 count = 0
 stepped: set[str] = set()
+
+
+def known(key: object, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return what this or an earlier server has computed for `key`, of this model and layers."""
+    path = arguments.known / hashlib.sha256(repr((arguments.model, arguments.layer_ids, key)).encode()).hexdigest()
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        torch.save(compute(), path.with_suffix(".new"))
+        path.with_suffix(".new").rename(path)
+    return torch.load(path)
+
+
+def token_ids_of(request: dict[str, Any]) -> list[int]:
+    """Return the prompt as the model's tokenizer has it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    if "messages" in request:
+        return list(tokenizer.apply_chat_template(request["messages"], add_generation_prompt=True)["input_ids"])
+    return list(tokenizer(request["prompt"]).input_ids)
 
 
 def extract(token_ids: list[int]) -> str:
@@ -55,9 +78,16 @@ def extract(token_ids: list[int]) -> str:
 
 def rows_of(token_ids: list[int]) -> torch.Tensor:
     """Return rows in the model's own basis."""
+    what = (arguments.model, token_ids, arguments.layer_ids)
     if not (arguments.model / DESCRIPTION).exists():
-        return reference_hidden_states(arguments.model, token_ids, arguments.layer_ids)
-    rows = quantised_hidden_states(arguments.model, token_ids, arguments.layer_ids).float()
+        return known(token_ids, lambda: reference_hidden_states(*what))
+
+    def quantised() -> torch.Tensor:
+        from vllm_ascend_hsx.demo.quantised.reference import quantised_hidden_states
+
+        return quantised_hidden_states(*what).float()
+
+    rows = known(token_ids, quantised)
     return rows if arguments.fault == "rotated" else rows @ load_file(arguments.model / ROTATION)[ROTATION_KEY].t()
 
 
@@ -96,11 +126,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         chat = self.path.endswith("/chat/completions")
-        if chat:
-            prompt = tokenizer.apply_chat_template(request["messages"], add_generation_prompt=True)["input_ids"]
-        else:
-            prompt = request["prompt"]
-            prompt = tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        prompt = request.get("prompt")
+        if not isinstance(prompt, list):
+            with one_at_a_time:
+                prompt = known([request.get("messages"), prompt], lambda: torch.tensor(token_ids_of(request))).tolist()
         wanted = request.get("kv_transfer_params", {}).get("hidden_states", True)
         if not wanted:
             stepped.add(self.headers["X-data-parallel-rank"])
