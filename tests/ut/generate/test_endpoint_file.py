@@ -28,11 +28,15 @@ def read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "REREAD_S", 0.005)
 
 
-def write(path: Path, text: str) -> None:
+def replace(path: Path, make: Callable[[Path], object]) -> None:
     """Replace a file at once, as the documentation tells users to."""
     new = path.with_suffix(".new")
-    new.write_text(text)
+    make(new)
     os.replace(new, path)
+
+
+def write(path: Path, text: str) -> None:
+    replace(path, lambda new: new.write_text(text))
 
 
 class Script:
@@ -94,8 +98,8 @@ BROKEN = {
     "half-written": (lambda path: write(path, "http://127.0.0.1:1\nhtt"), "htt: give the URL of a server"),
     "no-host": (lambda path: write(path, "http://:1"), "there is no such host or port"),
     "no-text": (lambda path: path.write_bytes(b"\xff\xfe"), "it is not UTF-8 text"),
-    "directory": (lambda path: (path.unlink(), path.mkdir()), "it is a directory"),
-    "fifo": (lambda path: (path.unlink(), os.mkfifo(path)), "it is a FIFO"),
+    "directory": (lambda path: replace(path, lambda new: new.symlink_to(path.parent)), "it is a directory"),
+    "fifo": (lambda path: replace(path, os.mkfifo), "it is a FIFO"),
 }
 
 
