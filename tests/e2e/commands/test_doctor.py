@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
 from vllm_ascend_hsx.compat.patch_points import POINTS
 
 HSX = str(Path(sys.executable).with_name("hsx"))
 
 
+@pytest.mark.long
 def test_a_machine_without_an_npu_has_one_problem_and_one_remedy() -> None:
     """No remedy installs what is right, or what needs an NPU where there is none."""
     done = subprocess.run([HSX, "doctor", "--json"], capture_output=True, text=True, check=False)

@@ -263,6 +263,7 @@ def test_where_their_reader_gives_up_after_ten_seconds_ours_does_not(workplace: 
     assert workplace.left_over() == []
 
 
+@pytest.mark.long
 def test_offline_generation_makes_a_dataset_of_the_right_rows(workplace: Workplace, generated: str, rows: list[dict[str, Any]]) -> None:
     assert len(rows) == 12  # one of the eleven has two turns
     assert max(row["seq_len"] for row in rows) > 64
@@ -274,6 +275,7 @@ def test_offline_generation_makes_a_dataset_of_the_right_rows(workplace: Workpla
     assert workplace.left_over() == []
 
 
+@pytest.mark.long
 def test_generation_goes_on_where_it_was_interrupted(workplace: Workplace, rows: list[dict[str, Any]]) -> None:
     from speculators.cli.generate_offline_data import generate_offline_data
 
@@ -315,11 +317,10 @@ def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, 
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_missing", ["raise", "generate"])
 @pytest.mark.parametrize("backend", [hs_connectors.transfer.FileTransfer, HsxTransfer], ids=["file", "hsx"])
-def test_their_loader_takes_every_sample(
-    workplace: Workplace, rows: list[dict[str, Any]], tmp_path: Path, backend: Any, on_missing: str
-) -> None:
+def test_their_loader_takes_every_sample(workplace: Workplace, rows: list[Any], tmp_path: Path, backend: Any, on_missing: str) -> None:
     """Generated before training, or during it: then the server keeps no sample."""
     transfer = backend(workplace.samples if on_missing == "raise" else tmp_path)
     seen = []

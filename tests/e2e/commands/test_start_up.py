@@ -150,6 +150,7 @@ def test_options_of_our_connector_are_refused_there_too(of_connectors: dict[str,
     assert named in (of_connectors[case] or "")
 
 
+@pytest.mark.long
 def test_without_our_plugin_vllms_own_connector_is_taken(tiny_qwen3: Path, tmp_path: Path) -> None:
     """The second way out, with the value of VLLM_PLUGINS that the message names."""
     vllms = {"vllms": {"kv_transfer_config": upstream_transfer_config(tmp_path), "enable_chunked_prefill": False}}

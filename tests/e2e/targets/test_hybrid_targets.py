@@ -148,7 +148,7 @@ def cases() -> Iterator[Any]:
     for name, played_on in (("qwen3_5_moe", SCENARIOS), ("qwen3_next", OF_QWEN3_NEXT)):
         for engine, played in played_on.items():
             for play in played:
-                marks = pytest.mark.long if name == "qwen3_next" or engine == "tiny-none" else ()
+                marks = pytest.mark.long if name == "qwen3_next" or engine in ("none", "tiny-none") else ()
                 yield pytest.param(name, engine, play, id=f"{name}-{engine}-{play.__name__}", marks=marks)
 
 

@@ -75,6 +75,7 @@ TARGETS = {
     "minimax-m2": Target(build_minimax_m2, mixed, False, PARALLEL, {}),
     "minimax-m2-quarot-sequence-parallel": Target(build_minimax_m2, mixed, True, PARALLEL, FLASHCOMM),
 }
+SHORT_RUN = ("minimax-m2-quarot-sequence-parallel",)
 ROTATED = [name for name, target in TARGETS.items() if target.rotated]
 
 
@@ -111,7 +112,7 @@ def serve(directory: Path, target: Target, source: Path, **engine: Any) -> Serve
     return Served(source, checkpoint, target.rotated, run, options.get("tensor_parallel_size", 1))
 
 
-@pytest.fixture(scope="module", params=[each if each in ROTATED else pytest.param(each, marks=pytest.mark.long) for each in TARGETS])
+@pytest.fixture(scope="module", params=[each if each in SHORT_RUN else pytest.param(each, marks=pytest.mark.long) for each in TARGETS])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory, target = tmp_path_factory.mktemp("quantised"), TARGETS[request.param]
     return serve(directory, target, target.build(directory / "source"))

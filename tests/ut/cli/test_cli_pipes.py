@@ -188,7 +188,7 @@ def test_names_of_any_bytes_are_spelt_out_on_every_output(strange: Path, words: 
 @pytest.mark.parametrize("buffered", [True, False])
 @pytest.mark.parametrize(
     "words",
-    ["--help", "--version", "verify --help", "verify {}/rows --jobs 1", "verify {}/rows --json", "inspect {}/rows", "clean {}/rows"],
+    ["--help", "verify --help", "verify {}/rows --jobs 1", "inspect {}/rows", "clean {}/rows"],
 )
 def test_an_output_on_a_full_disk_is_one_line_on_stderr(place: Path, words: str, buffered: bool) -> None:
     environ = {**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"}

@@ -116,7 +116,13 @@ CHANGES = [
 UNRELATED = [Change(STATE, "\ndef has_kv_transfer_group(", "\nunrelated = 1\n\n\ndef has_kv_transfer_group(")]
 
 
-@pytest.mark.parametrize(("changes", "refused"), [(CHANGES, True), (UNRELATED, False)], ids=["what is relied on", "something else"])
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        pytest.param(CHANGES, True, id="what is relied on"),
+        pytest.param(UNRELATED, False, id="something else", marks=pytest.mark.long),
+    ],
+)
 def test_changes_in_a_copy_of_the_installed_packages_are_reported_with_what_is_lost(
     changes: list[Change], refused: bool, tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_found_wherever_in_the_file_it_is(tmp_path: Path, quant
     text = good.rindex(b"}", 0, good.index(b"    ")) + 1
     # All of the header's text, some of its padding, and what follows it.
     for place in (*range(text), *range(text, 4096, 97), *range(4096, len(good))):
-        for bit in range(8) if place < text else (place % 8,):
+        for bit in (place % 8, (place + 3) % 8) if place < text else (place % 8,):
             path.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
             with pytest.raises(HiddenStatesError):
                 load(path, 0, verify=True)
