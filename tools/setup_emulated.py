@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -178,6 +178,19 @@ class Steps:
             print(f"{head}: {time.monotonic() - started:.0f} s  {' '.join(last).strip()[:90]}", flush=True)
 
 
+@contextmanager
+def beside(command: Sequence[str | Path]) -> Iterator[None]:
+    """Run a command, whose result does not matter, while the block runs; end it if that fails."""
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        process.wait()
+
+
 def check_torch_candidate(pip: Sequence[str | Path], version: str) -> None:
     """Ask pip which torch it would install and refuse a CUDA build by its metadata."""
     report = VENV / "hsx-torch.json"
@@ -261,45 +274,45 @@ def set_up() -> None:
     check_torch_candidate(pip, all_pins()["torch"])
     pins = all_pins()
     others = [f"{name}=={version}" for name, version in pins.items() if name not in SOURCES]
-    install = [*pip, "install", "--no-deps"]
-    steps.run(f"{len(others)} pinned packages", [*install, "--no-compile", *others])
-    # No cache: pip would take a wheel that was built earlier for another device.
-    build = [*install, "--no-cache-dir", "--no-build-isolation"]
-    if not is_installed(python, "vllm", pins["vllm"]):
-        steps.run(
-            f"vllm {pins['vllm']} from source, without a device",
-            [*build, "--no-binary", "vllm", f"vllm=={pins['vllm']}"],
-            VLLM_TARGET_DEVICE="empty",
-            VLLM_VERSION_OVERRIDE=pins["vllm"],  # without it the version ends in +empty, which vllm-ascend does not know
-            CARGO="no-cargo",  # vllm's optional Rust programs take minutes to compile, and nothing here runs them
-        )
-    else:
-        steps.done += 1
-    if not is_installed(python, "vllm-ascend", pins["vllm-ascend"]):
-        steps.run(
-            f"vllm-ascend {pins['vllm-ascend']}",
-            [*build, f"vllm-ascend=={pins['vllm-ascend']}"],
-            # A source distribution: Python alone, without CANN's compiler and npu-smi.
-            COMPILE_CUSTOM_KERNELS="0",
-            SOC_VERSION="ascend910b1",
-        )
-    else:
-        steps.done += 1
-    steps.run("vllm-ascend-hsx", [*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT])
+    steps.run(f"{len(others)} pinned packages", [*pip, "install", "--no-deps", "--no-compile", *others])
     site_packages = sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)})
-    try:
-        steps.run("libraries of Mooncake", [python, MOONCAKE_LIBRARIES, Path(site_packages, "mooncake")])
-    except SetupError as error:  # all else works without it
-        print(f"set-up: {error}\nset-up: going on; the tests that need Mooncake will be skipped", file=sys.stderr)
-    # Otherwise the first server's eight processes would all do it at once. Few models of
-    # transformers are used.
+    # Few models of transformers are used.
     rarely_used = r"[\\/](tests?|testing|transformers[\\/]models)[\\/]"
-    steps.run("byte code", [python, "-m", "compileall", "-q", "-j", "0", "-x", rarely_used, site_packages])
+    byte_code = [python, "-m", "compileall", "-q", "-j", "0", "-x", rarely_used, site_packages]
+    with beside(byte_code):  # of what is there already: a build uses one processor
+        build_sources(steps, python, pip, pins, site_packages)
+    # Otherwise the first server's eight processes would all do it at once.
+    steps.run("byte code", byte_code)
     steps.run("checks", [python, __file__, "--check"])
     partial = STAMP.with_suffix(".partial")
     partial.write_text(json.dumps({"key": setup_key(), "seconds": round(time.monotonic() - started)}))
     partial.rename(STAMP)
     print(f"{VENV} is ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def build_sources(steps: Steps, python: Path, pip: Sequence[str | Path], pins: Mapping[str, str], site_packages: str) -> None:
+    # No cache: pip would take a wheel that was built earlier for another device.
+    build = [*pip, "install", "--no-deps", "--no-compile", "--no-cache-dir", "--no-build-isolation"]
+    for_vllm = {
+        "VLLM_TARGET_DEVICE": "empty",
+        "VLLM_VERSION_OVERRIDE": pins["vllm"],  # without it the version ends in +empty, which vllm-ascend does not know
+        "CARGO": "no-cargo",  # vllm's optional Rust programs take minutes to compile, and nothing here runs them
+    }
+    # A source distribution: Python alone, without CANN's compiler and npu-smi.
+    for_ascend = {"COMPILE_CUSTOM_KERNELS": "0", "SOC_VERSION": "ascend910b1"}
+    for name, title, options, environment in (
+        ("vllm", f"vllm {pins['vllm']} from source, without a device", ["--no-binary", "vllm"], for_vllm),
+        ("vllm-ascend", f"vllm-ascend {pins['vllm-ascend']}", [], for_ascend),
+    ):
+        if is_installed(python, name, pins[name]):
+            steps.done += 1
+        else:
+            steps.run(title, [*build, *options, f"{name}=={pins[name]}"], **environment)
+    steps.run("vllm-ascend-hsx", [*pip, "install", "--no-deps", "--no-build-isolation", "--editable", ROOT])
+    try:
+        steps.run("libraries of Mooncake", [python, MOONCAKE_LIBRARIES, Path(site_packages, "mooncake")])
+    except SetupError as error:  # all else works without it
+        print(f"set-up: {error}\nset-up: going on; the tests that need Mooncake will be skipped", file=sys.stderr)
 
 
 def is_installed(python: Path, package: str, version: str) -> bool:
