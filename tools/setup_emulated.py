@@ -25,8 +25,9 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 DEFAULT = "0.23.0"
@@ -128,6 +129,20 @@ def venv_works() -> bool:
     return found.strip() == str((sys.base_prefix, sys.version))
 
 
+@contextmanager
+def running(command: Sequence[str | Path], output: IO[bytes] | int, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a command, and wait for its end after the block; if that fails, end the command."""
+    added = {**os.environ, **environment}
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=added)
+    try:
+        yield process
+    except BaseException:
+        process.terminate()
+        raise
+    finally:
+        process.wait()
+
+
 class Steps:
     """Numbered steps on the terminal with elapsed time; commands print to the log."""
 
@@ -135,60 +150,39 @@ class Steps:
         self.total = total
         self.done = 0
 
-    def run(self, title: str, command: Sequence[str | Path], **environment: str) -> None:
-        """Runs one command; raises SetupError with the end of its output when it fails."""
+    def run(self, title: str, *commands: Sequence[str | Path], **environment: str) -> None:
+        """Run commands together; raise SetupError with the end of the output if one fails."""
         self.done += 1
         head = f"[{self.done}/{self.total}] {title}"
-        started = time.monotonic()
+        began = time.monotonic()
         print(f"{head} ...", flush=True)
         LOG.parent.mkdir(exist_ok=True)
-        with LOG.open("ab") as log:
+        with LOG.open("ab") as log, ExitStack() as stack:
             begin = log.tell()
-            log.write(f"$ {' '.join(map(str, command))}\n".encode())
+            log.writelines(f"$ {' '.join(map(str, command))}\n".encode() for command in commands)
             log.flush()
-            process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env={**os.environ, **environment}
-            )
             finished = threading.Event()
-            reporter = threading.Thread(target=self._report, args=(head, started, finished), daemon=True)
+            reporter = threading.Thread(target=self._report, args=(head, began, finished), daemon=True)
             reporter.start()
-            try:
-                code = process.wait()
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-            finally:
-                finished.set()
-                reporter.join()
-        print(f"{head}: {time.monotonic() - started:.0f} s", flush=True)
-        if code != 0:
+            stack.callback(reporter.join)
+            stack.callback(finished.set)
+            processes = [stack.enter_context(running(command, log, **environment)) for command in commands]
+            codes = [process.wait() for process in processes]
+        print(f"{head}: {time.monotonic() - began:.0f} s", flush=True)
+        if code := next(filter(None, codes), 0):
             with LOG.open("rb") as log:
                 log.seek(begin)
                 tail = log.read().decode(errors="replace").splitlines()[-25:]
             raise SetupError("\n".join([f"{title}: failed (exit code {code}); the whole output is in {LOG}", *tail]))
 
     @staticmethod
-    def _report(head: str, started: float, finished: threading.Event) -> None:
+    def _report(head: str, began: float, finished: threading.Event) -> None:
         every = 5 if sys.stdout.isatty() else 30
         while not finished.wait(every):
             with LOG.open("rb") as log:
                 log.seek(max(0, LOG.stat().st_size - 400))
                 last = log.read().decode(errors="replace").split("\n")[-2:]
-            print(f"{head}: {time.monotonic() - started:.0f} s  {' '.join(last).strip()[:90]}", flush=True)
-
-
-@contextmanager
-def beside(command: Sequence[str | Path]) -> Iterator[None]:
-    """Run a command, whose result does not matter, while the block runs; end it if that fails."""
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield
-    except BaseException:
-        process.terminate()
-        raise
-    finally:
-        process.wait()
+            print(f"{head}: {time.monotonic() - began:.0f} s  {' '.join(last).strip()[:90]}", flush=True)
 
 
 def check_torch_candidate(pip: Sequence[str | Path], version: str) -> None:
@@ -274,12 +268,14 @@ def set_up() -> None:
     check_torch_candidate(pip, all_pins()["torch"])
     pins = all_pins()
     others = [f"{name}=={version}" for name, version in pins.items() if name not in SOURCES]
-    steps.run(f"{len(others)} pinned packages", [*pip, "install", "--no-deps", "--no-compile", *others])
+    install = [*pip, "install", "--no-deps", "--no-compile"]
+    # Each half by a pip of its own, which uses one processor.
+    steps.run(f"{len(others)} pinned packages", [*install, *others[0::2]], [*install, *others[1::2]])
     site_packages = sysconfig.get_path("purelib", vars={"base": str(VENV), "platbase": str(VENV)})
     # Few models of transformers are used.
     rarely_used = r"[\\/](tests?|testing|transformers[\\/]models)[\\/]"
     byte_code = [python, "-m", "compileall", "-q", "-j", "0", "-x", rarely_used, site_packages]
-    with beside(byte_code):  # of what is there already: a build uses one processor
+    with running(byte_code, subprocess.DEVNULL):  # of what is there already: a build uses one processor
         build_sources(steps, python, pip, pins, site_packages)
     # Otherwise the first server's eight processes would all do it at once.
     steps.run("byte code", byte_code)

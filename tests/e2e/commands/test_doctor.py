@@ -28,6 +28,7 @@ def test_a_machine_without_an_npu_has_one_problem_and_one_remedy() -> None:
     assert {each["name"]: each["verdict"] for each in found}["vllm"] == "ok"
 
 
+@pytest.mark.long
 def test_every_patch_point_holds_on_the_real_wheels(tmp_path: Path) -> None:
     words = ["doctor", "--json", "--out", str(tmp_path / "rows"), "--model", "minimax-m2"]
     environ = {name: value for name, value in os.environ.items() if name != "VLLM_PLUGINS"}

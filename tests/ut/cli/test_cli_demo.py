@@ -70,7 +70,8 @@ def test_a_wrong_server_gives_exit_code_one(
         assert "the weights are of another model" in output
 
 
-@pytest.mark.parametrize(("fault", "matching"), [("none", 16), pytest.param("rotated", 0, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("fault", "matching"), [("none", 16), ("rotated", 0)])
 def test_a_quantized_target_is_compared_in_the_models_own_basis(
     fault: str, matching: int, fake: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -127,7 +127,7 @@ def test_a_failed_step_shows_the_end_of_its_output_and_where_the_rest_is(
 ) -> None:
     monkeypatch.setattr(setup, "LOG", tmp_path / "log")
     with pytest.raises(setup.SetupError, match=r"building: failed .exit code 4.*log") as failure:
-        setup.Steps(1).run("building", [sys.executable, "-c", "import sys; print('no room on disk'); sys.exit(4)"])
+        setup.Steps(1).run("building", ["true"], [sys.executable, "-c", "import sys; print('no room on disk'); sys.exit(4)"])
     assert "no room on disk" in str(failure.value)
 
 
