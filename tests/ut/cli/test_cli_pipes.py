@@ -21,7 +21,7 @@ from vllm_ascend_hsx.cli.main import COMMANDS, main
 from vllm_ascend_hsx.cli.output import sign_of_life
 
 HSX = (sys.executable, "-m", "vllm_ascend_hsx.cli.main")
-SIGN_OF_LIFE = re.compile(r"hsx \w+: .* \.\.\.")  # the machine may be slow
+SIGN_OF_LIFE = re.compile(r"hsx [\w-]+: .* \.\.\.")  # the machine may be slow
 BROKEN_PIPE = 128 + 13  # what a shell calls the end by SIGPIPE
 HELP = [("--help",), (), ("--version",), *((name, "--help") for name in COMMANDS)]
 
@@ -66,23 +66,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize(("buffered", "errors_too"), [(False, False), (True, True)])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "inspect {}/rows",
-        "inspect {}/rows/a.safetensors",
-        "verify {}/rows",
-        "verify {}/rows --json --jobs 1",
-        "clean {}/rows --dry-run",
-        "clean {}/left",
-        "serve {} --dry-run",
-        "generate --data {}/data.jsonl --output {}/out --endpoint http://127.0.0.1:1 --max-retries 0",
-    ],
+UNREAD = (
+    "inspect {}/rows",
+    "inspect {}/rows/a.safetensors",
+    "verify {}/rows",
+    "verify {}/rows --json --jobs 1",
+    "clean {}/rows --dry-run",
+    "clean {}/left",
+    "serve {} --dry-run",
+    "generate --data {}/data.jsonl --output {}/out --endpoint http://127.0.0.1:1 --max-retries 0",
 )
-def test_what_nobody_reads_ends_a_command_without_a_word(place: Path, words: str, buffered: bool, errors_too: bool) -> None:
+
+
+@pytest.mark.parametrize(("words", "buffered"), [*((words, True) for words in UNREAD), (UNREAD[0], False), (UNREAD[2], False)])
+def test_what_nobody_reads_ends_a_command_without_a_word(place: Path, words: str, buffered: bool) -> None:
     arguments = [word.format(place) for word in words.split()]
-    assert run_unread(*arguments, buffered=buffered, errors_too=errors_too) == (BROKEN_PIPE, "")
+    assert run_unread(*arguments, buffered=buffered, errors_too=buffered) == (BROKEN_PIPE, "")
 
 
 @pytest.mark.parametrize("command", ["nosuch", "inspect {}/none", "verify", "plan {}/none", "serve {}/none", "emulate --npus 0 -- true"])
