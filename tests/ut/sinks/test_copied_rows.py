@@ -19,8 +19,8 @@ from sink_harness import FORMAT, bits, finite_rows, open_request, put, reason_of
 from vllm_ascend_hsx import open_dir
 from vllm_ascend_hsx.protocol.checksum import Checksums, Digest, digest_of_beginning
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.reader.load import load
-from vllm_ascend_hsx.sinks import storage
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load
+from vllm_ascend_hsx.sinks import data_file, storage
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions, RowSource
 from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
@@ -91,6 +91,23 @@ def test_copied_rows_are_those_of_their_source_and_the_others_its_own(kind: str,
     for name in expected:
         copied, computed = found[name], found[f"{name}-computed"]
         assert (bits(copied.hidden_states) == bits(computed.hidden_states)).all(), name
+
+
+def test_a_copy_with_a_wrong_last_byte_is_found_by_its_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum is that of the rows that were computed, not of what the copy has."""
+
+    def copy(source: int, size: int, target: int, offset: int, begin: int = 0) -> None:
+        storage.copy_into(source, size, target, offset, begin)
+        last = offset + size - 1
+        os.pwrite(target, bytes([os.pread(target, 1, last)[0] ^ 1]), last)
+
+    with files(tmp_path) as sink:
+        source = make_source(sink, tmp_path, 6)
+        monkeypatch.setattr(data_file, "copy_into", copy)
+        continue_from(sink, tmp_path, source, 4, 7)
+    source.release()
+    with pytest.raises(HiddenStatesError, match="checksum"):
+        load(tmp_path / "next-0123abcd.safetensors", 0, verify=True)
 
 
 @settings(deadline=None)
