@@ -121,12 +121,13 @@ class Arena:
             self._states[names[0]] = WAITING
             life = self._fork(number, 0, kill_at, True, request_ids)
             self._end(life)
-            self._clean(life)
+            if not self.problems:
+                self._clean(life)
+            if self._counts["stopped"] or self.problems:
+                return self._result()
             for name in os.listdir(self._directory):
                 (self._directory / name).unlink()
             self._states = dict.fromkeys(self._states, EMPTY)
-            if self._counts["stopped"] or self.problems:
-                return self._result()
         raise AssertionError
 
     def _find(self, number: int, name: str, end: str) -> str:

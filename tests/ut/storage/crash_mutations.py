@@ -171,3 +171,16 @@ OF_SHARDS: dict[str, Callable[[], None]] = _all(
     without_the_line_that_an_earlier_member_is_gone,
     with_a_hidden_file_that_serves_two_requests_at_a_time,
 )
+# Shown by kills at each system call of a server with one request after the other.
+IN_ORDER = {
+    function.__name__
+    for function in (
+        shown_before_it_is_complete,
+        written_under_its_own_name,
+        without_a_lock,
+        with_an_earlier_file_left_in_place,
+        without_the_lock_of_the_server,
+        with_a_line_before_its_member_is_complete,
+        without_the_line_that_an_earlier_member_is_gone,
+    )
+}

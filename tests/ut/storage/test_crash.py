@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from crash_mutations import ALONE, MUTATIONS, OF_SHARDS, TOGETHER
+from crash_mutations import ALONE, IN_ORDER, MUTATIONS, OF_SHARDS, TOGETHER
 from depth import depth
 
 HARNESS = Path(__file__).with_name("crash_harness.py")
@@ -110,10 +110,20 @@ RARE = "with_cleaning_that_ignores_locks"
 @pytest.mark.parametrize("mutation", [pytest.param(each, marks=pytest.mark.long) if each == RARE else each for each in MUTATIONS])
 def test_a_mistake_in_the_sink_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
     assert mutation in ALONE or mutation in TOGETHER
-    found = play("run", tmp_path / "storage", together=1 if mutation in ALONE else 3, mutation=mutation, kills=MUTATION_KILLS)
-    assert found["problems"]
+    assert problems_of(mutation, tmp_path, together=1 if mutation in ALONE else 3)
 
 
 @pytest.mark.parametrize("mutation", OF_SHARDS)
 def test_a_mistake_in_the_sink_of_shards_is_found_by_killing_it(tmp_path: Path, mutation: str) -> None:
-    assert play("run", tmp_path / "storage", shards=True, mutation=mutation, kills=MUTATION_KILLS)["problems"]
+    assert problems_of(mutation, tmp_path, shards=True)
+
+
+def problems_of(mutation: str, directory: Path, **arguments: Any) -> list[str]:
+    """Return what kills find: at each system call if that shows it, or else at any instant."""
+    found = (
+        play("sweep", directory / "storage", mutation=mutation, number=2, ends=ENDS, **arguments)
+        if mutation in IN_ORDER
+        else play("run", directory / "storage", mutation=mutation, kills=MUTATION_KILLS, **arguments)
+    )
+    problems: list[str] = found["problems"]
+    return problems
