@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from harness import compare_file, tokens
-from launch import SPAWN, START_SECONDS, process_environment
+from launch import START_SECONDS, process_environment
 from safetensors.torch import load_file, save_file
 
 from vllm_ascend_hsx import load, remove
@@ -81,7 +81,7 @@ def serve(model: Path, storage: Path, directory: Path, *options: str) -> Iterato
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
         *options,
     ]
-    server = Server(command, port=port, log=directory / "server.log", environment=process_environment(npus=1) | SPAWN)
+    server = Server(command, port=port, log=directory / "server.log", environment=process_environment(npus=1))
     with server:
         server.wait_ready(START_SECONDS)
         yield Serving(server, model, storage, directory)

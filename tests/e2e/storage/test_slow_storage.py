@@ -39,7 +39,7 @@ def stage(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory:
 
 
 def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) -> None:
-    plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=450)
+    plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
     stage.session.call("hold_writes")
     admitted = stage.add(tokens(40), name="admitted")  # more than the ring holds
@@ -55,7 +55,7 @@ def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) 
         deadline = time.monotonic() + 60
         while not held.finished and time.monotonic() < deadline:
             if plain.finished:
-                plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=450)
+                plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
             stage.step()
         assert held.kv_transfer_params["hidden_states_error"] == "the storage did not answer for 2 s"
     else:
@@ -72,7 +72,7 @@ def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) 
 
 def test_a_prompt_that_does_not_fit_has_steps_wait_or_fails_and_is_told_why(stage: Stage) -> None:
     stage.settle_in()
-    plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=450)
+    plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
     stage.session.call("hold_writes")
     large = stage.add(tokens(5 * CHUNK), name="large", expect="prompt" if stage.param == "wait" else "failed")
@@ -110,7 +110,7 @@ def test_a_held_request_is_let_through_although_nothing_else_runs(stage: Stage) 
 
 def test_while_storage_opens_no_file_one_step_waits_and_later_requests_are_refused_at_once(stage: Stage) -> None:
     """As with a FUSE server that is stopped, or an NFS server that has gone."""
-    plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=450)
+    plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
     stage.session.call("opens", "hold", storage_timeout=1.0)
     for number in range(6):
