@@ -13,6 +13,8 @@ PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --d
 LONG ?=
 # Each emulated NPU is a process; more threads than cores only wait for each other.
 export OMP_NUM_THREADS ?= 1
+# Set on some machines: every process would compile our sources, and pytest rewrite its tests, anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-all releases matrix lint ut emulator e2e defects mutants benchmark docs dist clean
 

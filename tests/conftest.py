@@ -67,12 +67,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ[VARIABLE] = "1"
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the tests of a verified emulator, unless named: importing them takes long."""
+    if collection_path != EMULATOR or config.getoption("long") or not emulator_is_verified():
+        return None
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return not any(path.is_relative_to(EMULATOR) for path in named)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by LONGEST; leave out `long` tests and a verified emulator's, or else all would be."""
+    """Sort by LONGEST; leave out `long` tests, or else all would be."""
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.name, len(LONGEST)))
-    verified = emulator_is_verified()
-    left_out = [item for item in items if item.get_closest_marker("long") or (verified and EMULATOR in item.path.parents)]
+    left_out = [item for item in items if item.get_closest_marker("long")]
     if left_out and len(left_out) < len(items) and not config.getoption("long"):
         kept = set(items) - set(left_out)
         items[:] = [item for item in items if item in kept]

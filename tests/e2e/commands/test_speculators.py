@@ -26,7 +26,7 @@ import httpx
 import pytest
 import torch
 from harness import compare_file, tokens
-from launch import HERE, START_SECONDS, process_environment
+from launch import HERE, SPAWN, START_SECONDS, process_environment
 from releases import installed_is
 
 from vllm_ascend_hsx.demo.server import Server, free_port
@@ -34,6 +34,8 @@ from vllm_ascend_hsx.demo.tiny_models import build_minimax_m2
 from vllm_ascend_hsx.integrations.speculators import HsxTransfer
 from vllm_ascend_hsx.protocol.names import token_of_workspace
 from vllm_ascend_hsx.serve.options import kv_transfer_config
+
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
@@ -142,7 +144,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
         "/data/hidden_states": directory / "hidden_states",
         "--data-parallel-size 2 --tensor-parallel-size 8 --enable-expert-parallel": f"{SMALL} --port {port}",
     }
-    environment = process_environment(npus=1, instruments={"gated_writes": str(directory / "gate")})
+    environment = process_environment(npus=1, instruments={"gated_writes": str(directory / "gate")}) | SPAWN
     server = Server(command("launch", names), port=port, log=directory / "server.log", environment=environment)
     with server:
         server.wait_ready(START_SECONDS)
@@ -263,7 +265,6 @@ def test_where_their_reader_gives_up_after_ten_seconds_ours_does_not(workplace: 
     assert workplace.left_over() == []
 
 
-@pytest.mark.long
 def test_offline_generation_makes_a_dataset_of_the_right_rows(workplace: Workplace, generated: str, rows: list[dict[str, Any]]) -> None:
     assert len(rows) == 12  # one of the eleven has two turns
     assert max(row["seq_len"] for row in rows) > 64
@@ -275,7 +276,6 @@ def test_offline_generation_makes_a_dataset_of_the_right_rows(workplace: Workpla
     assert workplace.left_over() == []
 
 
-@pytest.mark.long
 def test_generation_goes_on_where_it_was_interrupted(workplace: Workplace, rows: list[dict[str, Any]]) -> None:
     from speculators.cli.generate_offline_data import generate_offline_data
 
@@ -317,7 +317,6 @@ def loaders(workplace: Workplace, transfer: Any, on_missing: str) -> tuple[Any, 
     )
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("on_missing", ["raise", "generate"])
 @pytest.mark.parametrize("backend", [hs_connectors.transfer.FileTransfer, HsxTransfer], ids=["file", "hsx"])
 def test_their_loader_takes_every_sample(workplace: Workplace, rows: list[Any], tmp_path: Path, backend: Any, on_missing: str) -> None:
@@ -336,7 +335,6 @@ def test_their_loader_takes_every_sample(workplace: Workplace, rows: list[Any], 
     assert workplace.left_over() == []
 
 
-@pytest.mark.long
 def test_training_an_eagle3_draft_on_them_lowers_its_loss(workplace: Workplace, rows: list[dict[str, Any]]) -> None:
     """The validation loss falls with each epoch; the trainer runs on an emulated NPU."""
     checkpoints = workplace.directory / "checkpoints"

@@ -78,7 +78,7 @@ def preempted_while_they_decode(stage: Stage) -> None:
     """Without and with rows of generated tokens; these are computed again as a prompt."""
     for expect in ("prompt", "output"):
         before = len(stage.session.preemptions)
-        lengths = [(100 + 37 * index, 60 + 10 * index) for index in range(5)]
+        lengths = [(BLOCK - 12 + index, 24 + 4 * index) for index in range(5)]
         added = [stage.add(tokens(n), name=f"{expect}-{n}", expect=expect, max_tokens=generated) for n, generated in lengths]
         stage.drain()
         assert any(phase == "decode" for _, phase in phases(stage, before))

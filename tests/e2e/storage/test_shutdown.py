@@ -194,6 +194,7 @@ def assert_nothing_else_is_there(storage: Path, *groups: Sequence[Path]) -> None
     assert visible == expected
 
 
+@pytest.mark.long
 def test_sigterm_to_a_server_with_several_engines(tiny_minimax_m2: Path, tmp_path: Path) -> None:
     """Requests have --shutdown-timeout, the storage more than the executor gives its workers.
 

@@ -86,8 +86,8 @@ def cases() -> Iterator[Any]:
         for engine in ENGINES:
             for scenario in SCENARIOS:
                 if engine in scenario.engines:
-                    # The short run has both models where most can go wrong.
-                    marks = () if engine == "tiny" or (model, engine) == ("minimax_m2", "async") else pytest.mark.long
+                    # The short run has one model where most can go wrong.
+                    marks = () if model == "minimax_m2" and engine in ("tiny", "async") else pytest.mark.long
                     yield pytest.param(model, engine, scenario, id=f"{model}-{engine}-{scenario.play.__name__}", marks=marks)
 
 

@@ -107,28 +107,27 @@ class Arena:
         self._counts.update(waits=look.count(Reader.WAITS), seen_meanwhile=look.count(Reader.SEEN))
         return self._result()
 
-    def sweep(self, number: int, ends: Sequence[tuple[int, str]]) -> dict[str, object]:
-        """Kill a server at its first system call, then at its second, until one has stopped.
+    def sweep(self, number: int, ends: Sequence[tuple[int, str]], step: int = 1) -> dict[str, object]:
+        """Kill a server at its first system call, then `step` later, until one has stopped.
 
         Each starts among orphans and serves one request after the other; `ends` says for each the
         number of its name and how it ends. Returns what `run` does.
         """
         names = self._names[0]
         request_ids = [self._find(number, names[index], end) for index, end in ends]
-        for kill_at in itertools.count(1):
-            dead_workspace(self._directory)
-            (self._directory / f"{names[0]}{LOCK_SUFFIX}").touch()
-            self._states[names[0]] = WAITING
-            life = self._fork(number, 0, kill_at, True, request_ids)
-            self._end(life)
-            if not self.problems:
-                self._clean(life)
-            if self._counts["stopped"] or self.problems:
-                return self._result()
+        kill_at = itertools.count(1, step)
+        while not self._counts["stopped"] and not self.problems:
             for name in os.listdir(self._directory):
                 (self._directory / name).unlink()
             self._states = dict.fromkeys(self._states, EMPTY)
-        raise AssertionError
+            dead_workspace(self._directory)
+            (self._directory / f"{names[0]}{LOCK_SUFFIX}").touch()
+            self._states[names[0]] = WAITING
+            life = self._fork(number, 0, next(kill_at), True, request_ids)
+            self._end(life)
+            if not self.problems:
+                self._clean(life)
+        return self._result()
 
     def _find(self, number: int, name: str, end: str) -> str:
         """The id of a request with some tokens that ends so."""

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 from crash_mutations import ALONE, IN_ORDER, MUTATIONS, OF_SHARDS, TOGETHER
-from depth import depth
+from depth import depth, is_long
 
 HARNESS = Path(__file__).with_name("crash_harness.py")
 SOURCE = os.pathsep.join([str(HARNESS.parents[3]), str(HARNESS.parents[1])])
 KILLS = {1: depth(1200, 4), 3: depth(800, 4)}  # by how many servers live at a time
 SHARD_KILLS = {1: depth(300, 2), 3: depth(100, 2)}
 MUTATION_KILLS = 400
+STEP = 1 if is_long() else 3  # of a sweep: system calls from one kill to the next
 
 # Of a server: settings differ in direct I/O, durability, checksum and the size of a row.
 SERVERS = (2, *(pytest.param(number, marks=pytest.mark.long) for number in (4, 6)))
@@ -74,12 +75,13 @@ def test_what_can_be_seen_is_right_whenever_a_server_is_killed(tmp_path: Path, t
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
 def test_what_can_be_seen_is_right_at_whichever_system_call_a_server_is_killed(tmp_path: Path, number: int) -> None:
-    found = play("sweep", tmp_path / "storage", number=number, ends=ENDS)
+    found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, step=STEP)
     assert not found["problems"]
-    assert found["kills"] > 200
+    assert found["kills"] > 200 // STEP
     assert found["stopped"] == 1, "the last one was to be killed at a call that it does not make"
-    for context, calls in CALLS.items():
-        assert {f"{context} {call}" for call in calls} <= found["phases"].keys()
+    assert contexts(found["phases"]) >= CALLS.keys()
+    if STEP == 1:
+        assert {f"{context} {call}" for context, calls in CALLS.items() for call in calls} <= found["phases"].keys()
 
 
 @pytest.mark.timeout(7200)
@@ -96,11 +98,13 @@ def test_members_of_shards_are_right_whenever_a_server_is_killed_and_the_next_on
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("number", SERVERS)
 def test_members_of_shards_are_right_at_whichever_system_call_a_server_is_killed(tmp_path: Path, number: int) -> None:
-    found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, shards=True)
+    found = play("sweep", tmp_path / "storage", number=number, ends=ENDS, shards=True, step=STEP)
     assert not found["problems"]
-    assert found["kills"] > 200
+    assert found["kills"] > 200 // STEP
     assert found["stopped"] == 1, "the last one was to be killed at a call that it does not make"
-    assert {"write pwrite", "commit pwrite", "close ftruncate", "close rename", "open pwrite"} <= found["phases"].keys()
+    assert contexts(found["phases"]) >= {"write", "commit", "close", "open"}
+    if STEP == 1:
+        assert {"write pwrite", "commit pwrite", "close ftruncate", "close rename", "open pwrite"} <= found["phases"].keys()
 
 
 # A mistake that shows in one of hundreds of kills.
