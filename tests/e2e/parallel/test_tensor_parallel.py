@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from depth import is_long
 from harness import Run, read_trace, run_engine, tokens
 from launch import SPAWN
 from releases import installed_is, only_on_v1, only_with
@@ -60,7 +61,7 @@ def run_tp2(directory: Path, model: Path, *, ours: bool) -> tuple[Run, dict[str,
         ours=ours,
         late=ours,
         instruments={"trace_files": str(traces)},
-        environ=FLASHCOMM | (SPAWN if ours else {}),
+        environ=FLASHCOMM | (SPAWN if ours and is_long() else {}),
         connector_options=TIGHT if ours else {},
         tensor_parallel_size=2,
         enable_expert_parallel=True,

@@ -214,7 +214,11 @@ def holders_of_locks(storage: Path) -> list[int]:
 
 
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("options", [{"sink": "file"}, {"sink": "shard", "shard_bytes": SHARD_BYTES}], ids=["files", "shards"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"sink": "file"}, marks=pytest.mark.long), {"sink": "shard", "shard_bytes": SHARD_BYTES}],
+    ids=["files", "shards"],
+)
 def test_what_an_engine_leaves_that_is_killed_is_right_and_the_next_one_works(
     float32_qwen3: Path, tmp_path: Path, request: pytest.FixtureRequest, options: dict[str, Any]
 ) -> None:

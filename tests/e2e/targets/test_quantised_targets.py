@@ -75,7 +75,7 @@ TARGETS = {
     "minimax-m2": Target(build_minimax_m2, mixed, False, PARALLEL, {}),
     "minimax-m2-quarot-sequence-parallel": Target(build_minimax_m2, mixed, True, PARALLEL, FLASHCOMM),
 }
-SHORT_RUN = ("minimax-m2-quarot-sequence-parallel",)
+SHORT_RUN = ("qwen3-quarot",)
 ROTATED = [name for name, target in TARGETS.items() if target.rotated]
 
 
@@ -261,7 +261,7 @@ INT8_CACHES = {
 }
 
 
-@pytest.fixture(scope="module", params=INT8_CACHES)
+@pytest.fixture(scope="module", params=["qwen3", pytest.param("minimax-m2-quarot", marks=pytest.mark.long)])
 def over_the_cache(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory, target = tmp_path_factory.mktemp("int8-cache"), INT8_CACHES[request.param]
     return serve(directory, target, target.build(directory / "source"))

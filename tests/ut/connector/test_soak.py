@@ -42,7 +42,7 @@ from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 
-REQUESTS = depth(100_000, 8)
+REQUESTS = depth(100_000, 16)
 RUNNING = 64  # requests of a batch
 UNDECIDED = 256  # requests whose file may be under way
 CHUNK = 8  # rows of a request in one step
