@@ -94,10 +94,10 @@ def prompts_of_several_blocks(stage: Stage) -> None:
 def preempted_while_they_decode(stage: Stage) -> None:
     """Their states are lost, and computed again from the first token on."""
     before = len(stage.session.preemptions)
-    added = [stage.add(tokens(120 + index), name=f"decoding-{index}", expect="output", max_tokens=16 + index) for index in range(5)]
+    added = [stage.add(tokens(120 + index), name=f"decoding-{index}", expect="output", max_tokens=40 + index) for index in range(5)]
     stage.drain()
     assert any(phase == "decode" for _, phase in scenarios.phases(stage, before))
-    assert [len(each.tokens) for each in added] == [16 + index for index in range(5)]
+    assert [len(each.tokens) for each in added] == [40 + index for index in range(5)]
 
 
 SCENARIOS: dict[str, tuple[Callable[[Stage], None], ...]] = {
