@@ -74,15 +74,19 @@ def preempted_while_its_prompt_is_computed(stage: Stage) -> None:
     preempt_a_prefill(stage)
 
 
-def preempted_while_they_decode(stage: Stage) -> None:
-    """Without and with rows of generated tokens; these are computed again as a prompt."""
+def preempted_while_they_decode(stage: Stage, generated: int = 24, more: int = 4) -> None:
+    """Without and with rows of generated tokens; these are computed again as a prompt.
+
+    Args:
+        generated: tokens of the first of five requests; each generates `more` than the one before.
+    """
     for expect in ("prompt", "output"):
         before = len(stage.session.preemptions)
-        lengths = [(BLOCK - 12 + index, 24 + 4 * index) for index in range(5)]
-        added = [stage.add(tokens(n), name=f"{expect}-{n}", expect=expect, max_tokens=generated) for n, generated in lengths]
+        lengths = [(BLOCK - 12 + index, generated + more * index) for index in range(5)]
+        added = [stage.add(tokens(n), name=f"{expect}-{n}", expect=expect, max_tokens=count) for n, count in lengths]
         stage.drain()
         assert any(phase == "decode" for _, phase in phases(stage, before))
-        assert [len(each.tokens) for each in added] == [generated for _, generated in lengths]
+        assert [len(each.tokens) for each in added] == [count for _, count in lengths]
 
 
 def everything_is_preempted_at_once(stage: Stage) -> None:
