@@ -269,6 +269,7 @@ def _steps(result: per_step.Result | None) -> list[Verdict]:
             "main thread: at most 100 µs per step",
             f"{step:.0f} µs, and {result.per_1000_tokens * 1e6:+.1f} µs for 1,000 more tokens in a prompt",
             "yes" if step <= 100 else "no",
+            "" if step <= 100 else f"{result.launches * 1e6:.0f} µs of these are the emulator's, which stands for the device",
         ),
         Verdict(
             "main thread: at most 15 µs per request",

@@ -256,6 +256,7 @@ def _slow_storage_words(result: slow_storage.Result) -> str:
 def _step_words(result: per_step.Result) -> str:
     return words.STEP.format(
         step=result.per_step * 1e6,
+        launches=result.launches * 1e6,
         request=result.per_request * 1e6,
         begins=result.per_beginning * 1e6,
         slope=result.per_1000_tokens * 1e6,

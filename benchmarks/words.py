@@ -95,10 +95,10 @@ tiny model: what extraction costs is a larger share of it than of a real one."""
 STEP = """\
 CPU time of the thread that runs the model: worker and proposer with layer
 and staging. Rows are so narrow that moving them costs nothing, because on hardware the device moves
-them, while an emulated NPU does it in this thread. Launching copies and recording events are
-included. A linear fit of the cells: **{step:.0f} µs per step, {request:.1f} µs for each request
-in it, {begins:.1f} µs for each that begins**. A prompt that is 1,000 tokens longer adds
-{slope:+.1f} µs to a step."""
+them, while an emulated NPU does it in this thread. A linear fit of the cells: **{step:.0f} µs per
+step, {request:.1f} µs for each request in it, {begins:.1f} µs for each that begins**. Of a step,
+{launches:.0f} µs are calls of the device, here the emulator: its stream, events and one launch. A
+prompt that is 1,000 tokens longer adds {slope:+.1f} µs to a step."""
 
 SLOW_STORAGE = f"""\
 One request that is not extracted streams its tokens while {{in_flight}} extracted prompts of

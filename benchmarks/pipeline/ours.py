@@ -26,7 +26,7 @@ from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd,
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
 from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
-from vllm_ascend_hsx.drafter.spans import rows_in_chunk, split_spans
+from vllm_ascend_hsx.drafter.spans import Span, rows_in_chunk, split_spans
 from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.settings import ServerSettings
@@ -157,6 +157,7 @@ class Pipeline:
             self._watched.enter_context(_each_rename(on_published))
         self._condition = threading.Condition()
         self._decided: dict[str, str | None] = {}
+        self._awaited: set[str] = set()
         self._tell_worker = self.worker._on_decided
         self.worker._on_decided = self._on_decided  # type: ignore[method-assign]
         self._ended: list[RequestEnd] = []
@@ -186,7 +187,8 @@ class Pipeline:
         """Until the files are published; the requests end, as in an engine, with the next step."""
         wanted = set(request_ids)
         with self._condition:
-            self._condition.wait_for(lambda: wanted <= self._decided.keys())
+            self._awaited = wanted - self._decided.keys()
+            self._condition.wait_for(lambda: not self._awaited)
             reasons = {self._decided.pop(request_id) for request_id in wanted} - {None}
         if reasons:
             raise RuntimeError(f"requests failed: {reasons}")
@@ -201,7 +203,9 @@ class Pipeline:
         self._tell_worker(extraction, error)
         with self._condition:
             self._decided[extraction.request_id] = error
-            self._condition.notify_all()
+            self._awaited.discard(extraction.request_id)
+            if not self._awaited:  # an engine is not woken for each file either
+                self._condition.notify_all()
 
     def _deliver_source(self, slot: SourceSlot) -> None:
         """Stands in for Copier._copy."""
@@ -281,6 +285,16 @@ class MainThread:
         self._worker.save()
         self._worker.report()
         return time.thread_time() - began
+
+    def launches(self, num_rows: int) -> float:
+        """Fill a slot as a step does: stream, events and one launch; returns what `step` does."""
+        staging = self._proposer.staging
+        slot, rows = staging.slots[staging._next], [rows[:num_rows] for rows in self._rows]
+        began = time.thread_time()
+        staging._fill(slot, rows, [Span("launched", 0, num_rows, 0)])
+        cost = time.thread_time() - began
+        staging.take()
+        return cost
 
     def settle(self) -> None:
         """Wait until nothing is under way: what the next step costs is its own."""

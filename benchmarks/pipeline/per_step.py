@@ -71,6 +71,7 @@ class Result:
         per_step, per_request, per_beginning: seconds; a step costs per_step + per_request for each
             request in it + per_beginning for each that begins in it. Least squares over the cells,
             each deviation as a share of the cell's cost.
+        launches: seconds of per_step that the device's API takes: stream, events and one launch.
         per_1000_tokens: seconds that 1000 more tokens of prompt add to a step in which no request
             begins; the median slope over the numbers of requests in flight.
     """
@@ -79,6 +80,7 @@ class Result:
     per_step: float
     per_request: float
     per_beginning: float
+    launches: float
     per_1000_tokens: float
 
 
@@ -88,6 +90,7 @@ def run(
     """Measure on the directory's filesystem."""
     keys = [(tokens, in_flight) for tokens in scale.tokens for in_flight in scale.in_flight]
     samples = {key: Samples() for key in keys}
+    launches = []
     with tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory) as place:
         thread = MainThread(NARROW, Path(place), device, max_tokens=max(step_tokens, *scale.in_flight))
         try:
@@ -96,12 +99,13 @@ def run(
                     kept = Samples() if turn < 0 else samples[tokens, in_flight]
                     for _ in range(max(1, scale.waves // in_flight)):
                         _one_wave(thread, tokens, in_flight, scale, step_tokens, Path(place), kept)
+                        launches.append(thread.launches(min(tokens, step_tokens)))
         finally:
             thread.close()
     cells = [samples[key].cell(*key) for key in keys]
     for cell in cells:
         show(_line(cell))
-    return Result(cells, *fit(cells), slope(cells))
+    return Result(cells, *fit(cells), statistics.median(launches), slope(cells))
 
 
 @dataclass

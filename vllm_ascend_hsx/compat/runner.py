@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +64,8 @@ def batch_layout(runner: Any, query_start_loc: torch.Tensor) -> list[BatchRow]:
         query_start_loc: int32 [requests + 1] on the host; row at which each request begins.
     """
     input_batch = runner.input_batch
-    starts = query_start_loc.tolist()
-    positions = input_batch.num_computed_tokens_cpu
-    return [
-        BatchRow(request_id, int(positions[index]), starts[index + 1] - starts[index], starts[index])
-        for index, request_id in enumerate(input_batch.req_ids)
-    ]
+    positions = input_batch.num_computed_tokens_cpu[: len(input_batch.req_ids)]  # int32 [most requests]
+    return _batch_rows(input_batch.req_ids, positions.tolist(), query_start_loc.tolist())
 
 
 def batch_layout_v2(input_batch: Any) -> list[BatchRow]:
@@ -80,11 +76,15 @@ def batch_layout_v2(input_batch: Any) -> list[BatchRow]:
     Args:
         input_batch: vllm.v1.worker.gpu.input_batch.InputBatch (input_batch.py:44, 0.30).
     """
-    starts = input_batch.query_start_loc_np.tolist()
-    positions = input_batch.num_computed_tokens_np.tolist()
+    return _batch_rows(input_batch.req_ids, input_batch.num_computed_tokens_np.tolist(), input_batch.query_start_loc_np.tolist())
+
+
+def _batch_rows(request_ids: Sequence[str], positions: Sequence[int], starts: Sequence[int]) -> list[BatchRow]:
+    """Return the requests; `positions` are those of each one's first token, `starts` its rows."""
+    # The arrays of V2 are padded: `request_ids` ends first.
     return [
-        BatchRow(request_id, positions[index], starts[index + 1] - starts[index], starts[index])
-        for index, request_id in enumerate(input_batch.req_ids)
+        BatchRow(request_id, first, end - start, start)
+        for request_id, first, start, end in zip(request_ids, positions, starts, starts[1:], strict=False)
     ]
 
 

@@ -92,7 +92,9 @@ class RequestFile(SinkFile):
     @property
     def layout(self) -> FileLayout:
         """The offsets in its file."""
-        row_format = replace(self._sink.row_format, adapter=self.adapter)
+        row_format = self._sink.row_format
+        if self.adapter != row_format.adapter:
+            row_format = replace(row_format, adapter=self.adapter)
         return FileLayout(row_format, self.request_id, self.arrived_ns, self.placeholders)
 
     @property

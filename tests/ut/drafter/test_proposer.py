@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import vllm_ascend.ops  # noqa: F401 - before spec_decode: vllm-ascend's modules import each other in circles
@@ -28,7 +29,7 @@ class Runner:
         self.sync_arguments: list[dict[str, Any]] = []
         self.tp_size = tp_size
         self.other_rank_tokens = other_rank_tokens
-        self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=[])
+        self.input_batch = SimpleNamespace(req_ids=[], num_computed_tokens_cpu=np.zeros(4, np.int32))
 
     def _pad_for_sequence_parallelism(self, num_tokens: int) -> int:
         self.calls.append(("pad", num_tokens))
@@ -122,7 +123,7 @@ def test_collectives_do_not_depend_on_whether_a_rank_extracts() -> None:
     calls = []
     for wanted in ({}, {"b": 9}):
         runner = Runner(tp_size=2)
-        runner.input_batch = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens_cpu=[12, 0])
+        runner.input_batch = SimpleNamespace(req_ids=["a", "b"], num_computed_tokens_cpu=np.array([12, 0, 9], np.int32))
         proposer = make_proposer(runner)
         proposer.staging.wanted = wanted
         propose(proposer, 7, [0, 2, 7])
