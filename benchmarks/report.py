@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from benchmarks.kv_cache import capacity
 from benchmarks.pipeline import conversations, engine, latency, per_step, slow_storage
 from benchmarks.pipeline.engine import OFF
 from benchmarks.pipeline.host_path import COPIED, DIRECT, DURABLY, OURS, PINNED, RAW, VLLM, Cell
-from benchmarks.pipeline.rows import STEP_TOKENS
+from benchmarks.pipeline.rows import MINIMAX_M2, STEP_TOKENS
 
 Rows = list[list[str]]
 TABLE = tuple[str, list[str], Rows]  # title, headings, rows
@@ -172,14 +172,21 @@ def show(console: Console, results: Results) -> None:
 
 def merge(results: Results, directory: Path, parts: Sequence[str]) -> Results:
     """What was written there before, with these parts as they were measured now."""
-    written = json.loads((directory / f"{NAME}.json").read_text())
-    before = TypeAdapter(Results).validate_python(dict.fromkeys(Results.__dataclass_fields__) | written)
+    before = _read(directory / f"{NAME}.json")
     fields = {"host": ("host", "no_durable_view")}
     return replace(before, **{name: getattr(results, name) for part in parts for name in fields.get(part, (part,))})
 
 
+def _read(path: Path) -> Results:
+    written = json.loads(path.read_text())
+    return TypeAdapter(Results).validate_python(dict.fromkeys(Results.__dataclass_fields__) | written)
+
+
 def write(results: Results, directory: Path) -> list[Path]:
-    """Write performance.json, two pictures and performance.md; returns their paths."""
+    """Write performance.json, two pictures and performance.md; returns their paths.
+
+    The page has the goals of other machines, too: each performance-*.json there is a copy of one's.
+    """
     from benchmarks.plot import draw
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -187,20 +194,25 @@ def write(results: Results, directory: Path) -> list[Path]:
     cost_image, image = directory / f"{COST}.png", directory / f"{NAME}.png"
     as_json.write_text(json.dumps(asdict(results), indent=1) + "\n")
     draw(results, cost_image, image)
-    text.write_text(markdown(results))
+    others = {path.name: _read(path) for path in sorted(directory.glob(f"{NAME}-*.json"))}
+    text.write_text(markdown(results, others))
     return [as_json, cost_image, image, text]
 
 
-def markdown(results: Results) -> str:
-    """docs/performance.md."""
+def markdown(results: Results, others: Mapping[str, Results]) -> str:
+    """docs/performance.md; `others` are those of other machines, by the name of their file."""
     found = {title: _markdown_table(headings, rows) for title, headings, rows in tables(results)}
     parts = [words.HEAD, f"![what extraction costs, beside a server without it and vLLM's connector]({COST}.png)"]
     parts += [found.pop(cost_table(results)[0]), words.COST, words.MACHINE.format(machine=_machine(results))]
     parts += ["## Goals", found.pop("goals"), f"![the figures as a plot]({NAME}.png)"]
+    for name, other in others.items():
+        _, headings, rows = goals_table(other)
+        parts += [f"## Goals on {other.machine['processor'].partition(',')[0]}", words.OTHER.format(file=name, machine=_machine(other))]
+        parts += [_markdown_table(headings, rows), *_slowest(other)]
     parts += ["## What is measured", words.METHOD]
     for view in (PINNED, COPIED, DURABLY):
         if mine := [title for title in found if title.startswith(f"{view}: ")]:
-            parts += [f"## Path to the file: {view}", words.VIEWS[view]]
+            parts += [f"## Path to the file: {view}", words.VIEWS[view], *(_slowest(results) if view == PINNED else ())]
             for title in mine:
                 parts += [f"**{title.removeprefix(f'{view}: ')}**", found.pop(title)]
     for filesystem, reason in results.no_durable_view.items():
@@ -232,6 +244,17 @@ def _machine(results: Results) -> str:
     facts = [f"* {name}: {value}" for name, value in results.machine.items()]
     before, after = results.load_average
     return "\n".join([*facts, f"* load average at the beginning and at the end: {before:.1f}, {after:.1f}"])
+
+
+def _slowest(results: Results) -> list[str]:
+    """What the slowest cell of the first view means for a server; empty if it was not measured."""
+    cells = [cell for cell in results.host if cell.view == PINNED]
+    if not cells:
+        return []
+    cell = min(cells, key=lambda each: each.figures[OURS].gb_per_s)
+    tokens = round(cell.figures[OURS].gb_per_s * 1e9 / MINIMAX_M2.row_bytes, -3)
+    how = f"{cell.tokens:,} tokens, {cell.in_flight} {'evenly' if cell.evenly else 'in flight'}, {cell.filesystem}"
+    return [words.SLOWEST.format(cell=how, gb=cell.figures[OURS].gb_per_s, tokens=f"{tokens:,.0f}")]
 
 
 def _latency_words(result: latency.Result) -> str:

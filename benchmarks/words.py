@@ -28,6 +28,16 @@ ratios within a run are meaningful: contestants take turns within seconds.
 
 {machine}"""
 
+OTHER = """\
+Measured there with `python -m benchmarks --parts host latency step --output DIR`; all figures are in
+`{file}`.
+
+{machine}"""
+
+SLOWEST = """\
+The slowest cell ({cell}) writes {gb:.1f} GB/s, which are {tokens} tokens per second. A server has
+this for each rank: ranks are processes of their own, and a rank writes the requests that it owns."""
+
 METHOD = f"""\
 Rows are those of MiniMax-M2 with four layers, {MINIMAX_M2.row_bytes:,} bytes per token. The
 contestants of a view run in one process, one after the other in each repetition, in random order. A

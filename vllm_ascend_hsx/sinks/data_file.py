@@ -19,7 +19,8 @@ from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.storage import Storage, copy_into, reserve, start_writeback
 
 WRITEBACK = 1 << 20  # bytes of a write from which starting the writeback at once pays
-# Bytes that are summed and then written: the copy to the page cache finds them in a core's cache.
+# Bytes that are written and then summed: the sum finds them in a core's cache. The copy to the page
+# cache waits less for memory than the sum would, because it has stores to do meanwhile.
 _PIECE = 1 << 20
 
 
@@ -198,8 +199,8 @@ class DataFile:
             self._checksum.begin_write(offset, data.nbytes)
             digest = Digest()
             for piece in [data] if is_direct else in_pieces(data):
+                write_at(fd, piece, offset + digest.size)
                 digest.update(piece)
-                write_at(fd, piece, offset + digest.size - piece.nbytes)
             self._checksum.end_write(offset, digest)
         if self._options.durable and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
             start_writeback(self.fd, offset, data.nbytes)

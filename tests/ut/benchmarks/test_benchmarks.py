@@ -271,6 +271,18 @@ def test_the_report_has_every_table_and_its_words(results: goals.Results, tmp_pa
     assert not re.search(r"/tmp|/work|/home|\{|nan", words)
 
 
+def test_the_page_has_the_goals_of_other_machines_too(results: goals.Results, tmp_path: Path) -> None:
+    (as_json, *_) = report.write(replace(results, machine={"processor": "a large one, 16 cores"}), tmp_path)
+    as_json.rename(tmp_path / "performance-large.json")
+    words = report.write(results, tmp_path)[-1].read_text()
+    _, _, other = words.partition("## Goals on a large one\n")
+    other, _, _ = other.partition("\n## ")
+    assert "`performance-large.json`" in other and "* processor: a large one, 16 cores" in other
+    assert all(f"| {verdict.goal} | {verdict.measured} |" in other for verdict in goals.judge(results))
+    slowest = min(cell.figures[OURS].gb_per_s for cell in results.host if cell.view == PINNED)
+    assert f"writes {slowest:.1f} GB/s" in other
+
+
 def test_a_part_that_was_measured_again_takes_the_place_of_the_old_one_alone(results: goals.Results, tmp_path: Path) -> None:
     report.write(results, tmp_path)
     assert results.slow_storage is not None
