@@ -51,6 +51,9 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks.pipeline.ours import ring_bytes
     from benchmarks.pipeline.rows import MINIMAX_M2, Source, npu
 
+    before = None
+    if arguments.merge and arguments.output is not None:  # first: a file that cannot be read must not cost what is measured
+        before = report.written_before(arguments.output, arguments.parts)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # directories and processes go, too
     console = Console()
     began = time.monotonic()
@@ -99,8 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
     loads = (load, machine.load_average())
     results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps, slow, capacities, talk)
     report.show(console, results)
-    if arguments.merge and arguments.output is not None:
-        results = report.merge(results, arguments.output, arguments.parts)
+    if before is not None:
+        results = report.merge(results, before, arguments.parts)
     if arguments.output is not None:
         for path in report.write(results, arguments.output):
             console.print(f"written: {path}")

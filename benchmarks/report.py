@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -25,6 +27,7 @@ TABLE = tuple[str, list[str], Rows]  # title, headings, rows
 
 WIDTH = 160  # of what goes to a file or a pipe
 NAME, COST = "performance", "cost"
+_NOTHING = Results({}, (0.0, 0.0), 0, [], {}, [], None, None, None, None, None)
 
 
 def tables(results: Results) -> list[TABLE]:
@@ -170,16 +173,27 @@ def show(console: Console, results: Results) -> None:
         console.print(table)
 
 
-def merge(results: Results, directory: Path, parts: Sequence[str]) -> Results:
-    """What was written there before, with these parts as they were measured now."""
-    before = _read(directory / f"{NAME}.json")
-    fields = {"host": ("host", "no_durable_view")}
-    return replace(before, **{name: getattr(results, name) for part in parts for name in fields.get(part, (part,))})
+def written_before(directory: Path, parts: Sequence[str]) -> Results:
+    """What was written there before, without these parts, which may have another form now.
+
+    Raises OSError, or ValidationError if another part cannot be read.
+    """
+    return _read(directory / f"{NAME}.json", {name: getattr(_NOTHING, name) for name in _fields(parts)})
 
 
-def _read(path: Path) -> Results:
-    written = json.loads(path.read_text())
-    return TypeAdapter(Results).validate_python(dict.fromkeys(Results.__dataclass_fields__) | written)
+def merge(results: Results, before: Results, parts: Sequence[str]) -> Results:
+    """What was written before, with these parts as they were measured now."""
+    return replace(before, **{name: getattr(results, name) for name in _fields(parts)})
+
+
+def _fields(parts: Sequence[str]) -> set[str]:
+    return {name for part in parts for name in {"host": ("host", "no_durable_view")}.get(part, (part,))}
+
+
+def _read(path: Path, instead: Mapping[str, Any] = MappingProxyType({})) -> Results:
+    """The results in a file, with other ones in some fields. Raises as `written_before`."""
+    fields = {**dict.fromkeys(Results.__dataclass_fields__), **json.loads(path.read_text()), **instead}
+    return TypeAdapter(Results).validate_python(fields)
 
 
 def write(results: Results, directory: Path) -> list[Path]:
