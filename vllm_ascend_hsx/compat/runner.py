@@ -81,10 +81,10 @@ def batch_layout_v2(input_batch: Any) -> list[BatchRow]:
 
 def _batch_rows(request_ids: Sequence[str], positions: Sequence[int], starts: Sequence[int]) -> list[BatchRow]:
     """Return the requests; `positions` are those of each one's first token, `starts` its rows."""
-    # The arrays of V2 are padded: `request_ids` ends first.
+    count = len(request_ids)  # the runners' arrays may be padded
     return [
         BatchRow(request_id, first, end - start, start)
-        for request_id, first, start, end in zip(request_ids, positions, starts, starts[1:], strict=False)
+        for request_id, first, start, end in zip(request_ids, positions[:count], starts[:count], starts[1 : count + 1], strict=True)
     ]
 
 

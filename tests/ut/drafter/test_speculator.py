@@ -28,6 +28,13 @@ def test_the_layout_has_the_position_and_the_rows_of_each_request() -> None:
     assert batch_layout_v2(batch()) == [BatchRow("a", 5, 3, 0), BatchRow("b", 0, 1, 3), BatchRow("c", 7, 5, 4)]
 
 
+def test_a_batch_without_a_position_for_each_request_loses_none_in_silence() -> None:
+    short = batch()
+    short.num_computed_tokens_np = short.num_computed_tokens_np[:2]
+    with pytest.raises(ValueError, match="shorter"):
+        batch_layout_v2(short)
+
+
 def make_speculator(wanted: dict[str, int]) -> Any:
     """A speculator as after load_model, without an engine; `given` has what it stages."""
     from vllm_ascend_hsx.drafter.speculator import HsxSpeculator
