@@ -140,9 +140,11 @@ def test_what_a_server_keeps_is_what_was_measured() -> None:
     measured = json.loads((ROOT / "docs" / "performance.json").read_text())
     served = [100 * cell["requests_per_s"] for cell in measured["engine"]["cells"] if cell["extraction"] == "ours"]
     kept = [1000 * cell["kept"] for cell in measured["capacity"]["cells"] if cell["layout"] == "hsx"]
-    readme = README.replace("\n  ", " ")
+    readme, chinese = README.replace("\n  ", " "), page("README.zh.md")
     assert f"[{min(served):.0f} to {max(served):.0f} % of the requests per second](docs/performance.md)" in readme
+    assert f"{min(served):.0f}% 到 {max(served):.0f}%](docs/performance.md)" in chinese
     assert f"{min(kept) // 1 / 10} % of the KV cache is left" in readme
+    assert f"KV cache 保留 {min(kept) // 1 / 10}%" in chinese
 
 
 def test_what_is_kept_at_least_is_what_the_plan_says() -> None:
