@@ -27,6 +27,8 @@ TABLE = tuple[str, list[str], Rows]  # title, headings, rows
 
 WIDTH = 160  # of what goes to a file or a pipe
 NAME, COST = "performance", "cost"
+# The page is headed by the machine that its longest part was measured on.
+_OF_HOST = ("host", "no_durable_view", "machine", "load_average", "ring_bytes")
 _NOTHING = Results({}, (0.0, 0.0), 0, [], {}, [], None, None, None, None, None)
 
 
@@ -187,7 +189,7 @@ def merge(results: Results, before: Results, parts: Sequence[str]) -> Results:
 
 
 def _fields(parts: Sequence[str]) -> set[str]:
-    return {name for part in parts for name in {"host": ("host", "no_durable_view")}.get(part, (part,))}
+    return {name for part in parts for name in (_OF_HOST if part == "host" else (part,))}
 
 
 def _read(path: Path, instead: Mapping[str, Any] = MappingProxyType({})) -> Results:

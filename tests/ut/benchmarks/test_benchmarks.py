@@ -294,6 +294,9 @@ def test_a_part_that_was_measured_again_takes_the_place_of_the_old_one_alone(res
     assert merged == replace(results, slow_storage=again)
     report.write(merged, tmp_path)
     assert "| wait | 1/2 | 10 | 20 | 1,500 | 7.0 | 25% |" in (tmp_path / "performance.md").read_text()
+    elsewhere = replace(alone, machine={"processor": "another one"}, host=results.host)
+    merged = report.merge(elsewhere, report.written_before(tmp_path, ["host"]), ["host"])
+    assert (merged.machine, merged.load_average) == (elsewhere.machine, (1.0, 1.0))
 
 
 def test_the_command_writes_to_docs_only_if_it_measured_everything() -> None:
