@@ -127,7 +127,7 @@ def test_whoever_waits_for_a_full_ring_is_told_first_and_gets_what_becomes_free(
     ring = make_ring(2)
     runs = [ring.acquire(1) for _ in range(2)]
     told, got = threading.Event(), []
-    taker = threading.Thread(target=lambda: got.append(ring.acquire(1, told.set)))
+    taker = threading.Thread(target=lambda: got.append(ring.acquire(1, told.set)), daemon=True)
     taker.start()
     assert told.wait(30)
     assert not got
@@ -147,7 +147,7 @@ def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
     for row in range(3):
         ring.free(row, 1)
     told, got = threading.Event(), []
-    taker = threading.Thread(target=lambda: got.append(ring.acquire(64, told.set)))
+    taker = threading.Thread(target=lambda: got.append(ring.acquire(64, told.set)), daemon=True)
     taker.start()
     assert told.wait(30)
     ring.free(3, 1)
