@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from generate_bench import Bench
@@ -113,6 +114,20 @@ def test_an_output_that_is_moved_or_removed_in_mid_run_ends_it(
 
     bench.server.at = take_away
     code, printed = bench.run("--concurrency", 1)
+    assert code == 1
+    assert "was moved, removed or replaced during the run" in printed
+
+
+def test_an_output_that_is_replaced_after_the_last_row_ends_the_run(any_bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:
+    log, any_bench.output = ledger_module.Ledger.append, any_bench.output / "a"
+
+    def append(ledger: ledger_module.Ledger, *arguments: Any, **facts: Any) -> None:
+        log(ledger, *arguments, **facts)
+        if all(ledger.logged[:6]):
+            shutil.copytree(shutil.move(any_bench.output, tmp_path / "elsewhere"), any_bench.output)
+
+    monkeypatch.setattr(ledger_module.Ledger, "append", append)
+    code, printed = any_bench.run("--concurrency", 1)
     assert code == 1
     assert "was moved, removed or replaced during the run" in printed
 
