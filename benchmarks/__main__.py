@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     arguments = parse_arguments(argv)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make benchmark`: threads of OpenMP wait for those that write
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make benchmark`: at its barriers OpenMP would wait for our writers
     if find_spec("torch_npu") is None:
         from vllm_ascend_hsx.emulator.launch import emulate
 
