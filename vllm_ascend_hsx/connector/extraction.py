@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -88,6 +87,11 @@ class Extraction:
         self._closed_by_writer = False
 
     @property
+    def is_decided(self) -> bool:
+        """True if it is complete, failed or aborted, though its file may not have ended yet."""
+        return self._decided
+
+    @property
     def has_opened(self) -> bool:
         """True if its file is open, or it has failed."""
         return self._opened_or_failed.is_set()
@@ -95,12 +99,12 @@ class Extraction:
     def open(self, sink: Sink) -> None:
         """Open the file. If the request has failed meanwhile, leave the reason in its place."""
         if self._failure is not None:
-            leave_reason(sink, self.request_id, Path(self.path), self._failure, self._arrived_ns)
+            leave_reason(sink, self.request_id, self.path, self._failure, self._arrived_ns)
             self._opened_or_failed.set()
             self._on_ended(self)
             return
         try:
-            file = sink.open(self.request_id, Path(self.path), len(self._prompt), self._arrived_ns, self._adapter)
+            file = sink.open(self.request_id, self.path, len(self._prompt), self._arrived_ns, self._adapter)
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
             with self._mutex:
                 undecided, self._decided = not self._decided, True
@@ -133,7 +137,7 @@ class Extraction:
 
         def write(file: SinkFile) -> None:
             if check is not None and (problem := describe_not_finite(first, check)):
-                raise SinkError(self.request_id, Path(self.path), problem, NOT_FINITE)
+                raise SinkError(self.request_id, self.path, problem, NOT_FINITE)
             began = time.perf_counter()
             file.write(first, rows)
             self._stats.wrote(count * self._stored_row_bytes, time.perf_counter() - began)
@@ -189,7 +193,7 @@ class Extraction:
         elif missing:
             spans = describe_missing(missing, len(token_ids))
             reason = f"the request ended without rows of token positions {spans}"
-            self._fail_file(file, SinkError(self.request_id, Path(self.path), reason, MISSING_ROWS))
+            self._fail_file(file, SinkError(self.request_id, self.path, reason, MISSING_ROWS))
         else:
             self._commit(file, token_ids)
 
@@ -287,7 +291,7 @@ def _reason_of(error: Exception) -> str:
     return error.reason if isinstance(error, SinkError) else f"{type(error).__name__}: {error}"
 
 
-def leave_reason(sink: Sink, request_id: str, path: Path, reason: str, arrived_ns: int | None) -> None:
+def leave_reason(sink: Sink, request_id: str, path: str, reason: str, arrived_ns: int | None) -> None:
     """Leave the reason for readers of a request whose file was never opened. Blocks on storage.
 
     See Sink.leave_reason.

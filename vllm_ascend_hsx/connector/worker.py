@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -104,8 +103,9 @@ class ExtractionWorker:
             self._kept_files.release(number)
         for ended in metadata.ended:
             self._staging.wanted.pop(ended.request_id, None)
-            if self._owned.pop(ended.request_id, None) is not None:
-                self._copier.then(partial(self._end, ended))
+            if (extraction := self._owned.pop(ended.request_id, None)) is not None:
+                then = self._copier.then_with_next if extraction.is_decided else self._copier.then
+                then(partial(self._end, ended))
         if self._weights != loaded_weights():
             self._weights = dict(loaded_weights())
             for request_id in self._staging.wanted:
@@ -113,7 +113,7 @@ class ExtractionWorker:
         begun = [extraction for start in metadata.started if start.owner == self._rank and (extraction := self._start(start))]
         if begun:  # at once: a lock and a queue for each would cost as much as the rest
             self._opening += begun
-            self._copier.then(partial(self._extractions.update, {each.request_id: each for each in begun}))
+            self._copier.then_with_next(partial(self._extractions.update, {each.request_id: each for each in begun}))
             self._opener.submit(*(partial(each.open, self._sink) for each in begun))
 
     def _start(self, start: RequestStart) -> Extraction | None:
@@ -157,7 +157,7 @@ class ExtractionWorker:
         self._leave_reason(start, reason)
 
     def _leave_reason(self, start: RequestStart, reason: str) -> None:
-        self._reasons.submit(partial(leave_reason, self._sink, start.request_id, Path(start.path), reason, start.arrived_ns))
+        self._reasons.submit(partial(leave_reason, self._sink, start.request_id, start.path, reason, start.arrived_ns))
 
     def save(self) -> None:
         """Pass on the slot that this step filled last, if it filled one."""
@@ -225,8 +225,7 @@ class ExtractionWorker:
             else:
                 why = f"the storage did not take {self._progress.backlog} bytes within {timeout:g} s"
         finally:  # also if a signal handler raises: readers must not wait in vain
-            remaining = left()
-            self._give_up(why, None if remaining is None else remaining + FAILURE_REPORT_TIMEOUT_S)
+            self._give_up(why, None if timeout is None else (left() or 0.0) + FAILURE_REPORT_TIMEOUT_S)
 
     def _give_up(self, why: str, timeout: float | None) -> None:
         """Leave a reason in place of each incomplete file, and end the opener."""
@@ -296,7 +295,7 @@ class ExtractionWorker:
     def _end(self, end: RequestEnd) -> None:
         extraction = self._extractions.pop(end.request_id)
         job = partial(self._end_file, extraction, end)
-        if extraction.order.begin(EVERY_POSITION, job):
+        if not extraction.is_decided and extraction.order.begin(EVERY_POSITION, job):
             self._writers.submit(job)
 
     # Writer threads

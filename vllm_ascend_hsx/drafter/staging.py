@@ -248,7 +248,8 @@ class Copier:
         self._on_error = on_error
         self._delivered = 0  # rows of the current slot
         self._stream = _npu().Stream(device=device)
-        self._jobs: queue.SimpleQueue[StagingSlot | Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[StagingSlot | Callable[[], object] | None] = queue.SimpleQueue()
+        self._with_next: list[Callable[[], object]] = []
         self._thread = threading.Thread(target=self._run, name="hsx-copier", daemon=True)
         self._thread.start()
 
@@ -259,11 +260,15 @@ class Copier:
         """
         slot.issued.clear()
         slot.settled.clear()
-        self._jobs.put(slot)
+        self._put(slot)
 
-    def then(self, action: Callable[[], None]) -> None:
+    def then(self, action: Callable[[], object]) -> None:
         """Call `action` from the copier's thread after all copies submitted so far."""
-        self._jobs.put(action)
+        self._put(action)
+
+    def then_with_next(self, action: Callable[[], object]) -> None:
+        """Do as `then` does, but only when there is more to do: the thread sleeps until then."""
+        self._with_next.append(action)
 
     def drain(self) -> None:
         """Block until all submitted copies have completed.
@@ -285,12 +290,17 @@ class Copier:
         Returns:
             False if this takes longer than `timeout` seconds, because the ring stays full.
         """
-        self._jobs.put(None)
+        self._put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
             return False
         self._stream.synchronize()
         return True
+
+    def _put(self, job: StagingSlot | Callable[[], object] | None) -> None:
+        actions, self._with_next = self._with_next, []
+        for each in (*actions, job):
+            self._jobs.put(each)
 
     def _run(self) -> None:
         _npu().set_device(self._device)

@@ -46,6 +46,7 @@ class HeldLock:
         self._dir_fd = dir_fd
         self._name = name
         self._fd = fd
+        self._status: os.stat_result | None = None  # of the open file, whose device and inode stay
 
     @classmethod
     def acquire(
@@ -126,7 +127,8 @@ class HeldLock:
 
     def is_named(self) -> bool:
         """Return whether the lock file still has its name. Raises OSError."""
-        return has_name(self._fd, self._name, self._dir_fd)
+        self._status = self._status or os.fstat(self._fd)
+        return _is_named(self._name, self._status, self._dir_fd)
 
     def append(self, line: bytes) -> None:
         """Append to the lock file, all of the line or nothing. Raises OSError."""
@@ -260,8 +262,12 @@ def unlock_and_close(fd: int) -> None:
 
 def has_name(fd: int, name: str | Path, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
     """Return whether `name` is still a name of the file open at `fd`."""
+    return _is_named(name, os.fstat(fd), dir_fd, follow_symlinks)
+
+
+def _is_named(name: str | Path, status: os.stat_result, dir_fd: int | None, follow_symlinks: bool = False) -> bool:
     try:
         named = os.stat(name, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
     except FileNotFoundError:
         return False
-    return os.path.samestat(named, os.fstat(fd))
+    return os.path.samestat(named, status)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeAlias
 
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, Rows, TokenIds
 from vllm_ascend_hsx.sinks.data_file import RowSource
 
+FilePath: TypeAlias = "str | os.PathLike[str]"
 REFUSED = "refused"  # a kind of failure: the request asks for something unsupported or in use
 # Published in place of every file that is incomplete when its server stops.
 SERVER_STOPPED = "the server stopped before all rows were written"
@@ -26,7 +28,7 @@ class SinkError(Exception):
     """
 
     request_id: str
-    path: Path
+    path: FilePath
     reason: str
     kind: str | None = None
 
@@ -53,7 +55,7 @@ class SinkFile(ABC):
     """
 
     request_id: str
-    path: Path
+    path: FilePath
     later_failure: str | None = None
     placeholders: Sequence[Placeholder] = ()
     keeps_source: bool = False
@@ -143,7 +145,7 @@ class Sink(ABC):
     def open(
         self,
         request_id: str,
-        path: Path,
+        path: FilePath,
         expected_tokens: int = 0,
         arrived_ns: int | None = None,
         adapter: Adapter = NO_ADAPTER,
@@ -163,7 +165,7 @@ class Sink(ABC):
             SinkError: if the path cannot be used, or is being written.
         """
 
-    def leave_reason(self, request_id: str, path: Path, reason: str, arrived_ns: int | None) -> None:
+    def leave_reason(self, request_id: str, path: FilePath, reason: str, arrived_ns: int | None) -> None:
         """Publish why a request has no file, perhaps long after it failed.
 
         What a request that arrived earlier published at `path` is hidden; what one that arrived

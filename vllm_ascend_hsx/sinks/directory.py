@@ -64,6 +64,7 @@ class Session:
         with OnError(self.storage.close):
             self._workspace = self._make_workspace(options.use_lock)
         with OnError(self.close):  # which raises nothing, so the reason is that of the block
+            self._directory_status = os.fstat(self.storage.fd)  # of which device and inode stay
             self.token = self._workspace.token
             self.workspace = Storage(self._workspace.fd, options.mode)
             self.filesystem = self._probe(options.io == "direct", memory)
@@ -91,7 +92,7 @@ class Session:
         Another process may have renamed or replaced them. `storage` is the folder, open.
         """
         try:
-            if not os.path.samestat(os.stat(self._directory), os.fstat(self.storage.fd)):
+            if not os.path.samestat(os.stat(self._directory), self._directory_status):
                 return False
             if storage is None or not folder:
                 return True
@@ -116,7 +117,10 @@ class Session:
 
     @property
     def has_lock(self) -> bool:
-        """False if the lock was removed: after a crash nobody would clean up."""
+        """False if the lock was removed, or with it the hidden directory.
+
+        After a crash nobody would clean up.
+        """
         try:
             return self._workspace.is_locked()
         except OSError as error:

@@ -21,7 +21,7 @@ from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, SHARDS_MAR
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
 from vllm_ascend_hsx.protocol.shard_index import Tombstone
 from vllm_ascend_hsx.sinks.arrival import arrival_of_error, arrival_of_file, arrival_of_member
-from vllm_ascend_hsx.sinks.base import REFUSED, SERVER_STOPPED, Sink, SinkError
+from vllm_ascend_hsx.sinks.base import REFUSED, SERVER_STOPPED, FilePath, Sink, SinkError
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory import Session
 from vllm_ascend_hsx.sinks.orphans import remove_orphans
@@ -156,7 +156,7 @@ class DirectorySink(Sink):
     def open(
         self,
         request_id: str,
-        path: Path,
+        path: FilePath,
         expected_tokens: int = 0,
         arrived_ns: int | None = None,
         adapter: Adapter = NO_ADAPTER,
@@ -168,11 +168,11 @@ class DirectorySink(Sink):
         file.adapter = adapter
         return file
 
-    def leave_reason(self, request_id: str, path: Path, reason: str, arrived_ns: int | None) -> None:
+    def leave_reason(self, request_id: str, path: FilePath, reason: str, arrived_ns: int | None) -> None:
         with suppress(_LaterRequest):
             self._open(request_id, path, arrived_ns=arrived_ns).fail(reason)
 
-    def _open(self, request_id: str, path: Path, expected_tokens: int = 0, arrived_ns: int | None = None) -> RequestFile:
+    def _open(self, request_id: str, path: FilePath, expected_tokens: int = 0, arrived_ns: int | None = None) -> RequestFile:
         """Open a file. Raises SinkError and _LaterRequest."""
         relative = self._relative(path)
         if relative is None:
@@ -257,7 +257,7 @@ class DirectorySink(Sink):
         return any(arrival is not None and file.arrived_ns < arrival <= time.time_ns() for arrival in published)
 
     def _announce(
-        self, request_id: str, path: Path, relative: str, expected_tokens: int = 0, arrived_ns: int | None = None
+        self, request_id: str, path: FilePath, relative: str, expected_tokens: int = 0, arrived_ns: int | None = None
     ) -> RequestFile:
         """Make readers wait for a request. Raises as `_open`."""
         session, reason = self._session, ""
@@ -312,7 +312,7 @@ class DirectorySink(Sink):
         """
         former = self._session
         if former.is_at_its_path():
-            if former.has_workspace and former.has_lock:
+            if former.has_lock:
                 return former
             what = "lock" if former.has_workspace else "hidden directory"
             problem = f"somebody has removed the {what} of this server; it makes another hidden directory"
@@ -335,7 +335,7 @@ class DirectorySink(Sink):
     def _clean(self, dir_fd: int) -> None:
         remove_orphans(dir_fd, os.fspath(self._directory))
 
-    def _relative(self, path: Path) -> str | None:
+    def _relative(self, path: FilePath) -> str | None:
         """Return `path` relative to the directory, compared as text; None if it is not below it."""
         relatives = (below(os.fspath(path), parent) for parent in self._parents)
         return next((each for each in relatives if each is not None), None)

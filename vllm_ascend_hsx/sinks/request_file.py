@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Protocol
 
 from vllm_ascend_hsx._version import __version__
@@ -18,7 +17,7 @@ from vllm_ascend_hsx.protocol.format import ARRIVED, PRODUCER, FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, partial_name
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat, Rows, TokenIds
-from vllm_ascend_hsx.sinks.base import SinkError, SinkFile
+from vllm_ascend_hsx.sinks.base import FilePath, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import DataFile, RowSource, rows_as_bytes
 from vllm_ascend_hsx.sinks.directory import Session
 from vllm_ascend_hsx.sinks.encoder import encoder_for
@@ -64,7 +63,7 @@ class RequestFile(SinkFile):
         session: Session,
         storage: Storage,
         request_id: str,
-        path: Path,
+        path: FilePath,
         relative: str,
         expected_tokens: int = 0,
         arrived_ns: int | None = None,

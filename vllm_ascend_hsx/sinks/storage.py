@@ -39,6 +39,7 @@ class Storage:
     def __init__(self, fd: int, file_mode: int) -> None:
         self.fd = fd
         self.file_mode = file_mode
+        self._group: int | None = None  # of files made here, once it was needed
 
     def enter(self, names: Sequence[str], *, durable: bool = False) -> Storage:
         """Open the folder that `names` lead to, creating what does not exist.
@@ -131,12 +132,12 @@ class Storage:
     def group_in(self, folder: Storage) -> int:
         """Return the group that a file would get if it were made in `folder` instead of here.
 
-        -1 if that is the group that it gets here.
+        -1 if that is the group that it gets here: this directory is the server's own, and its group
+        does not change.
         """
-        here, there = os.fstat(self.fd), os.fstat(folder.fd)
-        wanted = there.st_gid if there.st_mode & stat.S_ISGID else os.getegid()
-        inherited = here.st_gid if here.st_mode & stat.S_ISGID else os.getegid()
-        return -1 if wanted == inherited else wanted
+        wanted = _group_of_files(folder.fd)
+        self._group = _group_of_files(self.fd) if self._group is None else self._group
+        return -1 if wanted == self._group else wanted
 
     def unlink(self, name: str) -> None:
         """Remove a file if it exists. Raises OSError."""
@@ -167,6 +168,11 @@ class Storage:
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+def _group_of_files(fd: int) -> int:
+    status = os.fstat(fd)
+    return status.st_gid if status.st_mode & stat.S_ISGID else os.getegid()
 
 
 @contextmanager

@@ -116,8 +116,11 @@ class Workspace:
                 os.close(fd)
 
     def is_locked(self) -> bool:
-        """Return False if somebody has removed or replaced its lock. Raises OSError."""
-        return self._lock is None or self._lock.is_named()
+        """Return False if somebody has removed or replaced its lock, or removed the directory.
+
+        Raises OSError.
+        """
+        return os.fstat(self.fd).st_nlink > 0 if self._lock is None else self._lock.is_named()
 
     def note(self, folder: str) -> None:
         """Record that a folder, or "" for none, may contain locks. Raises OSError."""

@@ -87,6 +87,7 @@ def test_rows_of_generated_tokens_are_published_at_the_end_and_none_behind_it(en
     assert engine.outcomes == {}
     # With asynchronous scheduling one more step was under way: position 8 has an unwanted row.
     engine.step(ended("a", output=range(5, 8)), [])
+    engine.wait_until_decided("a")  # no later step is needed
     engine.close()
     assert engine.outcomes == {"a": None}
     engine.assert_file_is_right("a", 8)
@@ -117,6 +118,24 @@ def test_a_request_that_ends_without_all_rows_fails_and_says_which(engine: Engin
     engine.close()
     assert engine.outcomes["a"] == "the request ended without rows of token positions [4, 7), [9, 10) of 10"
     assert engine.visible() == {"a.safetensors.error"}
+
+
+def test_a_request_whose_file_is_decided_ends_without_waking_a_thread_and_is_forgotten_in_the_next_step(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.step(started(engine.start("a", 5)), [("a", 0, 5)])
+    engine.wait_until_decided("a")
+    woken: list[object] = []
+    put = engine.worker._copier._put
+    monkeypatch.setattr(engine.worker._copier, "_put", lambda job: (woken.append(job), put(job)))
+    engine.step(ended("a"), [])
+    engine.worker.start_step(started(engine.start("b", 5)))
+    assert woken == []
+    engine.step(HsxConnectorMetadata(), [("b", 0, 5)])
+    engine.worker.drain_copies()
+    assert set(engine.worker._extractions) == {"b"}
+    engine.close()
+    assert engine.outcomes == {"a": None, "b": None}
 
 
 def test_an_id_can_be_used_again_once_its_file_is_decided(engine: Engine) -> None:

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from time import monotonic, sleep
 from typing import Literal
 
@@ -27,7 +26,7 @@ from vllm_ascend_hsx.protocol.mooncake.manifest import (
 )
 from vllm_ascend_hsx.protocol.mooncake.store import OPTION, MooncakeClient, MooncakeError, MooncakeOptions
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat, Rows, TokenIds
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
+from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, FilePath, Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import as_bytes, rows_as_bytes
 from vllm_ascend_hsx.sinks.encoder import Scales, encoder_for
 from vllm_ascend_hsx.sinks.mooncake.buffer_pool import BufferPool, BufferPoolFullError, PooledBuffer
@@ -48,7 +47,7 @@ class MooncakeFile(SinkFile):
     It enters the store, whole, when it is committed.
     """
 
-    def __init__(self, sink: MooncakeSink, request_id: str, path: Path, adapter: Adapter) -> None:
+    def __init__(self, sink: MooncakeSink, request_id: str, path: FilePath, adapter: Adapter) -> None:
         self.request_id = request_id
         self.path = path
         self.handle = os.fspath(path)
@@ -206,7 +205,7 @@ class MooncakeSink(Sink):
     def open(
         self,
         request_id: str,
-        path: Path,
+        path: FilePath,
         expected_tokens: int = 0,
         arrived_ns: int | None = None,
         adapter: Adapter = NO_ADAPTER,
