@@ -19,7 +19,7 @@ from tracing import Calls, Traced
 
 from vllm_ascend_hsx.protocol import lock as lock_module
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.names import file_name
+from vllm_ascend_hsx.protocol.names import file_name, workspace_name
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks import directory as directory_module
 from vllm_ascend_hsx.sinks import workspace as workspace_module
@@ -172,6 +172,14 @@ def test_a_request_whose_directory_was_removed_leaves_its_reason_in_the_one_that
         with FileSink(directory, FORMAT):
             assert len([name for name in os.listdir(directory) if name.startswith(".")]) == 2, "both hidden directories are held"
     assert not [name for name in os.listdir(directory) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("use_lock", [False, True])
+def test_a_server_whose_hidden_directory_was_removed_makes_another_one_with_and_without_locks(tmp_path: Path, use_lock: bool) -> None:
+    with FileSink(tmp_path, FORMAT, FileOptions(use_lock=use_lock)) as sink:
+        shutil.rmtree(tmp_path / workspace_name(sink.token, use_lock))
+        path = put(sink.open("r", tmp_path / "r.safetensors"), 2)
+    assert load(path, 0, verify=True).token_ids.shape == (2,)
 
 
 def test_a_file_has_the_group_that_it_would_have_if_it_were_made_in_its_folder(tmp_path: Path) -> None:
