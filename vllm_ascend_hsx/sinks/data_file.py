@@ -19,9 +19,6 @@ from vllm_ascend_hsx.sinks.encoder import Scales
 from vllm_ascend_hsx.sinks.storage import Storage, copy_into, reserve, start_writeback
 
 WRITEBACK = 1 << 20  # bytes of a write from which starting the writeback at once pays
-# Bytes that are written and then summed: the sum finds them in a core's cache. The copy to the page
-# cache waits less for memory than the sum would, because it has stores to do meanwhile.
-_PIECE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -198,9 +195,8 @@ class DataFile:
         else:
             self._checksum.begin_write(offset, data.nbytes)
             digest = Digest()
-            for piece in [data] if is_direct else in_pieces(data):
-                write_at(fd, piece, offset + digest.size)
-                digest.update(piece)
+            digest.update(data)
+            write_at(fd, data, offset)
             self._checksum.end_write(offset, digest)
         if self._options.durable and self._direct_fd < 0 and data.nbytes >= WRITEBACK:
             start_writeback(self.fd, offset, data.nbytes)
@@ -306,12 +302,6 @@ class DataFile:
                     # 4 ms instead of 2.
                     write_at(self._direct_fd, memoryview(mmap.mmap(-1, self._layout.data_start)), 0)
             self._reserved = True
-
-
-def in_pieces(data: memoryview) -> list[memoryview]:
-    """Return the bytes in pieces of _PIECE, the last of which may be half as long again."""
-    count = max(1, (2 * data.nbytes // _PIECE + 1) // 2) - 1
-    return [*(data[at * _PIECE : (at + 1) * _PIECE] for at in range(count)), data[count * _PIECE :]]
 
 
 def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sink_harness import FORMAT, as_version_1, checksum_of, finite_rows, publish, put, token_ids
+from sink_harness import FORMAT, as_version_1, checksum_of, publish, put, token_ids
 from tracing import Calls, trace
 
 from vllm_ascend_hsx import load
@@ -43,16 +43,6 @@ def a_file(where: Path, quantization: str | None = None, request_id: str = "x") 
         put(file, 2)
     file.path.with_name(f"{file.path.name}.lock").unlink()
     return file.path
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 3, 40])
-def test_a_write_of_several_pieces_is_in_the_file_and_in_its_checksum(tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_file, "_PIECE", 64)  # a row has 48 bytes
-    with FileSink(tmp_path, FORMAT) as sink:
-        path = put(sink.open("x", tmp_path / "x.safetensors"), tokens)
-    content = path.read_bytes()
-    assert finite_rows(0, tokens).tobytes() in content
-    assert metadata(path)["checksum"] == checksum_of(content)
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])
