@@ -61,7 +61,7 @@ def _kept(result: capacity.Result | None) -> list[Cost]:
 
 
 def _served(result: engine.Result | None) -> list[Cost]:
-    cells = {(cell.traffic, cell.extraction): cell.requests_per_s for cell in (result.cells if result is not None else [])}
+    cells = {(cell.traffic, cell.extraction): cell.speed for cell in (result.cells if result is not None else [])}
     traffics = dict.fromkeys(traffic for traffic, _ in cells)
     return [Cost(SERVED, each, 1.0, cells[each, engine.OURS], cells.get((each, engine.VLLM))) for each in traffics]
 

@@ -247,12 +247,12 @@ def _memory(cells: Sequence[Cell], ring_bytes: int) -> Verdict | None:
 def _engine(result: engine.Result | None) -> list[Verdict]:
     if result is None:
         return []
-    of_vllm = {cell.traffic: cell.requests_per_s for cell in result.cells if cell.extraction == engine.VLLM}
+    of_vllm = {cell.traffic: cell.speed for cell in result.cells if cell.extraction == engine.VLLM}
     return [
         Verdict(
             f"{cell.traffic}: at least 99 % of the requests per second of an engine without extraction",
-            f"{cell.requests_per_s:.1%}, the median of {result.rounds} pairs",
-            "yes" if (met := cell.requests_per_s >= 0.99) else "no",
+            f"{cell.speed:.1%}, the median of {result.starts} starts",
+            "yes" if (met := cell.speed >= 0.99) else "no",
             "" if met else f"vLLM's connector reaches {of_vllm[cell.traffic]:.1%}, with this tiny model",
         )
         for cell in result.cells

@@ -143,7 +143,7 @@ def _engine(axis: Any, results: Results) -> None:
     if results.engine is not None:
         cells = results.engine.cells
         for offset, (attribute, label, colour) in enumerate(
-            (("requests_per_s", "requests/s", OURS_COLOUR), ("cpu_per_step", "CPU time per step", OTHER_COLOUR))
+            (("speed", "requests/s", OURS_COLOUR), ("cpu", "CPU time per step", OTHER_COLOUR))
         ):
             places = [index + 0.36 * (offset - 0.5) for index in range(len(cells))]
             axis.bar(places, [100 * getattr(cell, attribute) for cell in cells], 0.34, color=colour, label=label)

@@ -105,9 +105,15 @@ def _p50_p99(quantiles: dict[str, float]) -> str:
 
 def engine_table(result: engine.Result) -> TABLE:
     rows = [
-        [each.traffic, each.extraction, f"{each.requests_per_s:.1%}", f"{each.cpu_per_step:.1%}", str(each.steps)] for each in result.cells
+        [each.traffic, each.extraction, f"{each.speed:.1%}", _range(each.requests_per_s), f"{each.cpu:.1%}", str(each.steps)]
+        for each in result.cells
     ]
-    return "engine on the emulated NPU", ["traffic", "extraction", "requests/s, % of off", "CPU time per step, % of off", "steps"], rows
+    headings = ["traffic", "extraction", "requests/s, % of off", "of the starts", "CPU time per step, % of off", "steps"]
+    return "engine on the emulated NPU", headings, rows
+
+
+def _range(ratios: Sequence[float]) -> str:
+    return f"{min(ratios):.1%} to {max(ratios):.1%}"
 
 
 def step_table(result: per_step.Result) -> TABLE:
@@ -281,7 +287,7 @@ def _latency_words(result: latency.Result) -> str:
 
 
 def _engine_words(result: engine.Result) -> str:
-    return f"{result.model}.\n{words.ENGINE.format(off=OFF, rounds=result.rounds)}"
+    return f"{result.model}.\n{words.ENGINE.format(off=OFF, starts=result.starts, rounds=result.rounds)}"
 
 
 def _slow_storage_words(result: slow_storage.Result) -> str:

@@ -95,12 +95,15 @@ vLLM 0.33's path starts when the request ends, and takes
 {vllm} (median)."""
 
 ENGINE = """\
-Three engines take turns with the same requests, {rounds} times: extraction {off}, ours, and vLLM 0.23.0's
+Three engines take turns with the same requests: extraction {off}, ours, and vLLM 0.23.0's
 ExampleHiddenStatesConnector. They do not differ otherwise: chunked prefill is off for all, because
-vLLM refuses its connector with it. Prefill-bound requests generate one token, decode-bound ones 48.
-The time is measured from the first request to the last complete file. CPU time is that of all
-threads of the engine's process; on an emulated NPU it includes the forward pass, which is that of a
-tiny model: what extraction costs is a larger share of it than of a real one."""
+vLLM refuses its connector with it. All three are started {starts} times and serve {rounds} rounds each time,
+because two processes of one engine differ by more than extraction costs, though each is steady in
+itself. A start's figure is the median of its rounds; the table has the median of the starts, the
+lowest and the highest. Prefill-bound requests generate one token, decode-bound ones 48. The time is
+measured from the first request to the last complete file. CPU time is that of all threads of the
+engine's process; on an emulated NPU it includes the forward pass, which is that of a tiny model:
+what extraction costs is a larger share of it than of a real one."""
 
 STEP = """\
 CPU time of the thread that runs the model: worker and proposer with layer

@@ -15,11 +15,12 @@ def test_three_engines_serve_the_same_requests_in_turn(tmp_path: Path, monkeypat
     for name, value in process_environment(npus=1, late=False).items():
         monkeypatch.setenv(name, value)
     traffics = (engine.Traffic("short", 3, 8, 9, max_tokens=4), engine.Traffic("long", 3, 32, 300, max_tokens=1))
-    result = engine.run(engine.Scale(rounds=1, traffics=traffics), tmp_path, print)
+    result = engine.run(engine.Scale(starts=2, rounds=1, traffics=traffics), tmp_path, print)
     for traffic in traffics:
         cells = {cell.extraction: cell for cell in result.cells if cell.traffic == traffic.name}
         assert set(cells) == {engine.OFF, engine.OURS, engine.VLLM}
-        assert cells[engine.OFF].requests_per_s == cells[engine.OFF].cpu_per_step == 1.0
+        assert cells[engine.OFF].requests_per_s == cells[engine.OFF].cpu_per_step == [1.0, 1.0]
+        assert all(len(cell.requests_per_s) == len(cell.cpu_per_step) == 2 for cell in cells.values())
         assert len({cell.steps for cell in cells.values()}) == 1  # extraction adds none
     assert list(tmp_path.iterdir()) == []
 

@@ -72,7 +72,7 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
         no_durable_view={"tmpfs": "because"},
         latency=[latency.run(LATENCY, source, place, quiet, step_tokens=STEP_TOKENS)],
         # tests/e2e/commands/test_benchmark_engine.py runs them.
-        engine=engine.Result([engine.Cell("decode", name, 0.985, 1.0, 9) for name in ENGINES], 20, "none"),
+        engine=engine.Result([engine.Cell("decode", name, [0.5, 0.985, 1.2], [1.0, 1.1, 2.0], 9) for name in ENGINES], 3, 5, "none"),
         step=per_step.run(STEP, place, torch.device("npu:0"), quiet, step_tokens=STEP_TOKENS),
         # tests/e2e/commands/test_benchmark_engine.py runs it.
         slow_storage=slow_storage.Result(
