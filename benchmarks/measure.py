@@ -32,11 +32,16 @@ class Cost:
 def cost_of(work: Callable[[], None]) -> Cost:
     """Run `work` once."""
     _CLEAR_REFS.write_text(_RESET_PEAK)
-    before = _status_bytes("VmRSS")
+    before = resident_bytes()
     cpu, wall = time.process_time(), time.perf_counter()
     work()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return Cost(wall, cpu, max(0, _status_bytes("VmHWM") - before))
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM now."""
+    return _status_bytes("VmRSS")
 
 
 def _status_bytes(field: str) -> int:

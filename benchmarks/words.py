@@ -54,7 +54,7 @@ repetition each file is compared bit by bit with its expected content.
   file.
 * CPU time is that of all threads of the process, user and system.
 * Memory is the peak of resident memory above its size at the start of the run, which includes our
-  ring.
+  whole ring.
 * **vLLM 0.33's path** is written from its description. Rows stay in paged memory (blocks of
   {BLOCK_TOKENS} tokens) until the request ends. Then they are gathered by block ids and copied to
   newly allocated pinned memory, the file's lock is taken, and one of {VLLM_THREADS} threads calls

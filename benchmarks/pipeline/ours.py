@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 import vllm_ascend_hsx
@@ -62,6 +63,7 @@ def _build_worker(settled: ServerSettings, staging: StagingCache, device: torch.
     """As AscendHiddenStatesConnector does it."""
     config, row_format = settled.config, settled.row_format
     ring = PinnedRing(ring_bytes_of(settled), row_format.row_shape, settled.dtype)
+    np.frombuffer(ring.data, np.uint8).fill(0)  # resident, as a driver's pinned memory is from the beginning
     return ExtractionWorker(
         rank=0,
         staging=staging,

@@ -14,12 +14,12 @@ import torch_npu  # noqa: F401 - brings torch.npu
 from rich.console import Console
 
 from benchmarks import __main__ as command
-from benchmarks import goals, report
+from benchmarks import goals, measure, report
 from benchmarks.kv_cache import capacity
 from benchmarks.kv_cache.server_config import EngineOptions
 from benchmarks.pipeline import conversations, engine, host_path, latency, peers, per_step, shards, slow_storage
 from benchmarks.pipeline.host_path import COPIED, DURABLY, OURS, PINNED, RAW, VLLM, Cell, Figures
-from benchmarks.pipeline.ours import Ours
+from benchmarks.pipeline.ours import Ours, Pipeline
 from benchmarks.pipeline.rows import TINY, Load, Source
 
 ROOT = Path(__file__).parents[3]
@@ -93,6 +93,13 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
 
 
 # Contestants
+
+
+def test_the_ring_is_resident_before_anything_is_measured(source: Source, tmp_path: Path) -> None:
+    before = measure.resident_bytes()
+    made = Pipeline(source, tmp_path, with_copy=True)
+    assert measure.resident_bytes() - before > 0.9 * made.ring.num_bytes
+    made.close()
 
 
 @pytest.mark.parametrize("with_copy", [False, True])
