@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -97,9 +98,8 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
 
 def test_the_ring_is_resident_before_anything_is_measured(source: Source, tmp_path: Path) -> None:
     before = measure.resident_bytes()
-    made = Pipeline(source, tmp_path, with_copy=True)
-    assert measure.resident_bytes() - before > 0.9 * made.ring.num_bytes
-    made.close()
+    with closing(Pipeline(source, tmp_path, with_copy=True)) as made:
+        assert measure.resident_bytes() - before > 0.9 * made.ring.num_bytes
 
 
 @pytest.mark.parametrize("with_copy", [False, True])
