@@ -114,7 +114,8 @@ class Load:
 
     @cached_property
     def ids(self) -> tuple[str, ...]:
-        return tuple(f"request-{index}" for index in range(self.requests))
+        """As vLLM makes them, unique by their last 8 digits: no other request can have the file."""
+        return tuple(f"cmpl-{index}-0-{index:08x}" for index in range(self.requests))
 
     @cached_property
     def waves(self) -> tuple[tuple[Step, ...], ...]:

@@ -64,7 +64,8 @@ class Session:
         with OnError(self.storage.close):
             self._workspace = self._make_workspace(options.use_lock)
         with OnError(self.close):  # which raises nothing, so the reason is that of the block
-            self._directory_status = os.fstat(self.storage.fd)  # of which device and inode stay
+            # As of the last look at its path; device and inode stay.
+            self._directory_status = os.fstat(self.storage.fd)
             self.token = self._workspace.token
             self.workspace = Storage(self._workspace.fd, options.mode)
             self.filesystem = self._probe(options.io == "direct", memory)
@@ -92,8 +93,10 @@ class Session:
         Another process may have renamed or replaced them. `storage` is the folder, open.
         """
         try:
-            if not os.path.samestat(os.stat(self._directory), self._directory_status):
+            status = os.stat(self._directory)
+            if not os.path.samestat(status, self._directory_status):
                 return False
+            self._directory_status = status
             if storage is None or not folder:
                 return True
             with open_folder(self.storage.fd, folder) as fd:
@@ -149,6 +152,11 @@ class Session:
                 # No file can be renamed to there.
                 raise OSError(errno.EXDEV, "it is on another filesystem than the storage directory")
         return storage
+
+    def group_in(self, storage: Storage) -> int:
+        """Return the group of files for a folder that `enter` returned; see Storage.group_in."""
+        status = self._directory_status if storage is self.storage else os.fstat(storage.fd)
+        return self.workspace.group_in(status)
 
     def leave(self, storage: Storage) -> None:
         """Close a folder unless it is the directory itself. Raises OSError."""

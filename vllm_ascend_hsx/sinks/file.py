@@ -279,14 +279,14 @@ class DirectorySink(Sink):
             raise SinkError(request_id, path, reason or problem) from cause or error
         file = RequestFile(self, session, storage, request_id, path, relative, expected_tokens, arrived_ns)
         try:
-            file.gid = session.workspace.group_in(storage)
+            file.gid = session.group_in(storage)
             if self.options.use_lock:
                 file.lock = session.hold_lock(storage, file.name + LOCK_SUFFIX, file.gid, relative.rpartition("/")[0])
             # From here on no other request can publish under this name.
             if self._is_superseded(file):
                 file.withdraw()
                 raise _LaterRequest
-            if cause is None:
+            if cause is None and not self._has_unique_name(file):
                 file.remove_previous = self.hide_previous(file)
                 storage.unlink(file.name + ERROR_SUFFIX)  # last: it may be all that hides the former
         except LockHeldError:

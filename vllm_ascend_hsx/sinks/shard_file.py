@@ -182,7 +182,8 @@ class Shard:
         name = self._stem + MANIFEST
         text = json.dumps(shard_manifest(self._fd, read_index(self._index_fd), sealed_by), indent=1) + "\n"
         workspace.unlink(name)  # of a server that died while it sealed this shard
-        with workspace.new_file(name, workspace.group_in(self._storage), self._storage, name) as fd:
+        gid = workspace.group_in(os.fstat(self._storage.fd))
+        with workspace.new_file(name, gid, self._storage, name) as fd:
             write_at(fd, memoryview(text.encode("ascii")), 0)
             if self._durable:
                 os.fdatasync(fd)

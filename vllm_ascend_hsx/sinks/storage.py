@@ -129,14 +129,14 @@ class Storage:
         """
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
 
-    def group_in(self, folder: Storage) -> int:
-        """Return the group that a file would get if it were made in `folder` instead of here.
+    def group_in(self, folder: os.stat_result) -> int:
+        """Return the group that a file would get if it were made in a folder instead of here.
 
         -1 if that is the group that it gets here: this directory is the server's own, and its group
-        does not change.
+        does not change. `folder` is the folder's status.
         """
-        wanted = _group_of_files(folder.fd)
-        self._group = _group_of_files(self.fd) if self._group is None else self._group
+        wanted = _group_of_files(folder)
+        self._group = _group_of_files(os.fstat(self.fd)) if self._group is None else self._group
         return -1 if wanted == self._group else wanted
 
     def unlink(self, name: str) -> None:
@@ -170,8 +170,7 @@ class Storage:
         os.close(self.fd)
 
 
-def _group_of_files(fd: int) -> int:
-    status = os.fstat(fd)
+def _group_of_files(status: os.stat_result) -> int:
     return status.st_gid if status.st_mode & stat.S_ISGID else os.getegid()
 
 

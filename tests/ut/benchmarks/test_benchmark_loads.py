@@ -39,16 +39,14 @@ def test_every_row_of_every_request_comes_in_exactly_one_step(tokens: int, reque
 
 
 def test_prompts_come_as_a_scheduler_takes_them() -> None:
-    ((first, second, third),) = Load(20, 4, 4, SOURCE_TOKENS, STEP_TOKENS).waves
-    assert [(span.request_id, span.first, span.num_rows) for span in first.spans] == [("request-0", 0, 20), ("request-1", 0, 12)]
-    assert first.begins == ["request-0", "request-1"]
-    assert [(span.request_id, span.first, span.num_rows) for span in second.spans] == [
-        ("request-1", 12, 8),
-        ("request-2", 0, 20),
-        ("request-3", 0, 4),
-    ]
-    assert second.begins == ["request-2", "request-3"]
-    assert [(span.request_id, span.first, span.num_rows) for span in third.spans] == [("request-3", 4, 16)]
+    load = Load(20, 4, 4, SOURCE_TOKENS, STEP_TOKENS)
+    ((first, second, third),) = load.waves
+    a, b, c, d = load.ids
+    assert [(span.request_id, span.first, span.num_rows) for span in first.spans] == [(a, 0, 20), (b, 0, 12)]
+    assert first.begins == [a, b]
+    assert [(span.request_id, span.first, span.num_rows) for span in second.spans] == [(b, 12, 8), (c, 0, 20), (d, 0, 4)]
+    assert second.begins == [c, d]
+    assert [(span.request_id, span.first, span.num_rows) for span in third.spans] == [(d, 4, 16)]
 
 
 def test_rows_are_finite_and_no_two_are_alike(source: Source) -> None:

@@ -195,6 +195,8 @@ def test_a_file_has_the_group_that_it_would_have_if_it_were_made_in_its_folder(t
             sink.open("failed", folder / "failed.safetensors").fail("x")
             (folder / "made there").touch()
             assert {path.stat().st_gid for path in folder.iterdir() if path.is_file()} == {(folder / "made there").stat().st_gid}
+        os.chown(storage, -1, of_team)
+        assert put(sink.open("later", storage / "later.safetensors"), 1).stat().st_gid == of_team
 
 
 @pytest.mark.parametrize("use_lock", [False, True])

@@ -60,16 +60,19 @@ def test_a_reason_comes_with_the_request_that_it_is_of(sink: FileSink, tmp_path:
 
 
 def test_without_a_lock_there_is_none_and_one_request_at_a_time_writes_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "chosen.safetensors"
     with FileSink(tmp_path, FORMAT, FileOptions(use_lock=False)) as sink:
-        file = open_request(sink, tmp_path)
+        file = sink.open("a", path)
         assert listing(tmp_path) == []
         with pytest.raises(SinkError, match="another request is writing"):
-            open_request(sink, tmp_path)
+            sink.open("b", path)
         put(file, 2)
-        assert listing(tmp_path) == [NAME]
-        assert len(load(file.path).token_ids) == 2
-        open_request(sink, tmp_path).fail("x")
-        assert listing(tmp_path) == [f"{NAME}.error"]
+        assert listing(tmp_path) == [path.name]
+        assert len(load(path).token_ids) == 2
+        sink.open("b", path).fail("x")
+        assert listing(tmp_path) == [f"{path.name}.error"]
+        put(sink.open("c", path), 2)
+        assert listing(tmp_path) == [path.name]
 
 
 def test_a_write_that_a_network_filesystem_reports_at_close_is_not_published(

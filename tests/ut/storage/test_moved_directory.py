@@ -274,10 +274,10 @@ def test_a_name_that_is_taken_in_the_new_directory_is_not_touched(tmp_path: Path
 def test_what_an_earlier_request_left_in_the_new_directory_is_not_the_answer(tmp_path: Path) -> None:
     directory = tmp_path / "out"
     with FileSink(directory, FORMAT) as sink:
-        under_way, victim = begin(sink, directory), begin(sink, directory, "b")
+        under_way, victim = begin(sink, directory, "a"), begin(sink, directory, "b")
         rotate(directory)
         with FileSink(directory, FORMAT) as other:
-            begin(other, directory).fail("earlier")
+            begin(other, directory, "a").fail("earlier")
             begin(other, directory, "b", 5).commit(token_ids(5), 5)
         under_way.commit(token_ids(3), 3)
         victim.fail("no luck")
