@@ -17,7 +17,7 @@ from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
 # What an ended request leaves: rows of its prompt; with those of generated tokens; nothing; rows of
-# its prompt or nothing (aborted at any time); an error file beside what was in the file's way; an
+# its prompt or nothing (aborted at any time); an error file beside what was in the lock's way; an
 # error file; an error file that says that the server was stopped.
 Expected = Literal["prompt", "output", "nothing", "either", "error", "failed", "stopped"]
 STEPS = 400  # limit of `until`
@@ -156,7 +156,7 @@ class Stage:
             if expected == "nothing" or (expected == "either" and not path.exists()):
                 continue
             if expected == "error":
-                self._visible |= {path.name, path.name + ERROR_SUFFIX}
+                self._visible |= {path.name + LOCK_SUFFIX, path.name + ERROR_SUFFIX}
                 continue
             if expected == "failed":
                 self._visible |= {path.name + ERROR_SUFFIX, *([path.name + LOCK_SUFFIX] if _companion_exists(path, LOCK_SUFFIX) else [])}

@@ -25,7 +25,7 @@ from oracle import Reference
 from session import EngineSession, Request
 from stage import Stage
 
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 
 # Most where a run takes least; a mixture of experts differs in its target only.
 RUNS = {"cramped": depth(110), "synchronous": depth(150), "moe": depth(50)}
@@ -119,8 +119,9 @@ class Traffic(RuleBasedStateMachine):
     def prompt_whose_file_cannot_be_opened(self, text: int, length: int, steps: int) -> None:
         request = self.add(text, length, 0, expect="error", max_tokens=2)
         for path in self.stage.session.paths(request):
-            path.mkdir()
-            self.blocked.append(path)
+            lock = Path(f"{path}{LOCK_SUFFIX}")
+            lock.mkdir()
+            self.blocked.append(lock)
         self.stage.step(steps)
 
     @rule(count=st.integers(1, 4))
