@@ -84,7 +84,7 @@ def test_whatever_path_a_client_chooses_its_file_is_below_the_directory_and_noth
 
 SLOTS = ("data", "lock", "error", "hidden 0", "hidden 1", "hidden error", "hidden lock", "folder", "inner folder", "storage")
 LINKS_TO_DIRECTORIES = ("link to a directory", "link to the directory above")
-PATHS = ("a.safetensors", "folder/a.safetensors", "folder/inner/a.safetensors")
+PATHS = ("a.safetensors", "folder/a.safetensors", "folder/inner/a.safetensors", "r-0123abcd.safetensors")
 
 
 class Attack(NamedTuple):
@@ -149,7 +149,7 @@ def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_onl
             end_file(sink, before, earlier)
         try:
             plant("open")
-            file = sink.open("r", path)
+            file = sink.open("r-0123abcd", path)  # one of the paths is that of this id
             plant("write")
             try:
                 file.write(0, finite_rows(0, 2))
