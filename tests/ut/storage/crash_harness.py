@@ -13,7 +13,6 @@ import random
 import select
 import signal
 import sys
-import tarfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ from crash_server import SHARD, Phases, Reader, Server, forked, log_in_memory
 from crash_states import EMPTY, WAITING, State, replay
 from sink_harness import dead_workspace, is_free, lines_of, walked
 
-from vllm_ascend_hsx.protocol.format import FormatError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX, token_of_workspace
 from vllm_ascend_hsx.protocol.shard_index import Member
 from vllm_ascend_hsx.reader.shard_check import shard_problems
@@ -263,18 +261,18 @@ class Arena:
         return request_id
 
     def _read_error(self, name: str) -> str:
+        path = self._directory / f"{name}{ERROR_SUFFIX}"
         try:
-            text = (self._directory / f"{name}{ERROR_SUFFIX}").read_text()
+            content = json.loads(path.read_bytes())
+            assert content["reason"]
+            request_id = str(content["request_id"])
         except FileNotFoundError:
             return ""
-        try:
-            error = json.loads(text)
-            assert error["reason"]
-            self._counts["errors_checked"] += 1
-            return str(error["request_id"])
-        except (ValueError, KeyError, AssertionError):
-            self.problems.append(f"{name}{ERROR_SUFFIX} cannot be understood: {text!r}")
+        except Exception as error:  # noqa: BLE001 - any is a finding
+            self.problems.append(f"{path.name} cannot be understood: {type(error).__name__}: {error}")
             return ""
+        self._counts["errors_checked"] += 1
+        return request_id
 
     def _clean(self, life: Life) -> None:
         """Start the next server, and see what is left."""
@@ -321,7 +319,7 @@ class Arena:
         for stem in sorted(stems):
             try:
                 walked(self._directory, [stem])  # by tarfile, too
-            except (AssertionError, tarfile.TarError) as error:
+            except Exception as error:  # noqa: BLE001 - any is a finding
                 self.problems.append(f"{stem} cannot be walked: {error}")
                 continue
             self._counts["shards_checked"] += 1
@@ -330,7 +328,7 @@ class Arena:
                 if isinstance(line, Member):
                     try:
                         Request.of(line.request_id, self._direct).check(fd, line.offset, line.size)
-                    except (AssertionError, FormatError) as error:
+                    except Exception as error:  # noqa: BLE001 - any is a finding
                         self.problems.append(f"{stem}: {line}: {error!r}")
                     self._counts["members_checked"] += 1
             os.close(fd)
