@@ -35,6 +35,6 @@ def quantile(counts: Sequence[int], share: float) -> float:
     for bucket, (bound, count) in enumerate(zip(BUCKETS, counts, strict=False)):
         if count and left <= count:
             lower = BUCKETS[bucket - 1] if bucket else 0.0
-            return lower + (bound - lower) * left / count
+            return min(lower + (bound - lower) * left / count, bound)  # rounding may exceed it
         left -= count
     return BUCKETS[-1] if any(counts) else 0.0

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_ascend_hsx.connector.histogram import BUCKETS, quantile
@@ -229,6 +229,7 @@ def test_the_log_line_has_the_numbers_of_the_interval() -> None:
 
 
 @given(st.lists(seconds, min_size=1, max_size=50), st.floats(0.01, 1))
+@example([0.002] * 3 + [1.0] * 3, 0.5)  # 0.001 + (0.0025 - 0.001) * 3 / 3 is more than 0.0025
 def test_a_quantile_lies_in_the_bucket_of_the_true_one(values: list[float], share: float) -> None:
     recorder = make_recorder()
     for value in values:

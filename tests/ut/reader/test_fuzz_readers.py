@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from depth import is_long
 from hostile import ANY_TEXT, DEEP, JSON, promptly
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -61,10 +62,11 @@ BYTES = st.binary(max_size=12) | st.sampled_from([b'"', b"\\", b"{", b"]", b"\0"
 
 def run(inputs: str, target: Callable[[Any], None], request: pytest.FixtureRequest, strategy: st.SearchStrategy[Any]) -> None:
     """Call `target` with as many examples as are this one's share."""
-    number = max(20, int((request.config.getoption("fuzz_inputs") or INPUTS) * SHARES[inputs]))
+    asked = request.config.getoption("fuzz_inputs")
+    number = max(20, int((asked or INPUTS) * SHARES[inputs]))
     tried = 0
 
-    @settings(max_examples=number, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=number, derandomize=not (asked or is_long()), database=None, suppress_health_check=list(HealthCheck))
     @given(strategy)
     def each(value: Any) -> None:
         nonlocal tried
