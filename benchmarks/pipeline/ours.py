@@ -220,7 +220,7 @@ class Pipeline:
             data = slot.data[begin * row_bytes : end * row_bytes]
             self._on_host()
             spans = split_spans(slot.spans, begin, end)
-            copier._deliver(HostChunk(slot.host[begin:end], data, spans, copied, self.ring, run.first))
+            copier._deliver(HostChunk(slot.host[begin:end], data, spans, slot.requests, copied, self.ring, run.first))
             copier._delivered = end
         slot.copied.record(copier._stream)
 

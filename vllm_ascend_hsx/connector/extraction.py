@@ -14,7 +14,7 @@ from vllm_ascend_hsx.compat.adapters import adapter_of
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, RELOADED, StatsRecorder, failure_kind
-from vllm_ascend_hsx.connector.threads import SpanSet, ThreadPool, WriteOrder, describe_missing
+from vllm_ascend_hsx.connector.threads import EVERY_POSITION, SpanSet, ThreadPool, WriteOrder, describe_missing
 from vllm_ascend_hsx.protocol.rows import TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import RowSource
@@ -30,8 +30,8 @@ class Extraction:
     or the one that stops the worker. A failure does not wait for writes in flight; the last of them
     closes the file.
 
-    The opener calls `open`. Writers call `write`, `copy` and `end`, as far as `order` lets them.
-    Any thread may call the other methods.
+    The opener calls `open`. Writers call `write`, `copy` and `end`, as far as `order` lets them:
+    not before its file is open, or it has failed. Any thread may call the other methods.
 
     Args:
         start: the scheduler's message.
@@ -58,6 +58,7 @@ class Extraction:
     ) -> None:
         self.request_id = start.request_id
         self.order = WriteOrder(side_by_side)
+        self.order.begin(EVERY_POSITION, list)  # the opening
         self._writers = writers
         self.path = start.path
         self._prompt = start.token_ids
@@ -74,11 +75,11 @@ class Extraction:
         self._on_ended = on_ended
         self._kept_files = kept_files
         self._stats = stats
-        self._opened_or_failed = threading.Event()
         self._mutex = threading.Lock()  # guards everything below
         self._written = SpanSet()
         self._landed_at = time.perf_counter()
         self._decided = False
+        self._has_opened = False
         self._failure: str | None = None  # published in place of the file by the thread that takes the file
         self._file: SinkFile | None = None  # open, and not being ended
         self._opened: SinkFile | None = None  # the same, and afterwards
@@ -94,13 +95,13 @@ class Extraction:
     @property
     def has_opened(self) -> bool:
         """True if its file is open, or it has failed."""
-        return self._opened_or_failed.is_set()
+        return self._has_opened
 
     def open(self, sink: Sink) -> None:
         """Open the file. If the request has failed meanwhile, leave the reason in its place."""
         if self._failure is not None:
             leave_reason(sink, self.request_id, self.path, self._failure, self._arrived_ns)
-            self._opened_or_failed.set()
+            self._let_writers_in()
             self._on_ended(self)
             return
         try:
@@ -119,7 +120,7 @@ class Extraction:
             if failed:
                 self.stop()
         finally:
-            self._opened_or_failed.set()
+            self._let_writers_in()
 
     def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> int:
         """Write rows. The last rows of a prompt complete its file.
@@ -150,7 +151,6 @@ class Extraction:
 
     def _store(self, first: int, count: int, write: Callable[[SinkFile], None], landed_at: float = 0.0) -> int:
         """Write `count` rows; return how many were written. The last ones complete the file."""
-        self._opened_or_failed.wait()
         with self._mutex:
             file = None if self._decided else self._file
             if file is None:
@@ -179,7 +179,6 @@ class Extraction:
 
     def end(self, end: RequestEnd) -> None:
         """End the file: no more rows will come, and no write is in flight."""
-        self._opened_or_failed.wait()
         token_ids = np.concatenate([self._prompt, end.output_token_ids])
         with self._mutex:
             file, missing = self._claim(), self._written.missing(len(token_ids))
@@ -203,7 +202,7 @@ class Extraction:
             if self._decided:
                 return
             self._decided, self._failure, opened = True, reason, self._file is not None
-        self._opened_or_failed.set()  # writers stop waiting for the file
+        self._let_writers_in()  # they free the memory of its rows
         self._report(reason, kind)
         if opened:
             self._writers.submit(self.stop)
@@ -237,6 +236,15 @@ class Extraction:
         if file is not None:
             assert self._failure is not None
             self._leave_reason(file, self._failure)
+
+    def _let_writers_in(self) -> None:
+        """End the opening, once; what waited for it can start."""
+        with self._mutex:
+            if self._has_opened:
+                return
+            self._has_opened = True
+        if jobs := self.order.done(EVERY_POSITION):
+            self._writers.submit(*jobs)
 
     def _claim(self) -> SinkFile | None:
         """Decide, and take the file. None: it was decided before. The caller holds the mutex."""

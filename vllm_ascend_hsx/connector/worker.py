@@ -75,7 +75,6 @@ class ExtractionWorker:
         self._owned: dict[str, Extraction] = {}
         self._weights: dict[int, str] = {}  # of adapters, in the step before
         self._opening: list[Extraction] = []
-        self._extractions: dict[str, Extraction] = {}  # for the copier's thread only
         self._reasons = ThreadPool(1, "hsx-reasons")  # also does what may wait for storage while nobody waits for it
         self._kept_files = KeptFiles(self._reasons.submit)
         self._progress = RankProgress(ring.row_bytes, num_writers)
@@ -103,9 +102,9 @@ class ExtractionWorker:
             self._kept_files.release(number)
         for ended in metadata.ended:
             self._staging.wanted.pop(ended.request_id, None)
-            if (extraction := self._owned.pop(ended.request_id, None)) is not None:
-                then = self._copier.then_with_next if extraction.is_decided else self._copier.then
-                then(partial(self._end, ended))
+            extraction = self._owned.pop(ended.request_id, None)
+            if extraction is not None and not extraction.is_decided:
+                self._copier.then(partial(self._end, extraction, ended))
         if self._weights != loaded_weights():
             self._weights = dict(loaded_weights())
             for request_id in self._staging.wanted:
@@ -113,7 +112,6 @@ class ExtractionWorker:
         begun = [extraction for start in metadata.started if start.owner == self._rank and (extraction := self._start(start))]
         if begun:  # at once: a lock and a queue for each would cost as much as the rest
             self._opening += begun
-            self._copier.then_with_next(partial(self._extractions.update, {each.request_id: each for each in begun}))
             self._opener.submit(*(partial(each.open, self._sink) for each in begun))
 
     def _start(self, start: RequestStart) -> Extraction | None:
@@ -136,8 +134,7 @@ class ExtractionWorker:
         self._progress.begin(extraction, len(start.token_ids), start.max_output_rows, copied_rows)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         if start.prefix and (source := self._kept_files.retain(start.prefix.source)):
-            extraction.order.begin((0, copied_rows), list)
-            self._writers.submit(partial(self._copy, extraction, source, copied_rows))
+            extraction.order.begin((0, copied_rows), partial(self._copy, extraction, source, copied_rows))
         return extraction
 
     def _refuse(self, start: RequestStart, reason: str, kind: str) -> None:
@@ -165,6 +162,7 @@ class ExtractionWorker:
             self._pass_on(slot)
 
     def _pass_on(self, slot: StagingSlot) -> None:
+        slot.requests = {span.request_id: self._owned[span.request_id] for span in slot.spans}
         for span in slot.spans:
             # The request has all its rows. From here on it costs nothing.
             if span.first + span.num_rows == self._staging.wanted[span.request_id]:
@@ -217,8 +215,9 @@ class ExtractionWorker:
             logger.warning("the server stops when %d bytes of rows are in their files%s", self._progress.backlog, limit)
         why = "it was interrupted while it wrote"
         try:
-            # The writers end after the last chunk. If they ended earlier, the copier would wait
-            # forever for memory that they do not release.
+            # The writers end after the last chunk, when the last file is open. If they ended
+            # earlier, the copier would wait forever for memory that they do not release.
+            self._copier.then(self._opener.wait)
             self._copier.then(self._writers.end)
             if self._copier.close(left()) and self._writers.join(left()) and self._reasons.close(left()):
                 why = "they were not complete"
@@ -276,7 +275,7 @@ class ExtractionWorker:
         parts: list[tuple[Extraction, Span]] = []
         num_bytes = 0
         for span in chunk.spans:
-            part = (self._extractions[span.request_id], span)
+            part: tuple[Extraction, Span] = (chunk.requests[span.request_id], span)
             if not part[0].order.begin(span.positions, partial(self._write, chunk, [part])):
                 continue
             parts.append(part)
@@ -287,13 +286,12 @@ class ExtractionWorker:
         if parts:
             self._writers.submit(partial(self._write, chunk, parts))
 
-    def _on_copy_error(self, spans: Sequence[Span], lost_rows: int, error: Exception) -> None:
-        for span in spans:
-            self._extractions[span.request_id].fail(f"copy from the device failed: {error}", COPY_FAILED)
+    def _on_copy_error(self, slot: StagingSlot, lost_rows: int, error: Exception) -> None:
+        for extraction in slot.requests.values():
+            extraction.fail(f"copy from the device failed: {error}", COPY_FAILED)
         self._progress.left_memory(lost_rows)
 
-    def _end(self, end: RequestEnd) -> None:
-        extraction = self._extractions.pop(end.request_id)
+    def _end(self, extraction: Extraction, end: RequestEnd) -> None:
         job = partial(self._end_file, extraction, end)
         if not extraction.is_decided and extraction.order.begin(EVERY_POSITION, job):
             self._writers.submit(job)

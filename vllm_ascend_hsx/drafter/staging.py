@@ -16,7 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class StagingSlot:
     Attributes:
         rows: [rows of a slot, layers, hidden], model dtype.
         spans: contents of the slot. `Span.row` is an index into the slot.
+        requests: the requests of the spans, by id; set by who passes the slot to the copier.
         issued: set once the copy has been issued.
         settled: set while the copier waits for a full ring, and once `issued` is set. In both cases
             only storage can cause further delay.
@@ -48,6 +49,7 @@ class StagingSlot:
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
         self.spans: list[Span] = []
+        self.requests: Mapping[str, Any] = {}
         self.written = _npu().Event()
         self.copied = _npu().Event()
         self.issued = threading.Event()
@@ -174,6 +176,7 @@ class HostChunk:
             to their `release`.
         data: the bytes of `rows`.
         spans: contents of the chunk. `Span.row` is an index into the chunk.
+        requests: those of the slot.
         copied: event that is recorded on the copy stream after the copy.
         issued_at: when the copy was issued, by time.perf_counter.
     """
@@ -181,6 +184,7 @@ class HostChunk:
     rows: torch.Tensor
     data: memoryview
     spans: list[Span]
+    requests: Mapping[str, Any]
     copied: Any
     _ring: PinnedRing
     _first: int
@@ -231,8 +235,8 @@ class Copier:
         ring: destination of the rows.
         device: the worker's NPU.
         deliver: called from this thread with each chunk, once its copy has been issued.
-        on_error: called with the spans of the slot, the number of its rows that were not delivered,
-            and the exception, if a copy could not be issued. These rows are lost.
+        on_error: called with the slot, the number of its rows that were not delivered, and the
+            exception, if a copy could not be issued. These rows are lost.
     """
 
     def __init__(
@@ -240,7 +244,7 @@ class Copier:
         ring: PinnedRing,
         device: torch.device,
         deliver: Callable[[HostChunk], None],
-        on_error: Callable[[Sequence[Span], int, Exception], None],
+        on_error: Callable[[StagingSlot, int, Exception], None],
     ) -> None:
         self._ring = ring
         self._device = device
@@ -249,7 +253,6 @@ class Copier:
         self._delivered = 0  # rows of the current slot
         self._stream = _npu().Stream(device=device)
         self._jobs: queue.SimpleQueue[StagingSlot | Callable[[], object] | None] = queue.SimpleQueue()
-        self._with_next: list[Callable[[], object]] = []
         self._thread = threading.Thread(target=self._run, name="hsx-copier", daemon=True)
         self._thread.start()
 
@@ -260,15 +263,11 @@ class Copier:
         """
         slot.issued.clear()
         slot.settled.clear()
-        self._put(slot)
+        self._jobs.put(slot)
 
     def then(self, action: Callable[[], object]) -> None:
         """Call `action` from the copier's thread after all copies submitted so far."""
-        self._put(action)
-
-    def then_with_next(self, action: Callable[[], object]) -> None:
-        """Do as `then` does, but only when there is more to do: the thread sleeps until then."""
-        self._with_next.append(action)
+        self._jobs.put(action)
 
     def drain(self) -> None:
         """Block until all submitted copies have completed.
@@ -290,17 +289,12 @@ class Copier:
         Returns:
             False if this takes longer than `timeout` seconds, because the ring stays full.
         """
-        self._put(None)
+        self._jobs.put(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
             return False
         self._stream.synchronize()
         return True
-
-    def _put(self, job: StagingSlot | Callable[[], object] | None) -> None:
-        actions, self._with_next = self._with_next, []
-        for each in (*actions, job):
-            self._jobs.put(each)
 
     def _run(self) -> None:
         _npu().set_device(self._device)
@@ -312,7 +306,7 @@ class Copier:
             try:
                 self._copy(job)
             except Exception as error:  # noqa: BLE001 - a failed copy fails its requests only
-                self._on_error(job.spans, job.num_rows - self._delivered, error)
+                self._on_error(job, job.num_rows - self._delivered, error)
             finally:
                 job.issued.set()
                 job.settled.set()
@@ -334,7 +328,7 @@ class Copier:
                         copied = _npu().Event()
                         copied.record(self._stream)
                     spans = split_spans(slot.spans, begin, begin + count)
-                    self._deliver(HostChunk(run.rows, run.data, spans, copied, self._ring, run.first))
+                    self._deliver(HostChunk(run.rows, run.data, spans, slot.requests, copied, self._ring, run.first))
                     self._delivered += count
             finally:
                 # Also after a failure: an issued copy may still be reading the slot.

@@ -14,7 +14,7 @@ from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import StatsRecorder
-from vllm_ascend_hsx.connector.threads import ThreadPool
+from vllm_ascend_hsx.connector.threads import Job, ThreadPool
 from vllm_ascend_hsx.protocol.rows import Rows, TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 
@@ -109,6 +109,16 @@ class Life:
 
     def write(self, first: int, last: int) -> int:
         return self.extraction.write(first, memoryview(bytes((last - first) * ROW)), 0.0)
+
+    def write_in_turn(self, first: int, last: int) -> None:
+        """As the worker does: in this thread, or in a writer once the file is open."""
+
+        def job() -> list[Job]:
+            self.write(first, last)
+            return self.extraction.order.done((first, last))
+
+        if self.extraction.order.begin((first, last), job):
+            assert job() == []
 
     def stop(self) -> None:
         self.extraction.give_up()
@@ -214,13 +224,14 @@ def test_whoever_meets_a_file_is_ended_once_and_closed_by_the_last(writers: Thre
         barrier = threading.Barrier(5)
         actions: list[Callable[[], object]] = [
             life.open,
-            *(lambda span=span, life=life: life.write(*span) for span in ((0, 3), (3, 8))),
+            *(lambda span=span, life=life: life.write_in_turn(*span) for span in ((0, 3), (3, 8))),
             (lambda life=life: life.extraction.fail("late", "slow_storage")) if turn % 2 else (lambda: None),
             life.stop if turn % 3 == 0 else (lambda: None),
         ]
         threads = [in_thread(lambda action=action, barrier=barrier: (barrier.wait(), action())) for action in actions]
         for thread in threads:
             thread.join(10)
+        assert writers.wait(10)
         life.extraction.end(RequestEnd("r", aborted=turn % 7 == 0))
         life.stop()  # else a failure whose writer has not got there
         life.check("commit", "discard", "late", "no room", SERVER_STOPPED)

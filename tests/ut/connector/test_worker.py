@@ -120,22 +120,16 @@ def test_a_request_that_ends_without_all_rows_fails_and_says_which(engine: Engin
     assert engine.visible() == {"a.safetensors.error"}
 
 
-def test_a_request_whose_file_is_decided_ends_without_waking_a_thread_and_is_forgotten_in_the_next_step(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_request_whose_file_is_decided_wakes_no_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.step(started(engine.start("a", 5)), [("a", 0, 5)])
     engine.wait_until_decided("a")
     woken: list[object] = []
-    put = engine.worker._copier._put
-    monkeypatch.setattr(engine.worker._copier, "_put", lambda job: (woken.append(job), put(job)))
+    monkeypatch.setattr(engine.worker._copier, "then", woken.append)
     engine.step(ended("a"), [])
-    engine.worker.start_step(started(engine.start("b", 5)))
     assert woken == []
-    engine.step(HsxConnectorMetadata(), [("b", 0, 5)])
-    engine.worker.drain_copies()
-    assert set(engine.worker._extractions) == {"b"}
+    monkeypatch.undo()
     engine.close()
-    assert engine.outcomes == {"a": None, "b": None}
+    assert engine.outcomes == {"a": None}
 
 
 def test_an_id_can_be_used_again_once_its_file_is_decided(engine: Engine) -> None:

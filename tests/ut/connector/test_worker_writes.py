@@ -34,6 +34,66 @@ def test_files_are_opened_beside_the_main_thread_and_are_open_at_the_end_of_the_
     ]
 
 
+class OpeningGate:
+    """Holds the openings of a sink until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, engine: Engine) -> None:
+        self.open = threading.Event()
+        original = engine.sink.open
+
+        def wait_then_open(*request: Any) -> object:
+            assert self.open.wait(30)
+            return original(*request)
+
+        monkeypatch.setattr(engine.sink, "open", wait_then_open)
+
+
+def test_files_that_open_slowly_keep_no_writer_from_other_files(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(ring_rows=24)
+    engine.step(started(engine.start("open", 6)), [("open", 0, 3)])
+    gate = OpeningGate(monkeypatch, engine)
+    # More than there are writers.
+    starts = started(engine.start("slow", 3), engine.start("too", 3), engine.start("three", 3))
+    step = threading.Thread(target=engine.step, args=(starts, [("slow", 0, 3), ("too", 0, 3), ("three", 0, 3), ("open", 3, 3)]))
+    step.start()
+    engine.wait_until_decided("open")
+    gate.open.set()
+    step.join(30)
+    engine.close()
+    assert engine.outcomes == {"open": None, "slow": None, "too": None, "three": None}
+    for name, num_tokens in (("open", 6), ("slow", 3), ("too", 3), ("three", 3)):
+        engine.assert_file_is_right(name, num_tokens)
+
+
+def test_a_request_that_fails_while_its_file_opens_frees_its_memory_at_once(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(slow_storage="fail")
+    gate = OpeningGate(monkeypatch, engine)
+    engine.step(started(engine.start("slow", 3)), [("slow", 0, 3)])
+    engine.worker.drain_copies()
+    assert engine.worker._writers.wait(10)
+    assert (engine.ring.free_rows, engine.worker._progress.backlog) == (engine.ring.num_rows, 0)
+    gate.open.set()
+    engine.close()
+    assert engine.visible() == {"slow.safetensors.error"}
+
+
+def test_a_worker_that_closes_writes_the_rows_of_files_that_are_being_opened(
+    make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    gate = OpeningGate(monkeypatch, engine)
+    wait = engine.worker._opener.wait
+    monkeypatch.setattr(engine.worker._opener, "wait", lambda timeout=None: (gate.open.set(), wait(timeout)))
+    monkeypatch.setattr(engine, "collect", lambda: None)  # the end of the step, which would wait
+    engine.step(started(engine.start("a", 3)), [("a", 0, 3)])
+    engine.worker.close()
+    engine.assert_file_is_right("a", 3)
+
+
 def test_a_request_that_has_failed_has_no_more_rows_staged(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 

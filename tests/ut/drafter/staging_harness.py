@@ -39,7 +39,7 @@ class Pipeline:
         self.read: dict[tuple[str, int], torch.Tensor] = {}
         self.gate = threading.Event()
         self.gate.set()
-        self.copier = Copier(self.ring, DEVICE, self.chunks.put, lambda spans, lost_rows, error: self.errors.append(error))
+        self.copier = Copier(self.ring, DEVICE, self.chunks.put, lambda slot, lost_rows, error: self.errors.append(error))
         self.staging.pass_on = self.copier.submit
         self.writer = threading.Thread(target=self._write, daemon=True)
         self.writer.start()
