@@ -40,7 +40,7 @@ class StagingSlot:
     Attributes:
         rows: [rows of a slot, layers, hidden], model dtype.
         spans: contents of the slot. `Span.row` is an index into the slot.
-        requests: the requests of the spans, by id; set by who passes the slot to the copier.
+        requests: the requests of the spans, by id; set by the caller of `Copier.submit`.
         issued: set once the copy has been issued.
         settled: set while the copier waits for a full ring, and once `issued` is set. In both cases
             only storage can cause further delay.

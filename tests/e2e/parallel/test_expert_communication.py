@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -150,16 +150,24 @@ def busy_and_busy(server: Server, model: Path) -> list[Done]:
 
     Then one alone: the others may all share their steps, four tokens a rank, without padding.
     """
-    jobs = [Job(tokens(length + rank, seed=2), 3, rank) for length in (1, 4, 16, 70) for rank in (0, 1)]
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        together = list(pool.map(lambda job: send(server, model, job), jobs))
-    return [*together, send(server, model, Job(tokens(1, seed=2), 3, 0))]
+
+    def serve_others(seed: int) -> list[Done]:
+        jobs = [Job(tokens(length + rank, seed), 3, rank) for length in (1, 4, 16, 70) for rank in (0, 1)]
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            return list(pool.map(lambda job: send(server, model, job), jobs))
+
+    return [*while_a_rank_decodes(server, model, serve_others), send(server, model, Job(tokens(1, seed=2), 3, 0))]
 
 
 def prefill_and_decode(server: Server, model: Path) -> list[Done]:
-    """A rank decodes; then the other one is given a long prompt, and has done it first.
+    """A rank decodes; then the other one is given a long prompt, and has done it first."""
+    return while_a_rank_decodes(server, model, lambda seed: [send(server, model, Job(tokens(2 * CHUNK + 9, seed), 1, 1))])
 
-    On a busy machine the prompt may come late: then the first rank decodes for longer.
+
+def while_a_rank_decodes(server: Server, model: Path, serve_others: Callable[[int], list[Done]]) -> list[Done]:
+    """Rank 0 decodes; then others are served, and are done first.
+
+    On a busy machine they may come late: then rank 0 decodes for longer. Each try has its seed.
     """
     for generated in (30, 120, 480):
         began = threading.Event()
@@ -167,12 +175,12 @@ def prefill_and_decode(server: Server, model: Path) -> list[Done]:
             decoding = pool.submit(send, server, model, Job(tokens(5, seed=generated), generated, 0), began)
             while not began.wait(1):
                 assert not decoding.done(), decoding.result()
-            long = send(server, model, Job(tokens(2 * CHUNK + 9, seed=generated), 1, 1))
+            others = serve_others(generated)
             in_time = not decoding.done()
-            done = [decoding.result(), long]
+            done = [decoding.result(), *others]
         if in_time:
             return done
-    pytest.fail(f"{generated} tokens were decoded before the other rank had done a prompt of {2 * CHUNK + 9}")
+    pytest.fail(f"{generated} tokens were decoded before the others had been served")
 
 
 TRAFFIC = {"busy/idle": busy_and_idle, "busy/busy": busy_and_busy, "prefill/decode": prefill_and_decode}
