@@ -65,11 +65,11 @@ VIEWS = {
     PINNED: """\
 Work of the host alone. When a step ends, its rows are in pinned memory, where a device's DMA engine
 has put them; vLLM 0.33's path has done its gather and its copy by then. Ours: open the file and its
-lock, pass rows between main, opener, copier and writer threads, write, checksum, header, rename,
+lock, pass rows between main, opener, lander and writer threads, write, checksum, header, rename,
 release the lock. Raw write: open, pwrite, close; no lock, rename, token ids or checksum.""",
     COPIED: """\
 As before, with a memcpy by a thread of this process in place of DMA. Ours copies slots into the
-ring in the copier thread. vLLM 0.33's path gathers by block ids (into existing memory), allocates
+ring in the lander thread. vLLM 0.33's path gathers by block ids (into existing memory), allocates
 pinned memory for each request and copies. On hardware the device gathers and copies, and the host
 only allocates the memory. «Reused»: with the pinned memory of an earlier request, the best case of
 torch's caching allocator. The raw write is the one above, without any copy.""",

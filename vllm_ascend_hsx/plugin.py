@@ -8,6 +8,7 @@ from vllm_ascend_hsx.compat import (  # noqa: F401 - importing one declares its 
     adapters,
     drafts,
     engine,
+    failures,
     request_params,
     rotation,
     runner,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -48,10 +49,23 @@ class ServerSettings:
         """Destination of the rows."""
         return make_destination(self.config, self.row_format, self.random_ids)
 
-    def num_writers(self, num_workers: int) -> int:
-        """Return the number of writer threads of one of `num_workers` workers on this machine."""
-        fewest = 4 if self.destination.waits else 2
-        return self.config.num_writer_threads or max(fewest, min(8, len(os.sched_getaffinity(0)) // num_workers))
+    def num_writers(self, num_workers: int) -> Callable[[], int]:
+        """Return a function that counts the writer threads of a worker.
+
+        The worker gets an equal part of the CPUs that this process has now. When the function is
+        called and the process has fewer CPUs, they are its own: vllm-ascend has bound it to them.
+
+        Args:
+            num_workers: number of workers on this machine.
+        """
+        cpus_at_start = len(os.sched_getaffinity(0))
+        fewest, given = 4 if self.destination.waits else 2, self.config.num_writer_threads
+
+        def count() -> int:
+            cpus = len(os.sched_getaffinity(0))
+            return given or max(fewest, min(8, cpus if cpus < cpus_at_start else cpus // num_workers))
+
+        return count
 
 
 def read_settings(vllm_config: Any) -> ServerSettings:

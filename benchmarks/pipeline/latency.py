@@ -58,7 +58,7 @@ class Samples:
     Attributes:
         from_host: from the last row in pinned memory until the file can be seen under its name.
         from_step: the same from the end of the step, when the last chunk's first row is handed to
-            the copier.
+            the lander.
         told: from then until the reader has been woken. loaded: until it has mapped the tensors.
         raw: a raw write of the last chunk's bytes in the same turn; no file can be complete sooner
             after its step.

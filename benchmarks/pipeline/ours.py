@@ -26,9 +26,10 @@ from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer
+from vllm_ascend_hsx.drafter.landing import HostChunk
 from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
 from vllm_ascend_hsx.drafter.spans import Span, rows_in_chunk, split_spans
-from vllm_ascend_hsx.drafter.staging import HostChunk, StagingCache, StagingSlot
+from vllm_ascend_hsx.drafter.staging import StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.settings import ServerSettings
 from vllm_ascend_hsx.sinks.storage import Storage
@@ -51,7 +52,7 @@ def server_settings(row_format: RowFormat, directory: Path, options: Options = D
 
 def num_writers() -> int:
     """Writer threads of a worker that has this machine for itself."""
-    return server_settings(MINIMAX_M2, Path("/unused")).num_writers(1)
+    return server_settings(MINIMAX_M2, Path("/unused")).num_writers(1)()
 
 
 def ring_bytes() -> int:
@@ -94,7 +95,7 @@ def _each_rename(tell: Callable[[], None]) -> Iterator[None]:
 def _settle(worker: ExtractionWorker) -> None:
     """Wait until all rows that were saved are in their files, and what ended has been decided."""
     copied = threading.Event()
-    worker._copier.then(copied.set)
+    worker._lander.then(copied.set)
     copied.wait()
     worker._writers.wait()
 
@@ -121,7 +122,7 @@ class Pipeline:
     """A worker as the connector builds it; the calling thread plays the engine.
 
     Args:
-        with_copy: the copier copies from the NPU into the ring. Without, its chunks are rows of the
+        with_copy: the lander copies from the NPU into the ring. Without, its chunks are rows of the
             source on the host, as if a device's DMA engine had put them there; the ring still caps
             their number.
         options: kv_connector_extra_config, without the directory.
@@ -152,7 +153,7 @@ class Pipeline:
             layer_order=settled.target.layer_order,
         )
         self.worker = _build_worker(settled, self.staging, device)
-        self.ring: PinnedRing = self.worker._copier._ring
+        self.ring: PinnedRing = self.worker._lander._ring
         self._on_host = on_host
         self._watched = ExitStack()
         if on_published is not None:
@@ -164,7 +165,7 @@ class Pipeline:
         self.worker._on_decided = self._on_decided  # type: ignore[method-assign]
         self._ended: list[RequestEnd] = []
         if not with_copy:
-            self.worker._copier._copy = self._deliver_source  # type: ignore[method-assign,assignment]
+            self.worker._lander._copy = self._deliver_source  # type: ignore[method-assign,assignment]
 
     def start(self, starts: Iterable[RequestStart]) -> None:
         """The beginning of a step."""
@@ -210,19 +211,19 @@ class Pipeline:
                 self._condition.notify_all()
 
     def _deliver_source(self, slot: SourceSlot) -> None:
-        """Stands in for Copier._copy."""
-        copier, row_bytes = self.worker._copier, self.ring.row_bytes
-        while copier._delivered < slot.num_rows:
-            run = self.ring.acquire(rows_in_chunk(slot.spans, copier._delivered, self.ring.rows_per_chunk))
-            begin, end = copier._delivered, copier._delivered + len(run.rows)
-            copied = npu().Event()
-            copied.record(copier._stream)
+        """Stand in for Lander._copy."""
+        lander, row_bytes, begin = self.worker._lander, self.ring.row_bytes, 0
+        while begin < slot.num_rows:
+            run = self.ring.wait(rows_in_chunk(slot.spans, begin, self.ring.rows_per_chunk))
+            end = begin + len(run.rows)
             data = slot.data[begin * row_bytes : end * row_bytes]
             self._on_host()
             spans = split_spans(slot.spans, begin, end)
-            copier._deliver(HostChunk(slot.host[begin:end], data, spans, slot.requests, copied, self.ring, run.first))
-            copier._delivered = end
-        slot.copied.record(copier._stream)
+            chunk = HostChunk(slot.host[begin:end], data, spans, slot.requests, self.ring, run.first)
+            chunk.landed_at = chunk.issued_at
+            lander._deliver(chunk)
+            begin = end
+        slot.copied.record(lander._stream)
 
 
 class MainThread:

@@ -66,7 +66,7 @@ class Engine:
             ring=self.ring,
             sink=self.sink,
             device=DEVICE,
-            num_writers=2,
+            num_writers=lambda: 2,
             storage_timeout=storage_timeout,
             slow_storage=slow_storage,
             where=str(directory),

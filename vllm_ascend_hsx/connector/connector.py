@@ -90,9 +90,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
             stored_row_bytes=row_format.stored_row_bytes,
             sink=settings.destination.make_sink(row_format, ring.data),
             device=layer.staging.rows.device,
-            num_writers=settings.num_writers(
-                parallel.tensor_parallel_size * parallel.data_parallel_size_local
-            ),
+            num_writers=settings.num_writers(parallel.tensor_parallel_size * parallel.data_parallel_size_local),
             storage_timeout=config.storage_timeout_s,
             slow_storage=config.slow_storage,
             where=settings.destination.where,
@@ -204,6 +202,16 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self._worker is not None
         return self._worker.report()
+
+    def engine_failed(self, error: Exception) -> None:
+        """Fail all files with the text of `error`; see compat.failures."""
+        if self._worker is not None:
+            self._worker.fail(error)
+
+    def ask_device(self) -> None:
+        """Raise if the device has failed; see compat.failures.withhold_spoilt_output."""
+        if self._worker is not None:
+            self._worker.ask_device()
 
     def shutdown(self) -> None:
         """Write all computed rows, for at most drain_timeout_s, and end every thread."""

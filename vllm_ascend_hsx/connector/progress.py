@@ -31,12 +31,12 @@ class WriteRate:
     look slow.
 
     Args:
-        num_writers: number of writing threads.
+        num_writers: number of writing threads. The attribute may be set before the first write.
         clock: monotonic clock in seconds.
     """
 
     def __init__(self, num_writers: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._num_writers = num_writers
+        self.num_writers = num_writers
         self._clock = clock
         self._lock = threading.Lock()
         self._bytes = 0.0
@@ -53,7 +53,7 @@ class WriteRate:
         with self._lock:
             since, _ = self._running.pop(threading.get_ident())
             seconds = self._clock() - since
-            keep = math.exp(-seconds / (_FORGET_S * self._num_writers))
+            keep = math.exp(-seconds / (_FORGET_S * self.num_writers))
             self._bytes = self._bytes * keep + num_bytes
             self._busy = self._busy * keep + seconds
 
@@ -64,10 +64,10 @@ class WriteRate:
                 return None
             usual = self._bytes / max(self._busy, 1e-9)
             if not self._running:
-                return usual * self._num_writers
+                return usual * self.num_writers
             now = self._clock()
             running = [min(usual, size / max(now - since, 1e-9)) for since, size in self._running.values() if size]
-            return usual * (self._num_writers - len(running)) + sum(running)
+            return usual * (self.num_writers - len(running)) + sum(running)
 
 
 class StepRate:
@@ -192,6 +192,7 @@ class RankProgress:
         self._refused: dict[str, str] = {}
         self._num_started = 0
         self._staged_bytes = 0  # by the current step
+        self._landed_bytes = 0  # of the backlog, those in host memory: the storage has to take them
         self._finishing = 0  # files that are being finished after all their rows were written
         self._answered_at = 0.0
         self._reported = RankState()
@@ -218,15 +219,21 @@ class RankProgress:
         """Record rows of a step."""
         num_bytes = num_rows * self._row_bytes
         with self._mutex:
-            self._occupy()
             self._staged_bytes += num_bytes
             self.backlog += num_bytes
 
+    def landed(self, num_rows: int) -> None:
+        """Record rows that have arrived in host memory. From here on the storage delays them."""
+        with self._mutex:
+            self._occupy()
+            self._landed_bytes += num_rows * self._row_bytes
+
     def left_memory(self, num_rows: int, parts: Sequence[tuple[Extraction, Span]] = ()) -> None:
-        """Record rows that were written or lost. Those of `parts` are no longer owed."""
+        """Record landed rows that were written or lost. Those of `parts` are no longer owed."""
         with self._mutex:
             self._answered_at = time.monotonic()
             self.backlog -= num_rows * self._row_bytes
+            self._landed_bytes -= num_rows * self._row_bytes
             for request, span in parts:
                 self.owed.wrote(request, *span.positions)
 
@@ -245,10 +252,10 @@ class RankProgress:
 
     def silent_for(self) -> float:
         """Return the seconds since storage last made progress, or 0 if it has nothing to do."""
-        return time.monotonic() - self._answered_at if self.backlog or self._finishing else 0.0
+        return time.monotonic() - self._answered_at if self._landed_bytes or self._finishing else 0.0
 
     def _occupy(self) -> None:
-        if not self.backlog and not self._finishing:  # storage gets its first work after it was idle
+        if not self._landed_bytes and not self._finishing:  # storage gets its first work after it was idle
             self._answered_at = time.monotonic()
 
     def end_step(

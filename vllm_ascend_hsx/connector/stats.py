@@ -18,7 +18,7 @@ from vllm_ascend_hsx.sinks.base import REFUSED, SinkError
 # Kinds of failures that no errno names.
 SILENT_STORAGE = "silent_storage"  # storage did not answer for storage_timeout_s
 SLOW_STORAGE = "slow_storage"  # a step would have had to wait for storage, with slow_storage="fail"
-COPY_FAILED = "copy"  # a copy from the device failed
+ENGINE_FAILED = "engine"  # the device has failed, or a step has raised
 NOT_FINITE = "not_finite"  # a row has a NaN or an infinity, with check_finite
 RELOADED = "reloaded_adapter"  # other weights were loaded under the adapter of a request under way
 MISSING_ROWS = "missing_rows"  # the request ended without some of its rows

@@ -32,7 +32,10 @@ class ThreadPool:
 
     Args:
         num_threads: number of threads.
-        name: name of the threads, to which their number is appended if there are several.
+        name: name of the first thread. The others have their number appended.
+
+    Attributes:
+        num_threads: number of threads that take jobs.
     """
 
     def __init__(self, num_threads: int, name: str) -> None:
@@ -40,10 +43,20 @@ class ThreadPool:
         self._changed = threading.Condition()  # guards the next two
         self._pending = 0  # submitted jobs that have not ended
         self._last_end = 0.0
-        names = [f"{name}-{index}" for index in range(num_threads)] if num_threads > 1 else [name]
-        self._threads = [threading.Thread(target=self._run, name=each, daemon=True) for each in names]
-        for thread in self._threads:
-            thread.start()
+        self._name = name
+        self._threads: list[threading.Thread] = []  # also those that have ended
+        self.num_threads = 0
+        self.resize(num_threads)
+
+    def resize(self, num_threads: int) -> None:
+        """Start threads, or let some end after their present job. For one thread only."""
+        for _ in range(num_threads - self.num_threads):
+            name = f"{self._name}-{len(self._threads)}" if self._threads else self._name
+            self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+            self._threads[-1].start()
+        for _ in range(self.num_threads - num_threads):
+            self._jobs.put(None)
+        self.num_threads = num_threads
 
     @property
     def pending(self) -> int:
@@ -70,7 +83,7 @@ class ThreadPool:
 
     def end(self) -> None:
         """Let each thread end once all submitted jobs have been taken."""
-        for _ in self._threads:
+        for _ in range(self.num_threads):
             self._jobs.put(None)
 
     def join(self, timeout: float | None = None) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal
 
@@ -17,12 +19,13 @@ from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.progress import RankProgress
-from vllm_ascend_hsx.connector.stats import COPY_FAILED, SILENT_STORAGE, HsxStats, StatsRecorder
+from vllm_ascend_hsx.connector.stats import ENGINE_FAILED, SILENT_STORAGE, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.connector.threads import EVERY_POSITION, Job, ThreadPool
+from vllm_ascend_hsx.drafter.landing import DeviceError, HostChunk, Lander
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import ALL_ROWS, Span
-from vllm_ascend_hsx.drafter.staging import Copier, HostChunk, StagingCache, StagingSlot
+from vllm_ascend_hsx.drafter.staging import StagingCache, StagingSlot
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.sinks.base import REFUSED, Sink
 from vllm_ascend_hsx.sinks.data_file import RowSource
@@ -33,18 +36,23 @@ NAME_IN_USE = "an earlier request of this name has not ended, because the storag
 
 _MAX_REASONS = 10_000  # reasons of refused requests that wait for silent storage
 _JOB_BYTES = 1 << 20  # least bytes of a write job, if a chunk has them: outweighs the hand-over
+_GRACE_S = 5.0  # from a failure of the device to the end of the process, if vLLM does not end it
 
 
 class ExtractionWorker:
     """One rank's part of the extraction.
 
-    The main thread stages rows and passes slots on, an opener opens files, the copier's thread
-    issues copies, and writers write and finish files. Threads exchange work through queues.
+    The main thread stages rows and passes slots on, an opener opens files, the lander copies rows
+    to the host, and writers write and finish files. Threads exchange work through queues. Only the
+    main thread and the lander use the device.
 
     Args:
         rank: tensor-parallel rank; requests of other owners are ignored.
         staging, ring, device: slots of the cache-only layer, pinned memory, the worker's NPU.
-        sink, num_writers: makes files, which that many threads write.
+        sink: makes files.
+        num_writers: returns how many threads write them. It is called for the first time here, and
+            again in the first step: vllm-ascend binds the process to CPUs at the end of the
+            warm-up (bind_cpus, worker/worker.py:781 in 0.23.0).
         storage_timeout, slow_storage, where: as for StorageWatch.
         check_finite: whether a file with a NaN or an infinity fails.
         stored_row_bytes: bytes of one token in the sink; None for those of a row of the ring.
@@ -58,7 +66,7 @@ class ExtractionWorker:
         ring: PinnedRing,
         sink: Sink,
         device: torch.device,
-        num_writers: int,
+        num_writers: Callable[[], int],
         storage_timeout: float = 30.0,
         slow_storage: Literal["wait", "fail"] = "wait",
         where: str = "the storage",
@@ -77,7 +85,8 @@ class ExtractionWorker:
         self._opening: list[Extraction] = []
         self._reasons = ThreadPool(1, "hsx-reasons")  # also does what may wait for storage while nobody waits for it
         self._kept_files = KeptFiles(self._reasons.submit)
-        self._progress = RankProgress(ring.row_bytes, num_writers)
+        self._count_writers: Callable[[], int] | None = num_writers  # None after the first step
+        self._progress = RankProgress(ring.row_bytes, num_writers())
         write_rate = self._progress.write_rate.value
         self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._progress.backlog, write_rate, self._kept_files.space)
         self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
@@ -86,15 +95,27 @@ class ExtractionWorker:
         self._reasons_after: dict[Extraction, list[tuple[RequestStart, str]]] = {}
         self._ended = threading.Condition()  # guards the former two; notified when a file has ended
         self._opener = ThreadPool(1, "hsx-opener")
-        self._writers = ThreadPool(num_writers, "hsx-writer")
+        self._writers = ThreadPool(num_writers(), "hsx-writer")
+        self._failing = threading.Lock()  # guards the next one
+        self._failure: str | None = None  # why no request can complete anymore
+        self._end_of_grace = threading.Timer(_GRACE_S, _end_process)
+        self._end_of_grace.daemon = True
         staging.wait_for_slot = self._wait_for_slot
         staging.pass_on = self._pass_on
-        self._copier = Copier(ring, device, self._deliver, self._on_copy_error)
+        self._lander = Lander(ring, device, self._deliver, self._on_device_error)
 
     # Main thread
 
     def start_step(self, metadata: HsxConnectorMetadata) -> None:
-        """End finished requests, and open the files of new ones."""
+        """End finished requests, and open the files of new ones.
+
+        Raises:
+            DeviceError: see raise_failure.
+        """
+        self.raise_failure()
+        if self._count_writers is not None:
+            self._resize_writers(self._count_writers())
+            self._count_writers = None
         if metadata.stats_wanted:
             self._stats.send()
         self._watch.peer_is_stuck = not metadata.stuck <= {self._rank}
@@ -104,7 +125,7 @@ class ExtractionWorker:
             self._staging.wanted.pop(ended.request_id, None)
             extraction = self._owned.pop(ended.request_id, None)
             if extraction is not None and not extraction.is_decided:
-                self._copier.then(partial(self._end, extraction, ended))
+                self._lander.then(partial(self._end, extraction, ended))
         if self._weights != loaded_weights():
             self._weights = dict(loaded_weights())
             for request_id in self._staging.wanted:
@@ -157,7 +178,12 @@ class ExtractionWorker:
         self._reasons.submit(partial(leave_reason, self._sink, start.request_id, start.path, reason, start.arrived_ns))
 
     def save(self) -> None:
-        """Pass on the slot that this step filled last, if it filled one."""
+        """Pass on the slot that this step filled last, if it filled one.
+
+        Raises:
+            DeviceError: see raise_failure.
+        """
+        self.raise_failure()
         if (slot := self._staging.take()) is not None:
             self._pass_on(slot)
 
@@ -168,18 +194,76 @@ class ExtractionWorker:
             if span.first + span.num_rows == self._staging.wanted[span.request_id]:
                 del self._staging.wanted[span.request_id]
         self._progress.staged(slot.num_rows)
-        self._copier.submit(slot)
+        self._lander.submit(slot)
 
     def drain_copies(self) -> None:
-        """Wait until no copy reads a staging slot."""
-        self._copier.drain()
+        """Wait until no copy reads a staging slot.
+
+        Raises:
+            DeviceError: see raise_failure.
+        """
+        self._lander.drain()
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise if the device has failed: this process must compute no more answers.
+
+        The device reports a failure once, to one thread. If that is the lander, the main thread
+        learns it here. An answer of work before this call was computed before the failure.
+
+        Raises:
+            DeviceError: with the text of the first error.
+        """
+        self._lander.finish_call()
+        if self._failure is not None:
+            raise DeviceError(self._failure)
+
+    def ask_device(self) -> None:
+        """Raise if the device has failed, although no thread may know it yet.
+
+        Raises:
+            DeviceError: see raise_failure.
+            RuntimeError: from the device.
+        """
+        self._lander.ask()
+        self.raise_failure()
+
+    def fail(self, error: Exception) -> None:
+        """Fail all files, because a step has raised `error` and vLLM ends the engine."""
+        self._lander.abandon()
+        self._fail_all(f"the engine failed: {type(error).__name__}: {error}")
+
+    def _fail_all(self, reason: str) -> None:
+        with self._failing:
+            if self._failure is not None:
+                return
+            self._failure = reason
+        logger.critical("no file can be completed: %s", reason)
+        with self._ended:
+            not_ended = list(self._not_ended.values())
+        for extraction in not_ended:
+            extraction.fail(reason, ENGINE_FAILED)
+        # The main thread, or the one that waits for sampled tokens, may wait for an event that the
+        # device has dropped. vLLM would notice after VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS (300).
+        if multiprocessing.parent_process() is not None:  # not a process of the user
+            self._end_of_grace.start()
+
+    def _resize_writers(self, num_writers: int) -> None:
+        self._writers.resize(num_writers)
+        self._progress.write_rate.num_writers = num_writers
+        num_cpus = len(os.sched_getaffinity(0))
+        logger.info("rank %d: %d writers, on the %d CPUs of this process", self._rank, num_writers, num_cpus)
 
     def report(self) -> WorkerReport | None:
         """Return what has changed since the last report, or None if nothing has.
 
         Waits for the files of this step's new requests: their locks must be held before a response
         can leave.
+
+        Raises:
+            DeviceError: see raise_failure.
         """
+        self.raise_failure()
         if self._opening:
             self._wait_until_open()
         watch, needs_space = self._watch, self._kept_files.needs_space()
@@ -210,17 +294,20 @@ class ExtractionWorker:
         def left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-        if self._progress.backlog and timeout != 0:
+        if self._progress.backlog and self._failure is None and timeout != 0:
             limit = "" if timeout is None else f", in at most {timeout:g} s"
             logger.warning("the server stops when %d bytes of rows are in their files%s", self._progress.backlog, limit)
+        self._end_of_grace.cancel()
         why = "it was interrupted while it wrote"
         try:
             # The writers end after the last chunk, when the last file is open. If they ended
-            # earlier, the copier would wait forever for memory that they do not release.
-            self._copier.then(self._opener.wait)
-            self._copier.then(self._writers.end)
-            if self._copier.close(left()) and self._writers.join(left()) and self._reasons.close(left()):
+            # earlier, the lander would wait forever for memory that they do not release.
+            self._lander.then(self._opener.wait)
+            self._lander.then(self._writers.end)
+            if self._lander.close(left()) and self._writers.join(left()) and self._reasons.close(left()):
                 why = "they were not complete"
+            elif self._lander.waits_for_device:
+                why = f"the device did not complete the copies of their rows within {timeout:g} s"
             else:
                 why = f"the storage did not take {self._progress.backlog} bytes within {timeout:g} s"
         finally:  # also if a signal handler raises: readers must not wait in vain
@@ -269,9 +356,14 @@ class ExtractionWorker:
                 extraction.fail(*self._watch.failure)
         self._opening = []
 
-    # Copier thread
+    # Lander
+
+    def _on_device_error(self, error: Exception) -> None:
+        self._fail_all(f"the device failed: {error}")
 
     def _deliver(self, chunk: HostChunk) -> None:
+        self._progress.landed(len(chunk.rows))
+        self._stats.copied(len(chunk.rows) * self._row_bytes, chunk.landed_at - chunk.issued_at)
         parts: list[tuple[Extraction, Span]] = []
         num_bytes = 0
         for span in chunk.spans:
@@ -286,11 +378,6 @@ class ExtractionWorker:
         if parts:
             self._writers.submit(partial(self._write, chunk, parts))
 
-    def _on_copy_error(self, slot: StagingSlot, lost_rows: int, error: Exception) -> None:
-        for extraction in slot.requests.values():
-            extraction.fail(f"copy from the device failed: {error}", COPY_FAILED)
-        self._progress.left_memory(lost_rows)
-
     def _end(self, extraction: Extraction, end: RequestEnd) -> None:
         job = partial(self._end_file, extraction, end)
         if not extraction.is_decided and extraction.order.begin(EVERY_POSITION, job):
@@ -301,21 +388,15 @@ class ExtractionWorker:
     def _write(self, chunk: HostChunk, parts: list[tuple[Extraction, Span]]) -> list[Job]:
         rate, num_rows = self._progress.write_rate, sum(span.num_rows for _, span in parts)
         written = 0
+        rate.begin(num_rows * self._row_bytes)
         try:
-            landed_at = chunk.wait()
-            rate.begin(num_rows * self._row_bytes)
-            try:
-                for extraction, span in parts:
-                    check = chunk.rows[span.row : span.row + span.num_rows] if self._check_finite else None
-                    written += extraction.write(span.first, chunk.read(span), landed_at, check) * self._row_bytes
-            finally:
-                rate.end(written)
-        except Exception as error:  # noqa: BLE001 - waiting for the copy failed; this thread serves other files too
-            for extraction, _ in parts:
-                extraction.fail(f"copy from the device failed: {error}", COPY_FAILED)
+            for extraction, span in parts:
+                check = chunk.rows[span.row : span.row + span.num_rows] if self._check_finite else None
+                count = extraction.write(span.first, chunk.read(span), chunk.landed_at, check)
+                written += count * self._row_bytes
         finally:
-            if chunk.release([span for _, span in parts]):
-                self._stats.copied(len(chunk.rows) * self._row_bytes, chunk.landed_after)
+            rate.end(written)
+            chunk.release([span for _, span in parts])
             self._progress.left_memory(num_rows, parts)
         return [job for extraction, span in parts for job in extraction.order.done(span.positions)]
 
@@ -345,3 +426,8 @@ class ExtractionWorker:
             self._ended.notify_all()
         for start, reason in refused:
             self._leave_reason(start, reason)
+
+
+def _end_process() -> None:
+    logger.critical("the device has failed, and vLLM has not ended this process for %g s: it ends now", _GRACE_S)
+    os._exit(1)

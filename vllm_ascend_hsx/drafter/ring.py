@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -137,24 +137,23 @@ class PinnedRing:
             least, self._least_free = self._least_free, self._free.count
         return 1 - least / self.num_rows
 
-    def acquire(self, wish: int, before_waiting: Callable[[], None] = lambda: None) -> Run:
-        """Take up to `wish` rows, at most `rows_per_chunk`.
-
-        Block until there are some. For one thread only.
-
-        Args:
-            wish: most rows to take.
-            before_waiting: called before blocking.
-        """
-        wish = min(wish, self.rows_per_chunk)
+    def take(self, wish: int) -> Run | None:
+        """Take up to `wish` rows, at most `rows_per_chunk`. Return None if there is no room."""
         with self._changed:
-            taken = self._free.take(wish, self._least)
-            if taken is None:
-                before_waiting()
-            while taken is None:
+            return self._take(wish)
+
+    def wait(self, wish: int) -> Run:
+        """Take rows as `take` does. Block until there is room. For one thread only."""
+        with self._changed:
+            while (run := self._take(wish)) is None:
                 self._changed.wait()
-                taken = self._free.take(wish, self._least)
-            self._least_free = min(self._least_free, self._free.count)
+            return run
+
+    def _take(self, wish: int) -> Run | None:
+        taken = self._free.take(min(wish, self.rows_per_chunk), self._least)
+        if taken is None:
+            return None
+        self._least_free = min(self._least_free, self._free.count)
         first, count = taken
         data = self.data[first * self.row_bytes : (first + count) * self.row_bytes]
         return Run(first, self._memory[first : first + count], data)

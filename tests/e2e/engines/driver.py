@@ -170,7 +170,7 @@ class Driver:
         """Wait until all rows so far are written, or their files have failed."""
         worker = self._halves()["worker"]
         copied = threading.Event()
-        worker._copier.then(copied.set)
+        worker._lander.then(copied.set)
         copied.wait()
         worker._writers.wait()
 
@@ -178,7 +178,7 @@ class Driver:
         """Block the writer threads until `release_writes`."""
         self._released = threading.Event()
         writers = self._halves()["worker"]._writers
-        for _ in range(len(writers._threads)):
+        for _ in range(writers.num_threads):
             writers.submit(self._wait_for_release)
 
     def _wait_for_release(self) -> tuple[()]:
@@ -295,7 +295,7 @@ class Driver:
         if self.engine is None:
             return found
         worker = halves["worker"]
-        ring = worker._copier._ring
+        ring = worker._lander._ring
         found["busy"] = {
             "pinned_rows": ring.num_rows - ring.free_rows,
             "staging_slots": sum(not slot.issued.is_set() for slot in worker._staging.slots),

@@ -222,6 +222,6 @@ def test_without_mooncakes_package_the_sink_is_refused(monkeypatch: pytest.Monke
 
 def test_writers_that_wait_for_a_store_are_at_least_four(tmp_path: Path) -> None:
     settings = read_settings(serve(tmp_path))
-    assert settings.num_writers(10_000) == 2
+    assert settings.num_writers(10_000)() == 2
     store = HsxConfig.parse({"sink": "mooncake", "mooncake": {"master_server_address": "localhost:50051"}})
-    assert replace(settings, config=store).num_writers(10_000) == 4
+    assert replace(settings, config=store).num_writers(10_000)() == 4

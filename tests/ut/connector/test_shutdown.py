@@ -171,14 +171,14 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: 
     compute(engine)
     earlier = signal.signal(signal.SIGUSR1, handler)
     joining = threading.Event()
-    copier = engine.worker._copier._thread
-    join = copier.join
+    lander = engine.worker._lander._thread
+    join = lander.join
 
-    def join_copier(timeout: float | None) -> None:
-        joining.set()  # the copier has been told to end
+    def join_lander(timeout: float | None) -> None:
+        joining.set()  # the lander has been told to end
         join(timeout)
 
-    copier.join = join_copier  # type: ignore[method-assign]
+    lander.join = join_lander  # type: ignore[method-assign]
     main = threading.main_thread().ident
     assert main is not None
 
@@ -197,7 +197,7 @@ def test_a_signal_handler_that_raises_ends_the_wait_and_not_the_reasons(engine: 
     assert reasons(engine) == {"complete": SERVER_STOPPED, "half": SERVER_STOPPED}
     assert locks_that_are_held(engine) == []
     waiting = threads(engine)
-    copier.join = join  # type: ignore[method-assign]
+    lander.join = join  # type: ignore[method-assign]
     storage.set()
     for thread in waiting:
         thread.join(30)

@@ -139,7 +139,7 @@ class Soak:
         self._sink = FileSink(directory, FORMAT)
         self._ring = PinnedRing(8 * RUNNING * FORMAT.row_bytes, FORMAT.row_shape, torch.float32)
         self._worker = ExtractionWorker(
-            rank=0, staging=self._staging, ring=self._ring, sink=self._sink, device=DEVICE, num_writers=2
+            rank=0, staging=self._staging, ring=self._ring, sink=self._sink, device=DEVICE, num_writers=lambda: 2
         )
         self._luck = random.Random(0)
         self._kinds = self._luck.choices(list(KINDS), list(KINDS.values()), k=10_000)

@@ -65,9 +65,13 @@ def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is
     waits, fails = (StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail"))
     now = 100.0
     assert progress.silent_for() == 0.0, "nobody has asked it for anything"
-    progress.staged(1)
+    progress.staged(2)
+    now = 100.1
+    assert progress.silent_for() == 0.0, "the device has not copied these rows yet"
+    now = 100.0
+    progress.landed(1)
     now = 100.5
-    progress.staged(1)
+    progress.landed(1)
     now = 100.75
     assert progress.silent_for() == 0.75, "more work is no answer"
     assert [watch.is_quiet for watch in (waits, fails)] == [False, False]

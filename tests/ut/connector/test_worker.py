@@ -124,7 +124,7 @@ def test_the_end_of_a_request_whose_file_is_decided_wakes_no_thread(engine: Engi
     engine.step(started(engine.start("a", 5)), [("a", 0, 5)])
     engine.wait_until_decided("a")
     woken: list[object] = []
-    monkeypatch.setattr(engine.worker._copier, "then", woken.append)
+    monkeypatch.setattr(engine.worker._lander, "then", woken.append)
     engine.step(ended("a"), [])
     assert woken == []
     monkeypatch.undo()
@@ -187,27 +187,6 @@ def test_a_write_that_fails_fails_its_file_alone_and_memory_comes_back(engine: E
     assert engine.visible() == {"a.safetensors.error", "b.safetensors"}
     engine.assert_file_is_right("b", 7)
     assert engine.ring.free_rows == 6
-    assert engine.worker._progress.backlog == 0
-
-
-def test_a_copy_that_fails_fails_the_requests_of_its_step(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = engine.ring.acquire, []
-
-    def acquire(*args: object) -> object:
-        # The second piece of the slot: the first is under way already.
-        calls.append(1)
-        if len(calls) == 2:
-            raise RuntimeError("device lost")
-        return original(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.ring, "acquire", acquire)
-        engine.step(started(engine.start("a", 9)), [("a", 0, 3)])
-        issued = engine.staging.slots[0].issued
-        assert issued.wait(10)
-    engine.step(started(engine.start("b", 3)), [("b", 0, 3)])
-    engine.close()
-    assert engine.outcomes == {"a": "copy from the device failed: device lost", "b": None}
     assert engine.worker._progress.backlog == 0
 
 

@@ -68,7 +68,7 @@ def copies_wait(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def let_writers_pass(engine: Engine) -> None:
     """Wait until the second writer has done all jobs of the rows so far; the first one copies."""
     delivered, passed = threading.Event(), threading.Event()
-    engine.worker._copier.then(delivered.set)
+    engine.worker._lander.then(delivered.set)
     assert delivered.wait(30)
     engine.worker._writers.submit(passed.set)
     assert passed.wait(30)

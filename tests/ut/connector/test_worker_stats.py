@@ -104,7 +104,7 @@ def test_a_ring_that_is_full_shows_in_fill_backlog_and_stall(engine: Engine, mon
     engine.step(started(engine.start("slow", 100)), [("slow", 0, 16)])
     engine.step(HsxConnectorMetadata(), [("slow", 16, 16)])
     stats = engine.worker.take_stats()
-    while stats is None or stats.gauge("ring_fill") != {"0": 1.0}:  # until the copier has got there
+    while stats is None or stats.gauge("ring_fill") != {"0": 1.0}:  # until the lander has got there
         stats = engine.worker.take_stats() or stats
     assert stats.gauge("backlog_bytes") == {"0": 32 * FORMAT.row_bytes}
     # Both slots wait for the full ring; storage goes on once the main thread waits for a slot.

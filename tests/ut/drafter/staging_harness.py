@@ -1,4 +1,4 @@
-"""Staging, ring, copier and a gated writer on an emulated NPU, fed with steps of spans."""
+"""Staging, ring, lander and a gated writer on an emulated NPU, fed with steps of spans."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 import torch_npu  # noqa: F401 - brings torch.npu
 from hypothesis import strategies as st
 
+from vllm_ascend_hsx.drafter.landing import HostChunk, Lander
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import Span
-from vllm_ascend_hsx.drafter.staging import Copier, HostChunk, StagingCache
+from vllm_ascend_hsx.drafter.staging import StagingCache
 
 LAYERS, HIDDEN, MAX_TOKENS = 3, 8, 24
 LAYER_ORDER = (2, 0, 1)
@@ -21,7 +22,7 @@ DTYPE = torch.bfloat16
 
 
 class Pipeline:
-    """Staging, ring, copier and one writer thread, whose reads a test times by a gate."""
+    """Staging, ring, lander and one writer thread, whose reads a test times by a gate."""
 
     def __init__(self, *, slots: int = 2, ring_rows: int = 10, slot_rows: int = MAX_TOKENS) -> None:
         self.staging = StagingCache(
@@ -39,8 +40,8 @@ class Pipeline:
         self.read: dict[tuple[str, int], torch.Tensor] = {}
         self.gate = threading.Event()
         self.gate.set()
-        self.copier = Copier(self.ring, DEVICE, self.chunks.put, lambda slot, lost_rows, error: self.errors.append(error))
-        self.staging.pass_on = self.copier.submit
+        self.lander = Lander(self.ring, DEVICE, self.chunks.put, self.errors.append)
+        self.staging.pass_on = self.lander.submit
         self.writer = threading.Thread(target=self._write, daemon=True)
         self.writer.start()
 
@@ -49,7 +50,6 @@ class Pipeline:
             self.gate.wait()
             for span in chunk.spans:
                 try:
-                    chunk.wait()
                     rows = torch.frombuffer(bytearray(chunk.read(span)), dtype=DTYPE).view(span.num_rows, LAYERS, HIDDEN)
                     for offset, row in enumerate(rows):
                         self.read[span.request_id, span.first + offset] = row
@@ -64,7 +64,7 @@ class Pipeline:
         self.staging.write(on_device, spans)
         slot = self.staging.take()
         assert slot is not None
-        self.copier.submit(slot)
+        self.lander.submit(slot)
         for layer in on_device:
             layer.fill_(-1.0)
 
@@ -72,13 +72,10 @@ class Pipeline:
         """Read what was staged, end the threads, and raise their first error, once."""
         if not self.writer.is_alive():
             return
-        delivered = threading.Event()
-        self.copier.then(delivered.set)
         self.gate.set()
-        delivered.wait()
+        self.lander.close()
         self.chunks.put(None)
-        self.writer.join()  # before the copier closes, which completes the copies: it may read too early
-        self.copier.close()
+        self.writer.join()
         if self.errors:
             raise self.errors[0]
 

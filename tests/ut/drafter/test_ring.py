@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from vllm_ascend_hsx.drafter.ring import FreeRows, PinnedRing
+from vllm_ascend_hsx.drafter.ring import FreeRows, PinnedRing, Run
 from vllm_ascend_hsx.drafter.shapes import ring_shape
 from vllm_ascend_hsx.protocol.errors import UserError
 
@@ -95,7 +95,7 @@ def test_a_ring_holds_all_the_rows_it_has_bytes_for(rows: int, rows_per_chunk: i
 def test_a_ring_is_pinned_begins_at_a_page_and_its_runs_lie_side_by_side() -> None:
     ring = make_ring(10)
     assert ring.num_bytes == 10 * ROW_BYTES
-    runs = [ring.acquire(3) for _ in range(10)]
+    runs = [ring.wait(3) for _ in range(10)]
     assert all(run.rows.is_pinned() for run in runs)
     assert runs[0].rows.data_ptr() % 4096 == 0
     for index, run in enumerate(runs):
@@ -113,7 +113,7 @@ def test_a_ring_that_holds_less_than_two_rows_is_refused() -> None:
 def test_a_ring_knows_the_largest_part_in_use_since_it_was_asked() -> None:
     ring = make_ring(8)
     assert ring.take_peak_fill() == 0.0
-    first, second, third = (ring.acquire(1).first for _ in range(3))
+    first, second, third = (ring.wait(1).first for _ in range(3))
     ring.free(first, 1)
     ring.free(second, 1)
     assert ring.take_peak_fill() == 3 / 8
@@ -123,33 +123,42 @@ def test_a_ring_knows_the_largest_part_in_use_since_it_was_asked() -> None:
     assert ring.take_peak_fill() == 0.0
 
 
-def test_whoever_waits_for_a_full_ring_is_told_first_and_gets_what_becomes_free() -> None:
-    ring = make_ring(2)
-    runs = [ring.acquire(1) for _ in range(2)]
-    told, got = threading.Event(), []
-    taker = threading.Thread(target=lambda: got.append(ring.acquire(1, told.set)), daemon=True)
+def take_in_thread(ring: PinnedRing, wish: int) -> tuple[threading.Thread, list[Run]]:
+    """Return a thread that waits for rows of a full ring, and the runs that it gets."""
+    got: list[Run] = []
+    waiting = threading.Event()
+    original = ring._changed.wait
+
+    def wait(timeout: float | None = None) -> bool:
+        waiting.set()
+        return original(timeout)
+
+    ring._changed.wait = wait  # type: ignore[method-assign]
+    taker = threading.Thread(target=lambda: got.append(ring.wait(wish)), daemon=True)
     taker.start()
-    assert told.wait(30)
+    assert waiting.wait(30)
+    return taker, got
+
+
+def test_a_full_ring_gives_out_rows_that_become_free() -> None:
+    ring = make_ring(2)
+    runs = [ring.wait(1) for _ in range(2)]
+    assert ring.take(1) is None
+    taker, got = take_in_thread(ring, 1)
     assert not got
     ring.free(runs[1].first, 1)
     taker.join(30)
     assert [run.first for run in got] == [1]
-    told.clear()
-    ring.free(got[0].first, 1)
-    ring.acquire(1, told.set)
-    assert not told.is_set()
 
 
 def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
     ring = make_ring(64 * 8)  # chunks of 64 rows; a run of less than 4 is not begun when more is wanted
     while ring.free_rows:
-        ring.acquire(64)
+        ring.wait(64)
     for row in range(3):
         ring.free(row, 1)
-    told, got = threading.Event(), []
-    taker = threading.Thread(target=lambda: got.append(ring.acquire(64, told.set)), daemon=True)
-    taker.start()
-    assert told.wait(30)
+    assert ring.take(64) is None
+    taker, got = take_in_thread(ring, 64)
     ring.free(3, 1)
     taker.join(30)
     assert [(run.first, len(run.rows)) for run in got] == [(0, 4)]
