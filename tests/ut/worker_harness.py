@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,6 +44,7 @@ class Engine:
         side_by_side: bool = False,
         slow_storage: Literal["wait", "fail"] = "wait",
         slot_rows: int = MAX_TOKENS,
+        num_writers: Callable[[], int] = lambda: 2,
     ) -> None:
         self.directory = directory
         self.threads_before = frozenset(threading.enumerate())
@@ -66,7 +67,7 @@ class Engine:
             ring=self.ring,
             sink=self.sink,
             device=DEVICE,
-            num_writers=lambda: 2,
+            num_writers=num_writers,
             storage_timeout=storage_timeout,
             slow_storage=slow_storage,
             where=str(directory),

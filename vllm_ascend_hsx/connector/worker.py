@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import threading
 import time
@@ -16,6 +15,7 @@ import torch
 from vllm_ascend_hsx.compat.adapters import loaded_weights
 from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
+from vllm_ascend_hsx.connector.failure import WorkerFailure
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.progress import RankProgress
@@ -36,7 +36,6 @@ NAME_IN_USE = "an earlier request of this name has not ended, because the storag
 
 _MAX_REASONS = 10_000  # reasons of refused requests that wait for silent storage
 _JOB_BYTES = 1 << 20  # least bytes of a write job, if a chunk has them: outweighs the hand-over
-_GRACE_S = 5.0  # from a failure of the device to the end of the process, if vLLM does not end it
 
 
 class ExtractionWorker:
@@ -96,10 +95,7 @@ class ExtractionWorker:
         self._ended = threading.Condition()  # guards the former two; notified when a file has ended
         self._opener = ThreadPool(1, "hsx-opener")
         self._writers = ThreadPool(num_writers(), "hsx-writer")
-        self._failing = threading.Lock()  # guards the next one
-        self._failure: str | None = None  # why no request can complete anymore
-        self._end_of_grace = threading.Timer(_GRACE_S, _end_process)
-        self._end_of_grace.daemon = True
+        self._failure = WorkerFailure()
         staging.wait_for_slot = self._wait_for_slot
         staging.pass_on = self._pass_on
         self._lander = Lander(ring, device, self._deliver, self._on_device_error)
@@ -156,6 +152,8 @@ class ExtractionWorker:
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         if start.prefix and (source := self._kept_files.retain(start.prefix.source)):
             extraction.order.begin((0, copied_rows), partial(self._copy, extraction, source, copied_rows))
+        if self._failure.reason is not None:  # since this step began
+            extraction.fail(self._failure.reason, ENGINE_FAILED)
         return extraction
 
     def _refuse(self, start: RequestStart, reason: str, kind: str) -> None:
@@ -215,8 +213,8 @@ class ExtractionWorker:
             DeviceError: with the text of the first error.
         """
         self._lander.finish_call()
-        if self._failure is not None:
-            raise DeviceError(self._failure)
+        if self._failure.reason is not None:
+            raise DeviceError(self._failure.reason)
 
     def ask_device(self) -> None:
         """Raise if the device has failed, although no thread may know it yet.
@@ -234,19 +232,12 @@ class ExtractionWorker:
         self._fail_all(f"the engine failed: {type(error).__name__}: {error}")
 
     def _fail_all(self, reason: str) -> None:
-        with self._failing:
-            if self._failure is not None:
-                return
-            self._failure = reason
-        logger.critical("no file can be completed: %s", reason)
+        if not self._failure.set(reason):
+            return
         with self._ended:
             not_ended = list(self._not_ended.values())
         for extraction in not_ended:
             extraction.fail(reason, ENGINE_FAILED)
-        # The main thread, or the one that waits for sampled tokens, may wait for an event that the
-        # device has dropped. vLLM would notice after VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS (300).
-        if multiprocessing.parent_process() is not None:  # not a process of the user
-            self._end_of_grace.start()
 
     def _resize_writers(self, num_writers: int) -> None:
         self._writers.resize(num_writers)
@@ -294,10 +285,10 @@ class ExtractionWorker:
         def left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-        if self._progress.backlog and self._failure is None and timeout != 0:
+        if self._progress.backlog and self._failure.reason is None and timeout != 0:
             limit = "" if timeout is None else f", in at most {timeout:g} s"
             logger.warning("the server stops when %d bytes of rows are in their files%s", self._progress.backlog, limit)
-        self._end_of_grace.cancel()
+        self._failure.vllm_ends_worker()
         why = "it was interrupted while it wrote"
         try:
             # The writers end after the last chunk, when the last file is open. If they ended
@@ -426,8 +417,3 @@ class ExtractionWorker:
             self._ended.notify_all()
         for start, reason in refused:
             self._leave_reason(start, reason)
-
-
-def _end_process() -> None:
-    logger.critical("the device has failed, and vLLM has not ended this process for %g s: it ends now", _GRACE_S)
-    os._exit(1)

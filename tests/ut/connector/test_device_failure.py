@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from worker_harness import NOTHING, Engine, ended, failures, started
 
-from vllm_ascend_hsx.connector import worker
+from vllm_ascend_hsx.connector import failure, worker
 from vllm_ascend_hsx.drafter.landing import DeviceError
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
@@ -92,13 +92,27 @@ def test_a_file_that_opens_after_the_failure_has_the_devices_text(engine: Engine
         return original(*args)
 
     monkeypatch.setattr(engine.sink, "open", open_late)
-    fail_copies(engine)
     engine.worker.start_step(started(engine.start("late", 4)))
     engine.worker._on_device_error(RuntimeError(TEXT))
     opens.set()
     engine.worker._opener.wait(30)
     engine.worker._writers.wait(30)
     assert reasons(engine) == {"late": FAILED}
+
+
+def test_a_request_that_begins_while_the_device_fails_has_the_devices_text(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = engine.worker._progress.begin
+
+    def fail_first(*args: Any) -> None:
+        engine.worker._on_device_error(RuntimeError(TEXT))
+        engine.worker._not_ended.clear()  # as if it had not been there yet
+        begin(*args)
+
+    monkeypatch.setattr(engine.worker._progress, "begin", fail_first)
+    engine.worker.start_step(started(engine.start("new", 4)))
+    engine.worker._opener.wait(30)
+    engine.worker._writers.wait(30)
+    assert reasons(engine) == {"new": FAILED}
 
 
 def test_an_exception_of_a_step_is_in_each_file_and_the_lander_stops(engine: Engine) -> None:
@@ -114,7 +128,7 @@ def test_an_exception_of_a_step_is_in_each_file_and_the_lander_stops(engine: Eng
 
 def test_the_first_error_is_in_the_files_and_in_the_log_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     engine.step(started(engine.start("a", 9)), [("a", 0, 4)])
-    with caplog.at_level(logging.CRITICAL, worker.logger.name):
+    with caplog.at_level(logging.CRITICAL, failure.logger.name):
         engine.worker.fail(RuntimeError(TEXT))
         engine.worker.fail(RuntimeError("raised once more, by the next call of the connector"))
     assert [record.message for record in caplog.records] == [f"no file can be completed: the engine failed: RuntimeError: {TEXT}"]
@@ -139,9 +153,9 @@ def test_a_process_of_vllm_ends_if_vllm_does_not_end_it_and_one_of_the_user_does
 ) -> None:
     """The main thread may wait for an event that the device has dropped."""
     ended_by_us = threading.Event()
-    monkeypatch.setattr(worker, "_GRACE_S", 0.05)
-    monkeypatch.setattr(worker, "_end_process", ended_by_us.set)
-    monkeypatch.setattr(worker.multiprocessing, "parent_process", lambda: object() if in_a_child else None)
+    monkeypatch.setattr(failure, "_GRACE_S", 0.05)
+    monkeypatch.setattr(failure, "_end_process", ended_by_us.set)
+    monkeypatch.setattr(failure.multiprocessing, "parent_process", lambda: object() if in_a_child else None)
     engine = Engine(tmp_path / "out")
     fail_copies(engine)
     engine.worker.start_step(started(engine.start("a", 4)))
@@ -154,9 +168,9 @@ def test_a_process_of_vllm_ends_if_vllm_does_not_end_it_and_one_of_the_user_does
 
 def test_a_worker_that_vllm_closes_does_not_end_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended_by_us = threading.Event()
-    monkeypatch.setattr(worker, "_GRACE_S", 0.2)
-    monkeypatch.setattr(worker, "_end_process", ended_by_us.set)
-    monkeypatch.setattr(worker.multiprocessing, "parent_process", object)
+    monkeypatch.setattr(failure, "_GRACE_S", 0.2)
+    monkeypatch.setattr(failure, "_end_process", ended_by_us.set)
+    monkeypatch.setattr(failure.multiprocessing, "parent_process", object)
     engine = Engine(tmp_path / "out")
     engine.worker.fail(RuntimeError(TEXT))
     engine.worker.close()

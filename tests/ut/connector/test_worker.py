@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker_harness import MAX_TOKENS, Engine, ended, started
+from worker_harness import FORMAT, MAX_TOKENS, NOTHING, Engine, ended, started
 
 from vllm_ascend_hsx.compat import adapters
+from vllm_ascend_hsx.config import HsxConfig
+from vllm_ascend_hsx.connector import worker
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd
+from vllm_ascend_hsx.connector.threads import ThreadPool
+from vllm_ascend_hsx.settings import ServerSettings
 from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.target import ExtractionTarget
 
 
 @pytest.fixture
@@ -251,3 +259,50 @@ def test_every_request_is_decided_once_and_every_file_is_right(
         engine.assert_file_is_right(request_id, num_tokens)
     assert engine.ring.free_rows == 6
     assert engine.worker._progress.backlog == 0
+
+
+def server_settings(directory: Path) -> ServerSettings:
+    target = ExtractionTarget("tiny", FORMAT.layer_ids, (1, 0), FORMAT.hidden_size, MAX_TOKENS)
+    config = HsxConfig.parse({"shared_storage_path": str(directory)})
+    return ServerSettings(config, target, FORMAT, torch.float32)
+
+
+@pytest.mark.parametrize(("cpus_then", "num_writers"), [(1, 2), (3, 3), (64, 8), (None, 2)])
+def test_the_number_of_writers_follows_the_cpus_that_the_process_has_in_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cpus_then: int | None, num_writers: int
+) -> None:
+    """vllm-ascend binds each worker to its own CPUs after the warm-up. None: it does not."""
+    cpus = set(range(128))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus)
+    settings = server_settings(tmp_path)
+    engine = Engine(tmp_path / "out", num_writers=settings.num_writers(64))
+    assert engine.worker._writers.num_threads == 2
+    if cpus_then is not None:
+        cpus = set(range(cpus_then))
+    with caplog.at_level(logging.INFO, worker.logger.name):
+        engine.step(started(engine.start("a", 5)), [("a", 0, 5)])
+    assert f"rank 0: {num_writers} writers, on the {len(cpus)} CPUs of this process" in caplog.messages
+    engine.step(NOTHING, [])
+    assert [message for message in caplog.messages if "writers" in message] == caplog.messages[:1]
+    live = [thread for thread in engine.worker._writers._threads if thread.is_alive()]
+    assert engine.worker._progress.write_rate.num_writers == len(live) == num_writers
+    engine.close()
+    assert engine.outcomes == {"a": None}
+    assert not any(thread.is_alive() for thread in live)
+
+
+def test_a_pool_that_shrinks_ends_threads_after_their_present_jobs() -> None:
+    go_on = threading.Event()
+    done: list[int] = []
+
+    def job(number: int) -> None:
+        go_on.wait()
+        done.append(number)
+
+    pool = ThreadPool(4, "pool")
+    pool.submit(*(partial(job, number) for number in range(8)))
+    pool.resize(1)
+    go_on.set()
+    assert pool.wait(30)
+    assert sorted(done) == list(range(8))
+    assert pool.close(30)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ Fail = Callable[[], None]
 class WatchedEvent(torch.npu.Event):  # type: ignore[name-defined,misc]
     """Note which thread records, queries and drops an event. Nobody may synchronize it."""
 
-    used_by: set[str] = set()
+    used_by: ClassVar[set[str]] = set()
 
     def record(self, stream: Any = None) -> None:
         self.used_by.add(threading.current_thread().name)

@@ -1,0 +1,50 @@
+"""The one failure that ends a worker: an error of the device, or the exception of a step."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import threading
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 5.0  # time for vLLM to end the process, and for reasons to reach their files
+
+
+class WorkerFailure:
+    """Keep the reason of the first failure, and end a process that vLLM does not end.
+
+    The main thread, or the one that waits for sampled tokens, may wait for an event that the
+    device has dropped. vLLM would notice after VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS (300). A process
+    of the user is not ended.
+
+    Attributes:
+        reason: why no request can complete anymore, or None.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._mutex = threading.Lock()  # guards `reason`
+        self._end_of_grace = threading.Timer(_GRACE_S, _end_process)
+        self._end_of_grace.daemon = True
+
+    def set(self, reason: str) -> bool:
+        """Record a failure. Return False if there was an earlier one."""
+        with self._mutex:
+            if self.reason is not None:
+                return False
+            self.reason = reason
+        logger.critical("no file can be completed: %s", reason)
+        if multiprocessing.parent_process() is not None:
+            self._end_of_grace.start()
+        return True
+
+    def vllm_ends_worker(self) -> None:
+        """Leave the end of the process to vLLM, which has begun with it."""
+        self._end_of_grace.cancel()
+
+
+def _end_process() -> None:
+    logger.critical("the engine has failed, and vLLM has not ended this process for %g s: it ends now", _GRACE_S)
+    os._exit(1)
