@@ -165,18 +165,26 @@ def test_a_failed_device_call_is_reported_once_and_no_thread_waits_for_the_lande
 
 def test_the_main_thread_passes_finish_call_only_when_the_error_has_been_reported(pipeline: Pipeline) -> None:
     """In between it could send an answer that the device has spoilt."""
-    in_call, go_on = threading.Event(), threading.Event()
+    reporting, go_on, passed = threading.Event(), threading.Event(), threading.Event()
 
     def fail() -> None:
-        in_call.set()
-        go_on.wait()
         raise RuntimeError(TEXT)
 
+    def report(error: Exception) -> None:
+        reporting.set()
+        go_on.wait()
+        pipeline.errors.append(error)
+
+    pipeline.lander._on_failure = report
     _wait_for_the_slot_fails(pipeline, fail)
     pipeline.step(target_output(4, 0), [Span("a", 0, 4, 0)])
-    assert in_call.wait(30)
-    threading.Timer(0.05, go_on.set).start()
-    pipeline.lander.finish_call()
+    assert reporting.wait(30)
+    main = threading.Thread(target=lambda: (pipeline.lander.finish_call(), passed.set()))
+    main.start()
+    assert not passed.wait(0.2)
+    go_on.set()
+    assert passed.wait(30)
+    main.join()
     assert [str(error) for error in pipeline.errors] == [TEXT]
 
 
