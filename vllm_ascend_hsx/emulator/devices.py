@@ -105,13 +105,12 @@ class device:
         self.idx = index_of(device)
 
     def __enter__(self) -> None:
-        self._before = core.current_device()
+        self._before = core.device_without_set()
         if self.idx != self._before:
             core.set_device(self.idx)
 
     def __exit__(self, *_: object) -> None:
-        if self.idx != self._before:
-            core.set_device(self._before)
+        core.return_to_device(max(self._before, 0))
 
 
 class device_of(device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -21,6 +22,7 @@ from vllm_ascend_hsx.emulator.settings import (
 )
 
 SITE = Path(__file__).parent / "site"
+MACHINES = (1 << 40) - 1  # numbers of machines (csrc/contexts.h)
 
 
 def environment(
@@ -28,6 +30,7 @@ def environment(
     hbm_bytes: int = Settings.hbm_bytes,
     late: bool = False,
     soc: str = Settings.soc,
+    queue: bool = False,
 ) -> dict[str, str]:
     """Return the variables to set for a process that is to run on emulated NPUs.
 
@@ -40,6 +43,9 @@ def environment(
         late: whether work on streams other than the default one runs as late as the API allows, and
             races are errors.
         soc: generation of the NPUs, a2 or a3.
+        queue: whether a failed task ends the task queue of its NPU, as in torch_npu.
+
+    The processes that get one result are on one machine. Another call returns another machine.
 
     Raises:
         SettingError: if an argument is none of these.
@@ -55,7 +61,9 @@ def environment(
         "HSX_EMULATOR_NPUS": str(npus),
         "HSX_EMULATOR_HBM": str(hbm_bytes),
         "HSX_EMULATOR_LATE": "1" if late else "0",
+        "HSX_EMULATOR_QUEUE": "1" if queue else "0",
         "HSX_EMULATOR_SOC": soc,
+        "HSX_EMULATOR_MACHINE": str(1 + secrets.randbelow(MACHINES)),
         # Forked workers need not import vLLM again. As on hardware, a parent that has used a device
         # cannot fork: its child is refused.
         "VLLM_WORKER_MULTIPROC_METHOD": os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork"),
@@ -70,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="hsx emulate",
         description="Runs a command with emulated Ascend NPUs on the CPU.",
-        usage="hsx emulate [--soc a2|a3] [--npus N] [--hbm SIZE] [--late] -- COMMAND [ARGUMENT ...]",
+        usage="hsx emulate [--soc a2|a3] [--npus N] [--hbm SIZE] [--late] [--queue] -- COMMAND "
+        "[ARGUMENT ...]",
     )
     p.add_argument(
         "--soc",
@@ -95,9 +104,18 @@ def parser() -> argparse.ArgumentParser:
         help="run work on side streams as late as the API allows, and raise errors for races",
     )
     p.add_argument(
+        "--queue",
+        action="store_true",
+        help="report a failed operator once, at a later call, and drop all later work",
+    )
+    p.add_argument(
         "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run, after --"
     )
     return p
+
+
+def _is_set(variable: str) -> bool:
+    return parse_flag(variable, os.environ.get(variable, "0"))
 
 
 def emulate(argv: Sequence[str]) -> int:
@@ -112,14 +130,14 @@ def emulate(argv: Sequence[str]) -> int:
         )
         return 2
     try:
-        late = options.late or parse_flag(
-            "HSX_EMULATOR_LATE", os.environ.get("HSX_EMULATOR_LATE", "0")
-        )
+        late = options.late or _is_set("HSX_EMULATOR_LATE")
+        queue = options.queue or _is_set("HSX_EMULATOR_QUEUE")
         added = environment(
             parse_npus("--npus", options.npus),
             parse_size("--hbm", options.hbm),
             late,
             parse_soc("--soc", options.soc),
+            queue,
         )
     except SettingError as error:
         print(f"hsx emulate: {error}", file=sys.stderr)

@@ -16,8 +16,20 @@ def _load() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.start(settings.npus, settings.hbm_bytes, settings.late)
+    module.start(settings.npus, settings.hbm_bytes)
+    set_modes(module, settings)
     return module
+
+
+def set_modes(module: ModuleType, settings: Settings) -> None:
+    """Set the modes and failures of the settings, before any device is used."""
+    module.set_late(settings.late)
+    module.set_queue(settings.queue)
+    module.set_spin(settings.spin)
+    if settings.fail:
+        module.fail(settings.fail)
+    if settings.fail_file:
+        module.watch_for_fault(settings.fail_file)
 
 
 # pybind module of csrc/npu.cpp, loaded once per process, by the first import of this module.

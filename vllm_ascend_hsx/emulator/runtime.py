@@ -70,7 +70,11 @@ def _fill(package: ModuleType) -> None:
     for part in (graphs, memory, random, streams):
         _submodule(package, f"npu.{part.__name__.rpartition('.')[2]}", part)
     _submodule(
-        package, "_C", _weak_ref_tensor=core.weak_ref, _NPUTaskGroupHandle=graphs.TaskGroupHandle
+        package,
+        "_C",
+        _weak_ref_tensor=core.weak_ref,
+        _NPUTaskGroupHandle=graphs.TaskGroupHandle,
+        _npu_hasPrimaryContext=core.has_context,
     )
     _submodule(package, "_C._distributed_c10d", ProcessGroupHCCL=hccl.ProcessGroupHCCL)
     _submodule(package, "op_plugin")

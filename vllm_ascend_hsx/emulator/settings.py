@@ -1,4 +1,4 @@
-"""Settings of the emulated machine: generation and number of NPUs, their memory, late mode."""
+"""Settings of the emulated machine: generation and number of NPUs, their memory, modes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 SOCS = ("a2", "a3")  # Atlas 800I A2 and A3; devices.py has what they report
 MAX_NPUS = 64  # csrc/config.h: kMaxDevices
+MIN_HBM = 256 << 20  # a context takes 107 MiB of it (csrc/contexts.h)
 _SIZE = re.compile(r"^\s*(\d{1,30}(?:\.\d{1,30})?)\s*([KMGT]i?B?|B)?\s*$", re.IGNORECASE)
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -28,16 +29,27 @@ class Settings:
     hbm_bytes: int = 2 << 30  # of each NPU
     late: bool = False
     soc: str = SOCS[0]
+    queue: bool = False
+    spin: bool = False
+    fail: str = ""  # a launch that fails (csrc/streams/faults.h)
+    fail_file: str = ""  # a file that will hold one
 
     @classmethod
     def from_environment(cls) -> Settings:
-        """Read HSX_EMULATOR_NPUS, _HBM, _LATE and _SOC. Raises SettingError."""
+        """Read HSX_EMULATOR_NPUS, _HBM, _LATE, _SOC, _QUEUE, _SPIN, _FAIL and _FAIL_FILE.
+
+        Raises SettingError.
+        """
         environ = os.environ
         return cls(
             parse_npus("HSX_EMULATOR_NPUS", environ.get("HSX_EMULATOR_NPUS", str(cls.npus))),
             parse_size("HSX_EMULATOR_HBM", environ.get("HSX_EMULATOR_HBM", str(cls.hbm_bytes))),
             parse_flag("HSX_EMULATOR_LATE", environ.get("HSX_EMULATOR_LATE", "0")),
             parse_soc("HSX_EMULATOR_SOC", environ.get("HSX_EMULATOR_SOC", cls.soc)),
+            parse_flag("HSX_EMULATOR_QUEUE", environ.get("HSX_EMULATOR_QUEUE", "0")),
+            parse_flag("HSX_EMULATOR_SPIN", environ.get("HSX_EMULATOR_SPIN", "0")),
+            environ.get("HSX_EMULATOR_FAIL", ""),
+            environ.get("HSX_EMULATOR_FAIL_FILE", ""),
         )
 
 
@@ -65,8 +77,8 @@ def parse_size(option: str, text: str) -> int:
         raise SettingError(option, text, "give a size such as 512MiB or 2GiB")
     unit = (match[2] or "").upper()[:1]
     size = int(float(match[1]) * _UNITS[unit])
-    if not 32 << 20 <= size <= 1 << 40:
-        raise SettingError(option, text, "give at least 32MiB and at most 1TiB for an emulated NPU")
+    if not MIN_HBM <= size <= 1 << 40:
+        raise SettingError(option, text, "give at least 256MiB and at most 1TiB for an emulated NPU")
     return size
 
 

@@ -73,6 +73,14 @@ class Event(torch.Event):
         """
         super().wait(current_stream() if stream is None else stream)
 
+    def query(self) -> bool:
+        """Return whether the work before the last record has completed."""
+        return core.query_event(self.event_id)
+
+    def synchronize(self) -> None:
+        """Block until the work before the last record has completed."""
+        core.synchronize_event(self.event_id)
+
     def elapsed_time(self, end_event: torch.Event) -> float:
         """Return the milliseconds from this event to the other.
 
@@ -95,6 +103,7 @@ def current_stream(device: Device = None) -> Stream:
 def default_stream(device: Device = None) -> Stream:
     """Return the device's default stream, number 0."""
     index = index_of(device)
+    core.use_device("default_stream")
     return Stream(
         stream_id=0, device_index=index, device_type=torch._C._autograd.DeviceType.PrivateUse1.value
     )

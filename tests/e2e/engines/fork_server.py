@@ -72,9 +72,10 @@ def enter(environ: dict[str, str], log_fd: int) -> None:
     gc.unfreeze = lambda: None  # what the parent has imported is not worth a search for garbage
     import hsx_test_instruments
 
-    from vllm_ascend_hsx.emulator.native import core
+    from vllm_ascend_hsx.emulator.native import core, set_modes
+    from vllm_ascend_hsx.emulator.settings import Settings
 
-    core.set_late(environ["HSX_EMULATOR_LATE"] == "1")
+    set_modes(core, Settings.from_environment())
     hsx_test_instruments.register()
 
 

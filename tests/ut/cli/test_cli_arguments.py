@@ -46,7 +46,7 @@ FLOATS = {
 }
 SIZES = {
     **{(*PLAN, option): (0, TIB) for option in ("--kv-memory", "--ring")},
-    ("emulate", "--hbm"): (32 << 20, TIB),
+    ("emulate", "--hbm"): (256 << 20, TIB),
 }
 NOT_NUMBERS = ["nan", "inf", "1e300", "1e30", "9" * 30, "9" * 400, "9" * 5000, "-1", "True", "", "0x10", "1 000", "many"]
 

@@ -33,6 +33,16 @@ def _mode(late: bool) -> Iterator[None]:
     core.set_late(before)
 
 
+@pytest.fixture
+def queue_mode() -> Iterator[None]:
+    """Queue mode; failures that were injected are forgotten after the test."""
+    before = core.queue()
+    core.set_queue(True)
+    yield
+    core.reset_tasks()
+    core.set_queue(before)
+
+
 def _settle() -> None:
     for index in range(torch.npu.device_count()):
         torch.npu.synchronize(index)

@@ -1,5 +1,5 @@
-// The emulated machine: number of NPUs, their memory, late mode; and whether this process has used
-// a device.
+// The emulated machine: number of NPUs, their memory, modes; and whether this process has used a
+// device.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -8,7 +8,9 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <mutex>
 #include <string>
+#include <vector>
 
 namespace hsx {
 
@@ -19,6 +21,8 @@ struct Config {
   int npus = 8;
   size_t hbm = size_t(2) << 30;
   bool late = false;
+  bool queue = false;  // a failed task ends the task queue of its NPU (streams/tasks.h)
+  bool spin = false;  // a thread that waits uses its CPU
 };
 
 // Set once by runtime.py, which parses and validates the environment.
@@ -27,24 +31,28 @@ inline Config& config() {
   return c;
 }
 
-// The number of visible devices: the ids in ASCEND_RT_VISIBLE_DEVICES up to the first invalid one.
-inline int visible_devices() {
+// The visible devices: the ids in ASCEND_RT_VISIBLE_DEVICES up to the first invalid one.
+inline std::vector<int> visible_ids() {
+  std::vector<int> ids;
   const char* list = std::getenv("ASCEND_RT_VISIBLE_DEVICES");
-  if (list == nullptr) return config().npus;
-  int count = 0;
+  if (list == nullptr) {
+    for (int id = 0; id < config().npus; ++id) ids.push_back(id);
+    return ids;
+  }
   for (const char* p = list; *p != '\0';) {
     char* end = nullptr;
     const long id = std::strtol(p, &end, 10);
     if (end == p || id < 0 || id >= config().npus) break;
-    ++count;
+    ids.push_back(static_cast<int>(id));
     p = *end == ',' ? end + 1 : end;
     if (end[0] != ',' && end[0] != '\0') break;
   }
-  return count;
+  return ids;
 }
 
 struct ProcessState {
   std::atomic<int> visible{-1};  // frozen when the first device is used, as the real runtime does
+  std::vector<int> ids;  // of the visible devices, on the machine
   std::atomic<bool> forked{false};
 };
 
@@ -57,16 +65,15 @@ inline bool context_created() { return process_state().visible.load() >= 0; }
 
 inline int device_count() {
   const int frozen = process_state().visible.load();
-  return frozen >= 0 ? frozen : visible_devices();
+  return frozen >= 0 ? frozen : static_cast<int>(visible_ids().size());
 }
 
-inline c10::DeviceIndex& current_device() {
-  static thread_local c10::DeviceIndex device = 0;
-  return device;
-}
+void forget_contexts();  // contexts.h
 
 inline void mark_forked() {
-  if (context_created()) process_state().forked = true;
+  if (!context_created()) return;
+  process_state().forked = true;
+  forget_contexts();
 }
 
 inline void check_device(int device) {
@@ -82,27 +89,12 @@ inline void create_context() {
       "Cannot re-initialize NPU in forked subprocess. To use NPU with multiprocessing, you must use the 'spawn' start method");
   if (!context_created()) {
     static std::once_flag once;
-    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, &mark_forked); });
-    process_state().visible = visible_devices();
+    std::call_once(once, [] {
+      pthread_atfork(nullptr, nullptr, &mark_forked);
+      process_state().ids = visible_ids();
+      process_state().visible = static_cast<int>(process_state().ids.size());
+    });
   }
 }
-
-inline int ready_device() {
-  create_context();
-  check_device(current_device());
-  return current_device();
-}
-
-// Makes a device current for a scope, whatever ends it.
-class OnDevice {
- public:
-  explicit OnDevice(int device) : before_(current_device()) { current_device() = static_cast<c10::DeviceIndex>(device); }
-  ~OnDevice() { current_device() = before_; }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  c10::DeviceIndex before_;
-};
 
 }  // namespace hsx

@@ -110,24 +110,28 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return {kNpu, current_device()}; }
   c10::Device exchangeDevice(c10::Device d) const override {
     const c10::Device before = getDevice();
-    setDevice(d);
+    if (d.has_index() && d.index() != before.index()) set_device(d.index(), "a device guard");
     return before;
   }
   void setDevice(c10::Device d) const override {
-    if (!d.has_index() || d.index() == current_device()) return;
-    check_device(d.index());
-    current_device() = d.index();
+    if (d.has_index()) set_device(d.index(), "a device guard");
   }
   void uncheckedSetDevice(c10::Device d) const noexcept override {
-    if (d.has_index()) current_device() = d.index();
+    if (d.has_index()) return_to_device(d.index());
   }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
 
-  c10::Stream getStream(c10::Device d) const override { return handle(current_stream(index(d))); }
-  c10::Stream getDefaultStream(c10::Device d) const override { return handle(Engine::get().stream(index(d), 0)); }
+  c10::Stream getStream(c10::Device d) const override {
+    use_device("current_stream");
+    return handle(current_stream(index(d)));
+  }
+  c10::Stream getDefaultStream(c10::Device d) const override {
+    use_device("default_stream");
+    return handle(Engine::get().stream(index(d), 0));
+  }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getNewStream(d, 0); }
   c10::Stream getNewStream(c10::Device d, int) const override {
-    create_context();
+    use_device("a new stream");
     check_device(index(d));
     return handle(Engine::get().new_stream(index(d)));
   }
@@ -137,35 +141,70 @@ struct NpuGuard final : c10::impl::DeviceGuardImplInterface {
     current_stream_ids().at(device) = s.id();
     return before;
   }
-  bool queryStream(const c10::Stream& s) const override { return Engine::get().query(state(s)); }
-  void synchronizeStream(const c10::Stream& s) const override { Engine::get().synchronize(state(s)); }
-  void synchronizeDevice(const c10::DeviceIndex d) const override { Engine::get().synchronize_device(d); }
+  bool queryStream(const c10::Stream& s) const override {
+    OnDevice on(s.device_index(), "Stream.query");
+    return Engine::get().query(state(s));
+  }
+  void synchronizeStream(const c10::Stream& s) const override {
+    OnDevice on(s.device_index(), "Stream.synchronize");
+    const Waiter waiter;
+    Engine::get().synchronize(state(s));
+  }
+  void synchronizeDevice(const c10::DeviceIndex d) const override {
+    const int before = current_device();
+    set_device(d, "synchronize");
+    Engine::get().synchronize_device(d);
+    set_device(before, "synchronize");
+  }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s) const override { npu_allocator().recordStream(data, s); }
 
+  // Record and wait set the device that was current before, not only give it back
+  // (NPUGuardImpl.cpp:141-187).
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag flag) const override {
-    create_context();
+    const int before = current_device();
+    set_device(s.device_index(), "Event.record");
     if (*event == nullptr) {
       auto* fresh = new EventState();
       fresh->timing = flag == c10::EventFlag::BACKEND_DEFAULT;
       *event = fresh;
     }
     Engine::get().record(*static_cast<EventState*>(*event), state(s));
+    set_device(before, "Event.record");
   }
   void block(void* event, const c10::Stream& s) const override {
-    if (event != nullptr) Engine::get().wait(state(s), *static_cast<EventState*>(event));
+    if (event == nullptr) return;
+    const int before = current_device();
+    set_device(s.device_index(), "Event.wait");
+    Engine::get().wait(state(s), *static_cast<EventState*>(event));
+    set_device(before, "Event.wait");
   }
   bool queryEvent(void* event) const override { return event == nullptr || Engine::get().query(*static_cast<EventState*>(event)); }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) Engine::get().synchronize(*static_cast<EventState*>(event));
+    if (event == nullptr) return;
+    const Waiter waiter;
+    Engine::get().synchronize(*static_cast<EventState*>(event));
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<EventState*>(event); }
+  // A task of the event's queue. As there, an error of an earlier task is lost here.
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    if (event == nullptr) return;
+    auto* dropped = static_cast<EventState*>(event);
+    try {
+      use_device("dropping an event");
+      TaskQueue::of(device).enter("destroy_event", [&] { return event_task(*dropped->mark); });
+    } catch (const std::exception&) {
+      // NPUEvent.cpp:68 does so
+    }
+    delete dropped;
+  }
   double elapsedTime(void* first, void* second, const c10::DeviceIndex) const override {
     const auto* a = static_cast<EventState*>(first);
     const auto* b = static_cast<EventState*>(second);
     TORCH_CHECK(a != nullptr && b != nullptr, "Both events must be recorded before calculating elapsed time.");
     TORCH_CHECK(a->timing && b->timing, "Both events must be created with argument 'enable_timing=True'.");
-    TORCH_CHECK(*a->reached != 0 && *b->reached != 0, "Both events must be completed before calculating elapsed time.");
-    return static_cast<double>(*b->reached - *a->reached) / 1e6;
+    for (int d = 0; d < device_count(); ++d) TaskQueue::of(d).report();
+    const int64_t from = *a->mark->reached, to = *b->mark->reached;
+    TORCH_CHECK(from != 0 && to != 0, "Both events must be completed before calculating elapsed time.");
+    return static_cast<double>(to - from) / 1e6;
   }
 };
 
@@ -173,20 +212,20 @@ struct NpuHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return device_count() > 0; }
   void init() const override { create_context(); }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return context_created(); }
+  bool hasPrimaryContext(c10::DeviceIndex d) const override { return Contexts::get().has(d); }
   c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(device_count()); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
-  void setCurrentDevice(c10::DeviceIndex d) const override {
-    create_context();
-    check_device(d);
-    current_device() = d;
-  }
+  void setCurrentDevice(c10::DeviceIndex d) const override { set_device(d, "set_device"); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override {
     const c10::DeviceIndex before = current_device();
     if (d >= 0) setCurrentDevice(d);
     return before;
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return exchangeDevice(d); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override {
+    const c10::DeviceIndex before = current_device();
+    if (d >= 0 && d != before) return_to_device(d);
+    return before;
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override {
     const int device = d < 0 ? current_device() : d;
     check_device(device);

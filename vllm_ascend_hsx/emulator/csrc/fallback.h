@@ -117,9 +117,9 @@ inline CallDevice check_arguments(const c10::OperatorHandle& op, const OpTraits&
       call.device = d.has_index() ? d.index() : current_device();
     }
   }
-  if (call.device < 0) call.device = ready_device();
-  check_device(call.device);
   create_context();
+  if (call.device < 0) call.device = current_device();
+  check_device(call.device);
   TORCH_CHECK(
       !stray.defined(), "Expected all tensors to be on the same device, but found at least two devices, npu:", call.device,
       " and ", stray.defined() ? stray.device().str() : "", "! (", *t.name, ")");
@@ -204,9 +204,27 @@ inline bool infer(const c10::OperatorHandle& op, const Stack& stack, size_t begi
 }
 
 inline at::Tensor empty_npu(c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType dtype, int device) {
-  OnDevice on(device);
+  OnDevice on(device, "an allocation");
   return at::detail::empty_strided_generic(
       sizes, strides, &npu_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+}
+
+// The results of an operator that writes its arguments: these, in order. False if a result is another
+// tensor.
+inline bool written_arguments(const c10::OperatorHandle& op, const OpTraits& t, const Stack& stack, size_t begin, std::vector<c10::IValue>& returned) {
+  const auto& schema = op.schema();
+  for (const c10::Argument& r : schema.returns()) {
+    bool matched = false;
+    for (size_t i = 0; i < t.written.size() && !matched; ++i) {
+      if (!t.written[i] || r.alias_info() == nullptr) continue;
+      if (*schema.arguments()[i].alias_info() == *r.alias_info()) {
+        returned.push_back(stack[begin + i]);
+        matched = true;
+      }
+    }
+    if (!matched) return false;
+  }
+  return true;
 }
 
 // Queues the call; returns false when it cannot be queued faithfully and must run now.
@@ -266,20 +284,8 @@ inline bool queue(const c10::OperatorHandle& op, const OpTraits& t, Stack* stack
   }
 
   if (t.mutates) {
-    // The results are the written arguments, in order.
     std::vector<c10::IValue> returned;
-    const auto& schema = op.schema();
-    for (const c10::Argument& r : schema.returns()) {
-      bool matched = false;
-      for (size_t i = 0; i < t.written.size() && !matched; ++i) {
-        if (!t.written[i] || r.alias_info() == nullptr) continue;
-        if (*schema.arguments()[i].alias_info() == *r.alias_info()) {
-          returned.push_back((*stack)[begin + i]);
-          matched = true;
-        }
-      }
-      if (!matched) return false;
-    }
+    if (!written_arguments(op, t, *stack, begin, returned)) return false;
     Engine::get().push(s, {t.name, [op, deferred] {
                              Stack run = *deferred;
                              run_on_cpu(op, &run);
@@ -316,6 +322,36 @@ inline bool queue(const c10::OperatorHandle& op, const OpTraits& t, Stack* stack
   return true;
 }
 
+inline void fill_with_garbage(const at::Tensor& t) {
+  if (t.defined() && t.numel() != 0 && t.device().type() == kNpu) std::memset(t.storage().mutable_data(), kGarbage, t.storage().nbytes());
+}
+
+// The call does nothing on the device: what it writes keeps its bytes, and new tensors hold garbage.
+inline void drop(const c10::OperatorHandle& op, const OpTraits& t, Stack* stack, size_t begin, const CallDevice& call) {
+  std::vector<c10::IValue> results;
+  if (t.mutates && written_arguments(op, t, *stack, begin, results)) {
+    torch::jit::drop(*stack, stack->size() - begin);
+    for (c10::IValue& v : results) stack->push_back(std::move(v));
+    return;
+  }
+  Stack shapes;
+  std::vector<at::Tensor> out_metas;
+  if (!t.host && !call.masks && infer(op, *stack, begin, shapes, out_metas)) {
+    torch::jit::drop(*stack, stack->size() - begin);
+    for (c10::IValue& v : shapes) {
+      for_each_tensor(v, [&](const at::Tensor& m) { return m.defined() ? empty_npu(m.sizes(), m.strides(), m.scalar_type(), call.device) : m; });
+      stack->push_back(std::move(v));
+    }
+  } else {
+    run_now(op, t, stack, begin, call.device, nullptr);  // its shapes depend on values
+  }
+  for (size_t i = begin; i < stack->size(); ++i)
+    for_each_tensor((*stack)[i], [&](const at::Tensor& made) {
+      fill_with_garbage(made);
+      return made;
+    });
+}
+
 inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const OpTraits& t = traits(op);
   const size_t begin = stack->size() - op.schema().arguments().size();
@@ -325,9 +361,14 @@ inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
     run_now(op, t, stack, begin, call.device, nullptr);
     return;
   }
+  OnDevice on(call.device, t.name->c_str());
   StreamState& s = current_stream(call.device);
   const bool host = t.host || call.masks;
   if (host) refuse_synchronous_copy(t.name->c_str());
+  if (!TaskQueue::of(call.device).enter(*t.name)) {
+    drop(op, t, stack, begin, call);
+    return;
+  }
   if (s.recording != nullptr) {
     TORCH_CHECK(!host, "NPU error: ", *t.name, " needs values on the host, ", kCapturedStream);
     TORCH_CHECK_NOT_IMPLEMENTED(t.generator < 0, *t.name, ": random numbers in a graph are not implemented by the emulated NPU");

@@ -15,9 +15,9 @@ namespace hsx {
 
 inline int target_device(std::optional<c10::Device> device) {
   create_context();
-  if (!device.has_value() || !device->has_index()) return ready_device();
-  check_device(device->index());
-  return device->index();
+  const int index = device.has_value() && device->has_index() ? device->index() : current_device();
+  check_device(index);
+  return index;
 }
 
 inline void refuse_pinned(std::optional<bool> pin) {
@@ -28,7 +28,7 @@ inline at::Tensor empty_kernel(
     c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<c10::Device> device,
     std::optional<bool> pin, std::optional<at::MemoryFormat> format) {
   refuse_pinned(pin);
-  OnDevice on(target_device(device));
+  OnDevice on(target_device(device), "an allocation");
   return at::detail::empty_generic(
       C10_AS_INTARRAYREF_SLOW(sizes), &npu_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
       at::dtype_or_default(dtype), format);
@@ -65,6 +65,12 @@ inline void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
   to.copy_(from);
 }
 
+// Lets an asynchronous copy between host and device enter the task queue. False: it is dropped.
+inline bool enter_copy(int device, const at::Tensor& to, const char* name, int kind) {
+  return TaskQueue::of(device).enter(name, [&] { return copy_task(to.nbytes(), kind); });
+}
+constexpr int kHostToDevice = 1, kDeviceToHost = 2;  // aclrtMemcpyKind
+
 // A pinned tensor as queued work sees it: its bytes kept alive, its sizes as they are now.
 inline at::Tensor pinned_view(const at::Tensor& t, const Block& block) {
   return at::from_blob(
@@ -77,6 +83,7 @@ inline void device_to_device(const at::Tensor& from, const at::Tensor& to) {
   StreamState& d = current_stream(to.device().index());
   TORCH_CHECK_NOT_IMPLEMENTED(
       &s == &d || (s.recording == nullptr && d.recording == nullptr), "a copy between devices in a graph is not implemented by the emulated NPU");
+  if (!TaskQueue::of(s.device).enter("device_to_device", [] { return operator_task("aclnnInplaceCopy"); })) return;
   if (config().late && &s != &d) engine.wait_stream(s, d);
   order(s, copy_name(), {{from, false}, {to, true}});
   Relabel relabel(to.device().index());
@@ -91,12 +98,17 @@ inline void device_to_device(const at::Tensor& from, const at::Tensor& to) {
   if (config().late && &s != &d) engine.wait_stream(d, s);
 }
 
+// As copy_between_host_and_device_opapi of torch_npu (CopyKernelOpApi.cpp:37): a copy that blocks
+// synchronizes the stream and then moves bytes without the task queue.
 inline void host_to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   Engine& engine = Engine::get();
+  OnDevice on(to.device().index(), "a copy");
   StreamState& s = current_stream(to.device().index());
   const bool async = non_blocking && from.is_pinned() && !needs_temporary(from, to);
   if (!async) refuse_synchronous_copy("a synchronous copy from the host");
   TORCH_CHECK(async || s.recording == nullptr, "NPU error: a synchronous copy from the host, ", kCapturedStream);
+  if (!non_blocking) TaskQueue::of(s.device).report();
+  else if (!enter_copy(s.device, to, "host_to_device", kHostToDevice)) return;
   order(s, copy_name(), {{from, false}, {to, true}});
   Relabel relabel(to.device().index());
   const at::Tensor b = relabel.to_cpu(to);
@@ -112,28 +124,42 @@ inline void host_to_device(const at::Tensor& from, const at::Tensor& to, bool no
   }
   engine.settle(s);
   if (config().late) engine.synchronize(s);
+  if (!to.is_contiguous() && TaskQueue::of(s.device).exited()) return;  // its second part is an operator
   copy_bytes(b, from);
 }
 
 inline void device_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   Engine& engine = Engine::get();
+  OnDevice on(from.device().index(), "a copy");
   StreamState& s = current_stream(from.device().index());
   const bool async = non_blocking && to.is_pinned() && to.is_contiguous();
   if (!async) refuse_synchronous_copy("a synchronous copy to the host");
   TORCH_CHECK(async || s.recording == nullptr, "NPU error: a synchronous copy to the host, ", kCapturedStream);
   TORCH_CHECK_NOT_IMPLEMENTED(s.recording == nullptr, "a copy to the host in a graph is not implemented by the emulated NPU");
+  TaskQueue& tasks = TaskQueue::of(s.device);
+  if (!non_blocking) tasks.report();
+  else if (!enter_copy(s.device, to, "device_to_host", kDeviceToHost)) return;
   order(s, copy_name(), {{from, false}, {to, true}});
-  if (!engine.defers(s)) engine.settle(s);
+  if (!engine.defers(s) && !async) engine.settle(s);
   Relabel relabel(from.device().index());
   const at::Tensor a = relabel.to_cpu(from);
-  if (async && config().late) {
+  if (async && (config().late || tasks.held_or_busy())) {
     const Block* block = pinned_block(to.data_ptr());
     const at::Tensor b = pinned_view(to, *block);
-    const at::Tensor source = s.is_default() ? a.clone() : a;
-    engine.push(s, {copy_name(), [source, b] { copy_bytes(b, source); }, block});
+    tasks.submit([&engine, &s, a, b, block] {
+      // The default stream has run all that was launched before.
+      const at::Tensor source = s.is_default() ? a.clone() : a;
+      engine.append(s, {copy_name(), [source, b] { copy_bytes(b, source); }, block});
+      if (!config().late) engine.drain(s, s.issued);
+    });
     return;
   }
+  if (async) engine.settle(s);
   if (config().late && !async) engine.synchronize(s);
+  if (tasks.exited() && !from.is_contiguous() && !async) {
+    std::memset(to.data_ptr(), kGarbage, to.nbytes());  // of a contiguous copy that was dropped
+    return;
+  }
   copy_bytes(to, a);
 }
 
@@ -163,9 +189,11 @@ inline at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor&
 
 inline at::Scalar item_kernel(const at::Tensor& t) {
   static const std::string* name = intern("aten::_local_scalar_dense");
+  OnDevice on(t.device().index(), name->c_str());
   StreamState& s = current_stream(t.device().index());
   TORCH_CHECK(s.recording == nullptr, "NPU error: ", *name, " (Tensor.item) needs the value on the host, ", kCapturedStream);
   refuse_synchronous_copy("Tensor.item");
+  TaskQueue::of(s.device).report();
   order(s, name, {{t, false}});
   Engine::get().settle(s);
   if (config().late) Engine::get().synchronize(s);
@@ -211,13 +239,15 @@ inline at::Tensor& zero_kernel(at::Tensor& t) {
   const std::shared_ptr<Memory> memory = memory_of(t);
   const size_t bytes = t.numel() * t.dtype().itemsize();
   StreamState& s = current_stream(t.device().index());
-  if (memory == nullptr || !memory->mapped || !t.is_contiguous() || bytes < kMapped || Engine::get().defers(s)) {
+  if (memory == nullptr || !memory->mapped || !t.is_contiguous() || bytes < kMapped || Engine::get().queues(s)) {
     static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::zero_", "");
     Stack stack{t};
     fallback(op, &stack);
     return t;
   }
   static const std::string* name = intern("aten::zero_");
+  OnDevice on(t.device().index(), name->c_str());
+  if (!TaskQueue::of(s.device).enter(*name)) return t;
   order(s, name, {{t, true}});
   Engine::get().settle(s);
   char* first = static_cast<char*>(t.data_ptr());

@@ -41,6 +41,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("record_stream", record_stream_kernel);
   m.impl("_has_compatible_shallow_copy_type", may_replace_data);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // One operator each on the device (op_plugin_functions.yaml:4939), not torch's composition.
+  m.impl("stack", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("stack.out", torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // Devices that are not torch's own get this name for a convolution; over CPU tensors it is one.
@@ -50,14 +53,60 @@ TORCH_LIBRARY_IMPL(aten, CPU, m) { m.impl("convolution_overrideable", convolutio
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
-void start(int npus, size_t hbm, bool late) {
+void start(int npus, size_t hbm) {
   static bool started = false;
   TORCH_CHECK(!started, "the emulated NPU is already running in this process");
   started = true;
-  config() = {npus, hbm, late};
+  config().npus = npus;
+  config().hbm = hbm;
   static auto* hooks = new NpuHooks();
   at::RegisterPrivateUse1HooksInterface(hooks);
   at::setHostAllocator(c10::DeviceType::PrivateUse1, &pinned_allocator());
+}
+
+void bind_contexts(py::module_& m) {
+  m.def("has_context", [](int d) {
+    check_device(d);
+    return Contexts::get().has(d);
+  });
+  // Of this process: device, thread, call and Python calls that created it.
+  m.def("contexts", [] {
+    std::vector<std::tuple<int, std::string, std::string, std::string>> all;
+    for (const Context& c : Contexts::get().all()) all.emplace_back(c.device, c.thread, c.call, c.python);
+    return all;
+  });
+}
+
+// For tests. A test that has made a launch fail ends with reset_tasks.
+void bind_tasks(py::module_& m) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  m.def("set_queue", [](bool queue) { config().queue = queue; });
+  m.def("queue", [] { return config().queue; });
+  m.def("set_spin", [](bool spin) { config().spin = spin; });
+  // Whether the task that the caller launches may go on; throws the error of an earlier one.
+  m.def("enter", [](int d, const std::string& operation) { return TaskQueue::of(d).enter(operation); }, Released());
+  m.def("fail", [](const std::string& launch, const std::string& text) { Faults::get().add(launch, text); }, py::arg("launch"), py::arg("text") = Faults::kInjected);
+  m.def("watch_for_fault", [](const std::string& file) { Faults::get().watch(file); });
+  m.def("reset_tasks", &TaskQueue::reset_all, Released());
+  m.def("queue_status", [](int d) {
+    static const std::map<QueueStatus, std::string> names{
+        {QueueStatus::kRun, "run"}, {QueueStatus::kErrorExit, "error"}, {QueueStatus::kCanExit, "exit"}};
+    return names.at(TaskQueue::of(d).status());
+  });
+  m.def("hold", [](int d) { TaskQueue::of(d).hold(); });
+  m.def("release", [](int d) { TaskQueue::of(d).release(); }, Released());
+  m.def("release_after", [](int d, double seconds) {
+    std::thread([d, seconds] {
+      std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+      TaskQueue::of(d).release();
+    }).detach();
+  });
+  // Names of the threads inside Event.synchronize and Stream.synchronize: now, and when they were most.
+  m.def("waiters", [] {
+    const Waiters::Count count = Waiters::get().count();
+    return std::make_pair(count.now, count.peak);
+  });
+  m.def("reset_waiters", [] { Waiters::get().reset(); });
 }
 
 }  // namespace hsx
@@ -71,22 +120,35 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("device_count", &device_count);
   m.def("current_device", [] { return static_cast<int>(current_device()); });
   m.def("set_device", [](int d) {
-    create_context();
-    check_device(d);
-    current_device() = static_cast<c10::DeviceIndex>(d);
+    set_device(d, "set_device");
+    process_device() = d;
   });
+  // -1: the thread has set none.
+  m.def("device_without_set", [] {
+    const ThreadDevice& d = thread_device();
+    return d.target >= 0 ? d.target : d.local;
+  });
+  m.def("return_to_device", &return_to_device);
+  m.def("use_device", [](const std::string& call) { use_device(call.c_str()); });
   m.def("empty_cache", [] { npu_allocator().emptyCache({0, 0}); });
   m.def("memory_info", [](int d) { return npu_allocator().getMemoryInfo(static_cast<c10::DeviceIndex>(d)); });
   // By torch.Event.event_id; torch's own elapsed_time refuses subclasses of torch.Event.
   m.def("elapsed_time", [](int64_t first, int64_t second) {
     return NpuGuard().elapsedTime(reinterpret_cast<void*>(first), reinterpret_cast<void*>(second), 0);
   });
+  // torch's own ask nothing of an event whose record threw.
+  m.def("query_event", [](int64_t event) { return NpuGuard().queryEvent(reinterpret_cast<void*>(event)); });
+  m.def(
+      "synchronize_event", [](int64_t event) { NpuGuard().synchronizeEvent(reinterpret_cast<void*>(event)); },
+      py::call_guard<py::gil_scoped_release>());
   m.def("default_generator", [](int d) { return default_generator_handle(d); });
   m.def("may_overlap", [](const at::Tensor& a, const at::Tensor& b) { return overlap(region_of(a), region_of(b)); });
   m.def("pending", [](int d, int64_t id) { return Engine::get().pending(Engine::get().stream(d, id)); });
   m.def("set_late", [](bool late) { Engine::get().set_late(late); });
   m.def("set_hbm", [](size_t bytes) { config().hbm = bytes; });
   m.def("late", [] { return config().late; });
+  bind_contexts(m);
+  bind_tasks(m);
   bind_graphs(m);
   bind_hccl(m);
 }

@@ -24,15 +24,16 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 SHOW = (
     "import torch, os; p = torch.npu.get_device_properties(0); from vllm_ascend_hsx.emulator.native import core; "
-    "print(torch.npu.device_count(), p.total_memory, core.late())"
+    "print(torch.npu.device_count(), p.total_memory, core.late(), core.queue())"
 )
 
 
-SET = {"HSX_EMULATOR_NPUS": "5", "HSX_EMULATOR_HBM": "1GiB", "HSX_EMULATOR_LATE": "1"}
+SET = {"HSX_EMULATOR_NPUS": "5", "HSX_EMULATOR_HBM": "1GiB", "HSX_EMULATOR_LATE": "1", "HSX_EMULATOR_QUEUE": "1"}
 MACHINES: dict[str, tuple[tuple[str, ...], dict[str, str], list[str]]] = {
-    "options": (("--npus", "3", "--hbm", "512MiB", "--late"), {}, ["3", str(512 << 20), "True"]),
-    "defaults": ((), {}, ["8", str(2 << 30), "False"]),
-    "variables, which are then the defaults": (("--npus", "2"), SET, ["2", str(1 << 30), "True"]),
+    "options": (("--npus", "3", "--hbm", "512MiB", "--late"), {}, ["3", str(512 << 20), "True", "False"]),
+    "queue mode": (("--queue",), {}, ["8", str(2 << 30), "False", "True"]),
+    "defaults": ((), {}, ["8", str(2 << 30), "False", "False"]),
+    "variables, which are then the defaults": (("--npus", "2"), SET, ["2", str(1 << 30), "True", "True"]),
 }
 
 
@@ -90,7 +91,7 @@ def test_child_processes_inherit_the_devices_and_exit_codes_pass_through() -> No
         (("--npus", "none", "--", "true"), 2, "--npus='none' cannot be used: give a number from 1 to 64"),
         (("--npus", "65", "--", "true"), 2, "--npus='65' cannot be used"),
         (("--hbm", "huge", "--", "true"), 2, "--hbm='huge' cannot be used: give a size such as 512MiB or 2GiB"),
-        (("--hbm", "1MiB", "--", "true"), 2, "at least 32MiB"),
+        (("--hbm", "1MiB", "--", "true"), 2, "at least 256MiB"),
         (("--", "no-such-program"), 127, "'no-such-program' is not on PATH"),
     ],
 )
@@ -116,13 +117,20 @@ def test_the_environment_puts_the_site_directory_first_and_once(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("1073741824", 1 << 30), ("512MiB", 512 << 20), ("1.5G", 3 << 29), ("2 gib", 2 << 30), ("64M", 64 << 20)]
+    ("text", "size"), [("1073741824", 1 << 30), ("512MiB", 512 << 20), ("1.5G", 3 << 29), ("2 gib", 2 << 30), ("256M", 256 << 20)]
 )
 def test_sizes_are_powers_of_1024(text: str, size: int) -> None:
     assert parse_size("--hbm", text) == size
 
 
-WRONG_VARIABLES = {"HSX_EMULATOR_NPUS": "0", "HSX_EMULATOR_HBM": "lots", "HSX_EMULATOR_LATE": "yes", "HSX_EMULATOR_SOC": "A3"}
+WRONG_VARIABLES = {
+    "HSX_EMULATOR_NPUS": "0",
+    "HSX_EMULATOR_HBM": "lots",
+    "HSX_EMULATOR_LATE": "yes",
+    "HSX_EMULATOR_SOC": "A3",
+    "HSX_EMULATOR_QUEUE": "on",
+    "HSX_EMULATOR_SPIN": "fast",
+}
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG_VARIABLES.items())

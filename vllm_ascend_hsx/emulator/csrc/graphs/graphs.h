@@ -62,6 +62,7 @@ inline void end_task_update(StreamState& s) {
                     std::lock_guard<std::mutex> lock(group->mutex);
                     group->nodes = nodes;
                   }};
+  if (!TaskQueue::of(s.device).enter(*name)) return;
   if (engine.defers(s)) {
     engine.push(s, item);
     return;
@@ -107,7 +108,7 @@ class Graph {
     TORCH_CHECK(
         mode == "global" || mode == "thread_local" || mode == "relaxed",
         "Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got ", mode);
-    device_ = ready_device();
+    device_ = use_device("capture_begin");
     StreamState& s = current_stream(device_);
     TORCH_CHECK(
         !s.is_default(),

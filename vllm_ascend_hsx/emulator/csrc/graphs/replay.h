@@ -146,6 +146,7 @@ inline void check_alive(const Node& node) {
 
 inline void launch_replay(StreamState& s, Nodes nodes) {
   static const std::string* name = intern("replay");
+  if (!TaskQueue::of(s.device).enter(*name)) return;
   Engine& engine = Engine::get();
   const bool defers = engine.defers(s);
   if (!defers) engine.settle(s);
@@ -190,6 +191,7 @@ inline void mark_external(const std::shared_ptr<External>& e) {
 inline void record_external(const std::shared_ptr<External>& e, StreamState& s) {
   static const std::string* name = intern("ExternalEvent.record");
   TORCH_CHECK_NOT_IMPLEMENTED(s.recording == nullptr, "torch.npu.ExternalEvent.record in a graph is not implemented by the emulated NPU");
+  if (!TaskQueue::of(s.device).enter("external_event")) return;
   Engine& engine = Engine::get();
   if (!engine.defers(s)) engine.settle(s);
   if (engine.tracking()) engine.launch(s);
@@ -222,6 +224,7 @@ inline void wait_external(const std::shared_ptr<External>& e, StreamState& s) {
 }
 
 inline void reset_external(const std::shared_ptr<External>& e, StreamState& s) {
+  if (!TaskQueue::of(s.device).enter("external_event")) return;
   Engine& engine = Engine::get();
   const Item item{intern("ExternalEvent.reset"), [e] {
                     auto guard = Engine::get().lock();

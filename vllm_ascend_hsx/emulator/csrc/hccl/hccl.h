@@ -245,13 +245,14 @@ class HcclBackend final : public c10d::Backend {
 
   WorkPtr barrier(const c10d::BarrierOptions& o) override {
     const int device = o.device.has_value() && o.device->has_index() ? o.device->index()
-        : o.device_ids.empty()                                       ? ready_device()
+        : o.device_ids.empty()                                       ? current_device()
                                                                      : static_cast<int>(o.device_ids[0]);
-    create_context();
-    check_device(device);
+    OnDevice on(device, "hccl::barrier");
     StreamState& s = current_stream(device);
-    Engine::get().synchronize(s);
-    wire_.agree(describe("barrier", at::Tensor()));
+    if (TaskQueue::of(device).enter("hccl::barrier")) {
+      Engine::get().synchronize(s);
+      wire_.agree(describe("barrier", at::Tensor()));
+    }
     return c10::make_intrusive<HcclWork>(rank_, OpType::BARRIER, s, Tensors{});
   }
 
@@ -264,8 +265,10 @@ class HcclBackend final : public c10d::Backend {
     const at::Tensor t = single(tensors, "recv");
     const int device = t.device().index();
     TORCH_CHECK_NOT_IMPLEMENTED(current_stream(device).recording == nullptr, "hccl::recv in a graph is not implemented by the emulated NPU");
+    OnDevice on(device, "hccl::recv");
     StreamState& s = own_stream(device, Lane::kReceive);
     Engine::get().wait_stream(s, current_stream(device));
+    if (!TaskQueue::of(device).enter("hccl::recv")) return c10::make_intrusive<HcclWork>(rank_, OpType::RECV, s, tensors);
     order(s, intern("hccl::recv"), {{t, true}});
     Relabel relabel(device);
     Engine::get().push(s, {intern("hccl::recv"), [complete = wire_.receive(describe("send", t), relabel.to_cpu(t), from, tag)] {
@@ -287,13 +290,14 @@ class HcclBackend final : public c10d::Backend {
   template <class Body>
   WorkPtr launch(OpType type, const char* name, const Tensors& reads, const Tensors& writes, bool async, Lane lane, Body body) {
     const int device = (reads.empty() ? writes : reads).at(0).device().index();
-    create_context();
+    OnDevice on(device, name);
     ++sequence_;
     Engine& engine = Engine::get();
     StreamState& current = current_stream(device);
     if (current.recording == nullptr) engine.settle(current);
     StreamState& s = async ? own_stream(device, lane) : current;
     if (&s != &current) engine.wait_stream(s, current);
+    if (!TaskQueue::of(device).enter(name)) return c10::make_intrusive<HcclWork>(rank_, type, s, writes);
     std::vector<Touch> touches;
     for (const at::Tensor& t : reads) touches.push_back({t, false});
     for (const at::Tensor& t : writes) touches.push_back({t, true});

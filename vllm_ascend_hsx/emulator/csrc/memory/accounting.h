@@ -3,13 +3,13 @@
 // The accounting follows a caching allocator without fragmentation: sizes are rounded to 512 bytes,
 // `reserved` grows in 2 MiB steps and only shrinks through empty_cache() or when the device would
 // otherwise be out of memory. Temporaries that a CPU kernel allocates and frees inside one operator
-// are not counted. Each process accounts for itself: two processes on the same device do not see
-// each other's use.
+// are not counted. Each process accounts for itself. Of other processes it sees the contexts on the
+// device (contexts.h), but not their allocations.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
 
-#include "config.h"
+#include "contexts.h"
 #include "memory/blocks.h"
 
 namespace hsx {
@@ -69,13 +69,16 @@ inline std::string human(size_t bytes) {
   return text;
 }
 
+// Memory of the device that contexts leave for allocations.
+inline size_t capacity(int device) { return config().hbm - std::min(config().hbm, Contexts::get().bytes(device)); }
+
 // Counts a block in; throws OutOfMemoryError when the device has no room for it.
 inline void charge(int device, size_t requested, size_t rounded) {
   DeviceMemory& m = device_memory(device);
   std::lock_guard<std::mutex> lock(m.mutex);
-  const size_t limit = config().hbm;
   const size_t cached = m.reserved.current - m.allocated.current - m.pooled;
   if (rounded > cached) {
+    const size_t limit = capacity(device);
     size_t more = round_up(rounded - cached, kSegment);
     if (m.reserved.current + more > limit) {
       // What a caching allocator does before it gives up: hand back what it holds unused.
@@ -85,8 +88,8 @@ inline void charge(int device, size_t requested, size_t rounded) {
         ++m.ooms;
         TORCH_CHECK_WITH(
             OutOfMemoryError, false, "NPU out of memory. Tried to allocate ", human(requested), " (NPU ", device, "; ",
-            human(limit), " total capacity; ", human(m.allocated.current), " already allocated; ",
-            human(limit - m.allocated.current - m.pooled), " free; ", human(m.reserved.current),
+            human(config().hbm), " total capacity; ", human(config().hbm - limit), " in contexts; ", human(m.allocated.current),
+            " already allocated; ", human(limit - std::min<size_t>(limit, m.allocated.current + m.pooled)), " free; ", human(m.reserved.current),
             " reserved in total by PyTorch). The capacity of an emulated NPU is set by HSX_EMULATOR_HBM or hsx emulate --hbm.");
       }
       const int64_t target = std::max<int64_t>(least, 0);

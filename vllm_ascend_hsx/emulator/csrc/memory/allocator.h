@@ -75,7 +75,7 @@ inline c10::DataPtr new_block(int device, size_t bytes, std::shared_ptr<Memory> 
 
 struct NpuAllocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
-    const int device = ready_device();
+    const int device = use_device("an allocation");
     if (bytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kNpu, static_cast<c10::DeviceIndex>(device))};
     return new_block(device, bytes, nullptr);
   }
@@ -115,7 +115,8 @@ struct NpuAllocator final : c10::DeviceAllocator {
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     DeviceMemory& m = device_memory(device);
     std::lock_guard<std::mutex> lock(m.mutex);
-    return {config().hbm - std::min<size_t>(config().hbm, m.reserved.current), config().hbm};
+    const size_t room = capacity(device);
+    return {room - std::min<size_t>(room, m.reserved.current), config().hbm};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // the context is a Block, not the pointer
 };

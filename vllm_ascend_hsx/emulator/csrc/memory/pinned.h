@@ -5,7 +5,7 @@
 
 #include <map>
 
-#include "config.h"
+#include "contexts.h"
 #include "memory/blocks.h"
 
 namespace hsx {
@@ -42,6 +42,7 @@ inline void release_pinned(void* context) {
 
 struct PinnedAllocator final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
+    use_process_device("pinned memory");
     auto block = std::make_unique<Block>();
     block->requested = bytes;
     block->rounded = std::max<size_t>(bytes, 1);

@@ -23,11 +23,8 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
-#include <map>
 
-#include "config.h"
-#include "streams/state.h"
+#include "streams/tasks.h"
 
 namespace hsx {
 
@@ -81,10 +78,13 @@ class Engine {
   }
 
   // Whether work that is launched on s now is queued, if that does not need values on the host.
-  bool queues(StreamState& s) { return defers(s) || (unfinished_ != 0 && replay_waits(s)); }
+  bool queues(StreamState& s) {
+    return defers(s) || TaskQueue::of(s.device).held_or_busy() || (unfinished_ != 0 && replay_waits(s));
+  }
 
   // Called before something runs on s at once.
   void settle(StreamState& s) {
+    TaskQueue::of(s.device).wait_taken();
     if (unfinished_ != 0 && !s.replays.empty()) finish_replays(s);
   }
   std::atomic<int>& unfinished() { return unfinished_; }
@@ -103,7 +103,22 @@ class Engine {
       record_item(s, std::move(item));
       return;
     }
+    TaskQueue& tasks = TaskQueue::of(s.device);
+    if (!tasks.held_or_busy()) {
+      append(s, std::move(item));
+      return;
+    }
+    tasks.submit([this, &s, item = std::move(item)]() mutable {
+      const bool waits = defers(s) || item.host != nullptr || !s.replays.empty();
+      append(s, std::move(item));
+      if (!waits) drain(s, s.issued);
+    });
+  }
+
+  // Queues work on the stream.
+  void append(StreamState& s, Item item) {
     auto guard = lock();
+    item.number = ++items_;
     s.queue.push_back(std::move(item));
     ++s.issued;
     if (!s.replays.empty()) s.after_replays = s.issued;
@@ -114,8 +129,10 @@ class Engine {
     }
   }
 
-  // Runs the stream's queue up to a position. Errors of the queued work surface here.
+  // Runs the stream's queue up to a position. Errors of the queued work surface here, but in queue
+  // mode with a later launch.
   void drain(StreamState& s, uint64_t upto) {
+    TaskQueue::of(s.device).wait_released();
     auto guard = lock();
     if (s.executed >= upto) return;
     const auto self = std::this_thread::get_id();
@@ -142,10 +159,12 @@ class Engine {
       s.running = false;
       ++s.executed;
       idle_.notify_all();
-      if (failure) {
-        guard.unlock();
-        rethrow(failure, *item.name, s);
-      }
+      if (!failure) continue;
+      if (config().queue) drop_after(item.number, s.device);
+      guard.unlock();
+      if (!config().queue) rethrow(failure, *item.name, s);
+      TaskQueue::of(s.device).fail(operator_task(*item.name), text_of(failure));
+      guard.lock();
     }
   }
 
@@ -238,6 +257,24 @@ class Engine {
     ++host_version_;
   }
 
+  // Work of the device that was launched later does nothing.
+  void drop_after(uint64_t number, int device) {
+    for (auto& entry : streams_)
+      if (entry.first.first == device)
+        for (Item& item : entry.second->queue)
+          if (item.number > number) item.run = [] {};
+  }
+
+  static std::string text_of(const std::exception_ptr& failure) {
+    try {
+      std::rethrow_exception(failure);
+    } catch (const c10::Error& e) {
+      return e.what_without_backtrace();
+    } catch (const std::exception& e) {
+      return e.what();
+    }
+  }
+
   bool query(StreamState& s, uint64_t upto, const Clock& clock, int& refused);
 
   static int64_t now() {
@@ -260,6 +297,7 @@ class Engine {
   std::vector<StreamState*> by_slot_;
   std::map<int, int> pool_next_;
   int private_next_ = 0;
+  uint64_t items_ = 0;
   Clock host_;
   uint64_t host_version_ = 0;
   std::atomic<bool> side_streams_{false};

@@ -5,6 +5,7 @@
 #include <Python.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <thread>
@@ -32,6 +33,7 @@ struct Item {
   std::function<void()> run;
   const void* host = nullptr;  // pinned block that a delivery of the default stream writes
   std::function<bool()> stuck;  // whether running it would wait for something that the host has not launched yet
+  uint64_t number = 0;  // in the order of launches
 };
 
 struct StreamState;
@@ -71,12 +73,20 @@ struct StreamState {
   bool is_default() const { return id == 0; }
 };
 
+// What tasks know of an event; it outlives the event.
+struct Mark {
+  StreamState* stream = nullptr;  // of the last record that was taken
+  uint64_t position = 0;
+  std::shared_ptr<std::atomic<int64_t>> reached = std::make_shared<std::atomic<int64_t>>(0);  // nanoseconds; 0 until the stream got there
+  int unrecorded = 0;  // records that are not taken, if `cleared` is the present number of clears
+  uint64_t cleared = 0;
+};
+
 struct EventState {
   bool timing = false;
-  StreamState* stream = nullptr;
-  uint64_t position = 0;
+  StreamState* stream = nullptr;  // of the last record; nullptr: never recorded
   Clock clock;
-  std::shared_ptr<std::atomic<int64_t>> reached;  // nanoseconds; 0 until the stream got there
+  std::shared_ptr<Mark> mark = std::make_shared<Mark>();
   int refused_queries = 0;
   uint64_t capture = 0;  // recorded inside this capture
 };
