@@ -45,6 +45,7 @@ class Engine:
         slow_storage: Literal["wait", "fail"] = "wait",
         slot_rows: int = MAX_TOKENS,
         num_writers: Callable[[], int] = lambda: 2,
+        rotation: torch.Tensor | None = None,
     ) -> None:
         self.directory = directory
         self.threads_before = frozenset(threading.enumerate())
@@ -56,6 +57,7 @@ class Engine:
             dtype=torch.float32,
             device=DEVICE,
             layer_order=(1, 0),
+            rotation=None if rotation is None else rotation.to(DEVICE),
         )
         self.staging = staging
         self.sink = FileSink(directory, FORMAT)

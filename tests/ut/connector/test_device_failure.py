@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from worker_harness import NOTHING, Engine, ended, failures, started
+import torch
+from worker_harness import HIDDEN, NOTHING, Engine, ended, failures, started
 
 from vllm_ascend_hsx.connector import failure, worker
 from vllm_ascend_hsx.drafter.landing import DeviceError
+from vllm_ascend_hsx.emulator.native import core
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED
 
@@ -175,3 +177,95 @@ def test_a_worker_that_vllm_closes_does_not_end_its_process(tmp_path: Path, monk
     engine.worker.fail(RuntimeError(TEXT))
     engine.worker.close()
     assert not ended_by_us.wait(0.4)
+
+
+# With the emulator's queue mode: torch_npu's rules after a failed task.
+
+ERROR = "The Inner error is reported as above."
+FAULTS = {
+    "stack": "aten::stack.out",
+    "copy": "device_to_host hsx-lander",
+    "record of the main thread": "record_event MainThread",
+    "record of the lander": "record_event hsx-lander",
+    "wait of the main thread": "wait_event MainThread",
+    "wait of the lander": "wait_event hsx-lander",
+    "mm": "aten::mm.out",
+}
+
+
+@pytest.fixture(params=[True, False], ids=["late", "at once"])
+def queue_mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    late, queue = core.late(), core.queue()
+    torch.npu.synchronize()  # what earlier tests have left
+    core.set_late(request.param)
+    core.set_queue(True)
+    yield
+    core.reset_tasks()
+    torch.npu.synchronize()
+    core.set_late(late)
+    core.set_queue(queue)
+
+
+def steps_until_the_engine_ends(engine: Engine) -> Exception:
+    """Run steps as vLLM does, and return the exception that ends the engine."""
+    for number in range(8):
+        request = f"r{number}"
+        try:
+            engine.step(started(engine.start(request, 4)), [(request, 0, 4)])
+            engine.worker.ask_device()
+        except Exception as error:  # noqa: BLE001 - as compat.failures does
+            engine.worker.fail(error)
+            return error
+    raise AssertionError("the engine goes on")
+
+
+@pytest.mark.usefixtures("queue_mode")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_after_any_failed_device_call_the_engine_ends_and_each_file_has_the_text(tmp_path: Path, fault: str) -> None:
+    engine = Engine(tmp_path / "out", ring_rows=64, rotation=torch.eye(HIDDEN) if fault == "mm" else None)
+    engine.step(started(engine.start("healthy", 4)), [("healthy", 0, 4)])
+    engine.wait_until_decided("healthy")
+    core.fail(FAULTS[fault], "EZ9999: the text of the driver")
+    error = steps_until_the_engine_ends(engine)
+    assert ERROR in str(error)
+    engine.worker.close(30)
+    begun = {path.name.partition(".")[0] for path in engine.directory.iterdir() if not path.name.startswith(".")}
+    failed = reasons(engine)
+    assert failed
+    for request_id in begun - failed.keys():  # none is undecided: these are complete
+        engine.assert_file_is_right(request_id, 4)
+    for reason in failed.values():
+        assert ERROR in reason
+        assert "EZ9999: the text of the driver" in reason
+        assert "storage" not in reason
+
+
+@pytest.mark.usefixtures("queue_mode")
+@pytest.mark.parametrize("who_asks", ["the lander", "the main thread"])
+def test_rows_behind_a_failed_task_are_in_no_file_although_their_events_look_complete(tmp_path: Path, who_asks: str) -> None:
+    """The failure also drops the copies and records that are in the queue."""
+    engine = Engine(tmp_path / "out", ring_rows=64)
+    for name in ("first", "second"):  # so that each event has completed before
+        engine.step(started(engine.start(name, 4)), [(name, 0, 4)])
+        engine.wait_until_decided(name)
+    copied = engine.staging.slots[0].issued
+    fill = engine.staging._fill
+
+    def fill_while_the_device_is_busy(*args: Any) -> None:
+        core.hold(0)
+        core.fail("aten::stack.out", "EZ9999: the text of the driver")
+        fill(*args)
+
+    engine.staging._fill = fill_while_the_device_is_busy  # type: ignore[method-assign]
+    engine.step(started(engine.start("spoilt", 4)), [("spoilt", 0, 4)])
+    assert copied.wait(30)
+    core.release(0)
+    if who_asks == "the main thread":
+        with pytest.raises(RuntimeError, match=ERROR) as raised:
+            engine.worker.ask_device()
+        engine.worker.fail(raised.value)
+    engine.worker._lander.drain()
+    engine.worker.close(30)
+    assert reasons(engine).keys() == {"spoilt"}
+    assert "EZ9999: the text of the driver" in reasons(engine)["spoilt"]
+    assert not engine.path("spoilt").exists()
