@@ -6,9 +6,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import ExitStack, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
@@ -47,9 +47,13 @@ class MooncakeMaster:
         self._log = directory / "mooncake_master.log"
         port, metrics = free_port(), free_port()
         self.address = f"{host}:{port}"
-        master = Path(sys.executable).with_name("mooncake_master")
-        places = [f"-rpc_port={port}", f"-rpc_address={host}", f"-metrics_port={metrics}", f"-metrics_host={host}"]
-        self._command = [str(master), *places, *options]
+        package = find_spec("mooncake")
+        assert package is not None and package.submodule_search_locations
+        # The program itself: the command of 0.3.11.post1 starts it as a child, which outlives it.
+        program = Path(package.submodule_search_locations[0], "mooncake_master")
+        program.chmod(0o755)
+        places = [f"-rpc_port={port}", f"-rpc_address={host}", f"-metrics_port={metrics}"]
+        self._command = [str(program), *places, *options]
 
     def __enter__(self) -> MooncakeMaster:
         with self._log.open("ab") as log:

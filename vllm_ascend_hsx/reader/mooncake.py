@@ -1,7 +1,7 @@
 """Wait for a request's hidden states in a Mooncake store and load them, or report why it failed.
 
-Needs torch and Mooncake's package, but neither vLLM nor torch_npu. For files use
-`vllm_ascend_hsx.load`.
+Needs torch and Mooncake's package, but not vLLM. Only the protocol 'ascend' needs torch_npu and an
+NPU. For files use `vllm_ascend_hsx.load`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ class MooncakeReader:
     Args:
         master_server_address: host:port of `mooncake_master`.
         metadata_server, protocol, device_name: as in `kv_connector_extra_config.mooncake` of the
-            server.
+            server. With the protocol 'ascend' the reader uses the NPU that `torch.npu.set_device`
+            chose in the calling thread, or else the first visible one.
         local_hostname: name or address by which others reach this machine; None for the address
             that the master sees.
 
     Raises:
-        UserError: if the store cannot be reached, or Mooncake's package is missing.
+        UserError: if the store cannot be reached, Mooncake's package is missing, or the protocol
+            is 'ascend' and the process has no NPU.
     """
 
     def __init__(

@@ -17,10 +17,12 @@ from vllm_ascend_hsx.protocol.arguments import LARGEST, parse_size
 from vllm_ascend_hsx.protocol.errors import UserError
 
 # Bytes of the client's own memory, for values outside registered memory: manifests and errors.
+# With 0, over any transport, Mooncake neither puts nor gets such a value: put returns -600
+# (mooncake-store/src/real_client.cpp:1652 in 0.3.11.post1).
 _OWN_BUFFER = 16 << 20
 _CONNECT_TIMEOUT = 5.0  # seconds
 
-# mooncake-transfer-engine 0.3.13, as its client returns them.
+# Statuses of the client of mooncake-transfer-engine, the same in 0.3.11.post1 and 0.3.13.post1.
 _NO_ROOM = -200
 _NOT_FOUND = -704
 _LEASE_EXPIRED = -707
@@ -70,7 +72,8 @@ class MooncakeOptions(BaseModel):
     )
     protocol: Literal["tcp", "rdma", "ascend"] = Field(
         default="tcp",
-        description="Mooncake's transport. 'ascend' is that of vllm-ascend's KV connectors, and needs a build of Mooncake for Ascend.",
+        description="Mooncake's transport. 'ascend' is that of vllm-ascend's KV connectors, and needs a build of Mooncake for Ascend and, "
+        "also where rows are read, an NPU.",
     )
     device_name: str = Field(default="", description="Devices of the transport, such as 'mlx5_0'; empty lets Mooncake choose.")
     global_segment_size: Size = Field(
@@ -120,11 +123,51 @@ def load_package() -> ModuleType:
             "it needs libibverbs, libnuma and libcurl (Debian: apt-get install libibverbs1 libnuma1 libcurl4)."
         )
         raise UserError("sink", "mooncake", problem, remedy) from None
-    if not hasattr(mooncake.store, "SoftPinAction"):
-        problem = "cannot be used: the package of Mooncake is too old: it cannot pin objects for a time"
-        raise UserError("sink", "mooncake", problem, "Install 0.3.13 or a newer one.")
+    if not hasattr(mooncake.store.ReplicateConfig, "with_hard_pin"):  # there since 0.3.10.post2
+        problem = "cannot be used: the package of Mooncake is too old: it cannot keep objects from eviction"
+        raise UserError("sink", "mooncake", problem, "Install 0.3.11 or a newer one.")
     package: ModuleType = mooncake.store
     return package
+
+
+def soft_pinned(package: ModuleType) -> Any:
+    """Return the configuration of an object that a full store evicts after all unpinned ones.
+
+    Args:
+        package: `mooncake.store`. vllm-ascend's images have 0.3.11.post1, whose flag has the same
+            effect as 0.3.13's action (mooncake-integration/store/store_py.cpp:1598).
+    """
+    config = package.ReplicateConfig()
+    if hasattr(package, "SoftPinAction"):
+        config.soft_pin_action = package.SoftPinAction.ENABLE
+    else:
+        config.with_soft_pin = True
+    return config
+
+
+def bind_npu(npu: int | None = None) -> int:
+    """Give the calling thread a context on an NPU, and return the NPU.
+
+    Ascend's transport fails in a thread without one: where an engine is initialised and where
+    memory is registered (ascend_direct_transport.cpp:203 and 316 in Mooncake 0.3.11.post1).
+
+    Args:
+        npu: None for the thread's own: the one that `torch.npu.set_device` chose, or else the first
+            of ASCEND_RT_VISIBLE_DEVICES.
+
+    Raises:
+        UserError: if torch_npu is missing, or the NPU cannot be used.
+    """
+    try:
+        from torch_npu import npu as npus
+
+        chosen: int = npus.current_device() if npu is None else npu
+        npus.set_device(chosen)
+    except (ImportError, RuntimeError) as error:
+        problem = f"needs an NPU in every process that opens the store, also in a reader: {error}"
+        remedy = "Read where vllm-ascend's torch_npu and an NPU are, or give server and readers 'rdma' or 'tcp'."
+        raise UserError(f"{OPTION}.protocol", "ascend", problem, remedy) from None
+    return chosen
 
 
 def ascend_engine(hostname: str, options: MooncakeOptions) -> Any:
@@ -194,10 +237,10 @@ class MooncakeClient:
         address = own_address(options.master_server_address)
         self._pinned = package.ReplicateConfig()
         self._pinned.with_hard_pin = True
-        self._may_go = package.ReplicateConfig()
-        self._may_go.soft_pin_action = package.SoftPinAction.ENABLE  # but after everything that is not pinned
+        self._may_go = soft_pinned(package)
         self._store: Any = package.MooncakeDistributedStore()
         hostname = options.local_hostname or address
+        self._npu = bind_npu() if options.protocol == "ascend" else None
         self._engine = ascend_engine(hostname, options) if options.protocol == "ascend" else None
         engine = {}
         if self._engine is not None:
@@ -224,13 +267,18 @@ class MooncakeClient:
     def register(self, address: int, size: int) -> None:
         """Let data move to and from this memory without another copy."""
         if self._engine is not None:  # as vllm-ascend does
+            bind_npu(self._npu)
             _check(self._engine.register_memory(address, size))
         else:
             _check(self._store.register_buffer(address, size))
 
     def unregister(self, address: int) -> None:
         """Undo `register`."""
-        _check(self._store.unregister_buffer(address) if self._engine is None else self._engine.unregister_memory(address))
+        if self._engine is not None:
+            bind_npu(self._npu)
+            _check(self._engine.unregister_memory(address))
+        else:
+            _check(self._store.unregister_buffer(address))
 
     def put_parts(self, key: str, parts: Sequence[tuple[int, int]]) -> None:
         """Store one object, made of parts (address, bytes) of registered memory.

@@ -1,9 +1,14 @@
-"""`protocol: ascend`: the engine and the store are set up as vllm-ascend's KV connectors do it."""
+"""`protocol: ascend`: the engine and the store are set up as vllm-ascend's KV connectors do it.
+
+Each thread that Ascend's transport takes the context of has an NPU first.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -17,7 +22,7 @@ from test_mooncake_objects import open_file
 
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.mooncake import store as mooncake_store
-from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeOptions, ascend_engine
+from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeError, MooncakeOptions, ascend_engine
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.mooncake.sink import MooncakeSink
 
@@ -128,6 +133,95 @@ def test_what_cannot_be_used_is_named_with_a_remedy(fault: str, problem: str, en
     assert problem in error.value.problem and error.value.remedy
 
 
+# The NPU of the process. The transport takes the calling thread's context, and fails without one:
+# Mooncake 0.3.11.post1, ascend_direct_transport.cpp:203 (of the set-up) and 316 (of registrations).
+
+
+class ContextEngine(FakeEngine):
+    """An engine that fails in a thread that has bound no NPU, and records the NPU of each call."""
+
+    def __init__(self, bound: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.bound = bound
+        self.npus: list[int] = []
+
+    def _take_context(self) -> int:
+        mine = [npu for thread, npu in self.bound if thread == threading.get_ident()]
+        self.npus += mine[-1:]
+        return 0 if mine else -1
+
+    def initialize(self, hostname: str, metadata: str, protocol: str, device: str) -> int:
+        return self._take_context()
+
+    def register_memory(self, address: int, size: int) -> int:
+        return self._take_context()
+
+    def unregister_memory(self, address: int) -> int:
+        return self._take_context()
+
+
+@pytest.fixture
+def transport(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> ContextEngine:
+    """An engine as above, in a thread for which no NPU was chosen yet."""
+    import torch
+    import torch_npu  # noqa: F401 - adds torch.npu
+
+    bound: list[tuple[int, int]] = []
+    set_device = torch.npu.set_device
+
+    def record(npu: int) -> None:
+        set_device(npu)
+        bound.append((threading.get_ident(), npu))
+
+    monkeypatch.setattr(torch.npu, "set_device", record)
+    made = ContextEngine(bound)
+    monkeypatch.setattr(sys.modules["mooncake.engine"], "TransferEngine", lambda: made)
+    return made
+
+
+@pytest.mark.parametrize(("chosen", "used"), [(None, 0), (3, 3)], ids=["the first", "the one that was chosen"])
+def test_each_thread_that_opens_or_registers_binds_the_npu_of_the_process(transport: ContextEngine, chosen: int | None, used: int) -> None:
+    import torch
+
+    def open_store() -> MooncakeClient:
+        if chosen is not None:
+            torch.npu.set_device(chosen)
+            transport.bound.clear()  # in another thread, or before a fork
+        return MooncakeClient(OPTIONS, segment=0)
+
+    def use_store(client: MooncakeClient) -> None:
+        client.register(4096, 100)
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other, ThreadPoolExecutor(1) as third:
+        client = one.submit(open_store).result()
+        other.submit(use_store, client).result()
+        third.submit(client.unregister, 4096).result()
+    assert transport.npus == [used] * 3
+
+
+def test_other_protocols_use_no_npu(transport: ContextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    MooncakeClient(OPTIONS.model_copy(update={"protocol": "rdma"}), segment=0)
+    assert transport.bound == []
+
+
+@pytest.mark.parametrize("fault", ["no torch_npu", "no NPU"])
+def test_a_reader_without_an_npu_is_refused_by_the_protocol(transport: ContextEngine, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    def none_there(npu: int) -> None:
+        raise RuntimeError("No NPUs are available")
+
+    if fault == "no NPU":
+        monkeypatch.setattr(torch.npu, "set_device", none_there)
+    else:
+        monkeypatch.setitem(sys.modules, "torch_npu", None)
+    with pytest.raises(UserError, match="protocol='ascend' needs an NPU in every process that opens the store, also in a reader") as error:
+        MooncakeReader("master:50051", protocol="ascend")
+    assert ("No NPUs" in error.value.problem) == (fault == "no NPU")
+    assert "'rdma' or 'tcp'" in error.value.remedy
+
+
 # The contract with vllm-ascend: the calls in the installed wheel's sources
 
 
@@ -167,6 +261,15 @@ def test_the_shared_engine_is_where_vllm_ascend_has_it() -> None:
 
 
 # A real store, with a real engine, over TCP
+
+
+def test_a_client_without_a_buffer_of_its_own_could_put_no_manifest(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-ascend's scheduler has none either, and only asks which objects exist."""
+    monkeypatch.setattr(mooncake_store, "_OWN_BUFFER", 0)
+    client = MooncakeClient(MooncakeOptions(master_server_address=master.address), segment=16 << 20)
+    with pytest.raises(MooncakeError, match="status -600"):
+        client.put("a manifest", b"{}")
+    client.close()
 
 
 def test_rows_pass_through_a_store_whose_engine_is_ours(master: MooncakeMaster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,5 +314,4 @@ def _store_over_tcp() -> Any:
             assert given["protocol"] == "ascend" and given["engine"] is not None
             return int(super().setup(**{**given, "protocol": "tcp"}))
 
-    names = {name: getattr(mooncake.store, name) for name in ("ReplicateConfig", "SoftPinAction")}
-    return SimpleNamespace(MooncakeDistributedStore=OverTcp, **names)
+    return SimpleNamespace(**{**vars(mooncake.store), "MooncakeDistributedStore": OverTcp})
