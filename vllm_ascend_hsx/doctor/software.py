@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, distribution, entry_points
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS, has_model_runner_v2
 from vllm_ascend_hsx.config import PLUGIN_NAME
 from vllm_ascend_hsx.doctor.findings import Finding
+from vllm_ascend_hsx.doctor.images import image_of, is_same_base
 from vllm_ascend_hsx.emulator.launch import SITE
 from vllm_ascend_hsx.emulator.settings import Settings
 
@@ -45,12 +47,12 @@ def check_software(environ: Mapping[str, str] = os.environ, root: Path = Path("/
     partners = [pair.vllm_ascend for pair in CHECKED_PAIRS if pair.vllm == _release("vllm")]
     yield _package("vllm-ascend", partners or [pair.vllm_ascend for pair in CHECKED_PAIRS], "vllm")
     for name in ("torch", "torch-npu"):
-        yield _torch(name, wanted.get(name), emulated, foreign)
+        yield _torch(name, wanted[name], emulated, foreign)
     if emulated:
         found = f"{environ.get('HSX_EMULATOR_NPUS', Settings.npus)}, emulated on the CPU: CANN and driver are not used"
         yield Finding(TOPIC, "NPUs", "note", found, "For real work use a machine with an Ascend NPU.")
     elif not foreign:
-        yield _cann(environ, root, wanted.get("CANN"))
+        yield _cann(environ, root, wanted["CANN"])
         yield _driver(root)
         yield _npus(root)
     yield _plugin(environ)
@@ -99,7 +101,31 @@ def _version_in(file: Path) -> str | None:
     return match[1] if match else None
 
 
-def _wanted_by_vllm_ascend() -> dict[str, str]:
+class _Wanted(NamedTuple):
+    """Versions of a component that fit vllm-ascend; None is unknown.
+
+    Attributes:
+        named: by vllm-ascend's metadata.
+        in_image: in its official image.
+    """
+
+    named: str | None
+    in_image: str | None
+
+    @property
+    def either(self) -> str:
+        return " or ".join(dict.fromkeys(filter(None, self)))
+
+
+def _wanted_by_vllm_ascend() -> dict[str, _Wanted]:
+    """Return the versions of torch, torch-npu and CANN that fit the installed vllm-ascend."""
+    named = _named_by_vllm_ascend()
+    image = image_of(_release("vllm-ascend") or "")
+    in_image = {"torch": image.torch, "torch-npu": image.torch_npu, "CANN": image.cann} if image else {}
+    return {name: _Wanted(named.get(name), in_image.get(name)) for name in ("torch", "torch-npu", "CANN")}
+
+
+def _named_by_vllm_ascend() -> dict[str, str]:
     """Return the versions in vllm-ascend's metadata: torch, torch-npu (requirements), CANN."""
     try:
         vllm_ascend = distribution("vllm-ascend")
@@ -142,18 +168,33 @@ def _package(name: str, checked: list[str], partner: str) -> Finding:
     return Finding(TOPIC, name, "note", found, f"If a patch point does not hold: {remedy}.")
 
 
-def _torch(name: str, wanted: str | None, emulated: bool, foreign: bool) -> Finding:
-    version = installed_version(name)
-    if version is not None and (wanted is None or _release(name) == wanted) and not (emulated and name == "torch-npu"):
+def _other_build(name: str, version: str, wanted: _Wanted) -> Finding | None:
+    """Return a note about another build of a release that fits, or None for another release."""
+    if wanted.in_image not in (None, wanted.named) and is_same_base(version, wanted.in_image):
+        found = f"{version}; vllm-ascend's image has such a build, its metadata names {wanted.named}"
+        return Finding(TOPIC, name, "note", found)
+    if wanted.named is None or not is_same_base(version, wanted.named):
+        return None
+    found = f"{version}; vllm-ascend's metadata names another build, {wanted.named}"
+    remedy = f"In an image keep it. Elsewhere, if an operator is missing: install {wanted.named}."
+    return Finding(TOPIC, name, "note", found, remedy)
+
+
+def _torch(name: str, wanted: _Wanted, emulated: bool, foreign: bool) -> Finding:
+    version, named = installed_version(name), wanted.named
+    if version is not None and named in (None, _release(name)) and not (emulated and name == "torch-npu"):
         return _ok(name, version)
     if foreign:  # nobody needs to install another one
-        wants = f"; with an NPU vllm-ascend wants {wanted}" if wanted else ""
+        wants = f"; with an NPU vllm-ascend wants {named}" if named else ""
         return Finding(TOPIC, name, "note", f"{version or 'not installed'}{wants}")
     if version is not None and emulated:
-        wants = ", emulated" if name == "torch-npu" else f"; the emulated NPU takes it, real ones want {wanted}"
+        wants = ", emulated" if name == "torch-npu" else f"; the emulated NPU takes it, real ones want {named}"
         return Finding(TOPIC, name, "note", f"{version}{wants}")
-    remedy = f"Install it: pip install {name}=={wanted}." if wanted else f"Install vllm-ascend, which brings its {name}."
-    return _problem(name, "not installed" if version is None else f"{version}; vllm-ascend wants {wanted}", remedy)
+    if version is None:
+        remedy = f"Install it: pip install {name}=={named}." if named else f"Install vllm-ascend, which brings its {name}."
+        return _problem(name, "not installed", remedy)
+    remedy = f"In an image of vllm-ascend, start it anew. Elsewhere run pip install {name}=={named}."
+    return _other_build(name, version, wanted) or _problem(name, f"{version}; vllm-ascend wants {named}", remedy)
 
 
 def _find_cann(environ: Mapping[str, str], root: Path) -> tuple[Path, str] | None:
@@ -165,18 +206,19 @@ def _named_homes(environ: Mapping[str, str]) -> list[Path]:
     return [Path(environ[name]) for name in _CANN_VARIABLES if environ.get(name)]
 
 
-def _cann(environ: Mapping[str, str], root: Path, wanted: str | None) -> Finding:
+def _cann(environ: Mapping[str, str], root: Path, wanted: _Wanted) -> Finding:
     found = _find_cann(environ, root)
-    install = "Install the CANN toolkit" + (f" {wanted}" if wanted else "") + " and its ops package, or use vllm-ascend's container image."
+    right = f" {wanted.either}" if wanted.either else ""
+    install = f"Install the CANN toolkit{right} and its ops package, or use vllm-ascend's container image."
     if found is None:
         return _problem("CANN", "not found", install)
     home, version = found
     if home not in _named_homes(environ):
         problem = f"{version} in {home}, but neither {' nor '.join(_CANN_VARIABLES)} leads there"
         return _problem("CANN", problem, f"source {home}/set_env.sh (or the one in the directory above), and start again.")
-    if wanted is not None and version.lower() != wanted.lower():
-        return _problem("CANN", f"{version}; vllm-ascend wants {wanted}", install)
-    return _ok("CANN", version)
+    if wanted.named is None or version.lower() == wanted.named.lower():
+        return _ok("CANN", version)
+    return _other_build("CANN", version, wanted) or _problem("CANN", f"{version}; vllm-ascend wants {wanted.either}", install)
 
 
 def _driver(root: Path) -> Finding:

@@ -6,16 +6,21 @@ import json
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.metadata import requires
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from releases import installed_is
 
 from vllm_ascend_hsx import plugin  # noqa: F401 - imports all declarations
+from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
 from vllm_ascend_hsx.doctor import software, storage
 from vllm_ascend_hsx.doctor.findings import Finding
+from vllm_ascend_hsx.doctor.images import IMAGES, Image, image_of
 from vllm_ascend_hsx.doctor.software import check_software
 from vllm_ascend_hsx.doctor.storage import check_storage, filesystem_of
 from vllm_ascend_hsx.doctor.target import check_target, stored_format
@@ -126,9 +131,10 @@ CHANGES = {
         "vllm-ascend", "vllm 0.30.0 is for 0.30.0rc2", "Run pip install vllm-ascend==0.30.0rc2.", {"vllm": "0.30.0"}
     ),
     "torch": Change("torch", "2.11.0", "pip install torch==2.10.0", {"torch": "2.11.0"}),
-    "torch-npu": Change("torch-npu", "2.10.0", "pip install torch-npu==2.10.0.post4", {"torch-npu": "2.10.0"}),
+    "torch-npu": Change("torch-npu", "2.9.0", "Elsewhere run pip install torch-npu==2.10.0.post4.", {"torch-npu": "2.9.0.post4"}),
     "no torch-npu": Change("torch-npu", "", "Install it: pip install torch-npu==2.10.0.post4.", {"torch-npu": None}),
     "another CANN": Change("CANN", "8.5.0; vllm-ascend wants 9.1.0", "", cann="version=8.5.0\n"),
+    "the CANN of a later image": Change("CANN", "9.2.0; vllm-ascend wants 9.1.0", "", cann="version=9.2.0\n"),
     "a CANN that no variable names": Change("CANN", "9.1.0", "set_env.sh", environ={"ASCEND_HOME_PATH": ""}),
     "a plugin that is left out": Change(
         "plugin", "", "Add ascend_hsx to VLLM_PLUGINS, or unset it.", environ={"VLLM_PLUGINS": "ascend,ascend_model"}
@@ -148,6 +154,99 @@ def test_what_differs_is_one_problem_that_names_what_is_right(installed: Path, m
     (problem,) = [each for each in check_software(environ_of(machine, **change.environ), machine) if each.verdict == "problem"]
     assert problem.name == change.name
     assert change.found in problem.found and change.what_to_do in problem.what_to_do
+
+
+# Official images
+
+
+@dataclass(frozen=True)
+class Build:
+    """Versions as they may be in an image, and the components of which the doctor makes a note.
+
+    Attributes:
+        torch_npu: a daily build's version is nowhere named; these are the forms of earlier ones.
+        cann: `version=` of the toolkit.
+        vllm_ascend: what its editable installation calls itself.
+    """
+
+    image: Image
+    torch_npu: str
+    cann: str
+    notes: frozenset[str] = frozenset()
+    vllm_ascend: str = ""
+
+
+OF_0_23_0, OF_POST1, OF_0_26, OF_0_30 = IMAGES
+DAILY = frozenset({"torch-npu", "CANN"})
+BUILDS = {
+    "0.23.0": Build(OF_0_23_0, "2.10.0.post4", "9.1.0"),
+    "0.23.0.post1": Build(OF_POST1, "2.10.0.post4", "9.1.0"),
+    "0.26.0rc1": Build(OF_0_26, "2.10.0.post4", "9.1.0"),
+    "0.26.0rc1, built with a daily torch-npu": Build(OF_0_26, "2.10.0.post4.dev20260715", "9.1.0", frozenset({"torch-npu"})),
+    "0.30.0rc2": Build(OF_0_30, "2.10.0.post5.dev20260926", "9.2.0", DAILY),
+    "0.30.0rc2, torch-npu without a post release": Build(OF_0_30, "2.10.0.dev20260926", "9.2.0_20260930220649", DAILY),
+    "0.30.0rc2, torch-npu with a commit": Build(OF_0_30, "2.10.0.post5+gitabc1234", "9.2.0.B030", DAILY),
+    "0.30.0rc2, the named torch-npu with a commit": Build(OF_0_30, "2.10.0.post4+git5dd8ef3", "9.2.0", frozenset({"CANN"})),
+    "0.30.0rc2, as its metadata says": Build(OF_0_30, "2.10.0.post4", "9.1.0"),
+    "0.30.0rc2, from a later commit": Build(
+        OF_0_30, "2.10.0.post5.dev20260926", "9.2.0", DAILY | {"vllm-ascend"}, "0.30.0rc3.dev0+g1234567.d20261020"
+    ),
+}
+
+
+def build_image(packages: Path, machine: Path, build: Build) -> None:
+    """Install what an image has: its metadata, and the file of its CANN toolkit."""
+    versions = {
+        "vllm": f"{next(pair.vllm for pair in CHECKED_PAIRS if pair.vllm_ascend == build.image.vllm_ascend)}+empty",
+        "vllm-ascend": build.vllm_ascend or build.image.vllm_ascend,
+        "torch": f"{build.image.torch}+cpu",
+        "torch-npu": build.torch_npu,
+    }
+    for name, version in versions.items():
+        without(packages, name)
+        install(packages, name, version, VLLM_ASCEND if name == "vllm-ascend" else "")
+    (info,) = machine.rglob("ascend_toolkit_install.info")
+    info.write_text(f"package_name=Ascend-cann-toolkit\nversion={build.cann}\n")
+
+
+@pytest.mark.parametrize("build", BUILDS.values(), ids=BUILDS)
+def test_what_an_official_image_has_is_no_problem(installed: Path, machine: Path, build: Build) -> None:
+    build_image(installed, machine, build)
+    found = by_name(check_software(environ_of(machine), machine))
+    assert [each for each in found.values() if each.verdict == "problem"] == []
+    assert {name for name, each in found.items() if each.verdict == "note"} == build.notes
+    assert all("names" in found[name].found and "pip install" not in found[name].what_to_do for name in build.notes & DAILY)
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda image: image.vllm_ascend)
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [
+        ({"torch_npu": "2.9.0.post4"}, "In an image of vllm-ascend, start it anew."),
+        ({"cann": "9.0.1"}, "use vllm-ascend's container image"),
+    ],
+    ids=["torch-npu", "CANN"],
+)
+def test_another_base_release_in_an_image_is_one_problem_and_the_image_the_remedy(
+    installed: Path, machine: Path, image: Image, wrong: dict[str, str], remedy: str
+) -> None:
+    build_image(installed, machine, replace(Build(image, "2.10.0.post4", image.cann), **wrong))  # type: ignore[arg-type]
+    (problem,) = [each for each in check_software(environ_of(machine), machine) if each.verdict == "problem"]
+    assert remedy in problem.what_to_do
+    assert (problem.name == "CANN") == ("cann" in wrong)
+    if image is OF_0_30 and "cann" in wrong:
+        assert problem.found == "9.0.1; vllm-ascend wants 9.1.0 or 9.2.0"
+
+
+def test_each_checked_release_has_a_row_of_images_with_the_versions_that_it_requires() -> None:
+    """By the metadata of the installed one; images of 0.30.0rc2 replace some by daily builds."""
+    assert [image.vllm_ascend for image in IMAGES] == [pair.vllm_ascend for pair in CHECKED_PAIRS]
+    image = image_of(installed_version("vllm-ascend"))
+    assert image is not None and image.vllm_ascend == installed_version("vllm-ascend")
+    required = {each.name: each.specifier for each in map(Requirement, requires("vllm-ascend") or ())}
+    assert str(required["torch"]) == f"=={image.torch}" and str(required["fastapi"]) == image.fastapi
+    assert required["torch-npu"].contains(image.torch_npu) == (image.torch_npu != image.torch)
+    assert required["triton-ascend"].contains(image.triton_ascend) == ("dev" not in image.triton_ascend)
 
 
 def test_model_runner_v2_is_a_problem_before_vllm_ascend_0_30(installed: Path, machine: Path) -> None:

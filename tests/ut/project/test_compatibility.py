@@ -9,6 +9,7 @@ from documents import page, rows
 
 from vllm_ascend_hsx.compat.targets import ARCHITECTURES, SHOWN, UNSERVABLE
 from vllm_ascend_hsx.compat.versions import CHECKED_PAIRS
+from vllm_ascend_hsx.doctor.images import IMAGES
 
 TESTS = Path(__file__).parents[2]
 
@@ -66,6 +67,24 @@ def test_the_versions_and_classes_are_those_of_the_code() -> None:
     assert set(named) <= {*ARCHITECTURES, *UNSERVABLE}
     targets = rows(text.partition("## Targets")[2].partition("## Features")[0])
     assert {each for _, cell, state, _ in targets if state.startswith("works") for each in re.findall(r"`(\w+)`", cell)} == set(SHOWN)
+
+
+def test_the_versions_of_images_are_those_that_the_doctor_knows_and_the_others_the_pins() -> None:
+    section = page("compatibility.md").partition("## Official images")[2].partition("\n## ")[0]
+    found = rows(section)
+    for image in IMAGES:
+        torch_npu = image.torch_npu if "post" in image.torch_npu else f"{image.torch_npu}, a daily build"
+        assert [image.vllm_ascend, image.cann, torch_npu, image.triton_ascend] in found
+    common = {(image.python, image.torch, image.fastapi, image.mooncake) for image in IMAGES}
+    (of_all,) = common
+    by_name = {name: cells for name, *cells in found[len(IMAGES) :]}
+    assert tuple(by_name[name][0] for name in ("Python", "torch", "fastapi", "Mooncake")) == of_all
+    pins = {path.stem: path.read_text() for path in (TESTS.parent / "requirements").glob("*.txt")}
+    assert f"torch=={by_name['torch'][1]}\n" in pins["common"]
+    assert f"mooncake-transfer-engine-non-cuda=={by_name['Mooncake'][1]}\n" in pins["dev"]
+    first, later = re.findall(r"[\d.]+\d", by_name["fastapi"][1])[:2]
+    expected = {image.vllm_ascend: first if image.vllm_ascend.startswith("0.23") else later for image in IMAGES}
+    assert all(f"fastapi=={fastapi}\n" in pins[release] for release, fastapi in expected.items())
 
 
 def test_what_upstream_gets_wrong_is_told_for_each_release_by_tests_that_ask_for_it() -> None:

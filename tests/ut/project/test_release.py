@@ -79,10 +79,12 @@ def test_reports_name_commands_and_files_that_are_there() -> None:
 
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 # Of the installation guide (vllm-ascend v0.23.0, docs/source/installation.md), which also mounts
-# the cache in the home directory, for downloaded weights.
+# the cache in the home directory, for downloaded weights. The guides to several machines and to
+# Mooncake mount /etc/hccn.conf (tutorials/features/pd_disaggregation_mooncake_multi_node.md:173).
 DEVICES = {"/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc"}
 MOUNTS = {
     "/etc/ascend_install.info",
+    "/etc/hccn.conf",
     "/usr/local/Ascend/driver/lib64/",
     "/usr/local/Ascend/driver/tools/hccn_tool",
     "/usr/local/Ascend/driver/version.info",
@@ -130,6 +132,14 @@ def test_a_container_has_the_devices_and_mounts_of_vllm_ascends_guide(name: str)
     assert all(mount.partition(":")[0] == mount.partition(":")[2] for mount in mounts)
     assert {mount.partition(":")[0] for mount in mounts} == {*MOUNTS, "/data/models", "/data/hidden_states"}
     assert values(command, "-e") == ["HF_HOME=/data/models"]
+
+
+def test_the_options_for_rdma_are_those_of_mooncakes_guide() -> None:
+    """Mooncake 0.3.11.post1, docs/source/getting_started/build.md:184."""
+    command = words("run rdma")
+    assert command[:2] == ["docker", "run"] and command[-1] == "..."
+    assert values(command, "--device") == ["/dev/infiniband/rdma_cm", "/dev/infiniband/uverbs0"]
+    assert values(command, "--ulimit") == ["memlock=-1"]
 
 
 def test_the_build_context_has_what_the_wheel_is_built_from() -> None:

@@ -1,0 +1,64 @@
+"""The versions in vllm-ascend's official images, which are not always those of its metadata."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Image:
+    """The official images of a release. They differ in operating system and device alone.
+
+    Source: Dockerfile, Dockerfile.openEuler, Dockerfile.a3 and Dockerfile.a3.openEuler of the
+    release, and the requirements.txt that they install.
+
+    Attributes:
+        vllm_ascend: the release.
+        cann: CANN of the base image.
+        torch_npu: base release alone where the image has a daily build, whose full version no
+            source names.
+        triton_ascend: version that replaces the one of requirements.txt.
+        python, torch, mooncake, fastapi: versions that are the same in all images; the last is a
+            constraint.
+    """
+
+    vllm_ascend: str
+    cann: str = "9.1.0"
+    torch_npu: str = "2.10.0.post4"
+    triton_ascend: str = "3.2.2"
+    python: str = "3.12"
+    torch: str = "2.10.0"
+    mooncake: str = "0.3.11.post1"
+    fastapi: str = "<0.124.0"
+
+
+IMAGES = (
+    Image("0.23.0"),
+    Image("0.23.0.post1"),
+    Image("0.26.0rc1"),
+    # Its release images, too, have the daily builds of install_daily_deps.sh (Dockerfile:148).
+    Image("0.30.0rc2", cann="9.2.0", torch_npu="2.10.0", triton_ascend="3.6.0+dev20260923230212"),
+)
+
+
+def image_of(vllm_ascend: str) -> Image | None:
+    """Return the images of a release, or of the newest checked one with the same base release.
+
+    An image may have been built from a later commit: 0.30.0rc3.dev0 is 0.30.0rc2's.
+    """
+    near = [image for image in IMAGES if is_same_base(image.vllm_ascend, vllm_ascend)]
+    return next((image for image in near if image.vllm_ascend == vllm_ascend), near[-1] if near else None)
+
+
+def is_same_base(version: str, other: str) -> bool:
+    """Return True for two builds of one base release, such as 2.10.0.post4 and 2.10.0.dev1+gitabc.
+
+    CANN's versions are no PEP 440 versions: 9.2.0_20260930220649 and 8.3.RC2 occur.
+    """
+    return _base(version) == _base(other)
+
+
+def _base(version: str) -> str:
+    match = re.match(r"\d+(\.\d+)*", version)
+    return match[0] if match else version
