@@ -23,6 +23,11 @@ LAYER_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 
 # Seconds, after drain_timeout_s, in which a worker writes the error files of unfinished requests.
 FAILURE_REPORT_TIMEOUT_S = 5.0
+# A step that waits for storage must end before the server's own timeouts. vLLM's executor waits
+# 300 seconds for a step (vllm/envs.py:210, 0.23.0). Releases of vllm-ascend other than 0.26.0rc1
+# make it 3,000 (vllm_ascend/platform.py:1276, 0.23.0). An operator that waits for a rank is aborted
+# after 547 (torch_npu 2.10.0.post4, core/npu/sys_ctrl/npu_sys_ctrl.cpp:38 and 275).
+LONGEST_WAIT_S = 240.0
 
 
 Size = Annotated[int, BeforeValidator(parse_size)]
@@ -186,10 +191,11 @@ class HsxConfig(BaseModel):
     storage_timeout_s: float = Field(
         default=30.0,
         gt=0,
-        le=LONGEST_S,
+        le=LONGEST_WAIT_S,
         description="Seconds that an engine step waits for storage that makes no progress. "
         "Then requests whose rows wait fail, and new ones are held back or refused until it "
-        "recovers. All others continue.",
+        "recovers. All others continue. The limit keeps a step shorter than the server's own "
+        "timeouts, the first of which is 300 seconds.",
     )
     drain_timeout_s: float = Field(
         default=30.0,

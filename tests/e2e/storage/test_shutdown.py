@@ -42,7 +42,7 @@ def slow(seconds: float, row_bytes: int = ROW_BYTES) -> dict[str, Any]:
 
 def serve(directory: Path, model: Path, seconds: float, *extra: str, **options: Any) -> Server:
     # A writer for each file: what is held back holds back nothing else.
-    connector = {"num_writer_threads": 8, "drain_timeout_s": 60, "storage_timeout_s": 600}
+    connector = {"num_writer_threads": 8, "drain_timeout_s": 60, "storage_timeout_s": 240}
     options = {"expert_parallel": False, "max_model_len": 4096, "connector": connector, **options}
     common = {"instruments": slow(seconds), "environ": FLASHCOMM, "tensor_parallel": 2}
     return tiny_server(directory, model, LAYER_IDS, extra=extra, **common, **options)

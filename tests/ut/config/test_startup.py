@@ -12,9 +12,10 @@ import pytest
 import torch
 from mooncake_master import free_port, require_mooncake
 from test_config import vllm_config
+from vllm import envs
 
 from vllm_ascend_hsx import transfer_config
-from vllm_ascend_hsx.config import HsxConfig
+from vllm_ascend_hsx.config import LONGEST_WAIT_S, HsxConfig
 from vllm_ascend_hsx.drafter.model import AscendExtractHiddenStatesModel
 from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
 from vllm_ascend_hsx.plan.costs import Request, make_plan
@@ -88,6 +89,7 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
         ({"durability": True}, r"durability=True cannot be used"),
         ({"checksum": "md5"}, r"checksum='md5' cannot be used"),
         ({"storage_timeout_s": 0}, r"storage_timeout_s=0 cannot be used"),
+        ({"storage_timeout_s": 241}, r"storage_timeout_s=241 cannot be used.*timeouts, the first of which is 300 seconds"),
         ({"drain_timeout_s": -1}, r"drain_timeout_s=-1 cannot be used"),
         ({"num_writers": 3}, r"num_writers=3 is not an option\. Did you mean 'num_writer_threads'"),
     ],
@@ -95,6 +97,11 @@ def test_another_connector_is_told_how_to_start_without_our_plugin(
 def test_a_setting_that_cannot_be_used_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         read_settings(serve(tmp_path, **change))
+
+
+def test_a_step_waits_for_storage_for_less_than_the_executor_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", raising=False)
+    assert envs.environment_variables["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]() == 300 > LONGEST_WAIT_S
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
