@@ -1,4 +1,4 @@
-"""The versions in vllm-ascend's official images, which are not always those of its metadata."""
+"""The versions in vllm-ascend's official images. Some differ from the package's metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Image:
         cann: CANN of the base image.
         torch_npu: base release alone where the image has a daily build, whose full version no
             source names.
-        triton_ascend: version that replaces the one of requirements.txt.
+        triton_ascend: version that the image ends up with.
         python, torch, mooncake, fastapi: versions that are the same in all images; the last is a
             constraint.
     """
@@ -37,7 +37,7 @@ IMAGES = (
     Image("0.23.0"),
     Image("0.23.0.post1"),
     Image("0.26.0rc1"),
-    # Its release images, too, have the daily builds of install_daily_deps.sh (Dockerfile:148).
+    # Release images, too, have the daily builds of install_daily_deps.sh (Dockerfile:148).
     Image("0.30.0rc2", cann="9.2.0", torch_npu="2.10.0", triton_ascend="3.6.0+dev20260923230212"),
 )
 

@@ -106,7 +106,7 @@ class _Wanted(NamedTuple):
 
     Attributes:
         named: by vllm-ascend's metadata.
-        in_image: in its official image.
+        in_image: in vllm-ascend's official image.
     """
 
     named: str | None
@@ -171,11 +171,11 @@ def _package(name: str, checked: list[str], partner: str) -> Finding:
 def _other_build(name: str, version: str, wanted: _Wanted) -> Finding | None:
     """Return a note about another build of a release that fits, or None for another release."""
     if wanted.in_image not in (None, wanted.named) and is_same_base(version, wanted.in_image):
-        found = f"{version}; vllm-ascend's image has such a build, its metadata names {wanted.named}"
+        found = f"{version}; vllm-ascend's image has such a build, the package names {wanted.named}"
         return Finding(TOPIC, name, "note", found)
     if wanted.named is None or not is_same_base(version, wanted.named):
         return None
-    found = f"{version}; vllm-ascend's metadata names another build, {wanted.named}"
+    found = f"{version}; vllm-ascend names another build, {wanted.named}"
     remedy = f"In an image keep it. Elsewhere, if an operator is missing: install {wanted.named}."
     return Finding(TOPIC, name, "note", found, remedy)
 

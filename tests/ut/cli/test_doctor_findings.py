@@ -166,7 +166,7 @@ class Build:
     Attributes:
         torch_npu: a daily build's version is nowhere named; these are the forms of earlier ones.
         cann: `version=` of the toolkit.
-        vllm_ascend: what its editable installation calls itself.
+        vllm_ascend: version of an editable installation, if it is not the release.
     """
 
     image: Image

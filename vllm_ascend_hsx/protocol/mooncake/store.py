@@ -148,12 +148,13 @@ def soft_pinned(package: ModuleType) -> Any:
 def bind_npu(npu: int | None = None) -> int:
     """Give the calling thread a context on an NPU, and return the NPU.
 
-    Ascend's transport fails in a thread without one: where an engine is initialised and where
-    memory is registered (ascend_direct_transport.cpp:203 and 316 in Mooncake 0.3.11.post1).
+    Ascend's transport fails in a thread without a context, where an engine is initialised and where
+    memory is registered (ascend_direct_transport.cpp:203 and 316 in Mooncake 0.3.11.post1). Threads
+    of the transport make the transfers, in the engine's context (slice_dispatcher.cpp:83).
 
     Args:
-        npu: None for the thread's own: the one that `torch.npu.set_device` chose, or else the first
-            of ASCEND_RT_VISIBLE_DEVICES.
+        npu: None for the thread's own NPU, chosen by `torch.npu.set_device`, or else the first of
+            ASCEND_RT_VISIBLE_DEVICES.
 
     Raises:
         UserError: if torch_npu is missing, or the NPU cannot be used.
@@ -266,19 +267,16 @@ class MooncakeClient:
 
     def register(self, address: int, size: int) -> None:
         """Let data move to and from this memory without another copy."""
+        self._bind_npu()
         if self._engine is not None:  # as vllm-ascend does
-            bind_npu(self._npu)
             _check(self._engine.register_memory(address, size))
         else:
             _check(self._store.register_buffer(address, size))
 
     def unregister(self, address: int) -> None:
         """Undo `register`."""
-        if self._engine is not None:
-            bind_npu(self._npu)
-            _check(self._engine.unregister_memory(address))
-        else:
-            _check(self._store.unregister_buffer(address))
+        self._bind_npu()
+        _check(self._store.unregister_buffer(address) if self._engine is None else self._engine.unregister_memory(address))
 
     def put_parts(self, key: str, parts: Sequence[tuple[int, int]]) -> None:
         """Store one object, made of parts (address, bytes) of registered memory.
@@ -324,7 +322,13 @@ class MooncakeClient:
 
     def close(self) -> None:
         """Leave the store. Objects in this process's segment are lost."""
+        self._bind_npu()  # Mooncake unregisters the memory of its own
         self._store.close()
+
+    def _bind_npu(self) -> None:
+        """Give the calling thread the client's NPU, if the transport needs one."""
+        if self._npu is not None:
+            bind_npu(self._npu)
 
     def _require_master(self) -> None:
         """Fail at once if the master is known not to answer, instead of after seconds."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from vllm_ascend_hsx.protocol.mooncake.store import MooncakeClient, MooncakeErro
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks.mooncake.sink import MooncakeSink
 
+T = TypeVar("T")
 OPTIONS = MooncakeOptions(master_server_address="master:50051", local_hostname="10.0.0.1", protocol="ascend", device_name="3")
 
 
@@ -140,15 +142,17 @@ def test_what_cannot_be_used_is_named_with_a_remedy(fault: str, problem: str, en
 class ContextEngine(FakeEngine):
     """An engine that fails in a thread that has bound no NPU, and records the NPU of each call."""
 
-    def __init__(self, bound: list[tuple[int, int]]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.bound = bound
+        self.bound = threading.local()  # `npu` of each thread; the system uses thread ids again
         self.npus: list[int] = []
 
     def _take_context(self) -> int:
-        mine = [npu for thread, npu in self.bound if thread == threading.get_ident()]
-        self.npus += mine[-1:]
-        return 0 if mine else -1
+        npu = getattr(self.bound, "npu", None)
+        if npu is None:
+            return -1
+        self.npus.append(npu)
+        return 0
 
     def initialize(self, hostname: str, metadata: str, protocol: str, device: str) -> int:
         return self._take_context()
@@ -166,43 +170,45 @@ def transport(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> ContextEng
     import torch
     import torch_npu  # noqa: F401 - adds torch.npu
 
-    bound: list[tuple[int, int]] = []
+    made = ContextEngine()
     set_device = torch.npu.set_device
 
     def record(npu: int) -> None:
         set_device(npu)
-        bound.append((threading.get_ident(), npu))
+        made.bound.npu = npu
 
     monkeypatch.setattr(torch.npu, "set_device", record)
-    made = ContextEngine(bound)
     monkeypatch.setattr(sys.modules["mooncake.engine"], "TransferEngine", lambda: made)
     return made
 
 
-@pytest.mark.parametrize(("chosen", "used"), [(None, 0), (3, 3)], ids=["the first", "the one that was chosen"])
-def test_each_thread_that_opens_or_registers_binds_the_npu_of_the_process(transport: ContextEngine, chosen: int | None, used: int) -> None:
+def in_a_new_thread(call: Callable[[], T]) -> T:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
+
+
+@pytest.mark.parametrize(("chosen", "used"), [(None, 0), (3, 3)], ids=["the first", "a chosen one"])
+def test_each_thread_that_opens_registers_or_closes_binds_the_npu(transport: ContextEngine, chosen: int | None, used: int) -> None:
     import torch
 
     def open_store() -> MooncakeClient:
         if chosen is not None:
             torch.npu.set_device(chosen)
-            transport.bound.clear()  # in another thread, or before a fork
+            del transport.bound.npu  # as if it had been set without a context
         return MooncakeClient(OPTIONS, segment=0)
 
-    def use_store(client: MooncakeClient) -> None:
-        client.register(4096, 100)
-
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other, ThreadPoolExecutor(1) as third:
-        client = one.submit(open_store).result()
-        other.submit(use_store, client).result()
-        third.submit(client.unregister, 4096).result()
-    assert transport.npus == [used] * 3
+    client = in_a_new_thread(open_store)
+    client._store.close = lambda: transport.unregister_memory(0)
+    in_a_new_thread(lambda: client.register(4096, 100))
+    in_a_new_thread(lambda: client.unregister(4096))
+    in_a_new_thread(client.close)
+    assert transport.npus == [used] * 4
 
 
 def test_other_protocols_use_no_npu(transport: ContextEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch_npu", None)
     MooncakeClient(OPTIONS.model_copy(update={"protocol": "rdma"}), segment=0)
-    assert transport.bound == []
+    assert not hasattr(transport.bound, "npu")
 
 
 @pytest.mark.parametrize("fault", ["no torch_npu", "no NPU"])
