@@ -1,4 +1,4 @@
-"""Unit tests run on emulated NPUs, in late mode, where torch_npu is not installed."""
+"""Unit tests run on emulated NPUs, in late and queue mode, where torch_npu is not installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 if find_spec("torch_npu") is None:
     from vllm_ascend_hsx.emulator.launch import SITE, environment
 
-    os.environ.update({name: value for name, value in environment(npus=8, late=True).items() if name.startswith("HSX_")})
+    os.environ.update({name: value for name, value in environment(npus=8, late=True, queue=True).items() if name.startswith("HSX_")})
     sys.path.insert(0, str(SITE))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,6 +129,26 @@ def read_trace(directory: Path) -> dict[int, list[dict[str, Any]]]:
         int(path.stem.removeprefix("trace-")): [json.loads(line) for line in path.read_text().splitlines()]
         for path in sorted(directory.glob("trace-*.jsonl"))
     }
+
+
+def check_contexts(trace: Mapping[int, list[dict[str, Any]]], npus: int) -> None:
+    """Check that each worker's process has a context on the worker's NPU, and no process another.
+
+    Args:
+        trace: of the instrument trace_contexts.
+        npus: that have a worker each; the machine may have more.
+    """
+    last = {process: events[-1] for process, events in trace.items() if events}
+    assert len(last) == npus
+    for event in last.values():
+        others = [each for each in event["contexts"] if each["device"] != event["device"]]
+        shown = "".join(
+            f"\nthread {each['thread']} used NPU {each['device']} by {each['call']}:\n{each['python']}" for each in others
+        )
+        assert not others, f"the worker of NPU {event['device']} has other contexts, too:{shown}"
+    for event in last.values():
+        used, unused = event["processes"][:npus], event["processes"][npus:]
+        assert (set(used), sum(unused)) == ({1}, 0), f"processes with a context on each NPU: {event['processes']}"
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:

@@ -46,7 +46,7 @@ def process_environment(
     *, npus: int, ours: bool = True, late: bool = True, soc: str = "a2", instruments: Mapping[str, Any] | None = None
 ) -> dict[str, str]:
     """Return what to add to the environment of a process on emulated NPUs."""
-    added = environment(npus=npus, hbm_bytes=HBM_BYTES, late=late, soc=soc)
+    added = environment(npus=npus, hbm_bytes=HBM_BYTES, late=late, soc=soc, queue=late)
     folders = [str(HERE / "instruments"), str(HERE.parent / "models"), added["PYTHONPATH"], os.environ.get("PYTHONPATH", "")]
     unique = dict.fromkeys(filter(None, os.pathsep.join(folders).split(os.pathsep)))
     added["PYTHONPATH"] = os.pathsep.join(unique)

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from harness import compare_file, read_trace, tokens
+from harness import check_contexts, compare_file, read_trace, tokens
 from launch import FLASHCOMM, START_SECONDS, tiny_server
 from prometheus_client.parser import text_string_to_metric_families
 from releases import only_on_v1
@@ -58,6 +58,7 @@ class Served:
     prompts: dict[str, list[int]]  # with what was generated and stored
     answers: dict[str, Any]
     trace: dict[int, list[dict[str, Any]]]
+    contexts: dict[int, list[dict[str, Any]]]
     log: str
     metrics: str  # of GET /metrics, at the end
     settled: int  # requests to each engine, of a token, that are not extracted
@@ -81,9 +82,11 @@ def served(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> S
 
 def serve_requests(directory: Path, model: Path, environ: Mapping[str, str] | None = None) -> Served:
     """Send requests to a traced server, whose environment has `environ` added."""
-    traces = directory / "traces"
+    traces, contexts = directory / "traces", directory / "contexts"
     traces.mkdir()
-    with serve(directory, model, {"trace_collectives": str(traces)}, late=True, environ=environ) as server:
+    contexts.mkdir()
+    instruments = {"trace_collectives": str(traces), "trace_contexts": str(contexts)}
+    with serve(directory, model, instruments, late=True, environ=environ) as server:
         server.wait_ready(START_SECONDS)
         try:
             answers = {name: complete(server, model, prompt) for name, prompt in ALONE.items()}
@@ -124,6 +127,7 @@ def serve_requests(directory: Path, model: Path, environ: Mapping[str, str] | No
         {**ALONE, "hostile-id": tokens(12), **TOGETHER, **FIRST, **FOLLOWERS, **with_output},
         answers,
         read_trace(traces),
+        read_trace(contexts),
         server.log.read_text(errors="replace"),
         metrics,
         settled,
@@ -137,6 +141,10 @@ def on_engine(name: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", [*ALONE, "hostile-id", *TOGETHER, *WITH_OUTPUT, *FIRST, *FOLLOWERS])
 def test_a_file_holds_the_rows_of_its_own_request(served: Served, name: str) -> None:
     check_file(served, name)
+
+
+def test_each_worker_has_a_context_on_its_own_npu_alone(served: Served) -> None:
+    check_contexts(served.contexts, npus=4)
 
 
 def test_a_prefix_is_copied_on_the_dp_rank_that_has_its_rows(served: Served) -> None:

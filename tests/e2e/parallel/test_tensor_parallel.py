@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from depth import is_long
-from harness import Run, read_trace, run_engine, tokens
+from harness import Run, check_contexts, read_trace, run_engine, tokens
 from launch import SPAWN
 from releases import installed_is, only_on_v1, only_with
 
@@ -51,27 +51,38 @@ def writers(directory: Path) -> dict[str, set[int]]:
     return found
 
 
+def make_directories(directory: Path, *names: str) -> dict[str, str]:
+    """Make directories for instruments, and return their arguments."""
+    for name in names:
+        (directory / name).mkdir(parents=True)
+    return {name: str(directory / name) for name in names}
+
+
 def run_tp2(directory: Path, model: Path, *, ours: bool) -> tuple[Run, dict[str, set[int]]]:
-    traces = directory / "traces"
-    traces.mkdir(parents=True)
+    instruments = make_directories(directory, "trace_files", "trace_contexts")
     run = run_engine(
         directory,
         model,
         [*SCRIPT, *(SHARED if ours else AFTER)],
         ours=ours,
         late=ours,
-        instruments={"trace_files": str(traces)},
+        instruments=instruments,
         environ=FLASHCOMM | (SPAWN if ours and is_long() else {}),
         connector_options=TIGHT if ours else {},
         tensor_parallel_size=2,
         enable_expert_parallel=True,
     )
-    return run, writers(traces)
+    return run, writers(Path(instruments["trace_files"]))
 
 
 @pytest.fixture(scope="module")
-def run(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, dict[str, set[int]]]:
-    run, written = run_tp2(tmp_path_factory.mktemp("tp2"), tiny_minimax_m2, ours=True)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tp2")
+
+
+@pytest.fixture(scope="module")
+def run(tiny_minimax_m2: Path, directory: Path) -> tuple[Run, dict[str, set[int]]]:
+    run, written = run_tp2(directory, tiny_minimax_m2, ours=True)
     assert run.error is None, f"{run.error}\n{run.log[-4000:]}"
     return run, written
 
@@ -80,6 +91,11 @@ def run(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 def test_rows_are_those_of_the_request(run: tuple[Run, dict[str, set[int]]], length: int) -> None:
     comparison = run[0].compare(f"r{length}")
     assert comparison.matches, comparison
+
+
+@pytest.mark.usefixtures("run")
+def test_each_worker_has_a_context_on_its_own_npu_alone(directory: Path) -> None:
+    check_contexts(read_trace(directory / "trace_contexts"), npus=2)
 
 
 def test_a_prefix_is_copied_on_the_rank_that_has_its_rows(run: tuple[Run, dict[str, set[int]]]) -> None:

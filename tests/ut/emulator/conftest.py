@@ -14,23 +14,25 @@ from vllm_ascend_hsx.emulator.native import core
 
 @pytest.fixture
 def late() -> Iterator[None]:
-    """Late mode; queued work is finished before and after the test."""
+    """Late mode without queue mode; queued work is finished before and after the test."""
     yield from _mode(True)
 
 
 @pytest.fixture(params=["prompt", "late"])
 def any_mode(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run the test in both modes: work runs when it is called, or late."""
+    """Run the test twice, without queue mode: work runs when it is called, or late."""
     yield from _mode(request.param == "late")
 
 
 def _mode(late: bool) -> Iterator[None]:
-    before = core.late()
+    before = core.late(), core.queue()
     _settle()
     core.set_late(late)
+    core.set_queue(False)
     yield
     _settle()
-    core.set_late(before)
+    core.set_late(before[0])
+    core.set_queue(before[1])
 
 
 @pytest.fixture

@@ -156,11 +156,13 @@ class Contexts {
     return all_;
   }
 
-  // Memory of the NPU that the contexts of all processes take.
-  size_t bytes(int device) {
+  // The number of processes of the machine that have a context on the NPU.
+  size_t count(int device) {
     if (!context_created()) return 0;
-    return (locks_.others(process_state().ids.at(device)) + has(device)) * kContextBytes;
+    return locks_.others(process_state().ids.at(device)) + has(device);
   }
+  // The memory that they take.
+  size_t bytes(int device) { return count(device) * kContextBytes; }
 
   void forget() {
     mask_ = 0;

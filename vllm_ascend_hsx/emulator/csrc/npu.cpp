@@ -69,6 +69,10 @@ void bind_contexts(py::module_& m) {
     check_device(d);
     return Contexts::get().has(d);
   });
+  m.def("processes_on", [](int d) {
+    check_device(d);
+    return Contexts::get().count(d);
+  });
   // Of this process: device, thread, call and Python calls that created it.
   m.def("contexts", [] {
     std::vector<std::tuple<int, std::string, std::string, std::string>> all;
@@ -93,6 +97,7 @@ void bind_tasks(py::module_& m) {
         {QueueStatus::kRun, "run"}, {QueueStatus::kErrorExit, "error"}, {QueueStatus::kCanExit, "exit"}};
     return names.at(TaskQueue::of(d).status());
   });
+  m.def("queues_ended", &TaskQueue::any_exited);
   m.def("hold", [](int d) { TaskQueue::of(d).hold(); });
   m.def("release", [](int d) { TaskQueue::of(d).release(); }, Released());
   m.def("release_after", [](int d, double seconds) {

@@ -1,6 +1,7 @@
 """Record calls of references and launches of Triton kernels on a stream that captures.
 
-The graphs are in csrc/graphs/. A recorded reference does not run. A replay runs it on CPU tensors
+On an NPU whose task queue has ended, they do nothing (csrc/streams/tasks.h). The graphs are in
+csrc/graphs/. A recorded reference does not run. A replay runs it on CPU tensors
 over the same bytes, as one operator of its stream; its reads on the host are no synchronization.
 """
 
@@ -20,12 +21,24 @@ def _is_device(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "npu"
 
 
+def _device_of(arguments: object) -> int:
+    return next((leaf.device.index for leaf in tree_leaves(arguments) if _is_device(leaf)), core.current_device())
+
+
 def _recording_device(arguments: object) -> int | None:
     """Return the device whose current stream would record the call; None if the call would run."""
     if not core.recordings():
         return None
-    device = next((leaf.device.index for leaf in tree_leaves(arguments) if _is_device(leaf)), core.current_device())
+    device = _device_of(arguments)
     return device if core.recording(device) else None
+
+
+def _dropping_device(arguments: object) -> int | None:
+    """Return the device that would drop the call; None if the call would run."""
+    if not core.queues_ended():
+        return None
+    device = _device_of(arguments)
+    return device if core.queue_status(device) == "exit" else None
 
 
 class _Arguments:
@@ -86,6 +99,10 @@ def recordable(qualified: str, schema: str, reference: Reference, shape: Referen
 
     @functools.wraps(reference)
     def call(*args: Any, **kwargs: Any) -> Any:
+        dropping = _dropping_device((args, kwargs))
+        if dropping is not None and not composite:
+            shapes, _ = _Arguments((args, kwargs)).try_shapes(shape)
+            return tree_map(lambda value: _on_device(value, dropping), shapes)
         device = _recording_device((args, kwargs))
         if device is None or composite:
             return reference(*args, **kwargs)
@@ -133,10 +150,15 @@ def _on_device(value: Any, device: int) -> Any:
 def record_launch(
     name: str, grid: tuple[int, ...], arguments: Mapping[str, Any], run: Callable[[tuple[int, ...], dict[str, Any]], None]
 ) -> bool:
-    """Record the launch of Triton kernel ``name`` if the current stream records; return whether.
+    """Record the launch of Triton kernel ``name`` if the current stream records.
 
     The first run shows what the kernel writes, by the versions of its tensors.
+
+    Returns:
+        Whether the launch must not run: it was recorded, or the device drops it.
     """
+    if _dropping_device(dict(arguments)) is not None:
+        return True
     device = _recording_device(dict(arguments))
     if device is None:
         return False

@@ -1,7 +1,7 @@
 """The task queue of an NPU: failures (queue mode), held work, waiting threads, a full queue.
 
-The definition is torch_npu 2.10.0.post4 (5dd8ef3f9b37). In csrc/core/npu: NPUQueue.cpp, NPUEvent.cpp,
-NPUEventManager.cpp, interface/AsyncTaskQueueInterface.cpp. Copies: CopyKernelOpApi.cpp.
+The definition is torch_npu 2.10.0.post4 (5dd8ef3f9b37). In csrc/core/npu: NPUQueue.cpp,
+NPUEvent.cpp, NPUEventManager.cpp, interface/AsyncTaskQueueInterface.cpp. Copies: CopyKernelOpApi.cpp.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from emulated import NPU, full, pinned, scenarios, side_stream
 
 from vllm_ascend_hsx.emulator.native import core
 
-pytestmark = pytest.mark.usefixtures("any_mode", "queue_mode")
+pytestmark = pytest.mark.usefixtures("any_mode", "queue_mode")  # in this order
 
 DEVICE = 0
 GARBAGE = 785.066650390625  # bytes 0x44 as float32

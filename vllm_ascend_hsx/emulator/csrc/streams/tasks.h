@@ -112,11 +112,14 @@ class TaskQueue {
 
   QueueStatus status() const { return status_; }
   bool exited() const { return status_ == QueueStatus::kCanExit; }
+  // Whether a queue has ended.
+  static bool any_exited() { return exits() != 0; }
 
   // MakeSureQueueEmpty's report: throws the error of a failed task, once.
   void report() {
     QueueStatus failed = QueueStatus::kErrorExit;
     if (!status_.compare_exchange_strong(failed, QueueStatus::kCanExit)) return;
+    ++exits();
     std::lock_guard<std::mutex> lock(mutex_);
     throw std::runtime_error(
         "The Inner error is reported as above. The process exits for this inner error, and " + task_ +
@@ -257,6 +260,7 @@ class TaskQueue {
       queue.release();
       queue.status_ = QueueStatus::kRun;
     }
+    exits() = 0;
     {
       std::lock_guard<std::mutex> lock(marks());
       ++clears();
@@ -265,6 +269,10 @@ class TaskQueue {
   }
 
  private:
+  static std::atomic<int>& exits() {
+    static std::atomic<int> count{0};
+    return count;
+  }
   static std::mutex& marks() {
     static std::mutex mutex;
     return mutex;

@@ -9,7 +9,7 @@ import json
 import os
 
 from hsx_test_instruments.replacements import another_method, importable_mooncake, unfixed_proposer
-from hsx_test_instruments.traces import trace_collectives, trace_experts, trace_files, trace_graph_mode
+from hsx_test_instruments.traces import trace_collectives, trace_contexts, trace_experts, trace_files, trace_graph_mode
 from hsx_test_instruments.writes import die_in_a_copy, gated_writes, held_writers, storage_that_answers_late
 
 VARIABLE = "HSX_TEST_INSTRUMENTS"
@@ -17,6 +17,7 @@ INSTRUMENTS = {
     function.__name__: function
     for function in (
         trace_collectives,
+        trace_contexts,
         trace_experts,
         another_method,
         trace_files,

@@ -182,6 +182,42 @@ def trace_files(directory: str) -> None:
     after_import("vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector", upstreams)
 
 
+def trace_contexts(directory: str) -> None:
+    """Record the contexts of each worker's process after its steps, when they have changed.
+
+    Events: {"device": the worker's NPU, "contexts": [{"device", "thread", "call", "python"}, ...] of
+    the process, "processes": with a context on each NPU}.
+    """
+    trace = Trace(directory)
+
+    def wrap(worker_module: Any) -> None:
+        import torch
+
+        from vllm_ascend_hsx.emulator.native import core
+
+        worker = worker_module.NPUWorker
+        execute = worker.execute_model
+        seen: list[Any] = []
+
+        @functools.wraps(execute)
+        def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = execute(self, *args, **kwargs)
+            names = ("device", "thread", "call", "python")
+            event = {
+                "device": self.device.index,
+                "contexts": [dict(zip(names, each, strict=True)) for each in core.contexts()],
+                "processes": [core.processes_on(index) for index in range(torch.npu.device_count())],
+            }
+            if event not in seen:
+                seen.append(event)
+                trace.write(**event)
+            return result
+
+        worker.execute_model = execute_model
+
+    after_import("vllm_ascend.worker.worker", wrap)
+
+
 def trace_graph_mode(directory: str) -> None:
     """Record the graph mode that the runner resolves, its captures, and how each pass is run.
 
