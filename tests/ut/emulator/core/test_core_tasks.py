@@ -1,7 +1,7 @@
 """The task queue of an NPU: failures (queue mode), held work, waiting threads, a full queue.
 
-The definition is torch_npu 2.10.0.post4 (5dd8ef3f9b37). In csrc/core/npu: NPUQueue.cpp,
-NPUEvent.cpp, NPUEventManager.cpp, interface/AsyncTaskQueueInterface.cpp. Copies: CopyKernelOpApi.cpp.
+The definition is torch_npu 2.10.0.post4 (5dd8ef3f9b37), csrc/core/npu: NPUQueue.cpp, NPUEvent.cpp,
+NPUEventManager.cpp, interface/AsyncTaskQueueInterface.cpp. Copies: CopyKernelOpApi.cpp.
 """
 
 from __future__ import annotations

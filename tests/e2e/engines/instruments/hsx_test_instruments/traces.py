@@ -185,7 +185,7 @@ def trace_files(directory: str) -> None:
 def trace_contexts(directory: str) -> None:
     """Record the contexts of each worker's process after its steps, when they have changed.
 
-    Events: {"device": the worker's NPU, "contexts": [{"device", "thread", "call", "python"}, ...] of
+    Events: {"device": of the worker, "contexts": [{"device", "thread", "call", "python"}, ...] of
     the process, "processes": with a context on each NPU}.
     """
     trace = Trace(directory)
