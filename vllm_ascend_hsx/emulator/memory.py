@@ -78,6 +78,21 @@ def reset_accumulated_memory_stats(device: Device = None) -> None:
     _reset_accumulated(index_of(device))
 
 
+def host_memory_stats() -> OrderedDict[str, int]:
+    """Return the counters of pinned memory by dotted name, e.g. "allocated_bytes.current".
+
+    Bytes are those of whole blocks, whose sizes are powers of two. "allocated" counts blocks that
+    the allocator holds, "active" those of tensors (torch_npu/npu/memory.py:191, 2.10.0.post4).
+    """
+    stats = core.host_memory_stats()
+    return OrderedDict((f"{name}.{key}", value) for name in sorted(stats) for key, value in sorted(stats[name].items()))
+
+
+def host_empty_cache() -> None:
+    """Return unused pinned memory to the host."""
+    core.host_empty_cache()
+
+
 memory_snapshot = NotEmulated("torch.npu.memory.memory_snapshot")
 MemPool = NotEmulated("torch.npu.memory.MemPool")
 NPUPluggableAllocator = NotEmulated("torch.npu.memory.NPUPluggableAllocator")

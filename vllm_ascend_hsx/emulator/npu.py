@@ -33,6 +33,8 @@ from vllm_ascend_hsx.emulator.graphs import (
 )  # fmt: skip
 from vllm_ascend_hsx.emulator.memory import (
     empty_cache,
+    host_empty_cache,
+    host_memory_stats,
     max_memory_allocated,
     max_memory_reserved,
     mem_get_info,
@@ -63,13 +65,14 @@ __all__ = [
     "current_stream", "default_stream", "device", "device_count", "device_of", "empty_cache",
     "get_amp_supported_dtype", "get_device_name", "get_device_properties", "get_rng_state",
     "get_rng_state_all", "get_soc_version", "graph", "graph_pool_handle", "graph_task_group_begin",
-    "graph_task_group_end", "graph_task_update_begin", "graph_task_update_end", "init",
-    "initial_seed", "is_available", "is_bf16_supported", "is_current_stream_capturing",
-    "is_initialized", "manual_seed", "manual_seed_all", "max_memory_allocated",
-    "max_memory_reserved", "mem_get_info", "memory", "memory_allocated", "memory_reserved",
-    "memory_stats", "random", "reset_accumulated_memory_stats", "reset_max_memory_allocated",
-    "reset_peak_memory_stats", "seed", "seed_all", "set_compile_mode", "set_device",
-    "set_rng_state", "set_rng_state_all", "set_stream", "stream", "synchronize",
+    "graph_task_group_end", "graph_task_update_begin", "graph_task_update_end", "host_empty_cache",
+    "host_memory_stats", "init", "initial_seed", "is_available", "is_bf16_supported",
+    "is_current_stream_capturing", "is_initialized", "manual_seed", "manual_seed_all",
+    "max_memory_allocated", "max_memory_reserved", "mem_get_info", "memory", "memory_allocated",
+    "memory_reserved", "memory_stats", "random", "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated", "reset_peak_memory_stats", "seed", "seed_all",
+    "set_compile_mode", "set_device", "set_rng_state", "set_rng_state_all", "set_stream", "stream",
+    "synchronize",
 ]  # fmt: skip
 
 # Settings that select between equivalent computations; the emulator has only one.

@@ -9,6 +9,7 @@
 
 #include "device.h"
 #include "graphs/graphs.h"
+#include "memory/workspace.h"
 #include "relabel.h"
 #include "streams/ordering.h"
 
@@ -40,6 +41,7 @@ struct OpTraits {
   bool index = false;  // advanced indexing: index tensors may live on the CPU, bool masks need the host
   bool mutates = false, has_out = false;
   int generator = -1;
+  Workspace workspace = Workspace::kNone;
   std::vector<bool> written;
 };
 
@@ -54,6 +56,7 @@ inline const OpTraits& traits(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   t.name = intern(c10::toString(op.operator_name()));
   const std::string& name = schema.name();
+  t.workspace = workspace_kind(name);
   t.index = name == "aten::index" || name == "aten::_unsafe_index" || name == "aten::index_put" || name == "aten::index_put_" ||
       name == "aten::_index_put_impl_" || name == "aten::_unsafe_index_put";
   for (const c10::Argument& a : schema.arguments()) {
@@ -352,6 +355,21 @@ inline void drop(const c10::OperatorHandle& op, const OpTraits& t, Stack* stack,
     });
 }
 
+// Notes the launch, and takes what device memory the operator needs for itself.
+inline void prepare_launch(const OpTraits& t, const Stack& stack, size_t begin, const StreamState& s) {
+  std::vector<at::Tensor> inputs;
+  at::Tensor out;
+  for (size_t i = 0; i < t.written.size(); ++i) {
+    const c10::IValue& v = stack[begin + i];
+    if (v.isTensor() && t.written[i]) out = v.toTensor();
+    else if (v.isTensor()) inputs.push_back(v.toTensor());
+    else if (v.isTensorList()) for (const at::Tensor& x : v.toTensorVector()) inputs.push_back(x);
+  }
+  note_launch(s.device, *t.name, inputs, out);
+  if (t.workspace == Workspace::kMatmul) take_workspace(s.device, s.slot, kMatmulWorkspace);
+  else if (t.workspace == Workspace::kStack) take_workspace(s.device, s.slot, stack_workspace(inputs, out));
+}
+
 inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const OpTraits& t = traits(op);
   const size_t begin = stack->size() - op.schema().arguments().size();
@@ -376,6 +394,7 @@ inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
         queue(op, t, stack, begin, call.device, s), *t.name, " cannot be captured in a graph of the emulated NPU: it has no shape function");
     return;
   }
+  prepare_launch(t, *stack, begin, s);
   if (!host && engine.queues(s) && queue(op, t, stack, begin, call.device, s)) return;
   engine.settle(s);
   if (!config().late) {

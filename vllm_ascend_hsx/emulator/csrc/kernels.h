@@ -86,6 +86,8 @@ inline void device_to_device(const at::Tensor& from, const at::Tensor& to) {
   if (!TaskQueue::of(s.device).enter("device_to_device", [] { return operator_task("aclnnInplaceCopy"); })) return;
   if (config().late && &s != &d) engine.wait_stream(s, d);
   order(s, copy_name(), {{from, false}, {to, true}});
+  note_launch(s.device, *copy_name(), {from}, to);
+  if (s.recording == nullptr && &s == &d) take_workspace(s.device, s.slot, copy_workspace(from, to));
   Relabel relabel(to.device().index());
   const at::Tensor a = relabel.to_cpu(from), b = relabel.to_cpu(to);
   if (engine.queues(s)) {

@@ -38,6 +38,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("zero_", zero_kernel);
   m.impl("histc", histc_kernel);
+  m.impl("stack", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  m.impl("stack.out", torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("record_stream", record_stream_kernel);
   m.impl("_has_compatible_shallow_copy_type", may_replace_data);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&fallback>());
@@ -148,6 +150,36 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::call_guard<py::gil_scoped_release>());
   m.def("default_generator", [](int d) { return default_generator_handle(d); });
   m.def("may_overlap", [](const at::Tensor& a, const at::Tensor& b) { return overlap(region_of(a), region_of(b)); });
+  m.def("host_memory_stats", [] {
+    const at::HostStats stats = pinned_allocator().get_stats();
+    std::map<std::string, std::map<std::string, int64_t>> all;
+    const auto add = [&](const char* name, const c10::CachingAllocator::Stat& stat) {
+      all[name] = {{"current", stat.current}, {"peak", stat.peak}, {"allocated", stat.allocated}, {"freed", stat.freed}};
+    };
+    add("allocations", stats.allocations);
+    add("allocated_bytes", stats.allocated_bytes);
+    add("active_requests", stats.active_requests);
+    add("active_bytes", stats.active_bytes);
+    return all;
+  });
+  m.def("host_empty_cache", [] { pinned_allocator().empty_cache(); });
+  // Bytes that holders of pinned memory asked for. torch_npu does not tell.
+  m.def("pinned_bytes_asked", [] {
+    PinnedMemory& pinned = pinned_memory();
+    std::lock_guard<std::mutex> lock(pinned.mutex);
+    return pinned.requested;
+  });
+  py::enum_<PinnedFault>(m, "PinnedFault").value("NONE", PinnedFault::kNone).value("NULL", PinnedFault::kNull).value("UNALIGNED", PinnedFault::kUnaligned);
+  m.def("set_pinned_fault", [](PinnedFault fault) {
+    PinnedMemory& pinned = pinned_memory();
+    std::lock_guard<std::mutex> lock(pinned.mutex);
+    pinned.fault = fault;
+  });
+  m.def("first_launches", [] {
+    FirstLaunches& launches = first_launches();
+    std::lock_guard<std::mutex> lock(launches.mutex);
+    return launches.order;
+  });
   m.def("pending", [](int d, int64_t id) { return Engine::get().pending(Engine::get().stream(d, id)); });
   m.def("set_late", [](bool late) { Engine::get().set_late(late); });
   m.def("set_hbm", [](size_t bytes) { config().hbm = bytes; });

@@ -9,6 +9,8 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <map>
+
 #include "contexts.h"
 #include "memory/blocks.h"
 
@@ -49,6 +51,12 @@ struct DeviceMemory {
   std::mutex mutex;
   Gauge blocks, allocated, requested, reserved, segments;
   int64_t pooled = 0;  // bytes that lie idle in the pools of graphs
+  std::map<int, int64_t> workspaces;  // kept for operators, by stream (workspace.h)
+  int64_t workspace_bytes() const {
+    int64_t sum = 0;
+    for (const auto& [slot, bytes] : workspaces) sum += bytes;
+    return sum;
+  }
   int64_t ooms = 0, retries = 0;
   std::vector<FreedBlock> hazards;
 };
@@ -78,11 +86,13 @@ inline void charge(int device, size_t requested, size_t rounded) {
   std::lock_guard<std::mutex> lock(m.mutex);
   const size_t cached = m.reserved.current - m.allocated.current - m.pooled;
   if (rounded > cached) {
-    const size_t limit = capacity(device);
+    const size_t limit = capacity(device);  // beside contexts
     size_t more = round_up(rounded - cached, kSegment);
-    if (m.reserved.current + more > limit) {
-      // What a caching allocator does before it gives up: hand back what it holds unused.
+    if (m.reserved.current + m.workspace_bytes() + more > limit) {
+      // What a caching allocator does before it gives up: hand back what it holds unused, and the
+      // workspaces (torch_npu 2.10.0.post4, csrc/core/npu/NPUCachingAllocator.cpp:1274).
       ++m.retries;
+      m.workspaces.clear();
       const size_t least = round_up(m.allocated.current + m.pooled + rounded, kSegment);
       if (least > limit) {
         ++m.ooms;
@@ -145,6 +155,7 @@ inline void leave_pool(Pool& pool) {
 inline void empty_device_cache(int device) {
   DeviceMemory& m = device_memory(device);
   std::lock_guard<std::mutex> lock(m.mutex);
+  m.workspaces.clear();  // NPUCachingAllocator.cpp:1661
   const int64_t least = round_up(m.allocated.current + m.pooled, kSegment);
   if (least < m.reserved.current) m.reserved.sub(m.reserved.current - least);
   m.segments.current = m.reserved.current / kSegment;

@@ -115,8 +115,8 @@ struct NpuAllocator final : c10::DeviceAllocator {
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     DeviceMemory& m = device_memory(device);
     std::lock_guard<std::mutex> lock(m.mutex);
-    const size_t room = capacity(device);
-    return {room - std::min<size_t>(room, m.reserved.current), config().hbm};
+    const size_t room = capacity(device), taken = m.reserved.current + m.workspace_bytes();
+    return {room - std::min<size_t>(room, taken), config().hbm};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // the context is a Block, not the pointer
 };

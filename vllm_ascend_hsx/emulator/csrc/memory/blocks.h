@@ -37,6 +37,7 @@ struct Memory {
   void* ptr = nullptr;
   size_t bytes = 0;
   bool mapped = false;
+  void* mapping = nullptr;  // first byte of the mapping, if that is not ptr
   int device = -1;  // -1: pinned host memory
   std::atomic<bool> freed{false};  // the device may have reused the bytes
   c10::Storage adopted;  // set when a CPU kernel made the bytes
@@ -46,7 +47,7 @@ struct Memory {
   Memory& operator=(const Memory&) = delete;
   ~Memory() {
     if (adopted) return;
-    if (mapped) munmap(ptr, bytes);
+    if (mapped) munmap(mapping != nullptr ? mapping : ptr, bytes);
     else std::free(ptr);
   }
 };
