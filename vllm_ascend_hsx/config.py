@@ -177,9 +177,10 @@ class HsxConfig(BaseModel):
         ge=1 << 12,
         le=LARGEST,
         description="Pinned host memory per worker for rows on their way to the file. Bytes, "
-        "or a size such as '256MiB'. If it holds more than one prompt, files are written side by "
-        "side. Default: 256MiB or, if that is more, 32MiB and the rows by which staging_slots "
-        "buffers of whole steps would be larger than those of a rank; `hsx plan` shows it.",
+        "or a size such as '256MiB'. Other sizes are rounded up to a power of two, as torch pins "
+        "them. If it holds more than one prompt, files are written side by side. Default: 256MiB "
+        "or, if that is more, 32MiB and the rows by which staging_slots buffers of whole steps "
+        "would be larger than those of a rank; `hsx plan` shows it.",
     )
     slow_storage: Literal["wait", "fail"] = Field(
         default="wait",

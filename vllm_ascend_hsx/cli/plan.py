@@ -52,7 +52,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     ours.add_argument("--quantization", choices=("none", "fp8"), default=DEFAULTS["quantization"], help="default: %(default)s")
     rotated = "the weights are rotated (QuaRot), and rows are turned back"
     ours.add_argument("--rotated", action="store_true", help=rotated)
-    ring = "pinned_ring_bytes (default: 256MiB, or with --tp 32MiB and what the slots would hold without)"
+    ring = "pinned_ring_bytes, a power of two (default: 256MiB, or with --tp what the slots would hold without and 32MiB)"
     ours.add_argument("--ring", type=size, metavar="SIZE", help=ring)
     files = parser.add_argument_group("files")
     files.add_argument("--prompt-tokens", type=count, default=2048, metavar="N", help="length of a prompt (default: 2048)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,8 @@ from vllm_ascend_hsx.connector.stats import HsxStats
 from vllm_ascend_hsx.connector.worker import ExtractionWorker
 from vllm_ascend_hsx.drafter.ring import PinnedRing, ring_bytes_of
 from vllm_ascend_hsx.settings import ServerSettings, read_settings
+
+logger = logging.getLogger(__name__)
 
 
 class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
@@ -83,6 +86,7 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         parallel = self._vllm_config.parallel_config
         self._drain_timeout, self._process = config.drain_timeout_s, os.getpid()
         ring = PinnedRing(ring_bytes_of(settings), row_format.row_shape, settings.dtype)
+        logger.info("the ring pins %.1f MiB of host memory for %d rows", ring.pinned_bytes / 2**20, ring.num_rows)
         return ExtractionWorker(
             rank=tensor_parallel_rank(),
             staging=layer.staging,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_ascend_hsx.config import EXTRA_CONFIG
-from vllm_ascend_hsx.drafter.shapes import ring_bytes, ring_shape
+from vllm_ascend_hsx.drafter.shapes import pinned_size, ring_bytes, ring_shape
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.settings import ServerSettings
 
@@ -90,16 +90,18 @@ class Run(NamedTuple):
 class PinnedRing:
     """A fixed amount of pinned host memory, allocated in runs of rows.
 
-    It is page-aligned for direct I/O.
+    The rows begin at a page, for direct I/O. The documentation of aclrtMallocHost promises only 64
+    bytes, so the ring may have a page less for rows than it pins.
 
     Args:
-        num_bytes: upper bound of its size.
+        num_bytes: bytes to pin. torch rounds them up to a power of two; see shapes.ring_bytes.
         row_shape, dtype: shape and dtype of one row.
 
     Attributes:
         num_rows: rows in the ring.
         rows_per_chunk: most rows of a run.
-        data: the whole ring as bytes.
+        pinned_bytes: host memory that is pinned.
+        data: the rows of the whole ring as bytes.
 
     Raises:
         ValueError: if fewer than two rows fit.
@@ -108,21 +110,17 @@ class PinnedRing:
 
     def __init__(self, num_bytes: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
         self.row_bytes = torch.Size(row_shape).numel() * dtype.itemsize
-        self.num_rows, self.rows_per_chunk = ring_shape(num_bytes, self.row_bytes)
+        ring_shape(num_bytes, self.row_bytes)  # before a byte is pinned
+        whole = _pin(num_bytes)
+        begin = -whole.data_ptr() % _PAGE
+        self.num_rows, self.rows_per_chunk = ring_shape(num_bytes - begin, self.row_bytes)
+        self.pinned_bytes = pinned_size(num_bytes)
         # Shorter runs are not taken until their neighbours are free. Otherwise a full ring would
         # split into ever smaller runs and writes.
         self._least = max(1, self.rows_per_chunk // 16)
-        self.num_bytes = self.num_rows * self.row_bytes
-        try:
-            whole = torch.empty(self.num_bytes + _PAGE, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0].rstrip(".")
-            problem = f"cannot be allocated as pinned memory: {reason}"
-            remedy = "Set a smaller value, such as 32MiB."
-            raise UserError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, remedy) from None
-        begin = -whole.data_ptr() % _PAGE
-        self._memory = whole[begin : begin + self.num_bytes].view(dtype).view(self.num_rows, *row_shape)
-        self.data = whole.numpy().data[begin : begin + self.num_bytes]
+        end = begin + self.num_rows * self.row_bytes
+        self._memory = whole[begin:end].view(dtype).view(self.num_rows, *row_shape)
+        self.data = whole.numpy().data[begin:end]
         self._changed = threading.Condition()  # guards the next two
         self._free = FreeRows(self.num_rows)
         self._least_free = self.num_rows
@@ -165,8 +163,29 @@ class PinnedRing:
             self._changed.notify()
 
 
+def _pin(num_bytes: int) -> torch.Tensor:
+    """Return pinned memory, uint8 [num_bytes].
+
+    torch_npu 2.10.0.post4 with a driver before 25.5 may return a null pointer instead of an error
+    (csrc/core/npu/CachingHostAllocator.cpp:259).
+
+    Raises:
+        UserError: if there is none.
+    """
+    reason = "the driver has returned a null pointer and no reason"
+    try:
+        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+    else:
+        if memory.data_ptr():
+            return memory
+    problem = f"cannot be allocated as pinned memory: {reason}"
+    raise UserError(f"{EXTRA_CONFIG}.pinned_ring_bytes", num_bytes, problem, "Set a smaller value, such as 32MiB.")
+
+
 def ring_bytes_of(settings: ServerSettings) -> int:
-    """Return the size of a server's ring, per worker."""
+    """Return the bytes that each worker of a server pins for its ring."""
     config, target = settings.config, settings.target
     return ring_bytes(
         config.pinned_ring_bytes,

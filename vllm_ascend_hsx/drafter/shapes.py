@@ -19,10 +19,13 @@ def slot_rows(max_tokens: int, tensor_parallel: int) -> int:
 
 
 def ring_bytes(given: int | None, *, num_slots: int, max_tokens: int, tensor_parallel: int, row_bytes: int) -> int:
-    """Return the bytes of the ring: as given, or else at least with what the slots lack.
+    """Return the pinned bytes of the ring: as given, or else at least with what the slots lack.
 
     Slots and ring then hold all rows of the steps that `num_slots` slots of whole steps would hold,
     and more, so that one prompt that fills its steps does not make them wait for storage.
+
+    The bytes are rounded up to a power of two, because torch pins no other size. The ring uses all
+    of them.
 
     Args:
         given: `pinned_ring_bytes`, or None.
@@ -30,9 +33,17 @@ def ring_bytes(given: int | None, *, num_slots: int, max_tokens: int, tensor_par
         row_bytes: bytes of one token's rows.
     """
     if given is not None:
-        return given
+        return pinned_size(given)
     lacking = num_slots * (max_tokens - slot_rows(max_tokens, tensor_parallel))
-    return max(_RING_BYTES, _SLACK_BYTES + lacking * row_bytes, 2 * row_bytes)
+    return pinned_size(max(_RING_BYTES, _SLACK_BYTES + lacking * row_bytes, 2 * row_bytes))
+
+
+def pinned_size(num_bytes: int) -> int:
+    """Return the bytes that torch pins for a tensor of `num_bytes`: the next power of two.
+
+    Source: ATen/core/CachingHostAllocator.h, CachingHostAllocatorImpl::allocate (torch 2.10.0).
+    """
+    return 1 << (num_bytes - 1).bit_length()
 
 
 def ring_shape(num_bytes: int, row_bytes: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from vllm_ascend_hsx.config import HsxConfig
-from vllm_ascend_hsx.drafter.shapes import ring_bytes, ring_shape, slot_rows, turn_back_bytes
+from vllm_ascend_hsx.drafter.shapes import ring_bytes, slot_rows, turn_back_bytes
 from vllm_ascend_hsx.plan.shape import ModelShape
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.format import FileLayout
@@ -68,7 +68,7 @@ class Plan:
         collected_bytes: memory that the target holds until its forward pass ends: a tensor for each
             extracted layer except the last. With any extraction it adds to the activation peak that
             vLLM measures, in full if the peak is in the last layers, else less.
-        ring_bytes: pinned host memory, in whole rows.
+        ring_bytes: pinned host memory.
         kept: share of the KV cache's memory that remains.
         kept_at_least: the same if the extracted layers take their memory from it in full.
         prompts_bytes: files of 1,000 prompts.
@@ -122,7 +122,7 @@ def make_plan(request: Request) -> Plan:
         turn_back_bytes=turn_back,
         turn_back_flops=2 * len(ids) * shape.hidden_size**2 if request.rotated else 0,
         collected_bytes=collected,
-        ring_bytes=_ring_rows(request, row_bytes) * row_bytes,
+        ring_bytes=_pinned_ring(request, row_bytes),
         kept=1 - taken / request.kv_bytes,
         kept_at_least=max(0.0, 1 - (taken + collected) / request.kv_bytes),
         prompts_bytes=PROMPTS * file.file_size(request.prompt_tokens),
@@ -144,21 +144,19 @@ def _row_format(request: Request) -> RowFormat:
         raise UserError("--layers", shown, f"cannot be stored: {str(error).rstrip('.')}", "Choose others.") from None
 
 
-def _ring_rows(request: Request, row_bytes: int) -> int:
+def _pinned_ring(request: Request, row_bytes: int) -> int:
     given = request.ring_bytes
     try:
         HsxConfig.parse({"shared_storage_path": "/", "pinned_ring_bytes": None if given is None else int(given)})
     except UserError as error:
         raise UserError("--ring", given, error.problem, error.remedy) from None
-    wanted = ring_bytes(
+    if given is not None and given < 2 * row_bytes:
+        problem = f"does not hold two rows of {row_bytes} bytes"
+        raise UserError("--ring", given, problem, f"Give at least {2 * row_bytes}.")
+    return ring_bytes(
         given,
         num_slots=request.staging_slots,
         max_tokens=request.max_num_batched_tokens,
         tensor_parallel=request.tensor_parallel,
         row_bytes=row_bytes,
     )
-    try:
-        return ring_shape(wanted, row_bytes)[0]
-    except ValueError:
-        problem = f"does not hold two rows of {row_bytes} bytes"
-        raise UserError("--ring", given, problem, f"Give at least {2 * row_bytes}.") from None

@@ -70,7 +70,7 @@ def test_a_plan_by_hand() -> None:
     assert result.collected_bytes == 2 * 128 * 64 * 2 == 32768  # ids 0 and 1; the state after the last layer comes when all else is gone
     assert result.kept == 1 - 98304 / (1 << 20) == 0.90625
     assert result.kept_at_least == 1 - (98304 + 32768) / (1 << 20) == 0.875
-    assert result.ring_bytes == 170 * 384  # whole rows
+    assert result.ring_bytes == 64 << 10
     # A page for the header, and a token id of 8 bytes with each row.
     assert result.prompts_bytes == 1000 * (4096 + 100 * (384 + 8))
     assert result.write_bytes_per_second == 500 * (384 + 8)
@@ -95,15 +95,18 @@ def test_more_collected_than_there_is_keeps_nothing_at_least() -> None:
 
 
 def test_the_ring_is_as_large_as_the_connector_makes_it() -> None:
-    assert make_plan(REQUEST).ring_bytes == PinnedRing(64 << 10, (3, 64), torch.bfloat16).num_bytes
+    for given in (64 << 10, 65_000, (64 << 10) + 1):
+        planned = make_plan(replace(REQUEST, ring_bytes=given)).ring_bytes
+        assert planned == PinnedRing(planned, (3, 64), torch.bfloat16).pinned_bytes
+        assert given <= planned < 2 * given, "rounded up to a power of two, as torch pins it"
 
 
 def test_tensor_parallel_ranks_share_a_step_and_keep_the_rest_of_their_rows_on_the_host() -> None:
     one, three = make_plan(replace(REQUEST, ring_bytes=None)), make_plan(replace(REQUEST, ring_bytes=None, tensor_parallel=3))
     assert (three.slot_rows, three.staging_bytes) == (43, 2 * 43 * 384), "a third of 128 tokens, rounded up"
     assert (one.waiting_bytes, three.waiting_bytes) == (0, (128 - 2 * 43) * 384)
-    assert one.ring_bytes == three.ring_bytes == (256 << 20) // 384 * 384, "more than slots of whole steps would hold"
-    assert make_plan(replace(REQUEST, tensor_parallel=3)).ring_bytes == 170 * 384, "a given ring is what it is"
+    assert one.ring_bytes == three.ring_bytes == 256 << 20, "more than slots of whole steps would hold"
+    assert make_plan(replace(REQUEST, tensor_parallel=3)).ring_bytes == 64 << 10, "a given ring is what it is"
     rotated = make_plan(replace(REQUEST, tensor_parallel=3, rotated=True))
     assert rotated.turn_back_bytes == 64 * 64 * 4 + 2 * 43 * 64 * 4
 
@@ -117,15 +120,15 @@ def test_the_shape_of_vllm_49310(width: int, tmp_path: Path) -> None:
     mib = width / 7168
     assert [plan.staging_bytes / 2**20 for plan in (alone, shared)] == [896 * mib, 112 * mib]
     assert shared.waiting_bytes / 2**20 == 336 * mib, "of the 448 of a step that one prompt fills"
-    row_bytes = 4 * width * 2
-    assert alone.ring_bytes == (256 << 20) // row_bytes * row_bytes
+    assert alone.ring_bytes == 256 << 20
     held_otherwise = alone.staging_bytes - shared.staging_bytes
-    assert shared.ring_bytes == max(256 << 20, (32 << 20) + held_otherwise) // row_bytes * row_bytes
+    assert shared.ring_bytes == (1 << 30 if width == 7168 else 256 << 20)
+    assert shared.ring_bytes >= (32 << 20) + held_otherwise
     if width == 64:
         shape = {"num_layers": 4, "hidden_size": width, "layer_order": range(4)}
         rows = StagingCache(num_slots=2, slot_rows=slot_rows(8192, 8), dtype=torch.bfloat16, device=torch.device("cpu"), **shape).rows
         assert rows.nbytes == shared.staging_bytes
-        assert PinnedRing(shared.ring_bytes, rows.shape[2:], rows.dtype).num_bytes == shared.ring_bytes
+        assert PinnedRing(shared.ring_bytes, rows.shape[2:], rows.dtype).pinned_bytes == shared.ring_bytes
 
 
 def test_every_npu_holds_whole_rows_and_files_have_them_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from vllm_ascend_hsx.drafter.ring import FreeRows, PinnedRing, Run
 from vllm_ascend_hsx.drafter.shapes import ring_shape
+from vllm_ascend_hsx.emulator.native import core
 from vllm_ascend_hsx.protocol.errors import UserError
 
 ROW_SHAPE, DTYPE = (3, 8), torch.bfloat16
@@ -94,7 +96,7 @@ def test_a_ring_holds_all_the_rows_it_has_bytes_for(rows: int, rows_per_chunk: i
 
 def test_a_ring_is_pinned_begins_at_a_page_and_its_runs_lie_side_by_side() -> None:
     ring = make_ring(10)
-    assert ring.num_bytes == 10 * ROW_BYTES
+    assert (ring.num_rows, ring.pinned_bytes) == (10, 512)
     runs = [ring.wait(3) for _ in range(10)]
     assert all(run.rows.is_pinned() for run in runs)
     assert runs[0].rows.data_ptr() % 4096 == 0
@@ -164,9 +166,46 @@ def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
     assert [(run.first, len(run.rows)) for run in got] == [(0, 4)]
 
 
+@pytest.mark.parametrize("num_bytes", [4096, 1 << 20, 1 << 25])
+def test_a_ring_pins_what_it_says_and_uses_all_of_it(num_bytes: int) -> None:
+    """The allocator rounds up: 4 KiB more for alignment would double the ring."""
+    before = torch.npu.host_memory_stats()["active_bytes.current"]  # type: ignore[attr-defined]
+    ring = PinnedRing(num_bytes, ROW_SHAPE, DTYPE)
+    pinned = torch.npu.host_memory_stats()["active_bytes.current"] - before  # type: ignore[attr-defined]
+    assert pinned == ring.pinned_bytes == num_bytes
+    assert num_bytes - len(ring.data) < ROW_BYTES
+
+
+def test_a_ring_beside_a_page_leaves_the_rest_of_that_page_out(pinned_fault: Callable[[str], None]) -> None:
+    pinned_fault("UNALIGNED")
+    ring = PinnedRing(1 << 17, ROW_SHAPE, DTYPE)
+    run = ring.wait(1)
+    assert run.rows.data_ptr() % 4096 == 0
+    assert ring.pinned_bytes == 1 << 17
+    assert 0 < (1 << 17) - len(ring.data) < 4096 + ROW_BYTES
+    run.rows.fill_(7)
+    assert torch.equal(torch.frombuffer(run.data, dtype=DTYPE), run.rows.flatten())
+
+
+def test_a_ring_at_a_null_pointer_is_refused(pinned_fault: Callable[[str], None]) -> None:
+    """torch_npu 2.10.0.post4 with a driver before 25.5: CachingHostAllocator.cpp:259."""
+    pinned_fault("NULL")
+    with pytest.raises(UserError, match=r"pinned_ring_bytes=1048576 cannot be allocated.*null pointer.*Set a smaller value"):
+        PinnedRing(1 << 20, ROW_SHAPE, DTYPE)
+
+
 def test_a_ring_for_which_there_is_no_memory_is_an_error_of_its_option_in_one_line() -> None:
     with pytest.raises(UserError) as refusal:
         PinnedRing(1 << 50, ROW_SHAPE, DTYPE)
     assert "kv_connector_extra_config.pinned_ring_bytes=1125899906842624 cannot be allocated" in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    assert refusal.value.__suppress_context__, "the allocator's own has a backtrace of C++"
+    assert refusal.value.__context__ is None, "the allocator's own has a backtrace of C++"
+
+
+@pytest.fixture
+def pinned_fault() -> Iterator[Callable[[str], None]]:
+    """Let the emulated driver fail at pinned allocations until the test ends."""
+    torch.npu.host_empty_cache()
+    yield lambda name: core.set_pinned_fault(getattr(core.PinnedFault, name))
+    core.set_pinned_fault(core.PinnedFault.NONE)
+    torch.npu.host_empty_cache()
