@@ -30,6 +30,12 @@ def npu() -> Any:
     return torch.npu  # type: ignore[attr-defined]
 
 
+# More inputs take a temporary as large as the output (SplitToStack in CANN 9.1.0, ops-math,
+# conversion/pack/op_api/aclnn_stack.cpp:157). vLLM would not have counted it. A copy into a part
+# of a slot takes none (conversion/view_copy/op_api/aclnn_copy.cpp:106).
+_STACKED_AT_ONCE = 32
+
+
 class StagingSlot:
     """Device memory for rows of one step, and the events that order access to it.
 
@@ -141,10 +147,13 @@ class StagingCache:
         at = 0
         for row, count in merge_rows(spans):
             layers, out = [target_rows[source][row : row + count] for source in self.layer_order], slot.rows[at : at + count]
-            if self._turn_back is None:
+            if self._turn_back is not None:
+                self._turn_back(layers, out)
+            elif len(layers) <= _STACKED_AT_ONCE:
                 torch.stack(layers, dim=1, out=out)  # one launch and no temporary: `out` is the final place
             else:
-                self._turn_back(layers, out)
+                for index, layer in enumerate(layers):
+                    out[:, index].copy_(layer)
             at += count
         at, staged = 0, []
         for span in spans:

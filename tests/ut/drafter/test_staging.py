@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_ascend_hsx.drafter.landing import HostChunk
 from vllm_ascend_hsx.drafter.spans import Span
-from vllm_ascend_hsx.drafter.staging import StagingSlot
+from vllm_ascend_hsx.drafter.staging import StagingCache, StagingSlot
 
 
 @pytest.fixture
@@ -172,6 +172,30 @@ def test_each_row_is_written_once_and_no_other_device_memory_is_used(slot_rows: 
     assert torch.npu.max_memory_allocated(DEVICE) == allocated
     pipeline.close()
     assert len(passed_on) == -(-12 // slot_rows) - 1, "the connector takes the last slot when the step is staged"
+
+
+@pytest.mark.parametrize("num_layers", [32, 33, 80])
+def test_layers_of_a_deep_target_are_staged_without_other_device_memory(num_layers: int) -> None:
+    """A stack of more than 32 takes a temporary (aclnn_stack.cpp:157, ops-math 9.1.0)."""
+    order = list(reversed(range(num_layers)))
+    staging = StagingCache(
+        num_slots=1,
+        slot_rows=MAX_TOKENS,
+        num_layers=num_layers,
+        hidden_size=HIDDEN,
+        dtype=DTYPE,
+        device=DEVICE,
+        layer_order=order,
+    )
+    rows = [torch.randn(MAX_TOKENS, HIDDEN).to(DTYPE) for _ in order]
+    on_device = [layer.to(DEVICE) for layer in rows]
+    gc.collect()
+    allocated = torch.npu.memory_allocated(DEVICE)
+    torch.npu.reset_peak_memory_stats(DEVICE)
+    staging.write(on_device, [Span("a", 0, 5, 2), Span("b", 0, 3, 15)])
+    assert torch.npu.max_memory_allocated(DEVICE) == allocated
+    expected = torch.stack([rows[source] for source in order], dim=1)
+    assert torch.equal(staging.rows[0, :8].cpu(), torch.cat([expected[2:7], expected[15:18]]))
 
 
 @pytest.mark.parametrize(("num_rows", "waits"), [(1, 0), (4, 0), (5, 0), (12, 0), (13, 1), (24, 3)])
