@@ -11,6 +11,7 @@ from vllm_ascend_hsx.compat.adapters import refuse_wrong_products
 from vllm_ascend_hsx.compat.runner import BatchRow, find_layers
 from vllm_ascend_hsx.compat.targets import require_collecting_target
 from vllm_ascend_hsx.drafter.attention import AscendCacheOnlyLayer, CacheOnlyMetadata
+from vllm_ascend_hsx.drafter.self_test import run_self_test
 from vllm_ascend_hsx.drafter.spans import select_spans
 from vllm_ascend_hsx.drafter.staging import StagingCache
 from vllm_ascend_hsx.settings import read_settings
@@ -40,10 +41,15 @@ class Drafter:
     model: Any
     staging: StagingCache
 
-    def find_staging(self) -> None:
-        """Set `staging`, once the model is loaded."""
+    def finish_loading(self) -> None:
+        """Set `staging` and test it, once the model is loaded.
+
+        Raises:
+            SelfTestError: if known rows do not reach the host as they should.
+        """
         (layer,) = find_layers(self.vllm_config, AscendCacheOnlyLayer).values()
         self.staging = layer.staging
+        run_self_test(self.staging)
 
     def stage(self, layout: Iterable[BatchRow], target_rows: Sequence[torch.Tensor]) -> None:
         """Stage the rows of a step that this rank extracts.

@@ -22,6 +22,11 @@ class TurnBack:
         self._rotated = rotation.new_empty(most_rows, len(rotation))
         self._turned = torch.empty_like(self._rotated)
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """Qᵀ on the device, float32 [hidden, hidden]."""
+        return self._transposed
+
     def __call__(self, layers: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Write rows on the current stream.
 

@@ -107,6 +107,11 @@ class StagingCache:
         # Called with each slot of a step but the last, which `take` returns. Set by the connector.
         self.pass_on: Callable[[StagingSlot], None]
 
+    @property
+    def matrix(self) -> torch.Tensor | None:
+        """Qᵀ on the device, float32 [hidden, hidden], or None if nothing is turned back."""
+        return None if self._turn_back is None else self._turn_back.matrix
+
     def write(self, target_rows: Sequence[torch.Tensor], spans: Sequence[Span]) -> None:
         """Write the rows of `spans` into the next slots, once, on the current stream.
 
