@@ -110,7 +110,8 @@ class HsxProposer(Drafter, AscendExtractHiddenStatesProposer):
         """Issue the collectives of a step, and nothing else.
 
         Idle DP ranks call this, and every rank while memory is profiled or graphs are captured.
-        Staging memory is already allocated; the layer has no kernel to warm up and is in no graph.
+        Staging memory is already allocated. The self-test has launched the layer's kernels, and the
+        layer is in no graph.
         Other arguments of vllm-ascend are for drafters that compute.
         """
         self._determine_batch_execution_and_padding(num_tokens)

@@ -268,6 +268,14 @@ class Driver:
             for request_id, request in self.core.scheduler.requests.items()
         }
 
+    def device_use(self) -> dict[str, Any]:
+        """Return the free bytes of the NPU, and the operators that were launched there so far."""
+        import torch
+
+        from vllm_ascend_hsx.emulator.native import core
+
+        return {"free": torch.npu.mem_get_info()[0], "launched": core.first_launches()}
+
     def stats(self) -> dict[str, Any]:
         """Return what the process holds; it is the same whenever the engine is idle.
 
