@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections import OrderedDict
+from collections.abc import Iterator
 
 import torch
 
@@ -94,6 +97,57 @@ def host_empty_cache() -> None:
 
 
 memory_snapshot = NotEmulated("torch.npu.memory.memory_snapshot")
-MemPool = NotEmulated("torch.npu.memory.MemPool")
-NPUPluggableAllocator = NotEmulated("torch.npu.memory.NPUPluggableAllocator")
-use_mem_pool = NotEmulated("torch.npu.memory.use_mem_pool")
+
+
+class NPUPluggableAllocator:
+    """vllm-ascend's allocator for sleep mode, in csrc/memory/mapping.h; no other one is emulated.
+
+    Args:
+        path_to_so_file: ignored. vllm-ascend looks for the library that it has loaded, and finds
+            None (device_allocator/camem.py:68 in 0.23.0).
+        alloc_fn_name, free_fn_name: names of the functions in it.
+
+    Raises:
+        NotImplementedError: if the functions are not those of vllm-ascend.
+    """
+
+    def __init__(self, path_to_so_file: str | None, alloc_fn_name: str, free_fn_name: str) -> None:
+        if (alloc_fn_name, free_fn_name) != ("my_malloc", "my_free"):
+            raise NotImplementedError(f"an allocator with {alloc_fn_name} and {free_fn_name} is not implemented by the emulated NPU")
+        self._allocator = alloc_fn_name
+
+    def allocator(self) -> str:
+        """Return what MemPool takes."""
+        return self._allocator
+
+
+class MemPool:
+    """A pool of device memory; see csrc/memory/pools.h.
+
+    Args:
+        allocator: of an NPUPluggableAllocator. None: the device's memory.
+    """
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, allocator: str | None = None) -> None:
+        self.allocator = allocator
+        self.id = (0, next(self._numbers))
+        self._pool = core.MemPool(has_allocator=allocator is not None)
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool: MemPool, device: Device = None) -> Iterator[None]:
+    """Allocate from the pool within the block, in all threads.
+
+    Args:
+        pool: the pool.
+        device: the NPU whose allocations are meant; default: the current one.
+    """
+    index = index_of(device)
+    core.create_context()
+    core.begin_pool(index, pool._pool)
+    try:
+        yield
+    finally:
+        core.end_pool(index, pool._pool)

@@ -220,6 +220,10 @@ class Driver:
     def wake_up(self, tags: list[str] | None = None) -> None:
         self.engine.wake_up(tags)
 
+    def reload_weights(self, path: str) -> None:
+        """Load the weights of another checkpoint in place, as RL frameworks do between rollouts."""
+        self.engine.collective_rpc(_reload_weights, args=(path,))
+
     def inject(self, rules: list[dict[str, str]]) -> list[str]:
         """Let these system calls of the sink fail, and no others; return the failures so far."""
         import faulty_storage
@@ -340,6 +344,14 @@ class Driver:
         import torch
 
         torch.cuda.Event = torch.npu.Event
+
+
+def _reload_weights(worker: Any, path: str) -> None:
+    """Do what the worker's RPC of that name does, which vllm-ascend has since 0.30."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(worker.vllm_config):
+        worker.model_runner.reload_weights(weights_path=path)
 
 
 def _descriptor(number: str) -> str | None:

@@ -380,6 +380,12 @@ inline void fallback(const c10::OperatorHandle& op, Stack* stack) {
     return;
   }
   OnDevice on(call.device, t.name->c_str());
+  for (size_t i = begin; i < stack->size(); ++i) {
+    const c10::IValue& v = (*stack)[i];
+    if (v.isTensor()) refuse_unmapped(v.toTensor(), *t.name);
+    else if (v.isTensorList())
+      for (const at::Tensor& x : v.toTensorVector()) refuse_unmapped(x, *t.name);
+  }
   StreamState& s = current_stream(call.device);
   const bool host = t.host || call.masks;
   if (host) refuse_synchronous_copy(t.name->c_str());

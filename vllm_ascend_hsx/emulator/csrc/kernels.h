@@ -174,6 +174,7 @@ inline at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool n
   }
   create_context();
   if (to.numel() == 0) return to;
+  for (const at::Tensor& t : {from, to}) refuse_unmapped(t, *copy_name());
   if (from_npu && to_npu) {
     device_to_device(from, to);
   } else if (to_npu) {
@@ -196,6 +197,7 @@ inline at::Scalar item_kernel(const at::Tensor& t) {
   TORCH_CHECK(s.recording == nullptr, "NPU error: ", *name, " (Tensor.item) needs the value on the host, ", kCapturedStream);
   refuse_synchronous_copy("Tensor.item");
   TaskQueue::of(s.device).report();
+  refuse_unmapped(t, *name);
   order(s, name, {{t, false}});
   Engine::get().settle(s);
   if (config().late) Engine::get().synchronize(s);
@@ -236,6 +238,12 @@ inline at::Tensor reshape_alias_kernel(const at::Tensor& t, c10::SymIntArrayRef 
   return at::native::_reshape_alias(t, C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides));
 }
 
+// Pages of an anonymous mapping are zero once they are released; those of a segment have a pattern (pools.h).
+inline bool zero_pages(const Memory& memory, char* page, size_t bytes) {
+  if (memory.segment == nullptr) return madvise(page, bytes, MADV_DONTNEED) == 0;
+  return mmap(page, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == page;
+}
+
 // Zeroes large blocks by releasing their pages: a KV cache takes host memory only where it is used.
 inline at::Tensor& zero_kernel(at::Tensor& t) {
   const std::shared_ptr<Memory> memory = memory_of(t);
@@ -250,6 +258,7 @@ inline at::Tensor& zero_kernel(at::Tensor& t) {
   static const std::string* name = intern("aten::zero_");
   OnDevice on(t.device().index(), name->c_str());
   if (!TaskQueue::of(s.device).enter(*name)) return t;
+  refuse_unmapped(t, *name);
   order(s, name, {{t, true}});
   Engine::get().settle(s);
   char* first = static_cast<char*>(t.data_ptr());
@@ -257,7 +266,7 @@ inline at::Tensor& zero_kernel(at::Tensor& t) {
   char* page = reinterpret_cast<char*>(round_up(reinterpret_cast<uintptr_t>(first), kPage));
   const size_t whole = (first + bytes - page) / kPage * kPage;
   std::memset(first, 0, page - first);
-  if (madvise(page, whole, MADV_DONTNEED) != 0) std::memset(page, 0, whole);
+  if (!zero_pages(*memory, page, whole)) std::memset(page, 0, whole);
   std::memset(page + whole, 0, first + bytes - (page + whole));
   return t;
 }

@@ -8,6 +8,7 @@
 #include "graphs/graphs.h"
 #include "hccl/hccl.h"
 #include "kernels.h"
+#include "memory/mapping.h"
 
 namespace hsx {
 
@@ -188,4 +189,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_tasks(m);
   bind_graphs(m);
   bind_hccl(m);
+  bind_pools(m);
 }

@@ -5,7 +5,7 @@ its import. ``find(name)`` returns the operator ``torch_npu.<name>``. An operato
 reference is declared too and raises NotImplementedError with its name when it is called.
 """
 
-from vllm_ascend_hsx.emulator.ops.hooks import patch_hooks, put_empty_libraries, put_linear_attention
+from vllm_ascend_hsx.emulator.ops.hooks import patch_hooks, put_libraries, put_linear_attention
 from vllm_ascend_hsx.emulator.ops.registration import declare, find
 
 __all__ = ["find", "patch_hooks", "register"]
@@ -14,5 +14,5 @@ __all__ = ["find", "patch_hooks", "register"]
 def register() -> None:
     """Declare every operator with its real schema; idempotent."""
     declare()
-    put_empty_libraries()
+    put_libraries()
     put_linear_attention()

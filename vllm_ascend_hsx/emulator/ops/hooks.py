@@ -6,6 +6,7 @@ from types import ModuleType
 
 from vllm_ascend_hsx.emulator.devices import soc
 from vllm_ascend_hsx.emulator.missing import NotEmulated
+from vllm_ascend_hsx.emulator.native import core
 from vllm_ascend_hsx.emulator.ops.recurrent import fla_npu
 from vllm_ascend_hsx.emulator.ops.schemas import is_at_least
 from vllm_ascend_hsx.emulator.ops.triton import references, references_gdn, references_memory  # noqa: F401  (they register themselves)
@@ -23,15 +24,21 @@ def put_triton(module: ModuleType) -> None:
     vars(module).update(HAS_TRITON=True, triton=triton, tl=triton.language, tldevice=triton.language)
 
 
-def put_empty_libraries() -> None:
-    """Add an empty extension module in place of vllm-ascend's, which does not load without CANN.
+def put_libraries() -> None:
+    """Add an extension module in place of vllm-ascend's, which does not load without CANN.
 
     ``enable_custom_op()`` is true if it can be imported (vllm_ascend/utils.py:435). registration.py
-    declares the operators that the real one would.
+    declares the operators that the real one would. Its functions are those of sleep mode
+    (csrc/camem_allocator.cpp:325 in 0.23.0).
     """
     name = "vllm_ascend.vllm_ascend_C"
     if name not in sys.modules:
-        module = ModuleType(name, "Empty: its operators are declared by the emulated NPU.")
+        module = ModuleType(name, "Its operators are declared by the emulated NPU.")
+        vars(module).update(
+            init_module=core.init_module,
+            python_create_and_map=core.create_and_map,
+            python_unmap_and_release=core.unmap_and_release,
+        )
         sys.modules[name] = module
 
 

@@ -71,9 +71,8 @@ def test_unknown_names_are_errors_with_the_full_name() -> None:
 NOT_EMULATED = (
     "torch_npu.profiler.profile",
     "torch_npu.npu.make_graphed_callables",
-    "torch_npu.npu.memory.MemPool",
+    "torch_npu.npu.memory.memory_snapshot",
     "torch_npu.multiprocessing.reductions.rebuild_npu_tensor",
-    "acl.rt.memcpy",
 )
 
 

@@ -50,15 +50,17 @@ struct FreedBlock {
 struct DeviceMemory {
   std::mutex mutex;
   Gauge blocks, allocated, requested, reserved, segments;
-  int64_t pooled = 0;  // bytes that lie idle in the pools of graphs
+  int64_t pooled = 0;  // bytes that lie idle in the pools of graphs, and in MemPools
   std::map<int, int64_t> workspaces;  // kept for operators, by stream (workspace.h)
   int64_t workspace_bytes() const {
     int64_t sum = 0;
     for (const auto& [slot, bytes] : workspaces) sum += bytes;
     return sum;
   }
+  int64_t unmapped = 0;  // of `reserved`, in segments that have no memory (pools.h)
   int64_t ooms = 0, retries = 0;
   std::vector<FreedBlock> hazards;
+  size_t physical() const { return reserved.current - unmapped; }
 };
 
 inline DeviceMemory& device_memory(int device) {
@@ -86,7 +88,7 @@ inline void charge(int device, size_t requested, size_t rounded) {
   std::lock_guard<std::mutex> lock(m.mutex);
   const size_t cached = m.reserved.current - m.allocated.current - m.pooled;
   if (rounded > cached) {
-    const size_t limit = capacity(device);  // beside contexts
+    const size_t limit = capacity(device) + m.unmapped;  // beside contexts
     size_t more = round_up(rounded - cached, kSegment);
     if (m.reserved.current + m.workspace_bytes() + more > limit) {
       // What a caching allocator does before it gives up: hand back what it holds unused, and the
@@ -98,7 +100,7 @@ inline void charge(int device, size_t requested, size_t rounded) {
         ++m.ooms;
         TORCH_CHECK_WITH(
             OutOfMemoryError, false, "NPU out of memory. Tried to allocate ", human(requested), " (NPU ", device, "; ",
-            human(config().hbm), " total capacity; ", human(config().hbm - limit), " in contexts; ", human(m.allocated.current),
+            human(config().hbm), " total capacity; ", human(config().hbm + m.unmapped - limit), " in contexts; ", human(m.allocated.current),
             " already allocated; ", human(limit - std::min<size_t>(limit, m.allocated.current + m.pooled)), " free; ", human(m.reserved.current),
             " reserved in total by PyTorch). The capacity of an emulated NPU is set by HSX_EMULATOR_HBM or hsx emulate --hbm.");
       }

@@ -1,7 +1,7 @@
 // The allocator of device memory.
 #pragma once
 
-#include "memory/accounting.h"
+#include "memory/pools.h"
 
 namespace hsx {
 
@@ -15,6 +15,11 @@ void poison_fresh(int device, Memory& memory);
 inline void release_block(void* context) {
   std::unique_ptr<Block> block(static_cast<Block*>(context));
   refund(block->device, block->requested, block->rounded);
+  if (block->memory->segment != nullptr) {
+    return_to_pool(*block);
+    block->memory->freed = true;
+    return;
+  }
   if (block->pool != nullptr) {
     Pool& pool = *block->pool;
     std::lock_guard<std::mutex> lock(pool.mutex);
@@ -46,6 +51,21 @@ inline std::shared_ptr<Memory> memory_of(const c10::DataPtr& data) {
   return nullptr;
 }
 
+// Called before an operator uses the tensor's values; a view of unmapped memory is none.
+inline void refuse_unmapped(const at::Tensor& t, const std::string& op) {
+  if (!segments().any || !t.defined() || t.device().type() != kNpu || t.numel() == 0) return;
+  const auto memory = memory_of(t.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks());
+  TORCH_CHECK(
+      memory == nullptr || memory->segment == nullptr || memory->segment->mapped, "NPU error: ", op,
+      " uses device memory that is unmapped, because the engine sleeps");
+}
+
+inline c10::DataPtr device_pointer(std::unique_ptr<Block> block) {
+  const c10::Device device(kNpu, static_cast<c10::DeviceIndex>(block->device));
+  void* ptr = block->memory->ptr;
+  return {ptr, block.release(), &release_block, device};
+}
+
 inline c10::DataPtr new_block(int device, size_t bytes, std::shared_ptr<Memory> memory) {
   auto block = std::make_unique<Block>();
   block->requested = bytes;
@@ -53,6 +73,10 @@ inline c10::DataPtr new_block(int device, size_t bytes, std::shared_ptr<Memory> 
   block->device = device;
   block->owner_slot = current_slot(device);
   if (memory == nullptr) block->pool = capturing_pool(device);
+  if (const auto pool = block->pool == nullptr ? active_pool(device) : nullptr) {
+    place_in_pool(*block, *pool, memory.get());
+    return device_pointer(std::move(block));
+  }
   std::optional<Pool::Idle> idle;
   if (block->pool != nullptr) idle = block->pool->take(block->rounded, block->owner_slot);
   if (idle.has_value()) {
@@ -69,8 +93,7 @@ inline c10::DataPtr new_block(int device, size_t bytes, std::shared_ptr<Memory> 
   }
   memory->device = device;
   block->memory = std::move(memory);
-  void* ptr = block->memory->ptr;
-  return {ptr, block.release(), &release_block, c10::Device(kNpu, static_cast<c10::DeviceIndex>(device))};
+  return device_pointer(std::move(block));
 }
 
 struct NpuAllocator final : c10::DeviceAllocator {
@@ -82,6 +105,8 @@ struct NpuAllocator final : c10::DeviceAllocator {
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
   bool initialized() override { return context_created(); }
   void emptyCache(c10::MempoolId_t) override {
+    // As synchronize_and_free_events (NPUCachingAllocator.cpp:2996) of torch_npu 2.10.0.post4.
+    TORCH_CHECK(active_pools().count == 0, "captures_underway.empty() INTERNAL ASSERT FAILED: empty_cache within use_mem_pool");
     for (int d = 0; d < device_count(); ++d) empty_device_cache(d);
   }
   void recordStream(const c10::DataPtr& data, c10::Stream stream) override;
@@ -115,7 +140,7 @@ struct NpuAllocator final : c10::DeviceAllocator {
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     DeviceMemory& m = device_memory(device);
     std::lock_guard<std::mutex> lock(m.mutex);
-    const size_t room = capacity(device), taken = m.reserved.current + m.workspace_bytes();
+    const size_t room = capacity(device), taken = m.physical() + m.workspace_bytes();
     return {room - std::min<size_t>(room, taken), config().hbm};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // the context is a Block, not the pointer

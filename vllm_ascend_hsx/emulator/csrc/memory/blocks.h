@@ -32,6 +32,8 @@ constexpr int kGarbage = 0x44, kStale = 0xFF;
 
 inline size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
+struct Segment;  // pools.h
+
 // Host bytes that stand for device (or pinned) memory.
 struct Memory {
   void* ptr = nullptr;
@@ -41,12 +43,13 @@ struct Memory {
   int device = -1;  // -1: pinned host memory
   std::atomic<bool> freed{false};  // the device may have reused the bytes
   c10::Storage adopted;  // set when a CPU kernel made the bytes
+  std::shared_ptr<Segment> segment;  // that the bytes are a part of, in a pool
   AccessLog log;
   Memory() = default;
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   ~Memory() {
-    if (adopted) return;
+    if (adopted || segment != nullptr) return;
     if (mapped) munmap(mapping != nullptr ? mapping : ptr, bytes);
     else std::free(ptr);
   }

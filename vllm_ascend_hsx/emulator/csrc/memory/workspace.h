@@ -80,7 +80,7 @@ inline void take_workspace(int device, int slot, size_t bytes) {
   const int64_t wanted = round_up(bytes + kWorkspaceExtra, kSegment);
   if (wanted <= kept) return;
   kept = 0;
-  const int64_t free = static_cast<int64_t>(capacity(device)) - m.reserved.current - m.workspace_bytes();
+  const int64_t free = static_cast<int64_t>(capacity(device)) - static_cast<int64_t>(m.physical()) - m.workspace_bytes();
   TORCH_CHECK_WITH(
       OutOfMemoryError, wanted <= free, "NPU out of memory. NPUWorkspaceAllocator tried to allocate ", human(bytes), "(NPU ", device,
       "; ", human(config().hbm), " total capacity; ", human(std::max<int64_t>(free, 0)),

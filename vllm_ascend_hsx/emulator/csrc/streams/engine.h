@@ -201,6 +201,12 @@ class Engine {
     return clock;
   }
 
+  // What the host knows to have completed.
+  Clock host_clock() {
+    auto guard = lock();
+    return host_;
+  }
+
   // The stream whose clock component is `slot`.
   std::string describe(int slot) {
     auto guard = lock();
