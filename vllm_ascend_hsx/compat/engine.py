@@ -146,7 +146,30 @@ def reset_rows_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -
     """
     for reset_prefixes in methods(self.connector, "reset_prefixes"):
         reset_prefixes()
-    return original(self, *args, **kwargs)
+    is_empty = original(self, *args, **kwargs)
+    if is_empty:
+        for prefix_cache_is_empty in methods(self.connector, "prefix_cache_is_empty"):
+            prefix_cache_is_empty()
+    return is_empty
+
+
+# Calls of vLLM itself that change no weights. The first is part of the start, the second of LLM.__repr__.
+_HARMLESS_CALLS = frozenset({"update_max_model_len", "get_model_inspection", "get_encoder_timing_stats", "init_weight_transfer_engine"})
+
+
+@patch("vllm.v1.engine.core", "EngineCore.collective_rpc", SINCE_0_23, why=_FORGETS)
+def forget_rows_of_earlier_weights(original: Any, self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have our connector reuse no rows once a client has called the workers.
+
+    Reason: weights are replaced by such calls: `reload_weights`, `update_weights`, or a function of
+    an RL framework (v1/engine/core.py:810 and v1/engine/async_llm.py:1105 in 0.23.0). vLLM leaves
+    it to the client to reset the prefix cache. Until then the cache has keys and values of the
+    earlier weights, and an extracted request must read none of them: they would be in its rows.
+    """
+    if method not in _HARMLESS_CALLS:
+        for weights_may_change in methods(self.scheduler.connector, "weights_may_change"):
+            weights_may_change()
+    return original(self, method, *args, **kwargs)
 
 
 @patch(SCHEDULER, "Scheduler.update_from_output", SINCE_0_23, why=_NAMES_FAILURE)
@@ -246,7 +269,7 @@ def _counted(errors: dict[str, list[int]], of_all: str) -> str:
     return "; ".join(f"{len(which)} {of_all} (first: {min(which)}): {error}" for error, which in errors.items())
 
 
-_SLEEP = "copies are made before a worker sleeps"
+_SLEEP = "rows and the matrix of a rotated target outlast sleep"
 _ROWS = f"rows reach the connector, and {_SLEEP}"
 uses(KV_TRANSFER, "has_kv_transfer_group", SINCE_0_23, takes="", why=_ROWS)
 uses(KV_TRANSFER, "get_kv_transfer_group", SINCE_0_23, takes="", why=_ROWS)
@@ -254,19 +277,21 @@ uses(KV_TRANSFER, "get_kv_transfer_group", SINCE_0_23, takes="", why=_ROWS)
 
 @patch("vllm_ascend.worker.worker", "NPUWorker.sleep", SINCE_0_23, why=_SLEEP)
 def copy_before_sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have a worker that is put to sleep wait until our copies have been made.
+    """Before a worker sleeps, copy to the host what we have in device memory.
 
     Reason: `NPUWorker.sleep` (worker/worker.py:216) unmaps the memory that was allocated with the
-    weights, staging slots among it, and a copy may still wait for room in the ring. No row is
-    staged while the engine sleeps, so the contents of a slot need not be kept.
+    weights. Staging slots are among it, and a copy may still wait for room in the ring. So is the
+    matrix of a rotated target. Level 2 restores only the buffers of the target itself. No row is
+    staged while the engine sleeps, so the contents of a slot need not be kept. The memory cannot be
+    allocated with the tag `sleep_persistent` (device_allocator/camem.py:98): a tag belongs to a
+    segment, and torch_npu places most tensors in a segment that has one already.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group():
-        for drain_copies in methods(get_kv_transfer_group(), "drain_copies"):
-            drain_copies()
+        for before_sleep in methods(get_kv_transfer_group(), "before_sleep"):
+            before_sleep()
     return original(self, *args, **kwargs)
-
 
 
 def stopped_by_string(request: Any) -> bool:

@@ -130,6 +130,14 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
         """Reuse no rows that were computed before; see compat.engine.reset_rows_with_cache."""
         self._scheduler.reset_prefixes()
 
+    def prefix_cache_is_empty(self) -> None:
+        """Reuse rows again; see compat.engine.reset_rows_with_cache."""
+        self._scheduler.prefix_cache_is_empty()
+
+    def weights_may_change(self) -> None:
+        """Reuse no rows for now; see compat.engine.forget_rows_of_earlier_weights."""
+        self._scheduler.weights_may_change()
+
     def server_stops(self) -> None:
         """Treat later aborts as caused by the server's stop; see compat.shutdown.stop_in_order."""
         self._scheduler.server_stops()
@@ -198,10 +206,10 @@ class AscendHiddenStatesConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Do nothing: the rows are in a staging slot, which the engine does not overwrite."""
 
-    def drain_copies(self) -> None:
-        """Wait until no copy reads device memory; see compat.engine.copy_before_sleep."""
+    def before_sleep(self) -> None:
+        """Keep nothing in device memory; see compat.engine.copy_before_sleep."""
         if self._worker is not None:
-            self._worker.drain_copies()
+            self._worker.before_sleep()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         assert self._worker is not None

@@ -189,6 +189,7 @@ class PrefixReuse:
         self._clock = clock
         self._numbers = itertools.count()
         self._generation = 0
+        self._is_stale = False  # the prefix cache has values that other weights may have computed
         self._block_size = 0  # tokens of a hashed block; 0 until vLLM has looked into its prefix cache
 
     def new(self) -> Reuse:
@@ -206,7 +207,7 @@ class PrefixReuse:
         """
         self._block_size = block_size
         reuse._request = request
-        hashes = reuse._hashes = request.block_hashes[: num_tokens // block_size]
+        hashes = reuse._hashes = [] if self._is_stale else request.block_hashes[: num_tokens // block_size]
         found = self._index.find(hashes)
         if found is not None and not self._answers(found[0].rank):
             found = None
@@ -280,9 +281,18 @@ class PrefixReuse:
         self._index.drop_files_of(rank)
 
     def reset(self) -> None:
-        """Forget all rows, because the prefix cache was reset: weights may have changed."""
+        """Forget all rows, because weights may have changed."""
         self._generation += 1
         self._index.clear()
+
+    def weights_may_change(self) -> None:
+        """Forget all rows, and reuse none before the prefix cache is empty."""
+        self.reset()
+        self._is_stale = True
+
+    def prefix_cache_is_empty(self) -> None:
+        """Reuse rows again: all values of the prefix cache will be of the present weights."""
+        self._is_stale = False
 
     def take_released(self) -> list[int]:
         """Return the numbers of the files that need no longer be kept open, since the last call."""

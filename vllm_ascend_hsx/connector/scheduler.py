@@ -255,9 +255,19 @@ class ExtractionScheduler:
         return replace(start, number=request.reuse.number, prefix=prefix, keeps_source=keeps_source)
 
     def reset_prefixes(self) -> None:
-        """Reuse no rows that were computed before: the prefix cache was reset."""
+        """Reuse no rows that were computed before: the prefix cache is reset."""
         if self._reuse is not None:
             self._reuse.reset()
+
+    def prefix_cache_is_empty(self) -> None:
+        """Record that the reset has succeeded."""
+        if self._reuse is not None:
+            self._reuse.prefix_cache_is_empty()
+
+    def weights_may_change(self) -> None:
+        """Reuse no rows until the prefix cache is reset: both may be of other weights."""
+        if self._reuse is not None:
+            self._reuse.weights_may_change()
 
     def on_worker_report(self, report: WorkerReport) -> None:
         """Record finished files and the progress of the ranks."""

@@ -245,6 +245,11 @@ class ExtractionWorker:
         num_cpus = len(os.sched_getaffinity(0))
         logger.info("rank %d: %d writers, on the %d CPUs of this process", self._rank, num_writers, num_cpus)
 
+    def before_sleep(self) -> None:
+        """Make all copies, so that device memory may be unmapped; see StagingCache.before_sleep."""
+        self.drain_copies()
+        self._staging.before_sleep()
+
     def report(self) -> WorkerReport | None:
         """Return what has changed since the last report, or None if nothing has.
 

@@ -77,8 +77,8 @@ class StagingCache:
         dtype: the target's dtype; rows are never converted.
         device: the worker's NPU.
         layer_order: for each layer of a row, its index in the target's list (see ExtractionTarget).
-        rotation: float32 [hidden, hidden], Q of a target that returns X @ Q; rows become X. None
-            for other targets.
+        rotation: float32 [hidden, hidden] on the host, Q of a target that returns X @ Q; rows
+            become X. None for other targets.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StagingCache:
     ) -> None:
         self.rows = torch.empty((num_slots, slot_rows, num_layers, hidden_size), dtype=dtype, device=device)
         self.layer_order = tuple(layer_order)
-        self._turn_back = None if rotation is None else TurnBack(rotation, turned_rows(slot_rows))
+        self._turn_back = None if rotation is None else TurnBack(rotation, turned_rows(slot_rows), device)
         self.slots = [StagingSlot(self.rows[index]) for index in range(num_slots)]
         self._next = 0
         self._filled: StagingSlot | None = None
@@ -167,6 +167,11 @@ class StagingCache:
         slot.spans = staged
         slot.written.record(compute)
         self._filled = slot
+
+    def before_sleep(self) -> None:
+        """Copy to the host what device memory must keep. Slots hold nothing then: no step runs."""
+        if self._turn_back is not None:
+            self._turn_back.before_sleep()
 
     def take(self) -> StagingSlot | None:
         """Return the slot that was filled last, if it was not returned before.

@@ -221,7 +221,7 @@ def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(mo
             return "asleep"
 
     apply(SimpleNamespace(NPUWorker=NPUWorker), engine.copy_before_sleep)
-    ours = SimpleNamespace(drain_copies=lambda: calls.append("copies are made"))
+    ours = SimpleNamespace(before_sleep=lambda: calls.append("copies are made"))
     group = SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours
     monkeypatch.setattr("vllm.distributed.kv_transfer.has_kv_transfer_group", lambda: True)
     monkeypatch.setattr("vllm.distributed.kv_transfer.get_kv_transfer_group", lambda: group)

@@ -34,7 +34,7 @@ def test_staged_rows_are_in_the_models_own_basis(monkeypatch: pytest.MonkeyPatch
     rows = [torch.randn(TOKENS, HIDDEN, generator=seeded) for _ in range(LAYERS)]
     rotated = [(layer @ rotation).to(dtype) for layer in rows]
     options = {"num_slots": 2, "slot_rows": TOKENS, "num_layers": LAYERS, "hidden_size": HIDDEN, "dtype": dtype, "device": DEVICE}
-    cache = StagingCache(**options, layer_order=LAYER_ORDER, rotation=rotation.to(DEVICE))  # type: ignore[arg-type]
+    cache = StagingCache(**options, layer_order=LAYER_ORDER, rotation=rotation)  # type: ignore[arg-type]
     cache.rows.fill_(7.0)
     cache.write([layer.to(DEVICE) for layer in rotated], [Span("a", 0, 9, 2), Span("b", 5, 3, 15)])
     slot = cache.take()
@@ -71,7 +71,7 @@ def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_pa
 
     layers = [torch.randn(TOKENS, HIDDEN) for _ in range(LAYERS)]  # X @ Q, as the target returns them
     rows = torch.empty(TOKENS, LAYERS, HIDDEN, device=DEVICE)
-    TurnBack(rotation.to(DEVICE), TOKENS)([layer.to(DEVICE) for layer in layers], rows)
+    TurnBack(rotation, TOKENS, DEVICE)([layer.to(DEVICE) for layer in layers], rows)
     served = draft.model.fc(torch.cat(layers, dim=1))
     torch.testing.assert_close(rows.flatten(1).cpu() @ weights.T, served, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(draft.model.embed_tokens.weight.data, embedding, rtol=1e-4, atol=1e-4)
@@ -83,7 +83,7 @@ def test_its_buffers_are_allocated_once() -> None:
     A step takes only the workspace of its matrix product: 20 MiB, as those of the target do
     (mat_mul_v3/op_host/op_tiling/matmul_v3_base_tiling.cpp:2819, ops-nn 9.1.0).
     """
-    turn = TurnBack(orthogonal(HIDDEN).to(DEVICE), 4)
+    turn = TurnBack(orthogonal(HIDDEN), 4, DEVICE)
     layers = [torch.ones(9, HIDDEN, dtype=torch.bfloat16, device=DEVICE) for _ in range(LAYERS)]
     out = torch.empty(9, LAYERS, HIDDEN, dtype=torch.bfloat16, device=DEVICE)
     turn(layers, out)
