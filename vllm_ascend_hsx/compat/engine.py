@@ -153,8 +153,8 @@ def reset_rows_with_cache(original: Any, self: Any, *args: Any, **kwargs: Any) -
     return is_empty
 
 
-# Calls of vLLM itself that change no weights. The first is part of the start, the second of LLM.__repr__.
-_HARMLESS_CALLS = frozenset({"update_max_model_len", "get_model_inspection", "get_encoder_timing_stats", "init_weight_transfer_engine"})
+# Calls of vLLM itself that change no weights: of the start, of LLM.__repr__, before updates.
+_HARMLESS_CALLS = frozenset({"update_max_model_len", "get_model_inspection", "init_weight_transfer_engine"})
 
 
 @patch("vllm.v1.engine.core", "EngineCore.collective_rpc", SINCE_0_23, why=_FORGETS)

@@ -160,7 +160,7 @@ def test_a_pool_without_room_gives_back_no_cache(camem: CaMemAllocator, set_hbm:
 
 
 def test_blocks_share_segments_and_a_segment_has_the_tag_of_its_first_block(camem: CaMemAllocator) -> None:
-    """NPUCachingAllocator.cpp:2534. So use_allocation_tag keeps nothing that finds room elsewhere."""
+    """NPUCachingAllocator.cpp:2534. use_allocation_tag keeps nothing that finds room elsewhere."""
     with camem.use_memory_pool("weights"):
         small, middle = bytes_of(MIB // 4), bytes_of(3 * MIB)
         with camem.use_allocation_tag(CaMemAllocator.sleep_persistent_tag):
