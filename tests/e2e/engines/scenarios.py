@@ -275,7 +275,7 @@ def urgent_requests_overtake(stage: Stage) -> None:
 
 
 def asleep_and_awake(stage: Stage) -> None:
-    """Of sleep levels only 0 is emulated: the others free device memory with a library of CANN."""
+    """Level 0. Levels 1 and 2 unmap device memory: test_sleep.py."""
     kept = stage.add(tokens(5 * CHUNK, seed=20), name="kept-by-sleep")
     stage.until_mid_prefill(kept)
     stage.session.call("sleep", 0, "keep")

@@ -229,6 +229,46 @@ def test_copies_are_made_before_a_worker_that_goes_to_sleep_unmaps_its_memory(mo
     assert calls == ["copies are made", "unmap at level 2"]
 
 
+@pytest.mark.parametrize("multi", [False, True], ids=["alone", "in MultiConnector"])
+@pytest.mark.parametrize(
+    ("method", "forgets"),
+    [("reload_weights", True), ("update_weights", True), (len, True), ("get_model_inspection", False), ("update_max_model_len", False)],
+    ids=str,
+)
+def test_rows_are_forgotten_before_workers_are_called(method: Any, forgets: bool, multi: bool) -> None:
+    calls: list[str] = []
+    ours = SimpleNamespace(weights_may_change=lambda: calls.append("forgotten"))
+
+    class EngineCore:
+        scheduler = SimpleNamespace(connector=SimpleNamespace(_connectors=[SimpleNamespace(), ours]) if multi else ours)
+
+        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append("called")
+            return [method, args]
+
+    apply(SimpleNamespace(EngineCore=EngineCore), engine.forget_rows_of_earlier_weights)
+    assert EngineCore().collective_rpc(method, None, (1,)) == [method, (1,)]
+    assert calls == ["forgotten"] * forgets + ["called"]
+
+
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_our_connector_is_told_of_a_reset_and_whether_it_has_succeeded(is_empty: bool) -> None:
+    calls: list[str] = []
+    ours = SimpleNamespace(
+        reset_prefixes=lambda: calls.append("reset"), prefix_cache_is_empty=lambda: calls.append("it is empty")
+    )
+
+    class Scheduler:
+        connector = ours
+
+        def reset_prefix_cache(self) -> bool:
+            return is_empty
+
+    apply(SimpleNamespace(Scheduler=Scheduler), engine.reset_rows_with_cache)
+    assert Scheduler().reset_prefix_cache() == is_empty
+    assert calls == ["reset"] + ["it is empty"] * is_empty
+
+
 @pytest.mark.parametrize(("method", "drafts_taken"), [("extract_hidden_states", ([], [])), ("ngram", None)])
 def test_a_runner_that_extracts_answers_that_there_are_no_drafts(method: str, drafts_taken: Any) -> None:
     """Otherwise a request with structured outputs stops the engine (vllm/v1/engine/core.py:583)."""

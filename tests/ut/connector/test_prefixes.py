@@ -262,6 +262,28 @@ def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
     assert engine.start("again").prefix == Prefix(after.number, 3 * BLOCK)
 
 
+def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_is_empty() -> None:
+    """Rows would be of the earlier weights, and so would the keys and values that others read."""
+    engine = Engine()
+    engine.serve("before", "ab")
+    engine.add("running", "abc")
+    engine.start("running")
+    engine.scheduler.weights_may_change()
+    assert engine.tries("running") == 0
+    for name in ("after", "again"):
+        engine.add(name, "abc")
+        assert engine.start(name).prefix is None
+        engine.publish(name)
+    engine.scheduler.reset_prefixes()
+    engine.add("not emptied", "abc")
+    assert engine.start("not emptied").prefix is None
+    engine.publish("not emptied")
+    engine.scheduler.prefix_cache_is_empty()
+    first = engine.serve("first", "abc")
+    engine.add("second", "abc")
+    assert engine.start("second").prefix == Prefix(first.number, 3 * BLOCK)
+
+
 def test_rows_of_generated_tokens_are_at_hand_once_they_are_published() -> None:
     engine = Engine()
     request = engine.add("first", "a", kv_transfer_params={"include_output_tokens": True})

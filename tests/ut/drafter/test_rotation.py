@@ -77,6 +77,20 @@ def test_what_a_drafts_fc_gets_from_the_rows_is_what_vllm_ascend_gives_it(tmp_pa
     torch.testing.assert_close(draft.model.embed_tokens.weight.data, embedding, rtol=1e-4, atol=1e-4)
 
 
+def test_rows_are_turned_back_after_device_memory_was_discarded() -> None:
+    """Sleep level 2: memory comes back at the same address, without data."""
+    rotation, rows = orthogonal(HIDDEN), torch.randn(TOKENS, HIDDEN)
+    turn, out = TurnBack(rotation, TOKENS, DEVICE), torch.empty(TOKENS, 1, HIDDEN, device=DEVICE)
+    for _ in range(3):
+        turn.before_sleep()
+        turn.before_sleep()  # a second call copies nothing of what was lost
+        for buffer in (turn._transposed, turn._rotated, turn._turned):
+            buffer.fill_(float("nan"))
+        turn.before_sleep()
+        turn([(rows @ rotation).to(DEVICE)], out)
+        torch.testing.assert_close(out[:, 0].cpu(), rows, rtol=0, atol=1e-5)
+
+
 def test_its_buffers_are_allocated_once() -> None:
     """vLLM measures the memory before the first request; what a step took would be missing.
 
