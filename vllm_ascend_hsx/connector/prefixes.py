@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -12,7 +13,10 @@ from typing import Any
 from vllm_ascend_hsx.connector.admission import RankLoad
 from vllm_ascend_hsx.connector.metadata import Prefix
 
+logger = logging.getLogger(__name__)
+
 _UNKNOWN_S = 0.1  # how long a request waits for rows that are computed while rates are unknown
+_UNTIL_RESET = "extracted requests compute all of their rows until the prefix cache is reset"
 BlockHash = Hashable  # vllm.v1.core.kv_cache_utils.BlockHash: of a block and all tokens before it
 
 
@@ -286,8 +290,10 @@ class PrefixReuse:
         self._index.clear()
 
     def weights_may_change(self) -> None:
-        """Forget all rows, and reuse none before the prefix cache is empty."""
+        """Forget all rows, and reuse none before the prefix cache is empty. Log that once."""
         self.reset()
+        if not self._is_stale:
+            logger.info("a client has called the workers, which may change weights: %s", _UNTIL_RESET)
         self._is_stale = True
 
     def prefix_cache_is_empty(self) -> None:

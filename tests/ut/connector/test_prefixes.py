@@ -262,13 +262,16 @@ def test_after_a_reset_of_the_cache_no_earlier_row_is_used() -> None:
     assert engine.start("again").prefix == Prefix(after.number, 3 * BLOCK)
 
 
-def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_is_empty() -> None:
+def test_once_weights_may_have_changed_nothing_is_reused_until_the_prefix_cache_is_empty(caplog: pytest.LogCaptureFixture) -> None:
     """Rows would be of the earlier weights, and so would the keys and values that others read."""
+    caplog.set_level("INFO")
     engine = Engine()
     engine.serve("before", "ab")
     engine.add("running", "abc")
     engine.start("running")
-    engine.scheduler.weights_may_change()
+    for _ in range(2):
+        engine.scheduler.weights_may_change()
+    assert caplog.text.count("compute all of their rows until the prefix cache is reset") == 1
     assert engine.tries("running") == 0
     for name in ("after", "again"):
         engine.add(name, "abc")
