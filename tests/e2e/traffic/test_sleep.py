@@ -56,8 +56,8 @@ class Lab:
         self._checkpoints = checkpoints
         self._loaded = 0
 
-    def sleep(self, level: int) -> None:
-        self.session.call("sleep", level)
+    def sleep(self, level: int, mode: str = "abort") -> None:
+        self.session.call("sleep", level, mode)
 
     def wake_up(self, *tags: str) -> None:
         self.session.call("wake_up", list(tags) or None)
@@ -73,13 +73,17 @@ class Lab:
     def request(self, prompt: Sequence[int]) -> Request:
         """Serve a request, and compare its rows with those of the loaded weights."""
         request = self.session.add(prompt, {"max_tokens": 1})
+        self.finish(request)
+        return request
+
+    def finish(self, request: Request) -> None:
+        """Do the same with a request that was added."""
         self.session.drain()
         (path,) = self.session.paths(request)
         rows = load(path, START_SECONDS).hidden_states.float()
-        expected = self._rows(self._checkpoints[self._loaded], prompt).float()
+        expected = self._rows(self._checkpoints[self._loaded], request.prompt).float()
         errors = (rows - expected).norm(dim=-1) / expected.norm(dim=-1)
         assert errors.max() < self._tolerance, errors
-        return request
 
 
 def level_1(lab: Lab) -> None:
@@ -113,6 +117,17 @@ def level_2_and_other_weights(lab: Lab) -> None:
     lab.wake_up("kv_cache")
 
 
+def level_2_and_other_weights_in_the_middle_of_a_prompt(lab: Lab) -> None:
+    request = lab.session.add(PROMPT, {"max_tokens": 1})
+    lab.session.step(2)
+    assert not request.finished
+    lab.sleep(2, "keep")
+    lab.wake_up("weights")
+    lab.load_others()
+    lab.wake_up("kv_cache")
+    lab.finish(request)
+
+
 def level_2_and_weights_that_were_kept(lab: Lab) -> None:
     lab.session.call("keep_weights")
     lab.sleep(2)
@@ -126,7 +141,12 @@ def a_reset_of_the_prefix_cache(lab: Lab) -> None:
 
 Event = Callable[[Lab], None]
 LEVEL_1: tuple[Event, ...] = (level_1, level_1_by_tags)
-LEVEL_2: tuple[Event, ...] = (level_2_and_the_same_weights, level_2_and_other_weights, level_1_and_other_weights)
+LEVEL_2: tuple[Event, ...] = (
+    level_2_and_the_same_weights,
+    level_2_and_other_weights,
+    level_1_and_other_weights,
+    level_2_and_other_weights_in_the_middle_of_a_prompt,
+)
 
 
 def plain_rows(checkpoint: Path, token_ids: Sequence[int]) -> torch.Tensor:
