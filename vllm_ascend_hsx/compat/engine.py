@@ -283,7 +283,7 @@ def copy_before_sleep(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
     weights. Staging slots are among it, and a copy may still wait for room in the ring. So is the
     matrix of a rotated target. Level 2 restores only the buffers of the target itself. No row is
     staged while the engine sleeps, so the contents of a slot need not be kept. The memory cannot be
-    allocated with the tag `sleep_persistent` (device_allocator/camem.py:98): a tag belongs to a
+    allocated with the tag `sleep_persistent` (device_allocator/camem.py:138): a tag belongs to a
     segment, and torch_npu places most tensors in a segment that has one already.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group

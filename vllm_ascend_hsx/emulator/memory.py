@@ -104,7 +104,7 @@ class NPUPluggableAllocator:
 
     Args:
         path_to_so_file: ignored. vllm-ascend looks for the library that it has loaded, and finds
-            None (device_allocator/camem.py:68 in 0.23.0).
+            None (device_allocator/camem.py:64 in 0.23.0).
         alloc_fn_name, free_fn_name: names of the functions in it.
 
     Raises:

@@ -370,7 +370,7 @@ def _load_weights(worker: Any, path: str) -> None:
 
 
 def _load_weights_after_wake_up(runner: Any, experts: list[Any], path: str) -> None:
-    """Load a MoE as vllm-ascend's example does (examples/offline_weight_load.py:213 in 0.23.0).
+    """Load a MoE as vllm-ascend's example does (examples/offline_weight_load.py:226 in 0.23.0).
 
     `wake_up` of 0.23.0 leaves experts in the layout of the checkpoint, and without their loaders.
     """

@@ -211,7 +211,7 @@ def test_rows_are_those_of_the_loaded_weights(target: Target, environ: dict[str,
 @pytest.mark.long
 @pytest.mark.parametrize("extract", [True, False], ids=["extracted", "plain"])
 def test_upstream_a_moe_of_float_weights_cannot_wake_up_without_loading_weights(extract: bool, tmp_path: Path) -> None:
-    """NPUWorker.wake_up transposes the experts (worker.py:252 in 0.23.0), which sleep did not."""
+    """NPUWorker.wake_up transposes the experts (worker.py:254 in 0.23.0), which sleep did not."""
     model = build_qwen3_moe(tmp_path / "checkpoint")
     with EngineSession(tmp_path / "run", model, extract=extract, dtype="float32", **SLEEP_MODE) as session:
         session.call("sleep", 1)

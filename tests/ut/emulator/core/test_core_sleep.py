@@ -54,7 +54,7 @@ def sleep(camem: CaMemAllocator, *offloaded: str) -> None:
 
 
 def test_offloaded_memory_comes_back_and_other_memory_is_no_data(camem: CaMemAllocator) -> None:
-    """camem.py:149-216 in 0.23.0."""
+    """camem.py:180-246 in 0.23.0."""
     with camem.use_memory_pool("weights"):
         weights = torch.arange(300_000.0, device="npu")
         result = weights + 1  # a CPU kernel made its bytes
@@ -119,7 +119,7 @@ def test_unmapped_memory_cannot_be(use: Callable[[torch.Tensor], object], camem:
     for each in (tensor, large):
         with pytest.raises(RuntimeError, match=r"NPU error: aten::\w+.* uses device memory that is unmapped"):
             use(each)
-    view = tensor.view(2, 5).transpose(0, 1)  # no use: NPUWorker.wake_up makes views (worker.py:246 in 0.23.0)
+    view = tensor.view(2, 5).transpose(0, 1)  # no use: NPUWorker.wake_up makes views (worker.py:260 in 0.23.0)
     camem.wake_up()
     assert (view == 1).all()
 
@@ -221,7 +221,7 @@ def test_the_cache_cannot_be_emptied_within_a_pool(camem: CaMemAllocator) -> Non
 
 
 def test_memory_that_a_stream_still_uses_is_neither_unmapped_nor_copied() -> None:
-    """CaMemAllocator.sleep of 0.23.0 does not wait; that of 0.30.0rc2 does (camem.py:203)."""
+    """CaMemAllocator.sleep of 0.23.0 does not wait; that of 0.30.0rc2 does (camem.py:207)."""
     if not core.late():
         return
     camem = CaMemAllocator()
