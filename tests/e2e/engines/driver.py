@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import weights
+
 
 class Driver:
     """The engine, and one method per action. Everything that comes and goes is JSON."""
@@ -222,15 +224,15 @@ class Driver:
 
     def load_weights(self, path: str) -> None:
         """Load the weights of another checkpoint in place, as RL frameworks do between rollouts."""
-        self.engine.collective_rpc(_load_weights, args=(path,))
+        self.engine.collective_rpc(weights.load_again, args=(path,))
 
     def keep_weights(self) -> None:
         """Copy the weights to the host, in the layout of the kernels."""
-        self.engine.collective_rpc(_keep_weights)
+        self.engine.collective_rpc(weights.keep)
 
     def put_weights_back(self) -> None:
         """Load the weights that were kept."""
-        self.engine.collective_rpc(_put_weights_back)
+        self.engine.collective_rpc(weights.put_back)
 
     def inject(self, rules: list[dict[str, str]]) -> list[str]:
         """Let these system calls of the sink fail, and no others; return the failures so far."""
@@ -352,55 +354,6 @@ class Driver:
         import torch
 
         torch.cuda.Event = torch.npu.Event
-
-
-# Called in each worker.
-
-
-def _load_weights(worker: Any, path: str) -> None:
-    from vllm.config import set_current_vllm_config
-
-    runner = worker.model_runner
-    experts = [each for each in runner.model.modules() if hasattr(each, "w2_weight")]
-    with set_current_vllm_config(worker.vllm_config):
-        if all(hasattr(each.w2_weight, "weight_loader") for each in experts):
-            runner.reload_weights(weights_path=path)
-        else:
-            _load_weights_after_wake_up(runner, experts, path)
-
-
-def _load_weights_after_wake_up(runner: Any, experts: list[Any], path: str) -> None:
-    """Load a MoE as vllm-ascend's example does (examples/offline_weight_load.py:226 in 0.23.0).
-
-    `wake_up` of 0.23.0 leaves experts in the layout of the checkpoint, and without their loaders.
-    """
-    from safetensors.torch import load_file
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-    for each in experts:
-        each.w2_weight.weight_loader = each.w13_weight.weight_loader = each.weight_loader
-    for file in sorted(Path(path).glob("*.safetensors")):
-        runner.model.load_weights(load_file(file).items())
-    process_weights_after_loading(runner.model, runner.vllm_config.model_config, runner.device)
-
-
-def _weights(worker: Any) -> dict[str, Any]:
-    """Return what the kernels read: parameters, and what quantisation has made of them."""
-    import torch
-
-    found = dict(worker.model_runner.model.named_parameters())
-    for name, module in worker.model_runner.model.named_modules():
-        found |= {f"{name}.{key}": value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}
-    return found
-
-
-def _keep_weights(worker: Any) -> None:
-    worker.kept_by_test = {name: weight.cpu() for name, weight in _weights(worker).items()}
-
-
-def _put_weights_back(worker: Any) -> None:
-    for name, weight in _weights(worker).items():
-        weight.data.copy_(worker.kept_by_test[name])
 
 
 def _descriptor(number: str) -> str | None:
