@@ -176,7 +176,7 @@ class Target(NamedTuple):
 # (model_executor/model_loader/reload/layerwise.py:140 in 0.23.0).
 TARGETS = {
     "dense": Target(partial(build_qwen3, dtype="float32"), plain_rows, EXACT, {"dtype": "float32"}, LEVEL_1 + LEVEL_2),
-    "moe": Target(build_qwen3_moe, plain_rows, EXACT, {"dtype": "float32"}, LEVEL_2 if installed_is("<0.30") else LEVEL_1 + LEVEL_2),
+    "moe": Target(build_qwen3_moe, plain_rows, EXACT, {"dtype": "float32"}, LEVEL_2 if installed_is("<0.26") else LEVEL_1 + LEVEL_2),
     "rotated": Target(partial(rotated, build_qwen3), turned_back_rows, 2 * TOLERANCE, {"quantization": "ascend"}, LEVEL_1 + LEVEL_2),
     "rotated-moe-parallel": Target(
         partial(rotated, build_minimax_m2),
@@ -207,7 +207,7 @@ def test_rows_are_those_of_the_loaded_weights(target: Target, environ: dict[str,
         assert lab.request(LONGER).reused > 0
 
 
-@only_with("<0.30", "wake_up leaves experts as the kernels need them")
+@only_with("<0.26", "wake_up leaves experts as the kernels need them")
 @pytest.mark.long
 @pytest.mark.parametrize("extract", [True, False], ids=["extracted", "plain"])
 def test_upstream_a_moe_of_float_weights_cannot_wake_up_without_loading_weights(extract: bool, tmp_path: Path) -> None:
