@@ -1,12 +1,16 @@
 """`hsx demo`: serve a model with extraction, and check sixteen prompts against transformers."""
 
+from __future__ import annotations
+
 import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -14,11 +18,16 @@ from vllm_ascend_hsx.cli.arguments import Parser, seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, ended_by_sigterm, make_console, say
 from vllm_ascend_hsx.demo import DemoError
 from vllm_ascend_hsx.demo.loop import command
-from vllm_ascend_hsx.demo.target import default_layers, reference_for
+from vllm_ascend_hsx.demo.target import default_layers, reference_for, remembered
 from vllm_ascend_hsx.emulator.settings import MAX_NPUS, Settings
 from vllm_ascend_hsx.plan.shape import read_config, text_config, whole_number
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.serve.command import layer_ids
+
+if TYPE_CHECKING:
+    from vllm_ascend_hsx.demo.server import Server
+    from vllm_ascend_hsx.demo.session import Check
+    from vllm_ascend_hsx.demo.verify import Reference
 
 NEEDED = ("torch", "transformers", "openai", "vllm", "vllm_ascend")
 HBM_BYTES = 2 << 30  # memory of one emulated NPU
@@ -43,6 +52,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-expert-parallel", action="store_true", help="for a model without experts")
     add("--no-sequence-parallel", action="store_true", help="without enable_flashcomm1")
     add("--no-reference", action="store_true", help="check shapes, token ids and finiteness only; for large models")
+    long_steps = "steps of 8,192 tokens (emulated: 512) with long prompts, eager and with graphs; the rows of both must agree"
+    add("--long-steps", action="store_true", help=long_steps)
     add("--loop", action="store_true", help="train a target, extract rows, train drafts on them and serve them")
     add("--seeds", type=whole(1, 10), metavar="N", help="with --loop: drafts for each kind of rows; several: more kinds (default 1)")
     add("--late", action="store_true", help="emulated NPUs run work on other streams as late as allowed")
@@ -56,6 +67,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--device npu needs --model PATH: the tiny model is for emulated NPUs only")
     if options.quantized and (options.model is not None or options.device == "npu" or options.no_expert_parallel):
         parser.error("--quantized is the tiny model with MC2 on emulated NPUs; leave out --model, --device npu and --no-expert-parallel")
+    if options.quantized and options.long_steps:
+        parser.error("--long-steps runs graphs, which no test has seen with --quantized on emulated NPUs: leave out one of them")
     dp, tp = options.data_parallel_size, options.tensor_parallel_size
     if options.device == "emulated" and dp * tp > MAX_NPUS:
         sizes = f"--data-parallel-size {dp} x --tensor-parallel-size {tp}"
@@ -104,18 +117,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
     if options.loop:
         _compile_emulator(console)
         return command.run(options, console)
-    from httpx import HTTPError
-    from openai import OpenAIError
-
-    from vllm_ascend_hsx.demo.client import AnswerError, send_all
-    from vllm_ascend_hsx.demo.compare import QUANTISED
-    from vllm_ascend_hsx.demo.metrics import collect
-    from vllm_ascend_hsx.demo.options import ServeOptions
-    from vllm_ascend_hsx.demo.prompts import demo_prompts
-    from vllm_ascend_hsx.demo.report import StartProgress, show_metrics, show_rows
-    from vllm_ascend_hsx.demo.server import STOP_SECONDS, Server, free_port
-    from vllm_ascend_hsx.demo.verify import verify
-
     work = options.output or Path(tempfile.mkdtemp(prefix="hsx-demo-"))
     model = _model_directory(options.model, console)
     if options.quantized:
@@ -124,50 +125,95 @@ def run(options: argparse.Namespace, console: Console) -> int:
     num_layers, vocab_size = (whole_number(str(model), config, field) for field in ("num_hidden_layers", "vocab_size"))
     layers = default_layers(num_layers) if options.layers is None else layer_ids(options.layers, num_layers)
     reference = None if options.no_reference else reference_for(model, options.quantized)
+    check = _check(options, layers, reference)
+    if options.device == "emulated":
+        _compile_emulator(console)
+    if options.long_steps:
+        return _long_steps(options, console, check, model, work.absolute(), vocab_size)
+
+    from vllm_ascend_hsx.demo.prompts import demo_prompts
+    from vllm_ascend_hsx.demo.session import serve_and_show
+
+    server = _server(options, console, work.absolute(), model, layers, extra=_device_options(options.device))
+    _, good = serve_and_show(console, server, _title(options), demo_prompts(vocab_size), check)
+    return 0 if good else 1
+
+
+def _long_steps(options: argparse.Namespace, console: Console, check: Check, model: Path, work: Path, vocab_size: int) -> int:
+    """Serve eager and with graphs; compare both with the reference, and with each other."""
+    from vllm_ascend_hsx.demo.long_steps import EMULATED, REAL, Mode, agree, environment
+    from vllm_ascend_hsx.demo.session import serve_and_show
+
+    emulated = options.device == "emulated"
+    sizes, good = EMULATED if emulated else REAL, True
+    answers = {}
+    for mode in Mode:
+        title = f"{_title(options)}, {mode.value}"
+        made = sizes.serve_options(str(model), len(check.layer_ids), mode, emulated)
+        server = _server(options, console, work / mode.value, model, check.layer_ids, environment(mode, emulated), **made)
+        answers[mode], right = serve_and_show(console, server, title, sizes.prompts(vocab_size), check)
+        good &= right
+    agreement = agree(answers[Mode.EAGER], answers[Mode.GRAPHS], check.layer_ids)
+    console.print(f"eager and with graphs: {agreement}", style="green" if agreement.holds else "red", highlight=False)
+    return 0 if good and agreement.holds else 1
+
+
+def _check(options: argparse.Namespace, layers: tuple[int, ...], reference: Reference | None) -> Check:
+    from vllm_ascend_hsx.demo.compare import QUANTISED
+    from vllm_ascend_hsx.demo.session import Check
+
+    return Check(
+        layers,
+        remembered(reference) if reference and options.long_steps else reference,
+        QUANTISED if options.quantized else 1.0,
+        f" of {QUANTIZED_TARGET}" if options.quantized else "",
+        options.start_timeout or (1800.0 if options.device == "npu" else 600.0),
+        options.request_timeout,
+        NO_METRICS not in options.serve_options,
+    )
+
+
+def _server(
+    options: argparse.Namespace,
+    console: Console,
+    work: Path,
+    model: Path,
+    layers: Sequence[int],
+    environment: Mapping[str, str] = MappingProxyType({}),
+    *,
+    extra: tuple[str, ...],
+    **sizes: Any,
+) -> Server:
+    """Make the server, and say where its log and files will be.
+
+    Args:
+        work: directory of both.
+        environment: variables beside those of every demo.
+        extra: words of the command line. sizes: further fields of ServeOptions.
+    """
+    from vllm_ascend_hsx.demo.options import ServeOptions
+    from vllm_ascend_hsx.demo.server import Server, free_port
+
     serve = ServeOptions(
         model=str(model),
-        storage=work.absolute() / "hidden_states",
-        layer_ids=layers,
+        storage=work / "hidden_states",
+        layer_ids=tuple(layers),
         port=free_port(),
         data_parallel_size=options.data_parallel_size,
         tensor_parallel_size=options.tensor_parallel_size,
         expert_parallel=not options.no_expert_parallel,
         sequence_parallel=not options.no_sequence_parallel,
         mc2=options.quantized,
-        extra=(*_device_options(options.device), *(("--quantization", "ascend") if options.quantized else ()), *options.serve_options),
+        extra=(*extra, *(("--quantization", "ascend") if options.quantized else ()), *options.serve_options),
+        **sizes,
     )
-    title = f"vllm serve, DP={options.data_parallel_size} x TP={options.tensor_parallel_size} on {_npus(options)}"
-    server = Server(serve.command(), port=serve.port, log=work / "server.log", environment=_environment(options))
+    server = Server(serve.command(), port=serve.port, log=work / "server.log", environment={**_environment(options), **environment})
     console.print(f"model {model}\nlog   {server.log}\nfiles {serve.storage}", highlight=False, soft_wrap=True)
-    prompts = demo_prompts(vocab_size)
-    if options.device == "emulated":
-        _compile_emulator(console)
-    with server:
-        try:
-            with StartProgress(console, server.log, title) as progress:
-                seconds = server.wait_ready(options.start_timeout or (1800.0 if options.device == "npu" else 600.0), progress)
-            console.print(f"{title}: answers after {seconds:.0f} s", highlight=False)
-            with console.status(f"sending {len(prompts)} prompts"):
-                answers = send_all(server.url, prompts, timeout=options.request_timeout)
-            with console.status("comparing with transformers"):
-                rows = [verify(answer, layers, reference, QUANTISED if options.quantized else 1.0) for answer in answers]
-            metrics = None if NO_METRICS in options.serve_options else collect(server.url, options.request_timeout)
-        except (OpenAIError, AnswerError, HTTPError, OSError) as error:
-            raise DemoError(f"a request failed: {error}\n{server.log_tail()}") from error
-        finally:
-            with console.status(f"stopping the server (up to {STOP_SECONDS:.0f} s)"):
-                server.stop()
-    show_rows(console, rows, layers, f" of {QUANTIZED_TARGET}" if options.quantized else "")
-    published = len(answers)
-    if metrics is not None:
-        show_metrics(console, metrics)
-        published = round(metrics.total("vllm:hsx_files_total", outcome="published"))
-        if published != len(answers):
-            console.print(f"/metrics counts {published} files for {len(answers)} answers", style="red")
-    passed = sum(row.passed for row in rows)
-    good = "match" if reference else "are finite and complete (not compared)"
-    console.print(f"{passed} of {len(rows)} requests {good}", style="green" if passed == len(rows) else "red", highlight=False)
-    return 0 if passed == len(rows) and published == len(answers) else 1
+    return server
+
+
+def _title(options: argparse.Namespace) -> str:
+    return f"vllm serve, DP={options.data_parallel_size} x TP={options.tensor_parallel_size} on {_npus(options)}"
 
 
 def _soc(options: argparse.Namespace) -> str:

@@ -11,14 +11,28 @@ from openai import OpenAI
 from vllm_ascend_hsx.demo.prompts import Prompt
 
 EXTRA_BODY = {"return_token_ids": True}
+# A request that generates: as many tokens as it asks for, and their rows.
+WITH_OUTPUT = {"ignore_eos": True, "kv_transfer_params": {"include_output_tokens": True}}
 
 
 class Answer(NamedTuple):
-    """The answer to one request: the prompt as the server tokenized it, and the file."""
+    """The answer to one request.
+
+    Attributes:
+        prompt_ids: the prompt as the server tokenized it.
+        generated: the tokens of the answer.
+        path: the file of its hidden states.
+    """
 
     prompt: Prompt
-    token_ids: list[int]
+    prompt_ids: list[int]
+    generated: list[int]
     path: Path
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens whose rows the file must hold. The last token is never an input of the model."""
+        return self.prompt_ids + (self.generated[:-1] if self.prompt.generates else [])
 
 
 class AnswerError(RuntimeError):
@@ -40,18 +54,18 @@ def send_all(url: str, prompts: Sequence[Prompt], *, timeout: float) -> list[Ans
 
 
 def send(client: OpenAI, model: str, prompt: Prompt) -> Answer:
-    """Send one prompt and request one token. Raises AnswerError if the response names no file."""
+    """Send one prompt and request its tokens. Raises AnswerError if the response names no file."""
+    extra_body = EXTRA_BODY | (WITH_OUTPUT if prompt.generates else {})
+    asked: Any = {"model": model, "max_tokens": prompt.max_tokens, "temperature": 0, "extra_body": extra_body}
     response: Any
     if prompt.kind == "chat":
-        response = client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": str(prompt.content)}], max_tokens=1, temperature=0, extra_body=EXTRA_BODY
-        )
-        token_ids = response.prompt_token_ids
+        response = client.chat.completions.create(messages=[{"role": "user", "content": str(prompt.content)}], **asked)
+        prompt_ids = response.prompt_token_ids
     else:
-        response = client.completions.create(model=model, prompt=prompt.content, max_tokens=1, temperature=0, extra_body=EXTRA_BODY)
-        token_ids = response.choices[0].prompt_token_ids
+        response = client.completions.create(prompt=prompt.content, **asked)
+        prompt_ids = response.choices[0].prompt_token_ids
     params = getattr(response, "kv_transfer_params", None) or {}
     path = params.get("hidden_states_path")
     if not path:
         raise AnswerError(f"the response to a {prompt.kind} prompt has no hidden_states_path; its kv_transfer_params are {params}")
-    return Answer(prompt, token_ids, Path(path))
+    return Answer(prompt, prompt_ids, response.choices[0].token_ids, Path(path))

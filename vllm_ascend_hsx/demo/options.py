@@ -2,8 +2,10 @@
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from vllm_ascend_hsx.config import CONNECTOR_NAME
 from vllm_ascend_hsx.serve.options import kv_transfer_config, speculative_config
@@ -21,6 +23,8 @@ class ServeOptions(NamedTuple):
     Attributes:
         whole_prompts: neither chunked prefill nor prefix caching, as vLLM's own connector needs it.
         connector: in the place of ours; None for a server without extraction.
+        connector_options: further keys of `kv_connector_extra_config`.
+        additional: further keys of vllm-ascend's --additional-config.
     """
 
     model: str
@@ -37,11 +41,14 @@ class ServeOptions(NamedTuple):
     max_num_batched_tokens: int = 128
     whole_prompts: bool = False
     connector: str | None = CONNECTOR_NAME
+    connector_options: Mapping[str, Any] = MappingProxyType({})
+    additional: Mapping[str, Any] = MappingProxyType({})
     extra: tuple[str, ...] = ()
 
     def command(self) -> list[str]:
         """Return `vllm serve ...` with this interpreter."""
-        additional = (SEQUENCE_PARALLEL if self.sequence_parallel else {}) | (MC2 if self.mc2 else {})
+        parallel = (SEQUENCE_PARALLEL if self.sequence_parallel else {}) | (MC2 if self.mc2 else {})
+        additional = parallel | dict(self.additional)
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", self.model),
             *("--host", "127.0.0.1", "--port", str(self.port)),
@@ -60,6 +67,6 @@ class ServeOptions(NamedTuple):
         ]
 
     def _extraction(self, connector: str) -> tuple[str, ...]:
-        transfer = kv_transfer_config(self.storage) | {"kv_connector": connector}
+        transfer = kv_transfer_config(self.storage, **self.connector_options) | {"kv_connector": connector}
         speculative = speculative_config(self.layer_ids)
         return ("--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer))

@@ -70,14 +70,15 @@ def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int], t
     """Print one line per request, under a title that says what the target is."""
     title = f"hidden states of layers {', '.join(map(str, layer_ids))}{target} against the reference"
     table = Table("#", "request", title=title, title_justify="left")
-    for heading in ("tokens", "shape", "bytes", "max |difference|"):
+    for heading in ("tokens", "generated", "shape", "bytes", "max |difference|"):
         table.add_column(heading, justify="right")
     table.add_column("verdict", overflow="fold")
     for number, row in enumerate(rows, start=1):
         difference = "" if math.isnan(row.max_difference) else f"{row.max_difference:.4f}"
         shape = " × ".join(map(str, row.shape))
         verdict = Text(row.verdict, "green" if row.passed else "red")
-        table.add_row(str(number), row.request, str(row.tokens), shape, f"{row.size:,}", difference, verdict)
+        counts = (str(row.tokens), str(row.generated or ""))
+        table.add_row(str(number), row.request, *counts, shape, f"{row.size:,}", difference, verdict)
     console.print(table)
 
 

@@ -18,11 +18,15 @@ Reference = Callable[[Sequence[int], Sequence[int]], torch.Tensor]
 class Row(NamedTuple):
     """One request of the table.
 
-    max_difference is NaN if nothing was compared; shape is empty if nothing was read.
+    Attributes:
+        tokens: whose rows the file must hold. generated: how many of them were generated.
+        shape: of the rows; empty if nothing was read.
+        max_difference: NaN if nothing was compared.
     """
 
     request: str
     tokens: int
+    generated: int
     passed: bool
     verdict: str
     shape: tuple[int, ...] = ()
@@ -31,12 +35,15 @@ class Row(NamedTuple):
 
 
 def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None, roundings: float = 1.0) -> Row:
-    """Check that an answer's file has the tokens sent, the layers and the reference's states.
+    """Check that an answer's file has the request's tokens and layers, and the reference's states.
+
+    The reference is given the answer's own tokens after the prompt (teacher forcing).
 
     Without a reference (a model too large for this machine's memory) only shape, token ids and
     finiteness are checked. Roundings: see compare.
     """
-    row = Row(answer.prompt.kind, len(answer.token_ids), False, "")
+    tokens = len(answer.token_ids)
+    row = Row(answer.prompt.kind, tokens, tokens - len(answer.prompt_ids), False, "")
     try:
         states = load(answer.path, READ_SECONDS)
     except (HiddenStatesError, OSError) as error:  # TimeoutError is an OSError
@@ -54,10 +61,14 @@ def verify(answer: Answer, layer_ids: Sequence[int], reference: Reference | None
 def _contradiction(answer: Answer, layer_ids: Sequence[int], states: HiddenStates) -> str:
     """Return how the file contradicts the request, or ""."""
     sent = answer.prompt.content
-    if isinstance(sent, list) and answer.token_ids != sent:
+    if isinstance(sent, list) and answer.prompt_ids != sent:
         return "the response's prompt_token_ids are not the ids that were sent"
+    if len(answer.generated) != answer.prompt.max_tokens:
+        return f"the response has {len(answer.generated)} tokens, the request was for {answer.prompt.max_tokens}"
     if states.token_ids.tolist() != answer.token_ids:
         return f"the file's token_ids ({len(states.token_ids)}) are not the request's ({len(answer.token_ids)})"
+    if states.num_prompt_tokens != len(answer.prompt_ids):
+        return f"the file says that {states.num_prompt_tokens} tokens are the prompt's, not {len(answer.prompt_ids)}"
     if states.layer_ids != list(layer_ids):
         return f"the file holds layers {states.layer_ids}, the request was for {list(layer_ids)}"
     return ""

@@ -41,6 +41,7 @@ def test_sixteen_matching_requests_give_exit_code_zero(
     output = capsys.readouterr().out
     assert "16 of 16 requests match" in output
     assert "300 × 3 × 256" in output
+    assert re.search(r"token ids +│ +320 │ +39 │ +320 × 3 × 256 │", output)
     assert str(tmp_path / "out" / "server.log") in output
     assert re.search(r'vllm:hsx_files_total\{outcome="published"\} +│ +0 │ +16 │', output)
     assert re.search(r"vllm:hsx_publish_seconds: P50, P99, count +│ +none │ +0\.38 ms, 0\.50 ms, 16 │", output)
@@ -51,6 +52,7 @@ def test_sixteen_matching_requests_give_exit_code_zero(
     ("fault", "message"),
     [
         ("shifted", "13 of 16 requests match"),
+        ("shifted decodes", "7 of 16 requests match"),
         ("foreign tokens", "0 of 16 requests match"),
         ("no params", "has no hidden_states_path"),
         ("miscounts", "/metrics counts 15 files for 16 answers"),
@@ -84,6 +86,28 @@ def test_a_quantized_target_is_compared_in_the_models_own_basis(
     assert f"{matching} of 16 requests match" in output
 
 
+def test_long_steps_are_compared_with_the_reference_and_with_each_other(
+    fake: pytest.MonkeyPatch, tiny_minimax_m2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out"), "--long-steps"]
+    assert demo.main(arguments) == 0
+    output = capsys.readouterr().out
+    assert output.count("8 of 8 requests match") == 2
+    assert "eager and with graphs: prompts and 284 of 284 generated tokens compared" in output
+
+
+def test_rows_of_graphs_that_differ_from_eager_rows_give_exit_code_one(
+    fake: pytest.MonkeyPatch, tiny_minimax_m2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a reference each run is right by itself."""
+    fake.setenv("HSX_TEST_FAULT", "graphs differ")
+    arguments = ["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out"), "--long-steps"]
+    assert demo.main([*arguments, "--no-reference"]) == 1
+    output = capsys.readouterr().out
+    assert output.count("8 of 8 requests are finite and complete (not compared)") == 2
+    assert "request 1: rows 400-431 are" in output.replace("\n", " ")
+
+
 def test_the_quantized_target_is_served_with_mc2_at_every_size() -> None:
     command = ServeOptions(model="m", storage=Path("/files"), layer_ids=(1,), port=1, sequence_parallel=True, mc2=True).command()
     assert '{"enable_flashcomm1": true, "enable_prefill_mc2": true}' in command
@@ -106,6 +130,7 @@ def test_without_a_reference_the_rest_is_still_checked(
         (["--tensor-parallel-size", "0"], "argument --tensor-parallel-size: '0' is not a whole number from 1 to 4096"),
         (["--late", "--device", "npu", "--model", "m"], "leave it out"),
         (["--quantized", "--model", "m"], "--quantized is the tiny model with MC2 on emulated NPUs; leave out --model"),
+        (["--quantized", "--long-steps"], "leave out one of them"),
         (["--device", "gpu"], "invalid choice: 'gpu'"),
         (["--loop", "--model", "m"], "--loop trains and serves a target of its own: leave out --model"),
         (["--loop", "--tensor-parallel-size", "4"], "leave out --tensor-parallel-size"),

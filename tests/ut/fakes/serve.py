@@ -60,19 +60,24 @@ def token_ids_of(request: dict[str, Any]) -> list[int]:
     return list(tokenizer(request["prompt"]).input_ids)
 
 
-def extract(token_ids: list[int]) -> str:
-    """Writes the hidden states of one request and returns the path of their file."""
+def extract(prompt: list[int], generated: list[int]) -> str:
+    """Write the hidden states of one request and return the path of their file."""
     global count
+    token_ids = prompt + generated
     with one_at_a_time:
         count += 1
         rows = rows_of(token_ids).to(torch.bfloat16)
         if arguments.fault == "shifted" and len(token_ids) > 250:
             rows[1:] = rows[:-1].clone()
+        wrong = arguments.fault == "graphs differ" and "/graphs/" in str(arguments.storage)
+        if wrong or arguments.fault == "shifted decodes":
+            rows[len(prompt) :] = rows[len(prompt) - 1 : -1].clone()
         if arguments.fault == "foreign tokens":
             token_ids = [*token_ids[:-1], token_ids[-1] ^ 1]
         path = arguments.storage / f"request-{count}.safetensors"
         tensors = {"hidden_states": rows.contiguous(), "token_ids": torch.tensor(token_ids)}
-        save_file(tensors, path, {"layer_ids": json.dumps(arguments.layer_ids)})
+        metadata = {"layer_ids": json.dumps(arguments.layer_ids), "num_prompt_tokens": str(len(prompt))}
+        save_file(tensors, path, metadata)
     return str(path)
 
 
@@ -130,11 +135,14 @@ class Handler(BaseHTTPRequestHandler):
         if not isinstance(prompt, list):
             with one_at_a_time:
                 prompt = known([request.get("messages"), prompt], lambda: torch.tensor(token_ids_of(request))).tolist()
-        wanted = request.get("kv_transfer_params", {}).get("hidden_states", True)
+        options = request.get("kv_transfer_params", {})
+        wanted = options.get("hidden_states", True)
+        generated = [8 + 7 * (index + len(prompt)) % 500 for index in range(request["max_tokens"])]
+        with_rows = generated[:-1] if options.get("include_output_tokens") else []
         if not wanted:
             stepped.add(self.headers["X-data-parallel-rank"])
-        params = {"hidden_states_path": extract(prompt)} if wanted and arguments.fault != "no params" else None
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "length"}
+        params = {"hidden_states_path": extract(prompt, with_rows)} if wanted and arguments.fault != "no params" else None
+        choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": generated}
         choice |= {"message": {"role": "assistant", "content": "x"}} if chat else {"text": "x", "prompt_token_ids": prompt}
         self.reply(
             {"id": "x", "object": "x", "created": 0, "model": "fake", "choices": [choice], "kv_transfer_params": params}

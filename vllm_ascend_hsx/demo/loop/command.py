@@ -15,7 +15,7 @@ HBM_BYTES = 2 << 30  # memory of one emulated NPU
 # What else `hsx demo` offers is of another target, or of other servers.
 EXCLUDED = (
     "device", "model", "quantized", "layers", "data_parallel_size", "tensor_parallel_size", "no_expert_parallel",
-    "no_sequence_parallel", "no_reference", "late",
+    "no_sequence_parallel", "no_reference", "long_steps", "late",
 )  # fmt: skip
 
 
