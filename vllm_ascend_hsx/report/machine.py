@@ -1,20 +1,23 @@
-"""Steps without a server: software, NPUs, copies to pinned memory, and the storage directory."""
+"""Steps without a server: software, environment, NPUs, and the storage directory."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import time
-from collections.abc import Callable
-from typing import Any
+import os
+from pathlib import Path
 
 from vllm_ascend_hsx.report.context import Context, DoesNotFitError, choose_sizes, weight_bytes
 from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, Teller
+from vllm_ascend_hsx.report.transfers import npu
+from vllm_ascend_hsx.report.workers import npu_smi
 
-NPU_SMI_S = 30.0
-COPIED = 256 << 20
-COPIED_EMULATED = 32 << 20
-REPEATS = 10
+# Variables that change how torch_npu, CANN and HCCL work.
+PREFIXES = (
+    "ASCEND_LAUNCH_BLOCKING", "HCCL_", "LD_PRELOAD", "PER_STREAM_QUEUE", "PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE",
+)  # fmt: skip
+SLOW = (
+    ("ASCEND_LAUNCH_BLOCKING", "1", "operators run one at a time, so copies do not overlap. Unset it"),
+    ("TASK_QUEUE_ENABLE", "0", "the main thread launches each operator itself. Unset it"),
+)
 
 
 def software(context: Context, tell: Teller) -> None:
@@ -36,27 +39,36 @@ def software(context: Context, tell: Teller) -> None:
         tell("patch points", HELD, "as in a checked release")
 
 
-def _npu() -> Any:
-    import torch
-    import torch_npu  # noqa: F401 - brings torch.npu
+def environment(context: Context, tell: Teller) -> None:
+    """Tell what changes how torch_npu, CANN and HCCL work."""
+    found = {name: _shown(name, value) for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    listed = " ".join(f"{name}={value}" for name, value in found.items()) or "none of the variables"
+    page = os.sysconf("SC_PAGE_SIZE")
+    words = f"{listed}; pages of {page >> 10} KiB"
+    slow = [f"{name}={os.environ[name]}: {why}" for name, value, why in SLOW if os.environ.get(name) == value]
+    tell("environment", BROKE if slow else MEASURED, "; ".join([*slow, words]), variables=found, page=page)
 
-    return torch.npu  # type: ignore[attr-defined]
+
+def _shown(name: str, value: str) -> str:
+    """Return a value without addresses and directories."""
+    if name == "LD_PRELOAD":
+        return ":".join(Path(each).name for each in value.replace(" ", ":").split(":"))
+    return "(set)" if name.endswith(("_IP", "_IFNAME")) else value
 
 
 def npus(context: Context, tell: Teller) -> None:
-    npu = _npu()
     found = []
-    for index in range(npu.device_count()):
-        npu.set_device(index)
-        free, total = npu.mem_get_info(index)
-        found.append({"name": npu.get_device_name(index), "free": free, "total": total})
+    for index in range(npu().device_count()):
+        npu().set_device(index)
+        free, total = npu().mem_get_info(index)
+        found.append({"name": npu().get_device_name(index), "free": free, "total": total})
     if not found:
         for line in ("npus", "sizes"):
             tell(line, BROKE, "torch.npu finds none: look at `npu-smi info` and ASCEND_RT_VISIBLE_DEVICES")
         return
     least = min(each["free"] for each in found)
     words = f"{len(found)} x {found[0]['name']}, at least {least / 2**30:.2f} of {found[0]['total'] / 2**30:.2f} GiB free"
-    tell("npus", MEASURED, words, npus=found, npu_smi=_npu_smi())
+    tell("npus", MEASURED, words, npus=found, npu_smi=npu_smi() or "not on PATH")
     weights = weight_bytes(context.model)
     try:
         sizes = choose_sizes(context.config, weights, len(found), least, context.tensor_parallel, context.data_parallel)
@@ -64,48 +76,6 @@ def npus(context: Context, tell: Teller) -> None:
         tell("sizes", BROKE, str(error))
     else:
         tell("sizes", MEASURED, f"{sizes} for weights of {weights / 2**30:.2f} GiB", **sizes._asdict())
-
-
-def _npu_smi() -> str:
-    program = shutil.which("npu-smi")
-    if program is None:
-        return "not on PATH"
-    try:
-        done = subprocess.run([program, "info"], capture_output=True, text=True, errors="replace", timeout=NPU_SMI_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"no answer in {NPU_SMI_S:.0f} s"
-    return done.stdout or done.stderr
-
-
-def copies(context: Context, tell: Teller) -> None:
-    """Copy as the plugin does: asynchronously, on a stream of its own, to pinned memory."""
-    import torch
-
-    npu = _npu()
-    npu.set_device(0)
-    size = min(COPIED_EMULATED if context.emulated else COPIED, npu.mem_get_info(0)[0] // 4)
-    expected = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    device, host = expected.to("npu:0"), torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    stream = npu.Stream(device="npu:0")
-    npu.synchronize()
-
-    def rate(copy: Callable[[], object], num_bytes: int) -> float:
-        copy()  # warms up
-        stream.synchronize()
-        begun = time.perf_counter()
-        for _ in range(REPEATS):
-            copy()
-        stream.synchronize()
-        return REPEATS * num_bytes / (time.perf_counter() - begun)
-
-    with npu.stream(stream):
-        to_host = rate(lambda: host.copy_(device, non_blocking=True), size)
-        small = rate(lambda: host[: 1 << 20].copy_(device[: 1 << 20], non_blocking=True), 1 << 20)
-        right = bool(torch.equal(host, expected))
-        to_device = rate(lambda: device.copy_(host, non_blocking=True), size)
-    words = f"{_gb(to_host)} to the host in pieces of {size >> 20} MiB, {_gb(small)} in pieces of 1 MiB; {_gb(to_device)} to the NPU"
-    figures = {"to_host": to_host, "to_host_1mib": small, "to_device": to_device, "piece": size}
-    tell("copies", HELD if right else BROKE, words if right else f"the copy differs from what the NPU has; {words}", **figures)
 
 
 def storage(context: Context, tell: Teller) -> None:
@@ -119,7 +89,3 @@ def storage(context: Context, tell: Teller) -> None:
     named = {each.name: each.found for each in findings}
     words = "; ".join(problems) or ", ".join(named[key] for key in ("filesystem", "write speed"))
     tell("storage", BROKE if problems else HELD, words, **named)
-
-
-def _gb(rate: float) -> str:
-    return f"{rate / 1e9:.2f} GB/s"

@@ -9,24 +9,29 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from vllm_ascend_hsx.demo import DemoError
-from vllm_ascend_hsx.demo.client import send_all
+from vllm_ascend_hsx.demo.client import Answer, send_all
+from vllm_ascend_hsx.demo.long_steps import EMULATED as LONG_EMULATED
+from vllm_ascend_hsx.demo.long_steps import REAL as LONG
+from vllm_ascend_hsx.demo.long_steps import Mode, agree, environment
 from vllm_ascend_hsx.demo.metrics import collect
 from vllm_ascend_hsx.demo.options import ServeOptions
-from vllm_ascend_hsx.demo.prompts import demo_prompts
+from vllm_ascend_hsx.demo.prompts import Prompt, demo_prompts
 from vllm_ascend_hsx.demo.server import Server, free_port, group_members, wait_for_ends
-from vllm_ascend_hsx.demo.target import default_layers, reference_for
-from vllm_ascend_hsx.demo.verify import verify
+from vllm_ascend_hsx.demo.target import default_layers, reference_for, remembered
+from vllm_ascend_hsx.demo.verify import Reference, verify
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.reader.check import examine
 from vllm_ascend_hsx.reader.find import files_in, orphaned_locks
+from vllm_ascend_hsx.report import workers
 from vllm_ascend_hsx.report.context import ONE, Context, DoesNotFitError, Sizes, choose_sizes, weight_bytes
-from vllm_ascend_hsx.report.result import BROKE, HELD, NOT_RUN, Teller
+from vllm_ascend_hsx.report.result import BROKE, HELD, NOT_RUN, Outcome, Teller
 
 START_S = 1800.0
 REQUEST_S = 120.0
@@ -36,8 +41,13 @@ IN_FLIGHT = 8  # requests when it comes
 EMULATED = ("--enforce-eager", "--gpu-memory-utilization", "0.3")
 
 
-def serve_options(context: Context, name: str, sizes: Sizes, **options: Any) -> ServeOptions:
-    """Return the options of the server of a step; its files go to a directory of its own."""
+def serve_options(context: Context, name: str, sizes: Sizes, extra: tuple[str, ...] | None = None, **options: Any) -> ServeOptions:
+    """Return the options of the server of a step; its files go to a directory of its own.
+
+    Args:
+        extra: words of the command line in the place of EMULATED.
+    """
+    own = (EMULATED if context.emulated else ()) if extra is None else extra
     return ServeOptions(
         model=str(context.model),
         storage=context.files / name,
@@ -46,7 +56,7 @@ def serve_options(context: Context, name: str, sizes: Sizes, **options: Any) -> 
         data_parallel_size=sizes.data_parallel,
         tensor_parallel_size=sizes.tensor_parallel,
         expert_parallel=sizes.expert_parallel,
-        extra=(*(EMULATED if context.emulated else ()), *context.serve_options),
+        extra=(*own, *context.serve_options),
         **options,
     )
 
@@ -73,34 +83,81 @@ def one_npu(context: Context, tell: Teller) -> None:
 
 
 def parallel(context: Context, tell: Teller) -> None:
-    serve = serve_options(context, "parallel", context.sizes, sequence_parallel=context.sizes.tensor_parallel > 1)
-    with serving(context, "parallel", serve) as server:
+    sizes = context.sizes
+    own = (EMULATED if context.emulated else ()) + workers.OPTIONS
+    serve = serve_options(context, "parallel", sizes, own, sequence_parallel=sizes.tensor_parallel > 1)
+    with serving(context, "parallel", serve, **workers.ENVIRONMENT) as server:
         answers = check_rows(context, server, serve.layer_ids, "parallel", tell)
         found = collect(server.url, REQUEST_S)
         published = round(found.total("vllm:hsx_files_total", outcome="published"))
-        words = f"{published} published files for {answers} answers"
-        tell("metrics", HELD if published == answers else BROKE, words, counts=[each._asdict() for each in found.counts])
+        words = f"{published} published files for {len(answers)} answers"
+        counts = [each._asdict() for each in found.counts]
+        tell("metrics", HELD if published == len(answers) else BROKE, words, counts=counts)
+        _tell_workers(context, server, tell)
         stop(server, serve.storage, tell)
 
 
-def check_rows(context: Context, server: Server, layer_ids: Sequence[int], line: str, tell: Teller) -> int:
-    """Send the demo's prompts and compare their files with transformers; return their number."""
-    reference, why = None, ""
-    try:
-        reference = reference_for(context.model)
-    except DemoError as error:
-        why = f" (finite and complete, not compared: {str(error).partition(';')[0]})"
-    answers = send_all(server.url, demo_prompts(context.number("vocab_size")), timeout=REQUEST_S)
-    rows = [verify(answer, layer_ids, reference) for answer in answers]
-    passed = sum(row.passed for row in rows)
+def _tell_workers(context: Context, server: Server, tell: Teller) -> None:
+    asked = workers.ask(server.url, context.sizes.npus)
+    tell("contexts", *workers.contexts(asked), workers=[asdict(each) for each in asked])
+    tell("process table", *workers.process_table(workers.npu_smi(), context.found["npus"]["npu_smi"]))
+    tell("cpus", *workers.cpus(asked))
+
+
+def long_steps(context: Context, tell: Teller) -> None:
+    """Serve eager and with graphs; compare rows with the reference, and with each other."""
+    sizes = LONG_EMULATED if context.emulated else LONG
+    layer_ids = default_layers(context.number("num_hidden_layers"))
+    prompts, answers = sizes.prompts(context.number("vocab_size")), {}
+    check = Check.of(context, remembers=True)
+    for mode in Mode:
+        made = sizes.serve_options(str(context.model), len(layer_ids), mode, context.emulated)
+        serve = serve_options(context, mode.value, context.sizes, **made)
+        with serving(context, mode.value, serve, **environment(mode, context.emulated)) as server:
+            answers[mode] = check_rows(context, server, layer_ids, mode.value, tell, prompts, check)
+    agreement = agree(answers[Mode.EAGER], answers[Mode.GRAPHS], layer_ids)
+    outcome: Outcome = HELD if agreement.holds else BROKE
+    tell("agreement", outcome, str(agreement), generated=agreement.generated, max_difference=agreement.max_difference)
+
+
+@dataclass(frozen=True)
+class Check:
+    """The reference of a model, or the reason why there is none."""
+
+    reference: Reference | None
+    why_not: str = ""
+
+    @classmethod
+    def of(cls, context: Context, remembers: bool = False) -> Check:
+        try:
+            reference = reference_for(context.model)
+        except DemoError as error:
+            return cls(None, f" (finite and complete, not compared: {str(error).partition(';')[0]})")
+        return cls(remembered(reference) if remembers else reference)
+
+
+def check_rows(
+    context: Context,
+    server: Server,
+    layer_ids: Sequence[int],
+    line: str,
+    tell: Teller,
+    prompts: Sequence[Prompt] | None = None,
+    check: Check | None = None,
+) -> list[Answer]:
+    """Send prompts, by default the demo's, and compare their files with transformers."""
+    check = check or Check.of(context)
+    answers = send_all(server.url, prompts or demo_prompts(context.number("vocab_size")), timeout=REQUEST_S)
+    rows = [verify(answer, layer_ids, check.reference) for answer in answers]
+    passed, generated = sum(row.passed for row in rows), sum(row.generated for row in rows)
     wrong = "".join(f"; {row.request} of {row.tokens} tokens: {row.verdict}" for row in rows if not row.passed)
     sizes = ONE if line == "one NPU" else context.sizes
-    words = f"{passed} of {len(rows)} requests match{why}, {sizes}{wrong}"
+    words = f"{passed} of {len(rows)} requests match{check.why_not}, with {generated} rows of generated tokens, {sizes}{wrong}"
     # JSON has no NaN, which stands for what was not compared.
     table = [{**row._asdict(), "max_difference": None if math.isnan(row.max_difference) else row.max_difference} for row in rows]
-    data = {"passed": passed, "requests": len(rows), "compared": reference is not None, "rows": table}
+    data = {"passed": passed, "requests": len(rows), "generated": generated, "compared": check.reference is not None, "rows": table}
     tell(line, HELD if passed == len(rows) else BROKE, words, log="" if passed == len(rows) else server.log_tail(), **data)
-    return len(rows)
+    return answers
 
 
 def stop(server: Server, storage: Path, tell: Teller) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 import statistics
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm_ascend_hsx.config import CONNECTOR_NAME
+from vllm_ascend_hsx.demo.metrics import collect
 from vllm_ascend_hsx.demo.server import Server
 from vllm_ascend_hsx.plan.costs import Request, make_plan
 from vllm_ascend_hsx.plan.shape import read_shape
+from vllm_ascend_hsx.report import workers
 from vllm_ascend_hsx.report.context import Context
+from vllm_ascend_hsx.report.probe import Worker
 from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, Teller
+from vllm_ascend_hsx.report.served import EMULATED as EMULATED_OPTIONS
 from vllm_ascend_hsx.report.served import check_rows, serve_options, serving
 from vllm_ascend_hsx.report.traffic import Round, Traffic, draw_prompts, serve_round
 from vllm_ascend_hsx.transfer_config import plugins_without_ours
@@ -69,13 +74,16 @@ def _measure(context: Context, tell: Teller, name: str, connector: str | None, *
     vLLM refuses its connector together with chunked prefill, so all go without.
     """
     load, sizes = load_of(context), context.sizes
+    own = (EMULATED_OPTIONS if context.emulated else ()) + (workers.OPTIONS if name == "hsx" else ())
+    environ |= workers.ENVIRONMENT if name == "hsx" else {}
     most = {each: getattr(load, each) for each in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
-    serve = serve_options(context, name, sizes, connector=connector, whole_prompts=True, **most)
+    serve = serve_options(context, name, sizes, own, connector=connector, whole_prompts=True, **most)
     with serving(context, name, serve, **environ) as server:
         _tell_memory(server, f"KV cache, {name}", tell)
         vocabulary = min(context.number("vocab_size"), 20_000) * 9 // 10
         words: list[str] = []
         data: dict[str, Any] = {}
+        probe = Probe(context, server) if name == "hsx" else None
         for traffic in load.traffics:
             prompts = [draw_prompts(traffic, turn, vocabulary) for turn in range(load.rounds + 1)]
             rounds = [serve_round(server.url, traffic, each, REQUEST_S, extracts=connector is not None) for each in prompts]
@@ -84,8 +92,26 @@ def _measure(context: Context, tell: Teller, name: str, connector: str | None, *
         if unread := int(sum(figures["unread"] for figures in data.values())):
             words.append(f"{unread} files could not be read")
         tell(name, BROKE if unread and name == "hsx" else MEASURED, "; ".join(words), **data)
-        if name == "hsx":
+        if probe:
+            probe.tell(tell)
             check_rows(context, server, serve.layer_ids, "plain", tell)
+
+
+class Probe:
+    """Measures the CPU time of the threads of a server's workers, from now on."""
+
+    def __init__(self, context: Context, server: Server) -> None:
+        self._server, self._npus = server, context.sizes.npus
+        self._workers, self._copied, self._begun = self._now()
+
+    def tell(self, tell: Teller) -> None:
+        described, copied, now = self._now()
+        judgement, per_gib = workers.threads(self._workers, described, copied - self._copied, now - self._begun)
+        tell("threads", *judgement, cpu_seconds_per_gib=per_gib, copied=copied - self._copied)
+
+    def _now(self) -> tuple[list[Worker], float, float]:
+        copied = collect(self._server.url, REQUEST_S).total("vllm:hsx_copied_bytes_total")
+        return workers.ask(self._server.url, self._npus), copied, time.perf_counter()
 
 
 def _figures(traffic: Traffic, rounds: list[Round]) -> dict[str, float]:

@@ -229,7 +229,7 @@ def test_input_that_cannot_be_used_is_named_before_anything_runs(
 def test_an_unknown_step_is_named_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         hardware_report.parse_arguments(["--steps", "software,nonsense"])
-    assert "'nonsense' is not a step; choose from software, npus" in capsys.readouterr().err
+    assert "'nonsense' is not a step; choose from software, environment" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("on_npus")
