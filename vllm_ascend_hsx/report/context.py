@@ -75,6 +75,20 @@ class Context:
         """Return the sizes that the step `npus` has chosen, or those of one NPU."""
         return Sizes(**self.found["sizes"]) if "sizes" in self.found else ONE
 
+    def require_one(self) -> None:
+        """Raise DoesNotFitError if one NPU does not hold the model."""
+        free = min(each["free"] for each in self.found["npus"]["npus"])
+        choose_sizes(self.config, weight_bytes(self.model), 1, free, 1, 1)
+
+    @property
+    def least_sizes(self) -> Sizes:
+        """Return the sizes of the smallest server that holds the model, as far as is known."""
+        try:
+            self.require_one()
+        except DoesNotFitError:
+            return self.sizes
+        return ONE
+
     @property
     def config(self) -> dict[str, Any]:
         return text_config(read_config(str(self.model))[1])

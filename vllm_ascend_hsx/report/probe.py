@@ -13,6 +13,7 @@ import threading
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 EXTENSION = f"{__name__}.WorkerProbe"
 _NUMBER = re.compile(r"-\d+$")
@@ -46,6 +47,30 @@ class WorkerProbe:
         """Write a Worker as JSON to `directory`/PID.json."""
         path = Path(directory) / f"{os.getpid()}.json"
         path.write_text(json.dumps(asdict(this_worker())))
+
+    def hsx_fail(self) -> None:
+        """Launch an operator whose error comes later. Nothing is launched on the NPU.
+
+        op-plugin compares only the numbers of dimensions of its inputs (8b9c8534,
+        RmsNormKernelOpApi.cpp:24, KernelNpuOutputSize.cpp:1737). CANN refuses the shapes on the
+        host (ops-nn 9.0.0, rms_norm_tiling.cpp:152). With TASK_QUEUE_ENABLE=2 it is asked in the
+        thread of the task queue (op_api_common.h:365).
+        """
+        import torch
+        import torch_npu
+
+        torch_npu.npu_rms_norm(torch.ones(8, 64, device="npu"), torch.ones(48, device="npu"))
+
+    def hsx_reload_weights(self, path: str) -> None:
+        """Load the weights in the directory `path`.
+
+        vllm-ascend's worker has an RPC of that name since 0.30.
+        """
+        from vllm.config import set_current_vllm_config
+
+        worker: Any = self
+        with set_current_vllm_config(worker.vllm_config):
+            worker.model_runner.reload_weights(weights_path=path)
 
 
 def this_worker() -> Worker:

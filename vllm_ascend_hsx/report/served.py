@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.reader.check import examine
 from vllm_ascend_hsx.reader.find import files_in, orphaned_locks
 from vllm_ascend_hsx.report import workers
-from vllm_ascend_hsx.report.context import ONE, Context, DoesNotFitError, Sizes, choose_sizes, weight_bytes
+from vllm_ascend_hsx.report.context import ONE, Context, DoesNotFitError, Sizes
 from vllm_ascend_hsx.report.result import BROKE, HELD, NOT_RUN, Outcome, Teller
 
 START_S = 1800.0
@@ -72,8 +72,7 @@ def serving(context: Context, name: str, serve: ServeOptions, **environ: str) ->
 
 def one_npu(context: Context, tell: Teller) -> None:
     try:
-        free = min(each["free"] for each in context.found["npus"]["npus"])
-        choose_sizes(context.config, weight_bytes(context.model), 1, free, 1, 1)
+        context.require_one()
     except DoesNotFitError as error:
         tell("one NPU", NOT_RUN, str(error))
         return
@@ -163,17 +162,11 @@ def check_rows(
 def stop(server: Server, storage: Path, tell: Teller) -> None:
     """Send SIGTERM once requests generate; then every file is whole, or has an error file."""
     assert server.process is not None
-    with httpx.Client(base_url=server.url, timeout=REQUEST_S, trust_env=False) as client, ThreadPoolExecutor(IN_FLIGHT) as pool:
-        model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
-        body = {"model": model, "prompt": [4] * 40, "max_tokens": 256, "ignore_eos": True}
-        others = [pool.submit(_ask, client, {**body, "prompt": [5 + index] * (40 + index)}) for index in range(IN_FLIGHT)]
-        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
-            reply.raise_for_status()
-            next(line for line in reply.iter_lines() if line.startswith("data:"))  # it generates
-            begun = time.monotonic()
-            os.kill(server.process.pid, signal.SIGTERM)
-            wait_for_ends(group_members(server.process.pid), END_S)
-        paths = [path for other in others if (path := other.result()) is not None]
+    with in_flight(server) as others:
+        begun = time.monotonic()
+        os.kill(server.process.pid, signal.SIGTERM)
+        wait_for_ends(group_members(server.process.pid), END_S)
+    paths = [path for other in others if (path := other.result()) is not None]
     seconds = time.monotonic() - begun
     left = len(group_members(server.process.pid))
     whole, failed, bad = files_after_stop(storage, paths)
@@ -182,6 +175,25 @@ def stop(server: Server, storage: Path, tell: Teller) -> None:
         bad.insert(0, f"{left} processes were still running after {END_S:.0f} s")
     log = server.log_tail() if bad else ""
     tell("stop", BROKE if bad else HELD, "; ".join([words, *bad]), log=log, seconds=seconds, whole=whole, failed=failed)
+
+
+@contextmanager
+def in_flight(server: Server, **more: Any) -> Iterator[list[Future[Path | None]]]:
+    """Send requests that generate for long; yield the paths of their files once one generates.
+
+    Afterwards wait until the server has answered or ended.
+
+    Args:
+        more: fields of the requests.
+    """
+    with httpx.Client(base_url=server.url, timeout=REQUEST_S, trust_env=False) as client, ThreadPoolExecutor(IN_FLIGHT) as pool:
+        model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        body = {"model": model, "prompt": [4] * 40, "max_tokens": 256, "ignore_eos": True, **more}
+        others = [pool.submit(_ask, client, {**body, "prompt": [5 + index] * (40 + index)}) for index in range(IN_FLIGHT)]
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
+            reply.raise_for_status()
+            next(line for line in reply.iter_lines() if line.startswith("data:"))  # it generates
+            yield others
 
 
 def files_after_stop(storage: Path, answered: Sequence[Path]) -> tuple[int, int, list[str]]:

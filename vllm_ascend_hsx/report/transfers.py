@@ -28,6 +28,7 @@ RING = 256 << 20  # the ring's default
 RING_EMULATED = 32 << 20
 REPEATS = 10
 MOST_PINNED = 1.01  # of the bytes that were asked for
+PINNED_BYTES = "allocated_bytes.current"  # of torch's allocator of pinned memory
 READ_S = 60.0
 FAIR_SHARE = 0.5
 
@@ -123,16 +124,14 @@ def _rate(links: Sequence[_Link], issue: Callable[[_Link], None]) -> float:
 
 def pinned(context: Context, tell: Teller) -> None:
     """Compare the bytes that a ring asks for with the bytes that CANN's allocator has taken."""
-    import torch_npu
-
     npu().set_device(0)
-    stats = getattr(torch_npu._C, "_npu_hostMemoryStats", None)
+    stats = getattr(npu(), "host_memory_stats", None)
     if stats is None:
-        tell("pinned", NOT_RUN, "not measured here: this torch_npu has no _npu_hostMemoryStats")
+        tell("pinned", NOT_RUN, "not measured here: this torch_npu has no torch.npu.host_memory_stats")
         return
-    before = stats()["allocated_bytes"]["current"]
+    before = stats()[PINNED_BYTES]
     ring = _ring(context)
-    got = stats()["allocated_bytes"]["current"] - before
+    got = stats()[PINNED_BYTES] - before
     words = f"{got / 2**20:,.1f} MiB for a ring of {ring.num_bytes / 2**20:,.1f} MiB"
     held = 0 < got <= MOST_PINNED * ring.num_bytes
     remedy = ": pinned_ring_bytes takes more of the host's memory than it says; paste this report into an issue"

@@ -20,7 +20,7 @@ from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, NOT_RUN, Outcom
 OPTIONS = ("--worker-extension-cls", EXTENSION)
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # for POST /collective_rpc
 NPU_SMI_S = 30.0
-ASK_S = 60.0
+CALL_S = 600.0  # loading weights takes most of them
 _NODES = Path("/sys/devices/system/node")
 # | NPU  Chip | Process id | Process name | Process memory(MB) |
 _PROCESS = re.compile(r"^\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|[^|]*\|\s*\d+\s*\|\s*$", re.MULTILINE)
@@ -45,12 +45,17 @@ def ask(url: str, npus: int) -> list[Worker]:
         ValueError: another number of workers answered.
     """
     with tempfile.TemporaryDirectory(prefix="hsx-workers-") as directory:
-        asked = {"method": "hsx_describe", "args": [directory]}
-        httpx.post(f"{url}/collective_rpc", json=asked, timeout=ASK_S, trust_env=False).raise_for_status()
+        call(url, "hsx_describe", directory)
         found = [Worker(**json.loads(path.read_text())) for path in Path(directory).iterdir()]
     if len(found) != npus:
         raise ValueError(f"{len(found)} workers described themselves, and the server has {npus}")
     return sorted(found, key=lambda worker: (worker.npu, worker.pid))
+
+
+def call(url: str, method: str, *arguments: str) -> None:
+    """Call a method of WorkerProbe in every worker of a server. Raises HTTPError."""
+    asked = {"method": method, "args": list(arguments)}
+    httpx.post(f"{url}/collective_rpc", json=asked, timeout=CALL_S, trust_env=False).raise_for_status()
 
 
 def contexts(workers: Sequence[Worker]) -> Judgement:

@@ -35,6 +35,15 @@ def test_some_are_much_longer_than_a_step_and_some_run_beside_them() -> None:
     assert any(sum(other.wave == prompt.wave for other in prompts) > 4 for prompt in chunked)
 
 
+def test_nine_generate_33_tokens_or_more_alone_and_beside_prompts() -> None:
+    generating = [prompt for prompt in demo_prompts(640) if prompt.generates]
+    assert len(generating) == 9
+    assert min(prompt.max_tokens for prompt in generating) == 33
+    assert [prompt.wave for prompt in generating] == [0] + [3] * 8
+    together = [prompt.max_tokens for prompt in generating[1:]]
+    assert len(set(together)) == len(together)
+
+
 def test_two_share_a_prefix_that_the_cache_could_serve() -> None:
     prompts = demo_prompts(640)
     assert prompts[1].content[:SHARED_PREFIX] == prompts[2].content[:SHARED_PREFIX]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch_npu
 
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.protocol.errors import UserError
@@ -65,14 +64,14 @@ def test_a_ring_takes_the_pinned_memory_that_it_says(share: float, outcome: str,
             taken = int(share * self.num_bytes)
 
     monkeypatch.setattr(transfers, "PinnedRing", Counted)
-    stats = lambda: {"allocated_bytes": {"current": taken}}  # noqa: E731
-    monkeypatch.setattr(torch_npu._C, "_npu_hostMemoryStats", stats, raising=False)
+    stats = lambda: {"allocated_bytes.current": taken}  # noqa: E731
+    monkeypatch.setattr(transfers.npu(), "host_memory_stats", stats, raising=False)
     result = results(transfers.pinned, context)["pinned"]
     assert (result.outcome, result.data["got"]) == (outcome, int(share * result.data["asked"]))
 
 
 def test_pinned_memory_that_torch_npu_does_not_count_is_not_measured(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch_npu._C, "_npu_hostMemoryStats", raising=False)
+    monkeypatch.delattr(transfers.npu(), "host_memory_stats", raising=False)
     assert results(transfers.pinned, context)["pinned"].outcome == NOT_RUN
 
 

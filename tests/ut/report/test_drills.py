@@ -1,0 +1,51 @@
+"""Judgements about a server after an error of the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_ascend_hsx.report.context import ONE, Context, Sizes
+from vllm_ascend_hsx.report.drills import DEVICE_TEXTS, judge_device_error
+from vllm_ascend_hsx.report.result import BROKE, HELD
+
+GIB = 1 << 30
+TEXT = "EZ9999: Inner Error! A failure"
+GOOD: dict[str, Any] = {"seconds": 4.0, "left": 0, "answered": 0, "reasons": [TEXT, TEXT], "undecided": []}
+
+
+def test_a_server_that_ends_with_the_device_s_text_in_each_file_holds() -> None:
+    assert judge_device_error(**GOOD) == (HELD, "ended 4 s after it; 2 of 2 files have the device's text")
+    assert all(judge_device_error(**{**GOOD, "reasons": [f"... {text} ..."]}).outcome == HELD for text in DEVICE_TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"seconds": 31.0}, "more than 30 s"),
+        ({"seconds": 90.0, "left": 2}, "2 processes were still running"),
+        ({"answered": 1}, "1 requests got an answer or a file after it"),
+        ({"reasons": [TEXT, "the storage did not take 8 bytes"]}, "another reason is: the storage did not take"),
+        ({"reasons": []}, "no file has a reason"),
+        ({"undecided": ["a.safetensors: a lock without a file"]}, "a lock without a file"),
+    ],
+    ids=["late", "never", "an answer", "the storage is blamed", "no reason", "undecided"],
+)
+def test_what_is_wrong_after_an_error_of_the_device_is_named(wrong: dict[str, Any], words: str) -> None:
+    judgement = judge_device_error(**{**GOOD, **wrong})
+    assert judgement.outcome == BROKE
+    assert words in judgement.found and judgement.found.endswith("paste this report into an issue")
+
+
+@pytest.mark.parametrize(("free", "sizes"), [(60, ONE), (2, Sizes(2, 1, False))])
+def test_the_error_costs_the_smallest_server_that_holds_the_model(free: int, sizes: Sizes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(2 * GIB)
+    found = {
+        "npus": {"npus": [{"free": free * GIB}]},
+        "sizes": {"tensor_parallel": 2, "data_parallel": 1, "expert_parallel": False},
+    }
+    assert Context(tmp_path, tmp_path, False, found=found).least_sizes == sizes

@@ -1,0 +1,108 @@
+"""Steps with a server that something happens to: sleep, and an error of the device."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+
+from vllm_ascend_hsx.demo.server import Server, group_members, wait_for_ends
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
+from vllm_ascend_hsx.reader.find import files_in
+from vllm_ascend_hsx.reader.load import failure_reason
+from vllm_ascend_hsx.report import workers
+from vllm_ascend_hsx.report.context import Context
+from vllm_ascend_hsx.report.result import BROKE, HELD, Teller
+from vllm_ascend_hsx.report.served import EMULATED, END_S, check_rows, files_after_stop, in_flight, serve_options, serving
+from vllm_ascend_hsx.report.workers import Judgement
+
+SLEEP_S = 300.0
+FAST_S = 30.0  # in which a server must end after an error of the device
+# Texts of the device: CANN's operator that fails on NPUs, or the emulator's error.
+DEVICE_TEXTS = ("aclnnRmsNorm", "EZ9999")
+WITH_OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
+
+
+def sleep(context: Context, tell: Teller) -> None:
+    """Compare rows after sleep levels 1 and 2. After level 2 the weights are loaded again."""
+    own = (EMULATED if context.emulated else ()) + workers.OPTIONS + ("--enable-sleep-mode",)
+    # vllm-ascend wakes up with this value alone (wake_up in worker/worker.py, 0.23.0).
+    serve = serve_options(context, "sleep", context.sizes, own, additional={"weight_nz_mode": 0})
+    with serving(context, "sleep", serve, **workers.ENVIRONMENT) as server:
+        check_rows(context, server, serve.layer_ids, "awake", tell)
+        for level in (1, 2):
+            _post(server, f"/sleep?level={level}")
+            _post(server, "/wake_up?tags=weights")
+            if level == 2:
+                workers.call(server.url, "hsx_reload_weights", str(context.model))
+            _post(server, "/wake_up?tags=kv_cache")
+            check_rows(context, server, serve.layer_ids, f"sleep {level}", tell)
+
+
+def _post(server: Server, path: str) -> None:
+    httpx.post(f"{server.url}{path}", timeout=SLEEP_S, trust_env=False).raise_for_status()
+
+
+def device_error(context: Context, tell: Teller) -> None:
+    """Let an operator fail while requests run: the server ends, and files have the device's text.
+
+    The server is there for this alone.
+    """
+    fault = context.output / "logs" / "device-error.fault"
+    own = ("--enforce-eager", *(EMULATED if context.emulated else ()), *workers.OPTIONS)
+    serve = serve_options(context, "device-error", context.least_sizes, own)
+    # On an NPU the fault is asked for in the queue's thread: see WorkerProbe.hsx_fail.
+    queue = {"HSX_EMULATOR_QUEUE": "1", "HSX_EMULATOR_FAIL_FILE": str(fault)} if context.emulated else {"TASK_QUEUE_ENABLE": "2"}
+    with serving(context, "device-error", serve, **workers.ENVIRONMENT, **queue) as server:
+        assert server.process is not None
+        with in_flight(server, **WITH_OUTPUT) as others:
+            begun = time.monotonic()
+            if context.emulated:
+                fault.write_text("stack\n")
+            else:
+                with suppress(httpx.HTTPError):  # the server may end before it answers
+                    workers.call(server.url, "hsx_fail")
+            wait_for_ends(group_members(server.process.pid), END_S)
+            seconds = time.monotonic() - begun
+        left = len(group_members(server.process.pid))
+        reasons = [failure_reason(path) for path in files_in(serve.storage) if path.name.endswith(ERROR_SUFFIX)]
+        whole, _, undecided = files_after_stop(serve.storage, [])
+        judgement = judge_device_error(seconds, left, max(whole, _answered(others)), reasons, undecided)
+        log = "" if judgement.outcome == HELD else server.log_tail()
+        tell("device error", *judgement, log=log, seconds=seconds, reasons=Counter(reasons))
+
+
+def _answered(others: Sequence[Future[Path | None]]) -> int:
+    return sum(other.result() is not None for other in others)
+
+
+def judge_device_error(seconds: float, left: int, answered: int, reasons: Sequence[str], undecided: Sequence[str]) -> Judgement:
+    """The server has ended soon, nobody got rows, and each file has the device's text.
+
+    Args:
+        seconds: from the error to the end of the server, or END_S.
+        left: processes that still run.
+        answered: requests that got an answer or a file after the error.
+        reasons: in the error files.
+        undecided: files that have neither rows nor a reason.
+    """
+    others = [reason for reason in reasons if not any(text in reason for text in DEVICE_TEXTS)]
+    words = f"ended {seconds:.0f} s after it; {len(reasons) - len(others)} of {len(reasons)} files have the device's text"
+    bad = []
+    if left:
+        bad.append(f"{left} processes were still running after {END_S:.0f} s")
+    elif seconds > FAST_S:
+        bad.append(f"that is more than {FAST_S:.0f} s")
+    if answered:
+        bad.append(f"{answered} requests got an answer or a file after it, whose rows and tokens may be wrong")
+    if others or not reasons:
+        bad.append(f"another reason is: {others[0]}" if others else "no file has a reason")
+    bad += undecided
+    if bad:
+        bad.append("paste this report into an issue")
+    return Judgement(BROKE if bad else HELD, "; ".join([words, *bad]))
