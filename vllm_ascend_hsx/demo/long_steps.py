@@ -35,7 +35,7 @@ _EMULATED_GRAPHS = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_siz
 
 
 class Mode(str, Enum):
-    """How a server runs its steps."""
+    """Whether the steps of a server are graphs."""
 
     EAGER = "eager"
     GRAPHS = "graphs"  # vllm-ascend's default
@@ -58,7 +58,9 @@ class LongSteps:
         drawn = enumerate(draw_tokens(random.Random(1), self.lengths, vocab_size))
         return [Prompt("token ids", tokens, 0, GENERATED + index) for index, tokens in drawn]
 
-    def serve_options(self, model: str, num_layers: int, mode: Mode, emulated: bool) -> dict[str, Any]:
+    def serve_options(
+        self, model: str, num_layers: int, mode: Mode, emulated: bool
+    ) -> dict[str, Any]:
         """Return fields of ServeOptions.
 
         Args:
@@ -71,7 +73,9 @@ class LongSteps:
         return {
             "max_model_len": max(self.lengths) + GENERATED + len(self.lengths),
             "max_num_batched_tokens": self.max_num_batched_tokens,
-            "connector_options": {"pinned_ring_bytes": self.max_num_batched_tokens // 4 * row_bytes},
+            "connector_options": {
+                "pinned_ring_bytes": self.max_num_batched_tokens // 4 * row_bytes
+            },
             "additional": _emulated_compilation() if emulated and mode is Mode.GRAPHS else {},
             "extra": _mode_options(mode, emulated),
         }

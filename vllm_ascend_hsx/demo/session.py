@@ -49,7 +49,9 @@ class Served(NamedTuple):
     metrics: Metrics | None
 
 
-def serve_and_show(console: Console, server: Server, title: str, prompts: Sequence[Prompt], check: Check) -> tuple[list[Answer], bool]:
+def serve_and_show(
+    console: Console, server: Server, title: str, prompts: Sequence[Prompt], check: Check
+) -> tuple[list[Answer], bool]:
     """Serve once and show the table. Return the answers, and whether everything is right.
 
     Raises:
@@ -62,14 +64,22 @@ def serve_and_show(console: Console, server: Server, title: str, prompts: Sequen
         show_metrics(console, served.metrics)
         published = round(served.metrics.total("vllm:hsx_files_total", outcome="published"))
         if published != len(served.answers):
-            console.print(f"/metrics counts {published} files for {len(served.answers)} answers", style="red")
+            console.print(
+                f"/metrics counts {published} files for {len(served.answers)} answers", style="red"
+            )
     passed, count = sum(row.passed for row in served.rows), len(served.rows)
     good = "match" if check.reference else "are finite and complete (not compared)"
-    console.print(f"{passed} of {count} requests {good}", style="green" if passed == count else "red", highlight=False)
+    console.print(
+        f"{passed} of {count} requests {good}",
+        style="green" if passed == count else "red",
+        highlight=False,
+    )
     return served.answers, passed == count and published == len(served.answers)
 
 
-def _serve(console: Console, server: Server, title: str, prompts: Sequence[Prompt], check: Check) -> Served:
+def _serve(
+    console: Console, server: Server, title: str, prompts: Sequence[Prompt], check: Check
+) -> Served:
     with server:
         try:
             with StartProgress(console, server.log, title) as progress:
@@ -78,8 +88,13 @@ def _serve(console: Console, server: Server, title: str, prompts: Sequence[Promp
             with console.status(f"sending {len(prompts)} prompts"):
                 answers = send_all(server.url, prompts, timeout=check.request_s)
             with console.status("comparing with transformers"):
-                rows = [verify(answer, check.layer_ids, check.reference, check.roundings) for answer in answers]
-            return Served(answers, rows, collect(server.url, check.request_s) if check.counted else None)
+                rows = [
+                    verify(answer, check.layer_ids, check.reference, check.roundings)
+                    for answer in answers
+                ]
+            return Served(
+                answers, rows, collect(server.url, check.request_s) if check.counted else None
+            )
         except (OpenAIError, AnswerError, HTTPError, OSError) as error:
             raise DemoError(f"a request failed: {error}\n{server.log_tail()}") from error
         finally:

@@ -90,6 +90,10 @@ class Context:
         return ONE
 
     @property
+    def has_experts(self) -> bool:
+        return any(self.config.get(name) for name in _EXPERTS)
+
+    @property
     def config(self) -> dict[str, Any]:
         return text_config(read_config(str(self.model))[1])
 

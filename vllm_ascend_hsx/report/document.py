@@ -18,7 +18,7 @@ from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, NOT_RUN, Result
 from vllm_ascend_hsx.report.steps import STEPS, Line, rows_run
 
 NAME = "hardware-report"
-CHECKLIST_ROWS = 21
+CHECKLIST_ROWS = 28
 SERVERS = {"off": "no extraction", "hsx": "vllm-ascend-hsx", "vllm": "vLLM's connector"}
 LINES: dict[str, Line] = {line.key: line for step in STEPS for line in step.lines}
 

@@ -7,41 +7,68 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 
 from vllm_ascend_hsx.demo.server import Server, group_members, wait_for_ends
+from vllm_ascend_hsx.demo.tiny_models import build_qwen3
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.reader.find import files_in
 from vllm_ascend_hsx.reader.load import failure_reason
 from vllm_ascend_hsx.report import workers
-from vllm_ascend_hsx.report.context import Context
-from vllm_ascend_hsx.report.result import BROKE, HELD, Teller
-from vllm_ascend_hsx.report.served import EMULATED, END_S, check_rows, files_after_stop, in_flight, serve_options, serving
+from vllm_ascend_hsx.report.context import Context, Sizes
+from vllm_ascend_hsx.report.result import BROKE, HELD, TELL_US, Teller
+from vllm_ascend_hsx.report.served import (
+    EMULATED,
+    END_S,
+    check_rows,
+    files_after_stop,
+    in_flight,
+    serve_options,
+    serving,
+)
 from vllm_ascend_hsx.report.workers import Judgement
 
 SLEEP_S = 300.0
 FAST_S = 30.0  # in which a server must end after an error of the device
 # Texts of the device: CANN's operator that fails on NPUs, or the emulator's error.
 DEVICE_TEXTS = ("aclnnRmsNorm", "EZ9999")
+# CANN is asked in the thread of the task queue: see WorkerProbe.hsx_fail.
+QUEUE = {"TASK_QUEUE_ENABLE": "2", "ASCEND_LAUNCH_BLOCKING": "0"}
 WITH_OUTPUT = {"kv_transfer_params": {"include_output_tokens": True}}
 
 
 def sleep(context: Context, tell: Teller) -> None:
-    """Compare rows after sleep levels 1 and 2. After level 2 the weights are loaded again."""
+    """Compare rows after sleep levels 1 and 2. After level 2 the weights are loaded again.
+
+    vllm-ascend 0.23.0 gives the weights of unquantised experts another layout when it wakes up
+    (worker/worker.py:241), and vLLM's reload_weights does not take the loaders of their
+    parameters. In the place of a target with experts a tiny dense model is served.
+    """
+    stands_in = ""
+    if context.has_experts:
+        context = replace(context, model=build_qwen3(context.files / "tiny-qwen3"))
+        stands_in = ", of a tiny dense model in the place of the target, which has experts"
+    sizes = Sizes(min(2, context.sizes.tensor_parallel), 1, False)
     own = (EMULATED if context.emulated else ()) + workers.OPTIONS + ("--enable-sleep-mode",)
-    # vllm-ascend wakes up with this value alone (wake_up in worker/worker.py, 0.23.0).
-    serve = serve_options(context, "sleep", context.sizes, own, additional={"weight_nz_mode": 0})
+    # vllm-ascend wakes up with this value alone (worker/worker.py:242 in 0.23.0).
+    serve = serve_options(context, "sleep", sizes, own, additional={"weight_nz_mode": 0})
     with serving(context, "sleep", serve, **workers.ENVIRONMENT) as server:
-        check_rows(context, server, serve.layer_ids, "awake", tell)
-        for level in (1, 2):
-            _post(server, f"/sleep?level={level}")
-            _post(server, "/wake_up?tags=weights")
-            if level == 2:
-                workers.call(server.url, "hsx_reload_weights", str(context.model))
-            _post(server, "/wake_up?tags=kv_cache")
-            check_rows(context, server, serve.layer_ids, f"sleep {level}", tell)
+        for line in ("awake", "sleep 1", "sleep 2"):
+            if line != "awake":
+                _sleep(context, server, int(line[-1]))
+            check_rows(context, server, serve.layer_ids, line, tell, sizes=f"{sizes}{stands_in}")
+
+
+def _sleep(context: Context, server: Server, level: int) -> None:
+    """Send the server to sleep and wake it up."""
+    _post(server, f"/sleep?level={level}")
+    _post(server, "/wake_up?tags=weights")
+    if level == 2:
+        workers.call(server.url, "hsx_reload_weights", str(context.model))
+    _post(server, "/wake_up?tags=kv_cache")
 
 
 def _post(server: Server, path: str) -> None:
@@ -56,8 +83,9 @@ def device_error(context: Context, tell: Teller) -> None:
     fault = context.output / "logs" / "device-error.fault"
     own = ("--enforce-eager", *(EMULATED if context.emulated else ()), *workers.OPTIONS)
     serve = serve_options(context, "device-error", context.least_sizes, own)
-    # On an NPU the fault is asked for in the queue's thread: see WorkerProbe.hsx_fail.
-    queue = {"HSX_EMULATOR_QUEUE": "1", "HSX_EMULATOR_FAIL_FILE": str(fault)} if context.emulated else {"TASK_QUEUE_ENABLE": "2"}
+    queue = QUEUE
+    if context.emulated:
+        queue = {"HSX_EMULATOR_QUEUE": "1", "HSX_EMULATOR_FAIL_FILE": str(fault)}
     with serving(context, "device-error", serve, **workers.ENVIRONMENT, **queue) as server:
         assert server.process is not None
         with in_flight(server, **WITH_OUTPUT) as others:
@@ -70,9 +98,15 @@ def device_error(context: Context, tell: Teller) -> None:
             wait_for_ends(group_members(server.process.pid), END_S)
             seconds = time.monotonic() - begun
         left = len(group_members(server.process.pid))
-        reasons = [failure_reason(path) for path in files_in(serve.storage) if path.name.endswith(ERROR_SUFFIX)]
+        reasons = [
+            failure_reason(path)
+            for path in files_in(serve.storage)
+            if path.name.endswith(ERROR_SUFFIX)
+        ]
         whole, _, undecided = files_after_stop(serve.storage, [])
-        judgement = judge_device_error(seconds, left, max(whole, _answered(others)), reasons, undecided)
+        judgement = judge_device_error(
+            seconds, left, max(whole, _answered(others)), reasons, undecided
+        )
         log = "" if judgement.outcome == HELD else server.log_tail()
         tell("device error", *judgement, log=log, seconds=seconds, reasons=Counter(reasons))
 
@@ -81,7 +115,9 @@ def _answered(others: Sequence[Future[Path | None]]) -> int:
     return sum(other.result() is not None for other in others)
 
 
-def judge_device_error(seconds: float, left: int, answered: int, reasons: Sequence[str], undecided: Sequence[str]) -> Judgement:
+def judge_device_error(
+    seconds: float, left: int, answered: int, reasons: Sequence[str], undecided: Sequence[str]
+) -> Judgement:
     """The server has ended soon, nobody got rows, and each file has the device's text.
 
     Args:
@@ -92,17 +128,18 @@ def judge_device_error(seconds: float, left: int, answered: int, reasons: Sequen
         undecided: files that have neither rows nor a reason.
     """
     others = [reason for reason in reasons if not any(text in reason for text in DEVICE_TEXTS)]
-    words = f"ended {seconds:.0f} s after it; {len(reasons) - len(others)} of {len(reasons)} files have the device's text"
+    named = f"{len(reasons) - len(others)} of {len(reasons)} files have the device's text"
+    words = f"ended {seconds:.0f} s after it; {named}"
     bad = []
     if left:
         bad.append(f"{left} processes were still running after {END_S:.0f} s")
     elif seconds > FAST_S:
         bad.append(f"that is more than {FAST_S:.0f} s")
     if answered:
-        bad.append(f"{answered} requests got an answer or a file after it, whose rows and tokens may be wrong")
+        bad.append(f"{answered} requests got an answer or a file after it; its rows may be wrong")
     if others or not reasons:
         bad.append(f"another reason is: {others[0]}" if others else "no file has a reason")
     bad += undecided
     if bad:
-        bad.append("paste this report into an issue")
+        bad.append(TELL_US)
     return Judgement(BROKE if bad else HELD, "; ".join([words, *bad]))

@@ -80,9 +80,20 @@ def this_worker() -> Worker:
 
     npu = torch.npu  # type: ignore[attr-defined]
     has_context = getattr(torch_npu._C, "_npu_hasPrimaryContext", None)
-    contexts = None if has_context is None else [index for index in range(npu.device_count()) if has_context(index)]
+    contexts = (
+        None
+        if has_context is None
+        else [index for index in range(npu.device_count()) if has_context(index)]
+    )
     seconds, threads = cpu_of_threads()
-    return Worker(os.getpid(), npu.current_device(), contexts, sorted(os.sched_getaffinity(0)), seconds, threads)
+    return Worker(
+        os.getpid(),
+        npu.current_device(),
+        contexts,
+        sorted(os.sched_getaffinity(0)),
+        seconds,
+        threads,
+    )
 
 
 def cpu_of_threads() -> tuple[dict[str, float], dict[str, int]]:

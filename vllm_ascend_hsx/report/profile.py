@@ -19,7 +19,7 @@ from vllm_ascend_hsx.report.result import BROKE, MEASURED, NOT_RUN, Teller
 from vllm_ascend_hsx.report.served import REQUEST_S, serve_options, serving
 from vllm_ascend_hsx.report.workers import Judgement
 
-ANALYSIS_S = 1800.0  # that the profiler may take to write its files
+ANALYSIS_S = 1800.0  # that the profiler may take to write files
 # torch_npu/profiler/analysis/prof_common_func/_csv_headers.py and _constant.py, 2.10.0.post4.
 KERNELS = "kernel_details.csv"
 TRACE = "trace_view.json"
@@ -44,13 +44,25 @@ def profile(context: Context, tell: Teller) -> None:
     directory = context.output / "logs" / "profile"
     layer_ids = default_layers(context.number("num_hidden_layers"))
     made = REAL.serve_options(str(context.model), len(layer_ids), Mode.EAGER, emulated=False)
-    profiler = json.dumps({"profiler": "torch", "torch_profiler_dir": str(directory), "torch_profiler_with_stack": False})
+    profiler = json.dumps(
+        {
+            "profiler": "torch",
+            "torch_profiler_dir": str(directory),
+            "torch_profiler_with_stack": False,
+        }
+    )
     made["extra"] += ("--profiler-config", profiler)
-    prompts = [prompt._replace(max_tokens=1) for prompt in REAL.prompts(context.number("vocab_size"))]
-    with serving(context, "profile", serve_options(context, "profile", context.sizes, **made)) as server:
+    prompts = [
+        prompt._replace(max_tokens=1) for prompt in REAL.prompts(context.number("vocab_size"))
+    ]
+    with serving(
+        context, "profile", serve_options(context, "profile", context.sizes, **made)
+    ) as server:
         send_all(server.url, prompts, timeout=REQUEST_S)  # warms up
         for verb in ("start", "stop"):
-            httpx.post(f"{server.url}/{verb}_profile", timeout=ANALYSIS_S, trust_env=False).raise_for_status()
+            httpx.post(
+                f"{server.url}/{verb}_profile", timeout=ANALYSIS_S, trust_env=False
+            ).raise_for_status()
             if verb == "start":
                 send_all(server.url, prompts, timeout=REQUEST_S)
     tell("profile", *judge(directory))
@@ -74,11 +86,16 @@ def judge(directory: Path) -> Judgement:
         copies = read_copies(path.with_name(TRACE))
         seconds = sum(span.end - span.begin for span in copies)
         beside = sum(overlap(span, busy) for span in copies)
-        share = f"{beside / seconds:.0%} of it beside kernels" if seconds else f"no {MEMCPY} in {TRACE}, so overlap is not measured"
+        share = (
+            f"{beside / seconds:.0%} of it beside kernels"
+            if seconds
+            else f"no {MEMCPY} in {TRACE}, so overlap is not measured"
+        )
         words.append(f"{found} Stack kernels, {1e3 * seconds:,.1f} ms of copies, {share}")
     if not stacks:
         words.append(
-            f"no kernel of a type {' or '.join(STACKS)}: CANN stacks rows in another way; paste the types of {KERNELS} into an issue"
+            f"no kernel of a type {' or '.join(STACKS)}: CANN stacks rows in another way; "
+            f"paste the types in {KERNELS} into an issue"
         )
     return Judgement(MEASURED if stacks else BROKE, "; ".join(words))
 
@@ -88,14 +105,20 @@ def read_kernels(path: Path) -> dict[str, list[Span]]:
     types: dict[str, list[Span]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
-            types.setdefault(row["Type"], []).append(_span(row["Start Time(us)"], row["Duration(us)"]))
+            types.setdefault(row["Type"], []).append(
+                _span(row["Start Time(us)"], row["Duration(us)"])
+            )
     return types
 
 
 def read_copies(path: Path) -> list[Span]:
     """Return the spans of copies between NPU and host, from trace_view.json."""
     events: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    return [_span(each["ts"], each["dur"]) for each in events if each.get("ph") == "X" and each.get("name") == MEMCPY]
+    return [
+        _span(each["ts"], each["dur"])
+        for each in events
+        if each.get("ph") == "X" and each.get("name") == MEMCPY
+    ]
 
 
 def _span(start: str | float, duration: str | float) -> Span:
@@ -115,7 +138,7 @@ def merge(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(span: Span, busy: Sequence[Span]) -> float:
-    """Return the seconds of `span` in `busy`, which merge has made."""
+    """Return the seconds of `span` in `busy`, a result of merge."""
     first = max(0, bisect_right(busy, span) - 1)
     total = 0.0
     for each in busy[first:]:

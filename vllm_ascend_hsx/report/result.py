@@ -11,6 +11,7 @@ HELD: Final = "held"
 MEASURED: Final = "measured"
 BROKE: Final = "did not hold"
 NOT_RUN: Final = "not run"
+TELL_US: Final = "paste this report into an issue"  # where the plugin itself may be at fault
 Outcome = Literal["held", "measured", "did not hold", "not run"]
 
 

@@ -78,7 +78,7 @@ def one_npu(context: Context, tell: Teller) -> None:
         return
     serve = serve_options(context, "one-npu", ONE)
     with serving(context, "one-npu", serve) as server:
-        check_rows(context, server, serve.layer_ids, "one NPU", tell)
+        check_rows(context, server, serve.layer_ids, "one NPU", tell, sizes=str(ONE))
 
 
 def parallel(context: Context, tell: Teller) -> None:
@@ -143,14 +143,20 @@ def check_rows(
     tell: Teller,
     prompts: Sequence[Prompt] | None = None,
     check: Check | None = None,
+    sizes: str = "",
 ) -> list[Answer]:
-    """Send prompts, by default the demo's, and compare their files with transformers."""
+    """Send prompts, by default the demo's, and compare their files with transformers.
+
+    Args:
+        line: of the report. check: how files are compared; by default with the context's model.
+        sizes: of the server, in words, if they are not the context's.
+    """
     check = check or Check.of(context)
     answers = send_all(server.url, prompts or demo_prompts(context.number("vocab_size")), timeout=REQUEST_S)
     rows = [verify(answer, layer_ids, check.reference) for answer in answers]
     passed, generated = sum(row.passed for row in rows), sum(row.generated for row in rows)
     wrong = "".join(f"; {row.request} of {row.tokens} tokens: {row.verdict}" for row in rows if not row.passed)
-    sizes = ONE if line == "one NPU" else context.sizes
+    sizes = sizes or str(context.sizes)
     words = f"{passed} of {len(rows)} requests match{check.why_not}, with {generated} rows of generated tokens, {sizes}{wrong}"
     # JSON has no NaN, which stands for what was not compared.
     table = [{**row._asdict(), "max_difference": None if math.isnan(row.max_difference) else row.max_difference} for row in rows]

@@ -66,10 +66,10 @@ STEPS = (
         "copying to pinned memory",
         "transfers:copies",
         300.0,
-        (Line("copies", "bandwidth to pinned memory"), Line("copies of all", "bandwidth to pinned memory of all NPUs at once")),
+        (Line("copies", "bandwidth to pinned memory"), Line("copies of all", "bandwidth to pinned memory of all NPUs at once", (22,))),
         ("npus",),
     ),
-    Step("pinned", "pinning memory", "transfers:pinned", 60.0, (Line("pinned", "pinned memory, asked for and taken"),), ("npus",)),
+    Step("pinned", "pinning memory", "transfers:pinned", 60.0, (Line("pinned", "pinned memory, asked for and taken", (23,)),), ("npus",)),
     Step("storage", "writing a file", "machine:storage", 300.0, (Line("storage", "storage directory and its write speed"),)),
     Step(
         "direct",
@@ -95,9 +95,9 @@ STEPS = (
         (
             Line("parallel", "rows of 16 prompts, DP x TP", (2, 3, 5)),
             Line("metrics", "GET /metrics counts every file"),
-            Line("contexts", "each worker has a context on its own NPU alone"),
-            Line("process table", "no process is on two NPUs, by npu-smi"),
-            Line("cpus", "CPUs and NUMA nodes of the workers"),
+            Line("contexts", "each worker has a context on its own NPU alone", (24,)),
+            Line("process table", "no process is on two NPUs, by npu-smi", (24,)),
+            Line("cpus", "CPUs and NUMA nodes of the workers", (24,)),
             Line("stop", "SIGTERM while requests run", (12,)),
         ),
         ("sizes",),
@@ -121,8 +121,8 @@ STEPS = (
         3600.0,
         (
             Line("awake", "rows of 16 prompts in sleep mode"),
-            Line("sleep 1", "rows of 16 prompts after sleep level 1"),
-            Line("sleep 2", "rows of 16 prompts after sleep level 2, with weights loaded again"),
+            Line("sleep 1", "rows of 16 prompts after sleep level 1", (26,)),
+            Line("sleep 2", "rows of 16 prompts after sleep level 2 and weights loaded again", (26,)),
         ),
         ("sizes",),
     ),
@@ -131,7 +131,7 @@ STEPS = (
         "letting an operator fail while requests run",
         "drills:device_error",
         2700.0,
-        (Line("device error", "an operator that fails ends the server, with its text in each file"),),
+        (Line("device error", "an operator that fails ends the server, with its text in each file", (27,)),),
         ("sizes",),
     ),
     Step(
@@ -139,7 +139,7 @@ STEPS = (
         "profiling steps of 8,192 tokens",
         "profile:profile",
         3600.0,
-        (Line("profile", "Stack kernels, and copies beside kernels, in a profile"),),
+        (Line("profile", "Stack kernels, and copies beside kernels, in a profile", (28,)),),
         ("sizes",),
     ),
     Step(
@@ -158,7 +158,7 @@ STEPS = (
         (
             Line("hsx", "throughput with extraction"),
             Line("KV cache, hsx", "KV cache with extraction"),
-            Line("threads", "CPU time of the plugin's threads"),
+            Line("threads", "CPU time of the plugin's threads", (25,)),
             Line("plain", "rows of 16 prompts without sequence parallelism", (9,)),
         ),
         ("sizes",),

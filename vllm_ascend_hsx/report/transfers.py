@@ -17,7 +17,7 @@ from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX
 from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.report.context import Context
-from vllm_ascend_hsx.report.result import BROKE, HELD, NOT_RUN, Teller
+from vllm_ascend_hsx.report.result import BROKE, HELD, NOT_RUN, TELL_US, Teller
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 
@@ -58,7 +58,9 @@ class _Link:
         npu().set_device(index)
         expected = torch.randint(0, 256, (size,), dtype=torch.uint8)
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return cls(index, expected, expected.to(f"npu:{index}"), host, npu().Stream(device=f"npu:{index}"))
+        return cls(
+            index, expected, expected.to(f"npu:{index}"), host, npu().Stream(device=f"npu:{index}")
+        )
 
     def to_host(self, piece: int) -> None:
         """Issue copies of everything, in pieces of so many bytes."""
@@ -90,20 +92,40 @@ def copies(context: Context, tell: Teller) -> None:
     whole = _rate([first], lambda link: link.to_host(size))
     right = first.is_right
     back = _rate([first], _Link.to_device)
-    words = f"{_gb(whole)} to the host in pieces of {size >> 20} MiB, {_gb(alone)} in pieces of {CHUNK >> 20} MiB; {_gb(back)} to the NPU"
-    figures = {"to_host": whole, "to_host_chunks": alone, "to_device": back, "piece": size, "chunk": CHUNK}
-    tell("copies", HELD if right else BROKE, words if right else f"the copy differs from what the NPU has; {words}", **figures)
+    to_host = f"{_gb(whole)} to the host in pieces of {size >> 20} MiB"
+    words = f"{to_host}, {_gb(alone)} in pieces of {CHUNK >> 20} MiB; {_gb(back)} to the NPU"
+    figures = {
+        "to_host": whole,
+        "to_host_chunks": alone,
+        "to_device": back,
+        "piece": size,
+        "chunk": CHUNK,
+    }
+    tell(
+        "copies",
+        HELD if right else BROKE,
+        words if right else f"the copy differs from what the NPU has; {words}",
+        **figures,
+    )
     links = [first, *(_Link.make(index, size) for index in indices[1:])]
     for link in links:
         link.host.zero_()
     together = _rate(links, lambda link: link.to_host(CHUNK))
     wrong = [link.index for link in links if not link.is_right]
-    words = f"{_gb(together / len(links))} for each of {len(links)} NPUs at once, in pieces of {CHUNK >> 20} MiB; {_gb(alone)} alone"
+    each = f"{_gb(together / len(links))} for each of {len(links)} NPUs at once"
+    words = f"{each}, in pieces of {CHUNK >> 20} MiB; {_gb(alone)} alone"
     if together < FAIR_SHARE * len(links) * alone:
-        words += ": they share a link. Compare it with the bandwidth that `hsx plan` shows, times the ranks of this machine"
+        words += ": they share a link. `hsx plan` shows the bandwidth that each rank needs"
     if wrong:
         words = f"copies of NPUs {wrong} differ from what they have; {words}"
-    tell("copies of all", BROKE if wrong else HELD, words, each=together / len(links), alone=alone, npus=len(links))
+    tell(
+        "copies of all",
+        BROKE if wrong else HELD,
+        words,
+        each=together / len(links),
+        alone=alone,
+        npus=len(links),
+    )
 
 
 def _rate(links: Sequence[_Link], issue: Callable[[_Link], None]) -> float:
@@ -127,15 +149,25 @@ def pinned(context: Context, tell: Teller) -> None:
     npu().set_device(0)
     stats = getattr(npu(), "host_memory_stats", None)
     if stats is None:
-        tell("pinned", NOT_RUN, "not measured here: this torch_npu has no torch.npu.host_memory_stats")
+        tell(
+            "pinned",
+            NOT_RUN,
+            "not measured here: this torch_npu has no torch.npu.host_memory_stats",
+        )
         return
     before = stats()[PINNED_BYTES]
     ring = _ring(context)
     got = stats()[PINNED_BYTES] - before
     words = f"{got / 2**20:,.1f} MiB for a ring of {ring.num_bytes / 2**20:,.1f} MiB"
     held = 0 < got <= MOST_PINNED * ring.num_bytes
-    remedy = ": pinned_ring_bytes takes more of the host's memory than it says; paste this report into an issue"
-    tell("pinned", HELD if held else BROKE, words + ("" if held else remedy), asked=ring.num_bytes, got=got)
+    remedy = f": pinned_ring_bytes takes more of the host's memory than it says; {TELL_US}"
+    tell(
+        "pinned",
+        HELD if held else BROKE,
+        words + ("" if held else remedy),
+        asked=ring.num_bytes,
+        got=got,
+    )
 
 
 def _ring(context: Context) -> PinnedRing:
@@ -174,19 +206,28 @@ def direct(context: Context, tell: Teller) -> None:
         rate = ring.num_bytes / (time.perf_counter() - begun)
     written = load(path, READ_S).hidden_states.contiguous().view(torch.uint8).numpy().tobytes()
     right = written == bytes(ring.data)
-    words = f"{_gb(rate)} from pinned memory to the disk, one file of {ring.num_bytes >> 20} MiB, one writer"
-    remedy = 'the file differs from the memory: leave "io" at "buffered", and paste this report into an issue; '
+    size = f"{ring.num_bytes >> 20} MiB"
+    words = f"{_gb(rate)} from pinned memory to the disk, one file of {size}, one writer"
+    remedy = f'the file differs from the memory: leave "io" at "buffered", and {TELL_US}; '
     tell("direct", HELD if right else BROKE, words if right else remedy + words, rate=rate)
 
 
-def _why_not_direct(context: Context, row_format: Any, options: FileOptions, error: UserError) -> tuple[Any, str]:
+def _why_not_direct(
+    context: Context, row_format: Any, options: FileOptions, error: UserError
+) -> tuple[Any, str]:
     """Tell a filesystem without direct writes from pinned memory that the disk cannot read."""
     try:
         with FileSink(context.files, row_format, options):
             pass
     except UserError:
-        return NOT_RUN, f"not measured here: --output {error.problem}. Name a directory on a local disk."
-    return BROKE, f"--output {error.problem} from pinned memory, and takes them from other memory: {error.remedy}"
+        return (
+            NOT_RUN,
+            f"not measured here: --output {error.problem}. Name a directory on a local disk.",
+        )
+    return (
+        BROKE,
+        f"from pinned memory alone, --output {error.problem}. {error.remedy}",
+    )
 
 
 def _gb(rate: float) -> str:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import httpx
 
 from vllm_ascend_hsx.report.probe import EXTENSION, Worker
-from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, NOT_RUN, Outcome
+from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, NOT_RUN, TELL_US, Outcome
 
 OPTIONS = ("--worker-extension-cls", EXTENSION)
 ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}  # for POST /collective_rpc
@@ -55,7 +55,9 @@ def ask(url: str, npus: int) -> list[Worker]:
 def call(url: str, method: str, *arguments: str) -> None:
     """Call a method of WorkerProbe in every worker of a server. Raises HTTPError."""
     asked = {"method": method, "args": list(arguments)}
-    httpx.post(f"{url}/collective_rpc", json=asked, timeout=CALL_S, trust_env=False).raise_for_status()
+    httpx.post(
+        f"{url}/collective_rpc", json=asked, timeout=CALL_S, trust_env=False
+    ).raise_for_status()
 
 
 def contexts(workers: Sequence[Worker]) -> Judgement:
@@ -65,8 +67,14 @@ def contexts(workers: Sequence[Worker]) -> Judgement:
     wrong = [worker for worker in workers if worker.contexts != [worker.npu]]
     if not wrong:
         return Judgement(HELD, f"{len(workers)} workers, each with a context on its own NPU alone")
-    words = "; ".join(f"the worker of NPU {each.npu} has contexts on NPUs {_listed(each.contexts or [])}" for each in wrong)
-    return Judgement(BROKE, f"{words}: a thread of it uses the device without torch.npu.set_device; paste this report into an issue")
+    words = "; ".join(
+        f"the worker of NPU {each.npu} has contexts on NPUs {_listed(each.contexts or [])}"
+        for each in wrong
+    )
+    return Judgement(
+        BROKE,
+        f"{words}: a thread of it uses the device without torch.npu.set_device; {TELL_US}",
+    )
 
 
 def npu_smi() -> str | None:
@@ -75,7 +83,14 @@ def npu_smi() -> str | None:
     if program is None:
         return None
     try:
-        done = subprocess.run([program, "info"], capture_output=True, text=True, errors="replace", timeout=NPU_SMI_S, check=False)
+        done = subprocess.run(
+            [program, "info"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=NPU_SMI_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return f"no answer in {NPU_SMI_S:.0f} s"
     return done.stdout or done.stderr
@@ -93,12 +108,18 @@ def process_table(output: str | None, before: str) -> Judgement:
     others = set(_processes(before))
     chips = {pid: on for pid, on in _processes(output).items() if pid not in others}
     if not chips:
-        return Judgement(NOT_RUN, "not measured here: npu-smi shows no process of the server (in a container it may not)")
+        return Judgement(
+            NOT_RUN,
+            "not measured here: npu-smi shows no process of the server (in a container it may not)",
+        )
     twice = {pid: on for pid, on in chips.items() if len(on) > 1}
     if not twice:
         return Judgement(HELD, f"{len(chips)} processes, each on one NPU")
     words = "; ".join(f"process {pid} is on {len(on)} NPUs" for pid, on in twice.items())
-    return Judgement(BROKE, f"{words}: each takes memory that the KV cache of another rank was to have; paste this report into an issue")
+    return Judgement(
+        BROKE,
+        f"{words}: each takes memory that the KV cache of another rank was to have; {TELL_US}",
+    )
 
 
 def _processes(output: str) -> dict[int, set[tuple[int, int]]]:
@@ -113,19 +134,27 @@ def cpus(workers: Sequence[Worker]) -> Judgement:
     """A worker has no more writers than CPUs."""
     least = min(workers, key=lambda worker: len(worker.cpus))
     nodes = {worker.npu: _nodes_of(worker.cpus) for worker in workers}
-    where = "; ".join(f"NPU {npu}: NUMA node {_listed(found)}" for npu, found in nodes.items() if found)
+    where = "; ".join(
+        f"NPU {npu}: NUMA node {_listed(found)}" for npu, found in nodes.items() if found
+    )
     writers = max(worker.threads.get("hsx-writer", 1) for worker in workers)
-    words = f"at least {len(least.cpus)} CPUs for a worker with {writers} writers" + (f"; {where}" if where else "")
+    words = f"at least {len(least.cpus)} CPUs for a worker with {writers} writers" + (
+        f"; {where}" if where else ""
+    )
     if writers <= max(2, len(least.cpus)):
         return Judgement(HELD, words)
     remedy = "set num_writer_threads to fewer, or give vllm-ascend's CPU binding more CPUs"
-    return Judgement(BROKE, f"{words}: more writers than CPUs take turns with the main thread; {remedy}")
+    return Judgement(
+        BROKE, f"{words}: more writers than CPUs take turns with the main thread; {remedy}"
+    )
 
 
 def _nodes_of(cpus: Sequence[int], root: Path = _NODES) -> list[int]:
     """Return the NUMA nodes of these CPUs."""
     wanted = set(cpus)
-    listed = {int(path.parent.name[4:]): path.read_text() for path in root.glob("node[0-9]*/cpulist")}
+    listed = {
+        int(path.parent.name[4:]): path.read_text() for path in root.glob("node[0-9]*/cpulist")
+    }
     return sorted(node for node, text in listed.items() if wanted & _cpu_list(text))
 
 
@@ -138,7 +167,9 @@ def _cpu_list(text: str) -> set[int]:
     return found
 
 
-def threads(before: Sequence[Worker], after: Sequence[Worker], copied: float, seconds: float) -> tuple[Judgement, dict[str, float]]:
+def threads(
+    before: Sequence[Worker], after: Sequence[Worker], copied: float, seconds: float
+) -> tuple[Judgement, dict[str, float]]:
     """Our threads take CPU for the bytes, and do not spin.
 
     Args:
@@ -151,18 +182,29 @@ def threads(before: Sequence[Worker], after: Sequence[Worker], copied: float, se
     used: dict[str, float] = defaultdict(float)
     busiest = 0.0
     for first, last in zip(before, after, strict=True):
-        spent = {group: took - first.cpu_seconds.get(group, 0.0) for group, took in last.cpu_seconds.items()}
-        busiest = max(busiest, sum(took for group, took in spent.items() if group.startswith("hsx-")) / seconds)
+        spent = {
+            group: took - first.cpu_seconds.get(group, 0.0)
+            for group, took in last.cpu_seconds.items()
+        }
+        busiest = max(
+            busiest,
+            sum(took for group, took in spent.items() if group.startswith("hsx-")) / seconds,
+        )
         for group, took in spent.items():
             used[group] += took
     if not copied:
         return Judgement(BROKE, "no rows were copied"), {}
     per_gib = {group: took / (copied / 2**30) for group, took in sorted(used.items())}
-    ours = ", ".join(f"{group} {took:.2f}" for group, took in per_gib.items() if group.startswith("hsx-"))
+    ours = ", ".join(
+        f"{group} {took:.2f}" for group, took in per_gib.items() if group.startswith("hsx-")
+    )
     words = f"CPU seconds per GiB: {ours}; the threads of a worker keep {busiest:.2f} CPUs busy"
     if busiest <= 1.0:
         return Judgement(MEASURED, words), per_gib
-    return Judgement(BROKE, f"{words}, more than one: they wait for copies by spinning; paste this report into an issue"), per_gib
+    return Judgement(
+        BROKE,
+        f"{words}, more than one: they wait for copies by spinning; {TELL_US}",
+    ), per_gib
 
 
 def _listed(numbers: Sequence[int]) -> str:

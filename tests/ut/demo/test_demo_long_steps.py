@@ -24,7 +24,9 @@ LAYERS = 4
 
 @BOTH
 @pytest.mark.parametrize("tensor_parallel", [1, 2, 4])
-def test_a_prompt_fills_the_ring_and_several_chunks_of_a_slot(sizes: LongSteps, tensor_parallel: int, tiny_qwen3: Path) -> None:
+def test_a_prompt_fills_the_ring_and_several_chunks_of_a_slot(
+    sizes: LongSteps, tensor_parallel: int, tiny_qwen3: Path
+) -> None:
     row_bytes = LAYERS * read_shape(str(tiny_qwen3)).layer_bytes
     made = sizes.serve_options(str(tiny_qwen3), LAYERS, Mode.EAGER, emulated=True)
     ring, chunk = ring_shape(made["connector_options"]["pinned_ring_bytes"], row_bytes)
@@ -33,7 +35,9 @@ def test_a_prompt_fills_the_ring_and_several_chunks_of_a_slot(sizes: LongSteps, 
 
 
 @BOTH
-def test_prompts_take_three_steps_and_generate_33_tokens_or_more(sizes: LongSteps, tiny_qwen3: Path) -> None:
+def test_prompts_take_three_steps_and_generate_33_tokens_or_more(
+    sizes: LongSteps, tiny_qwen3: Path
+) -> None:
     prompts = sizes.prompts(640)
     assert sum(sizes.lengths) > 2 * sizes.max_num_batched_tokens
     assert [len(prompt.content) for prompt in prompts] == list(sizes.lengths)
@@ -46,10 +50,16 @@ def test_prompts_take_three_steps_and_generate_33_tokens_or_more(sizes: LongStep
     assert made["max_model_len"] >= longest
 
 
-@pytest.mark.parametrize(("mode", "emulated"), [(mode, emulated) for mode in Mode for emulated in (False, True)])
-def test_only_the_eager_server_is_without_graphs(mode: Mode, emulated: bool, tiny_qwen3: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "emulated"), [(mode, emulated) for mode in Mode for emulated in (False, True)]
+)
+def test_only_the_eager_server_is_without_graphs(
+    mode: Mode, emulated: bool, tiny_qwen3: Path
+) -> None:
     made = REAL.serve_options(str(tiny_qwen3), LAYERS, mode, emulated)
-    command = ServeOptions(model="m", storage=Path("/files"), layer_ids=(1,), port=1, **made).command()
+    command = ServeOptions(
+        model="m", storage=Path("/files"), layer_ids=(1,), port=1, **made
+    ).command()
     assert ("--enforce-eager" in command) == (mode is Mode.EAGER)
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     row_bytes = read_shape(str(tiny_qwen3)).layer_bytes
@@ -75,7 +85,9 @@ def answer(tmp_path: Path) -> Any:
         if change is not None:
             rows[change] *= -1
         path = tmp_path / name
-        save_file({"hidden_states": rows.bfloat16(), "token_ids": tokens}, path, {"layer_ids": "[1, 2]"})
+        save_file(
+            {"hidden_states": rows.bfloat16(), "token_ids": tokens}, path, {"layer_ids": "[1, 2]"}
+        )
         return Answer(Prompt("token ids", prompt, 0, len(generated)), prompt, generated, path)
 
     return make
@@ -94,12 +106,16 @@ def test_a_row_that_differs_is_named(row: int, answer: Any) -> None:
     assert f"request 1: row {row} is wrong" in str(agreement)
 
 
-@pytest.mark.parametrize(("tokens", "compared", "holds"), [([4, 9, 6], 1, True), ([9, 5, 6], 0, False)])
+@pytest.mark.parametrize(
+    ("tokens", "compared", "holds"), [([4, 9, 6], 1, True), ([9, 5, 6], 0, False)]
+)
 def test_rows_are_compared_as_far_as_texts_are_the_same_and_half_of_them_must_be(
     tokens: list[int], compared: int, holds: bool, answer: Any
 ) -> None:
     """The rows of other tokens differ, and that is no mistake."""
-    agreement = agree([answer("a", [4, 5, 6])], [answer("b", tokens, slice(3 + compared, None))], [1, 2])
+    agreement = agree(
+        [answer("a", [4, 5, 6])], [answer("b", tokens, slice(3 + compared, None))], [1, 2]
+    )
     assert (agreement.generated, agreement.holds) == (compared, holds)
     assert ("part too early" in str(agreement)) == (not holds)
 
@@ -107,4 +123,6 @@ def test_rows_are_compared_as_far_as_texts_are_the_same_and_half_of_them_must_be
 def test_other_prompts_do_not_agree(answer: Any) -> None:
     other = answer("b", [4, 5, 6])
     other = other._replace(prompt_ids=[1, 2, 9])
-    assert "request 1: the prompts differ from token 2 on" in str(agree([answer("a", [4, 5, 6])], [other], [1, 2]))
+    assert "request 1: the prompts differ from token 2 on" in str(
+        agree([answer("a", [4, 5, 6])], [other], [1, 2])
+    )

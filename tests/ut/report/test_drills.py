@@ -1,24 +1,42 @@
-"""Judgements about a server after an error of the device."""
+"""Sleep levels and their rows, and judgements about a server after an error of the device."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from vllm_ascend_hsx.demo.options import ServeOptions
+from vllm_ascend_hsx.report import drills, workers
 from vllm_ascend_hsx.report.context import ONE, Context, Sizes
 from vllm_ascend_hsx.report.drills import DEVICE_TEXTS, judge_device_error
-from vllm_ascend_hsx.report.result import BROKE, HELD
+from vllm_ascend_hsx.report.result import BROKE, HELD, Teller
 
 GIB = 1 << 30
 TEXT = "EZ9999: Inner Error! A failure"
-GOOD: dict[str, Any] = {"seconds": 4.0, "left": 0, "answered": 0, "reasons": [TEXT, TEXT], "undecided": []}
+GOOD: dict[str, Any] = {
+    "seconds": 4.0,
+    "left": 0,
+    "answered": 0,
+    "reasons": [TEXT, TEXT],
+    "undecided": [],
+}
 
 
 def test_a_server_that_ends_with_the_device_s_text_in_each_file_holds() -> None:
-    assert judge_device_error(**GOOD) == (HELD, "ended 4 s after it; 2 of 2 files have the device's text")
-    assert all(judge_device_error(**{**GOOD, "reasons": [f"... {text} ..."]}).outcome == HELD for text in DEVICE_TEXTS)
+    assert judge_device_error(**GOOD) == (
+        HELD,
+        "ended 4 s after it; 2 of 2 files have the device's text",
+    )
+    assert all(
+        judge_device_error(**{**GOOD, "reasons": [f"... {text} ..."]}).outcome == HELD
+        for text in DEVICE_TEXTS
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,20 +45,66 @@ def test_a_server_that_ends_with_the_device_s_text_in_each_file_holds() -> None:
         ({"seconds": 31.0}, "more than 30 s"),
         ({"seconds": 90.0, "left": 2}, "2 processes were still running"),
         ({"answered": 1}, "1 requests got an answer or a file after it"),
-        ({"reasons": [TEXT, "the storage did not take 8 bytes"]}, "another reason is: the storage did not take"),
+        (
+            {"reasons": [TEXT, "the storage did not take 8 bytes"]},
+            "another reason is: the storage did not take",
+        ),
         ({"reasons": []}, "no file has a reason"),
         ({"undecided": ["a.safetensors: a lock without a file"]}, "a lock without a file"),
     ],
     ids=["late", "never", "an answer", "the storage is blamed", "no reason", "undecided"],
 )
-def test_what_is_wrong_after_an_error_of_the_device_is_named(wrong: dict[str, Any], words: str) -> None:
+def test_what_is_wrong_after_an_error_of_the_device_is_named(
+    wrong: dict[str, Any], words: str
+) -> None:
     judgement = judge_device_error(**{**GOOD, **wrong})
     assert judgement.outcome == BROKE
     assert words in judgement.found and judgement.found.endswith("paste this report into an issue")
 
 
+@pytest.mark.parametrize("experts", [0, 8], ids=["dense", "with experts"])
+def test_a_server_sleeps_at_both_levels_and_is_asked_for_rows_after_each(
+    experts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"num_attention_heads": 8, "num_hidden_layers": 4, "num_local_experts": experts}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    happened: list[str] = []
+    served: list[Path] = []
+
+    @contextmanager
+    def serving(context: Context, name: str, serve: ServeOptions, **_: str) -> Iterator[Any]:
+        assert "--enable-sleep-mode" in serve.command()
+        served.append(context.model)
+        yield SimpleNamespace(url="http://server")
+
+    def check_rows(
+        context: Context, server: Any, layer_ids: Any, line: str, *_: Any, **__: Any
+    ) -> None:
+        happened.append(line)
+
+    monkeypatch.setattr(drills, "serving", serving)
+    monkeypatch.setattr(drills, "check_rows", check_rows)
+    monkeypatch.setattr(drills, "_post", lambda server, path: happened.append(path))
+    monkeypatch.setattr(workers, "call", lambda url, method, *_: happened.append(method))
+    drills.sleep(Context(tmp_path, tmp_path, True), Teller(tmp_path / "told"))
+    assert happened == [
+        "awake",
+        *("/sleep?level=1", "/wake_up?tags=weights", "/wake_up?tags=kv_cache", "sleep 1"),
+        *(
+            "/sleep?level=2",
+            "/wake_up?tags=weights",
+            "hsx_reload_weights",
+            "/wake_up?tags=kv_cache",
+        ),
+        "sleep 2",
+    ]
+    assert served == [tmp_path / "files" / "tiny-qwen3" if experts else tmp_path]
+
+
 @pytest.mark.parametrize(("free", "sizes"), [(60, ONE), (2, Sizes(2, 1, False))])
-def test_the_error_costs_the_smallest_server_that_holds_the_model(free: int, sizes: Sizes, tmp_path: Path) -> None:
+def test_the_error_costs_the_smallest_server_that_holds_the_model(
+    free: int, sizes: Sizes, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text('{"num_attention_heads": 8}')
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(2 * GIB)

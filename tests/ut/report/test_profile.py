@@ -13,10 +13,24 @@ from vllm_ascend_hsx.report.profile import KERNELS, TRACE, Span, judge, merge, o
 from vllm_ascend_hsx.report.result import BROKE, MEASURED, NOT_RUN, Teller, read_told
 
 # torch_npu/profiler/analysis/prof_common_func/_csv_headers.py of 2.10.0.post4.
-HEADERS = ["Device_id", "Name", "Type", "Accelerator Core", "Start Time(us)", "Duration(us)", "Wait Time(us)", "Block Num"]
+HEADERS = [
+    "Device_id",
+    "Name",
+    "Type",
+    "Accelerator Core",
+    "Start Time(us)",
+    "Duration(us)",
+    "Wait Time(us)",
+    "Block Num",
+]
 
 
-def write(directory: Path, rank: int, kernels: list[tuple[str, float, float]], copies: list[tuple[float, float]]) -> None:
+def write(
+    directory: Path,
+    rank: int,
+    kernels: list[tuple[str, float, float]],
+    copies: list[tuple[float, float]],
+) -> None:
     """Write a rank's files: (type, start, duration) of kernels, (start, duration) of copies."""
     output = directory / f"rank{rank}_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
     output.mkdir(parents=True)
@@ -24,9 +38,17 @@ def write(directory: Path, rank: int, kernels: list[tuple[str, float, float]], c
         writer = csv.writer(file)
         writer.writerow(HEADERS)
         for kind, start, duration in kernels:
-            writer.writerow([rank, f"aclnn_{kind}", kind, "AI_VECTOR_CORE", f"{start}\t", duration, 0, 40])
-    events = [{"ph": "X", "name": "MEMCPY_ASYNC", "ts": str(start), "dur": duration} for start, duration in copies]
-    events += [{"ph": "M", "name": "process_name"}, {"ph": "X", "name": "MatMulV3", "ts": "0", "dur": 1}]
+            writer.writerow(
+                [rank, f"aclnn_{kind}", kind, "AI_VECTOR_CORE", f"{start}\t", duration, 0, 40]
+            )
+    events = [
+        {"ph": "X", "name": "MEMCPY_ASYNC", "ts": str(start), "dur": duration}
+        for start, duration in copies
+    ]
+    events += [
+        {"ph": "M", "name": "process_name"},
+        {"ph": "X", "name": "MatMulV3", "ts": "0", "dur": 1},
+    ]
     (output / TRACE).write_text(json.dumps(events))
 
 
@@ -51,12 +73,23 @@ def test_a_profile_without_a_stack_kernel_does_not_hold(tmp_path: Path) -> None:
 
 
 def test_a_profile_without_files_does_not_hold(tmp_path: Path) -> None:
-    assert judge(tmp_path) == (BROKE, "the profiler wrote no kernel_details.csv: look into the server's log")
+    assert judge(tmp_path) == (
+        BROKE,
+        "the profiler wrote no kernel_details.csv: look into the server's log",
+    )
 
 
 @pytest.mark.parametrize(
     ("span", "seconds"),
-    [(Span(0, 1), 0), (Span(0, 3), 1), (Span(2, 4), 2), (Span(3, 9), 4), (Span(5, 6), 0), (Span(0, 20), 6), (Span(4.5, 7.5), 1)],
+    [
+        (Span(0, 1), 0),
+        (Span(0, 3), 1),
+        (Span(2, 4), 2),
+        (Span(3, 9), 4),
+        (Span(5, 6), 0),
+        (Span(0, 20), 6),
+        (Span(4.5, 7.5), 1),
+    ],
 )
 def test_overlap_is_the_time_in_any_of_the_others(span: Span, seconds: float) -> None:
     busy = merge([Span(7, 8), Span(2, 4), Span(3, 5), Span(8, 10)])
@@ -67,4 +100,7 @@ def test_overlap_is_the_time_in_any_of_the_others(span: Span, seconds: float) ->
 def test_an_emulated_npu_has_no_profiler_and_the_line_says_so(tmp_path: Path) -> None:
     profile(Context(tmp_path, tmp_path, emulated=True), Teller(tmp_path / "told"))
     (result,), _ = read_told(tmp_path / "told")
-    assert (result.outcome, result.found) == (NOT_RUN, "not measured here: the emulated NPU has no profiler")
+    assert (result.outcome, result.found) == (
+        NOT_RUN,
+        "not measured here: the emulated NPU has no profiler",
+    )

@@ -184,6 +184,14 @@ def test_the_checklist_names_the_step_that_runs_each_row() -> None:
     assert len(table) == document.CHECKLIST_ROWS
 
 
+def test_every_report_command_of_the_checklist_names_the_step_of_its_row() -> None:
+    for row in rows(page("hardware-checklist.md")):
+        if row[0].isdecimal() and "hsx hardware-report" in row[1]:
+            words = shlex.split(row[1].strip("`"))
+            steps = hardware_report.parse_arguments(words[2:]).steps
+            assert steps == ("npus", row[-1].strip("`"))
+
+
 def test_the_page_opens_with_the_command_and_has_every_step() -> None:
     (command,) = blocks("hardware-checklist.md", "report")
     words = shlex.split(command)

@@ -35,12 +35,17 @@ def results(step: Any, context: Context) -> dict[str, Result]:
 
 def test_copies_of_one_npu_and_of_all_are_measured(context: Context) -> None:
     found = results(transfers.copies, context)
-    assert {line: result.outcome for line, result in found.items()} == {"copies": HELD, "copies of all": HELD}
+    assert {line: result.outcome for line, result in found.items()} == {
+        "copies": HELD,
+        "copies of all": HELD,
+    }
     assert found["copies"].data["chunk"] == 4 << 20
     assert found["copies of all"].data["npus"] == transfers.npu().device_count() > 1
 
 
-def test_a_copy_that_differs_on_any_npu_does_not_hold(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_differs_on_any_npu_does_not_hold(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Wrong(transfers._Link):
         @property
         def is_right(self) -> bool:
@@ -53,7 +58,9 @@ def test_a_copy_that_differs_on_any_npu_does_not_hold(context: Context, monkeypa
 
 
 @pytest.mark.parametrize(("share", "outcome"), [(1.0, HELD), (2.0, BROKE), (0.0, BROKE)])
-def test_a_ring_takes_the_pinned_memory_that_it_says(share: float, outcome: str, context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_takes_the_pinned_memory_that_it_says(
+    share: float, outcome: str, context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A power of two of memory is the old behaviour: twice the ring."""
     taken = 0
 
@@ -70,7 +77,9 @@ def test_a_ring_takes_the_pinned_memory_that_it_says(share: float, outcome: str,
     assert (result.outcome, result.data["got"]) == (outcome, int(share * result.data["asked"]))
 
 
-def test_pinned_memory_that_torch_npu_does_not_count_is_not_measured(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_memory_that_torch_npu_does_not_count_is_not_measured(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(transfers.npu(), "host_memory_stats", raising=False)
     assert results(transfers.pinned, context)["pinned"].outcome == NOT_RUN
 
@@ -79,13 +88,18 @@ def test_pinned_memory_that_torch_npu_does_not_count_is_not_measured(context: Co
 
 
 class Plain(FileSink):
-    """Writes through the page cache, so that the test needs no filesystem with O_DIRECT."""
+    """Writes through the page cache. The test needs no filesystem with O_DIRECT."""
 
     refuses: tuple[bool, bool] = (False, False)  # memory of the ring, other memory
 
     def __init__(self, directory: Path, row_format: Any, options: Any, memory: Any = None) -> None:
         if self.refuses[memory is None]:
-            raise UserError("shared_storage_path", str(directory), "takes no direct writes: Bad address", "Set io.")
+            raise UserError(
+                "shared_storage_path",
+                str(directory),
+                "takes no direct writes: Bad address",
+                "Set io.",
+            )
         super().__init__(directory, row_format)
 
 
@@ -94,14 +108,16 @@ def direct(context: Context, monkeypatch: pytest.MonkeyPatch, sink: type[Plain])
     return results(transfers.direct, context)["direct"]
 
 
-def test_a_file_from_pinned_memory_is_read_and_compared(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_from_pinned_memory_is_read_and_compared(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert direct(context, monkeypatch, Plain).outcome == HELD
 
     class Other(Plain):
         def open(self, request_id: str, path: Path, tokens: int = 0) -> Any:
             file = super().open(request_id, path, tokens)
             write = file.write
-            file.write = lambda first, data: write(first, memoryview(bytes(len(data))))  # type: ignore[method-assign]
+            file.write = lambda first, data: write(first, memoryview(bytes(len(data))))
             return file
 
     result = direct(context, monkeypatch, Other)
@@ -112,13 +128,25 @@ def test_a_file_from_pinned_memory_is_read_and_compared(context: Context, monkey
 @pytest.mark.parametrize(
     ("refused", "outcome", "words"),
     [
-        ((True, False), BROKE, "--output takes no direct writes: Bad address from pinned memory, and takes them from"),
-        ((True, True), NOT_RUN, "not measured here: --output takes no direct writes: Bad address. Name a directory"),
+        (
+            (True, False),
+            BROKE,
+            "from pinned memory alone, --output takes no direct writes: Bad address.",
+        ),
+        (
+            (True, True),
+            NOT_RUN,
+            "not measured here: --output takes no direct writes: Bad address. Name a directory",
+        ),
     ],
     ids=["from pinned memory alone", "from any memory"],
 )
 def test_a_filesystem_without_direct_writes_is_told_from_memory_that_the_disk_cannot_read(
-    refused: tuple[bool, bool], outcome: str, words: str, context: Context, monkeypatch: pytest.MonkeyPatch
+    refused: tuple[bool, bool],
+    outcome: str,
+    words: str,
+    context: Context,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Refusing(Plain):
         refuses = refused
@@ -149,11 +177,19 @@ def test_a_variable_is_shown_and_those_that_slow_everything_do_not_hold(
     assert f"{name}={value}" in result.found and "pages of" in result.found
 
 
-def test_addresses_and_directories_stay_out_of_the_report(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_ = {"HCCL_IF_IP": "10.1.2.3", "HCCL_SOCKET_IFNAME": "eth7", "LD_PRELOAD": "/opt/secret/liba.so:/b/libc.so"}
+def test_addresses_and_directories_stay_out_of_the_report(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_ = {
+        "HCCL_IF_IP": "10.1.2.3",
+        "HCCL_SOCKET_IFNAME": "eth7",
+        "LD_PRELOAD": "/opt/secret/liba.so:/b/libc.so",
+    }
     result = results(machine.environment, _only(context, monkeypatch, set_))["environment"]
     assert "LD_PRELOAD=liba.so:libc.so" in result.found
-    assert not any(word in json.dumps(result.data) + result.found for word in ("10.1.2.3", "eth7", "secret"))
+    assert not any(
+        word in json.dumps(result.data) + result.found for word in ("10.1.2.3", "eth7", "secret")
+    )
 
 
 def _only(context: Context, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> Context:

@@ -39,7 +39,9 @@ def worker(npu: int, **changed: Any) -> Worker:
     ],
     ids=["its own", "also NPU 0", "only NPU 0", "none", "unknown"],
 )
-def test_a_worker_with_a_context_on_another_npu_is_named(contexts: list[int] | None, outcome: str, words: str) -> None:
+def test_a_worker_with_a_context_on_another_npu_is_named(
+    contexts: list[int] | None, outcome: str, words: str
+) -> None:
     judgement = workers.contexts([worker(0), worker(1, contexts=contexts)])
     assert judgement.outcome == outcome
     assert judgement.found.startswith(words)
@@ -57,7 +59,9 @@ TABLE = """
 | No running processes found in NPU 2                                                            |
 """
 ALONE = TABLE.format(more="")
-TWICE = TABLE.format(more="| 0       0                 | 4712          | VLLMWorker_TP            | 107                     |\n")
+TWICE = TABLE.format(
+    more="| 0       0                 | 4712          | VLLMWorker_TP            | 107                     |\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,9 @@ TWICE = TABLE.format(more="| 0       0                 | 4712          | VLLMWor
     ],
     ids=["each on one", "one on two", "others only", "no npu-smi"],
 )
-def test_a_process_on_two_npus_is_named_unless_it_was_there_before(output: str | None, before: str, outcome: str, words: str) -> None:
+def test_a_process_on_two_npus_is_named_unless_it_was_there_before(
+    output: str | None, before: str, outcome: str, words: str
+) -> None:
     judgement = workers.process_table(output, before)
     assert judgement.outcome == outcome
     assert judgement.found.startswith(words)
@@ -78,7 +84,9 @@ def test_a_process_on_two_npus_is_named_unless_it_was_there_before(output: str |
 
 def test_two_chips_of_one_npu_are_two() -> None:
     """An A3 card has two; both are NPUs of their own to torch_npu."""
-    table = ALONE.replace("| 1       0                 | 4712", "| 0       1                 | 4711")
+    table = ALONE.replace(
+        "| 1       0                 | 4712", "| 0       1                 | 4711"
+    )
     assert workers.process_table(table, "").outcome == BROKE
 
 
@@ -98,14 +106,16 @@ def test_cpus_are_found_on_their_numa_nodes(tmp_path: Path) -> None:
 
 
 def test_the_plugin_s_threads_are_measured_per_gib() -> None:
-    after = worker(0, cpu_seconds={"main": 9.0, "hsx-writer": 3.0, "hsx-copier": 1.5, "hsx-reasons": 0.1})
+    after = worker(
+        0, cpu_seconds={"main": 9.0, "hsx-writer": 3.0, "hsx-copier": 1.5, "hsx-reasons": 0.1}
+    )
     judgement, per_gib = workers.threads([worker(0)], [after], copied=2 * GIB, seconds=10.0)
     assert judgement.outcome == MEASURED
     assert per_gib == {"main": 2.0, "hsx-writer": 1.0, "hsx-copier": 0.5, "hsx-reasons": 0.05}
     assert "hsx-copier 0.50, hsx-reasons 0.05, hsx-writer 1.00" in judgement.found
 
 
-def test_threads_that_keep_more_than_a_cpu_busy_do_not_hold_and_the_main_thread_is_not_counted() -> None:
+def test_threads_that_spin_do_not_hold_and_the_main_thread_is_not_counted() -> None:
     main = worker(0, cpu_seconds={"main": 99.0, "hsx-writer": 1.0, "hsx-copier": 0.5})
     assert workers.threads([worker(0)], [main], GIB, 1.0)[0].outcome == MEASURED
     spinning = worker(0, cpu_seconds={"main": 5.0, "hsx-writer": 9.0, "hsx-copier": 0.5})
@@ -145,7 +155,9 @@ def test_threads_are_grouped_by_name_with_their_cpu_time() -> None:
 def test_a_worker_describes_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch_npu
 
-    monkeypatch.setattr(torch_npu._C, "_npu_hasPrimaryContext", lambda index: index == 0, raising=False)
+    monkeypatch.setattr(
+        torch_npu._C, "_npu_hasPrimaryContext", lambda index: index == 0, raising=False
+    )
     WorkerProbe().hsx_describe(str(tmp_path))
     monkeypatch.setattr(workers.httpx, "post", lambda *_, **__: _Answered())
     monkeypatch.setattr(workers.tempfile, "TemporaryDirectory", lambda prefix: _Kept(tmp_path))
