@@ -1,7 +1,8 @@
 """A server with long steps, once eager and once with graphs: options, prompts, and agreement.
 
-A prompt fills several chunks of a staging slot. The pinned ring holds a quarter of the rows of a
-step, so copies of one step are still running when the next step is staged.
+A prompt fills several chunks of a staging slot. The pinned ring holds at most a quarter of the rows
+of a step, so copies of one step are still running when the next step is staged. Its bytes are a
+power of two: torch pins no other size.
 """
 
 from __future__ import annotations
@@ -70,12 +71,11 @@ class LongSteps:
             emulated: whether the NPUs are.
         """
         row_bytes = num_layers * read_shape(model).layer_bytes
+        quarter = self.max_num_batched_tokens // 4 * row_bytes
         return {
             "max_model_len": max(self.lengths) + GENERATED + len(self.lengths),
             "max_num_batched_tokens": self.max_num_batched_tokens,
-            "connector_options": {
-                "pinned_ring_bytes": self.max_num_batched_tokens // 4 * row_bytes
-            },
+            "connector_options": {"pinned_ring_bytes": 1 << quarter.bit_length() - 1},
             "additional": _emulated_compilation() if emulated and mode is Mode.GRAPHS else {},
             "extra": _mode_options(mode, emulated),
         }

@@ -155,19 +155,19 @@ def pinned(context: Context, tell: Teller) -> None:
             "not measured here: this torch_npu has no torch.npu.host_memory_stats",
         )
         return
+    asked = _ring_bytes(context)
     before = stats()[PINNED_BYTES]
     ring = _ring(context)
     got = stats()[PINNED_BYTES] - before
-    words = f"{got / 2**20:,.1f} MiB for a ring of {ring.num_bytes / 2**20:,.1f} MiB"
-    held = 0 < got <= MOST_PINNED * ring.num_bytes
+    rows = f"{len(ring.data) / 2**20:,.1f} MiB of it for rows"
+    words = f"{got / 2**20:,.1f} MiB for a ring of {asked / 2**20:,.1f} MiB, {rows}"
+    held = 0 < got <= MOST_PINNED * asked
     remedy = f": pinned_ring_bytes takes more of the host's memory than it says; {TELL_US}"
-    tell(
-        "pinned",
-        HELD if held else BROKE,
-        words + ("" if held else remedy),
-        asked=ring.num_bytes,
-        got=got,
-    )
+    tell("pinned", HELD if held else BROKE, words + ("" if held else remedy), asked=asked, got=got)
+
+
+def _ring_bytes(context: Context) -> int:
+    return RING_EMULATED if context.emulated else RING
 
 
 def _ring(context: Context) -> PinnedRing:
@@ -175,7 +175,7 @@ def _ring(context: Context) -> PinnedRing:
 
     row_format = stored_format(str(context.model))
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[row_format.dtype]
-    return PinnedRing(RING_EMULATED if context.emulated else RING, row_format.row_shape, dtype)
+    return PinnedRing(_ring_bytes(context), row_format.row_shape, dtype)
 
 
 def direct(context: Context, tell: Teller) -> None:
@@ -203,10 +203,10 @@ def direct(context: Context, tell: Teller) -> None:
             file.write(first, ring.data[first * ring.row_bytes : end * ring.row_bytes])
         undo.pop_all()
         file.commit(token_ids, rows)
-        rate = ring.num_bytes / (time.perf_counter() - begun)
+        rate = len(ring.data) / (time.perf_counter() - begun)
     written = load(path, READ_S).hidden_states.contiguous().view(torch.uint8).numpy().tobytes()
     right = written == bytes(ring.data)
-    size = f"{ring.num_bytes >> 20} MiB"
+    size = f"{len(ring.data) >> 20} MiB"
     words = f"{_gb(rate)} from pinned memory to the disk, one file of {size}, one writer"
     remedy = f'the file differs from the memory: leave "io" at "buffered", and {TELL_US}; '
     tell("direct", HELD if right else BROKE, words if right else remedy + words, rate=rate)

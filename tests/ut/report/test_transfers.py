@@ -68,7 +68,7 @@ def test_a_ring_takes_the_pinned_memory_that_it_says(
         def __init__(self, *arguments: Any) -> None:
             nonlocal taken
             super().__init__(*arguments)
-            taken = int(share * self.num_bytes)
+            taken = int(share * transfers.RING_EMULATED)
 
     monkeypatch.setattr(transfers, "PinnedRing", Counted)
     stats = lambda: {"allocated_bytes.current": taken}  # noqa: E731
