@@ -52,7 +52,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--no-expert-parallel", action="store_true", help="for a model without experts")
     add("--no-sequence-parallel", action="store_true", help="without enable_flashcomm1")
     add("--no-reference", action="store_true", help="check shapes, token ids and finiteness only; for large models")
-    long_steps = "steps of 8,192 tokens (emulated: 512) with long prompts, eager and with graphs; the rows of both must agree"
+    long_steps = "steps of 8,192 tokens (emulated: 512), eager and with graphs; rows of both must agree"
     add("--long-steps", action="store_true", help=long_steps)
     add("--loop", action="store_true", help="train a target, extract rows, train drafts on them and serve them")
     add("--seeds", type=whole(1, 10), metavar="N", help="with --loop: drafts for each kind of rows; several: more kinds (default 1)")
@@ -68,7 +68,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     if options.quantized and (options.model is not None or options.device == "npu" or options.no_expert_parallel):
         parser.error("--quantized is the tiny model with MC2 on emulated NPUs; leave out --model, --device npu and --no-expert-parallel")
     if options.quantized and options.long_steps:
-        parser.error("--long-steps runs graphs, which no test has seen with --quantized on emulated NPUs: leave out one of them")
+        parser.error(
+            "--long-steps runs graphs, which no test has seen with --quantized: leave out one of them"
+        )
     dp, tp = options.data_parallel_size, options.tensor_parallel_size
     if options.device == "emulated" and dp * tp > MAX_NPUS:
         sizes = f"--data-parallel-size {dp} x --tensor-parallel-size {tp}"
@@ -134,12 +136,21 @@ def run(options: argparse.Namespace, console: Console) -> int:
     from vllm_ascend_hsx.demo.prompts import demo_prompts
     from vllm_ascend_hsx.demo.session import serve_and_show
 
-    server = _server(options, console, work.absolute(), model, layers, extra=_device_options(options.device))
+    server = _server(
+        options, console, work.absolute(), model, layers, extra=_device_options(options.device)
+    )
     _, good = serve_and_show(console, server, _title(options), demo_prompts(vocab_size), check)
     return 0 if good else 1
 
 
-def _long_steps(options: argparse.Namespace, console: Console, check: Check, model: Path, work: Path, vocab_size: int) -> int:
+def _long_steps(
+    options: argparse.Namespace,
+    console: Console,
+    check: Check,
+    model: Path,
+    work: Path,
+    vocab_size: int,
+) -> int:
     """Serve eager and with graphs; compare both with the reference, and with each other."""
     from vllm_ascend_hsx.demo.long_steps import EMULATED, REAL, Mode, agree, environment
     from vllm_ascend_hsx.demo.session import serve_and_show
@@ -150,15 +161,31 @@ def _long_steps(options: argparse.Namespace, console: Console, check: Check, mod
     for mode in Mode:
         title = f"{_title(options)}, {mode.value}"
         made = sizes.serve_options(str(model), len(check.layer_ids), mode, emulated)
-        server = _server(options, console, work / mode.value, model, check.layer_ids, environment(mode, emulated), **made)
-        answers[mode], right = serve_and_show(console, server, title, sizes.prompts(vocab_size), check)
+        server = _server(
+            options,
+            console,
+            work / mode.value,
+            model,
+            check.layer_ids,
+            environment(mode, emulated),
+            **made,
+        )
+        answers[mode], right = serve_and_show(
+            console, server, title, sizes.prompts(vocab_size), check
+        )
         good &= right
     agreement = agree(answers[Mode.EAGER], answers[Mode.GRAPHS], check.layer_ids)
-    console.print(f"eager and with graphs: {agreement}", style="green" if agreement.holds else "red", highlight=False)
+    console.print(
+        f"eager and with graphs: {agreement}",
+        style="green" if agreement.holds else "red",
+        highlight=False,
+    )
     return 0 if good and agreement.holds else 1
 
 
-def _check(options: argparse.Namespace, layers: tuple[int, ...], reference: Reference | None) -> Check:
+def _check(
+    options: argparse.Namespace, layers: tuple[int, ...], reference: Reference | None
+) -> Check:
     from vllm_ascend_hsx.demo.compare import QUANTISED
     from vllm_ascend_hsx.demo.session import Check
 
@@ -204,16 +231,26 @@ def _server(
         expert_parallel=not options.no_expert_parallel,
         sequence_parallel=not options.no_sequence_parallel,
         mc2=options.quantized,
-        extra=(*extra, *(("--quantization", "ascend") if options.quantized else ()), *options.serve_options),
+        extra=(
+            *extra,
+            *(("--quantization", "ascend") if options.quantized else ()),
+            *options.serve_options,
+        ),
         **sizes,
     )
-    server = Server(serve.command(), port=serve.port, log=work / "server.log", environment={**_environment(options), **environment})
+    server = Server(
+        serve.command(),
+        port=serve.port,
+        log=work / "server.log",
+        environment={**_environment(options), **environment},
+    )
     console.print(f"model {model}\nlog   {server.log}\nfiles {serve.storage}", highlight=False, soft_wrap=True)
     return server
 
 
 def _title(options: argparse.Namespace) -> str:
-    return f"vllm serve, DP={options.data_parallel_size} x TP={options.tensor_parallel_size} on {_npus(options)}"
+    dp, tp = options.data_parallel_size, options.tensor_parallel_size
+    return f"vllm serve, DP={dp} x TP={tp} on {_npus(options)}"
 
 
 def _soc(options: argparse.Namespace) -> str:

@@ -56,10 +56,17 @@ def send_all(url: str, prompts: Sequence[Prompt], *, timeout: float) -> list[Ans
 def send(client: OpenAI, model: str, prompt: Prompt) -> Answer:
     """Send one prompt and request its tokens. Raises AnswerError if the response names no file."""
     extra_body = EXTRA_BODY | (WITH_OUTPUT if prompt.generates else {})
-    asked: Any = {"model": model, "max_tokens": prompt.max_tokens, "temperature": 0, "extra_body": extra_body}
+    asked: Any = {
+        "model": model,
+        "max_tokens": prompt.max_tokens,
+        "temperature": 0,
+        "extra_body": extra_body,
+    }
     response: Any
     if prompt.kind == "chat":
-        response = client.chat.completions.create(messages=[{"role": "user", "content": str(prompt.content)}], **asked)
+        response = client.chat.completions.create(
+            messages=[{"role": "user", "content": str(prompt.content)}], **asked
+        )
         prompt_ids = response.prompt_token_ids
     else:
         response = client.completions.create(prompt=prompt.content, **asked)

@@ -67,6 +67,8 @@ class ServeOptions(NamedTuple):
         ]
 
     def _extraction(self, connector: str) -> tuple[str, ...]:
-        transfer = kv_transfer_config(self.storage, **self.connector_options) | {"kv_connector": connector}
+        transfer = kv_transfer_config(self.storage, **self.connector_options) | {
+            "kv_connector": connector
+        }
         speculative = speculative_config(self.layer_ids)
         return ("--speculative-config", json.dumps(speculative), "--kv-transfer-config", json.dumps(transfer))

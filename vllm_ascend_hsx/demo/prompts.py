@@ -50,7 +50,10 @@ def demo_prompts(vocab_size: int, *, seed: int = 0) -> list[Prompt]:
     alone = draw_tokens(draw, ALONE, vocab_size)
     alone[2][:SHARED_PREFIX] = alone[1][:SHARED_PREFIX]
     last = len(alone)
-    prompts = [Prompt("token ids", tokens, wave, 1 if wave else GENERATED) for wave, tokens in enumerate(alone)]
+    prompts = [
+        Prompt("token ids", tokens, wave, 1 if wave else GENERATED)
+        for wave, tokens in enumerate(alone)
+    ]
     # They end one after the other: each number of decodes occurs in some step.
     together = enumerate(draw_tokens(draw, TOGETHER, vocab_size))
     prompts += [Prompt("token ids", tokens, last, GENERATED + index) for index, tokens in together]

@@ -78,7 +78,9 @@ def show_rows(console: Console, rows: Sequence[Row], layer_ids: Sequence[int], t
         shape = " × ".join(map(str, row.shape))
         verdict = Text(row.verdict, "green" if row.passed else "red")
         counts = (str(row.tokens), str(row.generated or ""))
-        table.add_row(str(number), row.request, *counts, shape, f"{row.size:,}", difference, verdict)
+        table.add_row(
+            str(number), row.request, *counts, shape, f"{row.size:,}", difference, verdict
+        )
     console.print(table)
 
 

@@ -63,12 +63,14 @@ def _contradiction(answer: Answer, layer_ids: Sequence[int], states: HiddenState
     sent = answer.prompt.content
     if isinstance(sent, list) and answer.prompt_ids != sent:
         return "the response's prompt_token_ids are not the ids that were sent"
-    if len(answer.generated) != answer.prompt.max_tokens:
-        return f"the response has {len(answer.generated)} tokens, the request was for {answer.prompt.max_tokens}"
+    count, asked = len(answer.generated), answer.prompt.max_tokens
+    if count != asked:
+        return f"the response has {count} tokens, the request was for {asked}"
     if states.token_ids.tolist() != answer.token_ids:
         return f"the file's token_ids ({len(states.token_ids)}) are not the request's ({len(answer.token_ids)})"
     if states.num_prompt_tokens != len(answer.prompt_ids):
-        return f"the file says that {states.num_prompt_tokens} tokens are the prompt's, not {len(answer.prompt_ids)}"
+        told = states.num_prompt_tokens
+        return f"the file says that {told} tokens are the prompt's, not {len(answer.prompt_ids)}"
     if states.layer_ids != list(layer_ids):
         return f"the file holds layers {states.layer_ids}, the request was for {list(layer_ids)}"
     return ""

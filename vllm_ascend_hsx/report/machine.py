@@ -12,10 +12,15 @@ from vllm_ascend_hsx.report.workers import npu_smi
 
 # Variables that change how torch_npu, CANN and HCCL work.
 PREFIXES = (
-    "ASCEND_LAUNCH_BLOCKING", "HCCL_", "LD_PRELOAD", "PER_STREAM_QUEUE", "PYTORCH_NPU_ALLOC_CONF", "TASK_QUEUE_ENABLE",
+    "ASCEND_LAUNCH_BLOCKING", "HCCL_", "LD_PRELOAD", "PER_STREAM_QUEUE", "PYTORCH_NPU_ALLOC_CONF",
+    "TASK_QUEUE_ENABLE",
 )  # fmt: skip
 SLOW = (
-    ("ASCEND_LAUNCH_BLOCKING", "1", "operators run one at a time, so copies do not overlap. Unset it"),
+    (
+        "ASCEND_LAUNCH_BLOCKING",
+        "1",
+        "operators run one at a time, so copies do not overlap. Unset it",
+    ),
     ("TASK_QUEUE_ENABLE", "0", "the main thread launches each operator itself. Unset it"),
 )
 
@@ -41,12 +46,26 @@ def software(context: Context, tell: Teller) -> None:
 
 def environment(context: Context, tell: Teller) -> None:
     """Tell what changes how torch_npu, CANN and HCCL work."""
-    found = {name: _shown(name, value) for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    found = {
+        name: _shown(name, value)
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PREFIXES)
+    }
     listed = " ".join(f"{name}={value}" for name, value in found.items()) or "none of the variables"
     page = os.sysconf("SC_PAGE_SIZE")
     words = f"{listed}; pages of {page >> 10} KiB"
-    slow = [f"{name}={os.environ[name]}: {why}" for name, value, why in SLOW if os.environ.get(name) == value]
-    tell("environment", BROKE if slow else MEASURED, "; ".join([*slow, words]), variables=found, page=page)
+    slow = [
+        f"{name}={os.environ[name]}: {why}"
+        for name, value, why in SLOW
+        if os.environ.get(name) == value
+    ]
+    tell(
+        "environment",
+        BROKE if slow else MEASURED,
+        "; ".join([*slow, words]),
+        variables=found,
+        page=page,
+    )
 
 
 def _shown(name: str, value: str) -> str:

@@ -41,7 +41,9 @@ IN_FLIGHT = 8  # requests when it comes
 EMULATED = ("--enforce-eager", "--gpu-memory-utilization", "0.3")
 
 
-def serve_options(context: Context, name: str, sizes: Sizes, extra: tuple[str, ...] | None = None, **options: Any) -> ServeOptions:
+def serve_options(
+    context: Context, name: str, sizes: Sizes, extra: tuple[str, ...] | None = None, **options: Any
+) -> ServeOptions:
     """Return the options of the server of a step; its files go to a directory of its own.
 
     Args:
@@ -84,7 +86,9 @@ def one_npu(context: Context, tell: Teller) -> None:
 def parallel(context: Context, tell: Teller) -> None:
     sizes = context.sizes
     own = (EMULATED if context.emulated else ()) + workers.OPTIONS
-    serve = serve_options(context, "parallel", sizes, own, sequence_parallel=sizes.tensor_parallel > 1)
+    serve = serve_options(
+        context, "parallel", sizes, own, sequence_parallel=sizes.tensor_parallel > 1
+    )
     with serving(context, "parallel", serve, **workers.ENVIRONMENT) as server:
         answers = check_rows(context, server, serve.layer_ids, "parallel", tell)
         found = collect(server.url, REQUEST_S)
@@ -99,7 +103,9 @@ def parallel(context: Context, tell: Teller) -> None:
 def _tell_workers(context: Context, server: Server, tell: Teller) -> None:
     asked = workers.ask(server.url, context.sizes.npus)
     tell("contexts", *workers.contexts(asked), workers=[asdict(each) for each in asked])
-    tell("process table", *workers.process_table(workers.npu_smi(), context.found["npus"]["npu_smi"]))
+    tell(
+        "process table", *workers.process_table(workers.npu_smi(), context.found["npus"]["npu_smi"])
+    )
     tell("cpus", *workers.cpus(asked))
 
 
@@ -116,7 +122,13 @@ def long_steps(context: Context, tell: Teller) -> None:
             answers[mode] = check_rows(context, server, layer_ids, mode.value, tell, prompts, check)
     agreement = agree(answers[Mode.EAGER], answers[Mode.GRAPHS], layer_ids)
     outcome: Outcome = HELD if agreement.holds else BROKE
-    tell("agreement", outcome, str(agreement), generated=agreement.generated, max_difference=agreement.max_difference)
+    tell(
+        "agreement",
+        outcome,
+        str(agreement),
+        generated=agreement.generated,
+        max_difference=agreement.max_difference,
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,9 @@ class Check:
         try:
             reference = reference_for(context.model)
         except DemoError as error:
-            return cls(None, f" (finite and complete, not compared: {str(error).partition(';')[0]})")
+            return cls(
+                None, f" (finite and complete, not compared: {str(error).partition(';')[0]})"
+            )
         return cls(remembered(reference) if remembers else reference)
 
 
@@ -152,15 +166,24 @@ def check_rows(
         sizes: of the server, in words, if they are not the context's.
     """
     check = check or Check.of(context)
-    answers = send_all(server.url, prompts or demo_prompts(context.number("vocab_size")), timeout=REQUEST_S)
+    answers = send_all(
+        server.url, prompts or demo_prompts(context.number("vocab_size")), timeout=REQUEST_S
+    )
     rows = [verify(answer, layer_ids, check.reference) for answer in answers]
     passed, generated = sum(row.passed for row in rows), sum(row.generated for row in rows)
     wrong = "".join(f"; {row.request} of {row.tokens} tokens: {row.verdict}" for row in rows if not row.passed)
     sizes = sizes or str(context.sizes)
-    words = f"{passed} of {len(rows)} requests match{check.why_not}, with {generated} rows of generated tokens, {sizes}{wrong}"
+    of_output = f"with {generated} rows of generated tokens"
+    words = f"{passed} of {len(rows)} requests match{check.why_not}, {of_output}, {sizes}{wrong}"
     # JSON has no NaN, which stands for what was not compared.
     table = [{**row._asdict(), "max_difference": None if math.isnan(row.max_difference) else row.max_difference} for row in rows]
-    data = {"passed": passed, "requests": len(rows), "generated": generated, "compared": check.reference is not None, "rows": table}
+    data = {
+        "passed": passed,
+        "requests": len(rows),
+        "generated": generated,
+        "compared": check.reference is not None,
+        "rows": table,
+    }
     tell(line, HELD if passed == len(rows) else BROKE, words, log="" if passed == len(rows) else server.log_tail(), **data)
     return answers
 
@@ -192,10 +215,16 @@ def in_flight(server: Server, **more: Any) -> Iterator[list[Future[Path | None]]
     Args:
         more: fields of the requests.
     """
-    with httpx.Client(base_url=server.url, timeout=REQUEST_S, trust_env=False) as client, ThreadPoolExecutor(IN_FLIGHT) as pool:
+    with (
+        httpx.Client(base_url=server.url, timeout=REQUEST_S, trust_env=False) as client,
+        ThreadPoolExecutor(IN_FLIGHT) as pool,
+    ):
         model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         body = {"model": model, "prompt": [4] * 40, "max_tokens": 256, "ignore_eos": True, **more}
-        others = [pool.submit(_ask, client, {**body, "prompt": [5 + index] * (40 + index)}) for index in range(IN_FLIGHT)]
+        others = [
+            pool.submit(_ask, client, {**body, "prompt": [5 + index] * (40 + index)})
+            for index in range(IN_FLIGHT)
+        ]
         with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as reply:
             reply.raise_for_status()
             next(line for line in reply.iter_lines() if line.startswith("data:"))  # it generates

@@ -45,7 +45,10 @@ STEPS = (
         "looking at versions and patch points",
         "machine:software",
         600.0,
-        (Line("software", "versions, CANN, driver and plugin"), Line("patch points", "patch points in vllm and vllm-ascend")),
+        (
+            Line("software", "versions, CANN, driver and plugin"),
+            Line("patch points", "patch points in vllm and vllm-ascend"),
+        ),
     ),
     Step(
         "environment",
@@ -66,11 +69,27 @@ STEPS = (
         "copying to pinned memory",
         "transfers:copies",
         300.0,
-        (Line("copies", "bandwidth to pinned memory"), Line("copies of all", "bandwidth to pinned memory of all NPUs at once", (22,))),
+        (
+            Line("copies", "bandwidth to pinned memory"),
+            Line("copies of all", "bandwidth to pinned memory of all NPUs at once", (22,)),
+        ),
         ("npus",),
     ),
-    Step("pinned", "pinning memory", "transfers:pinned", 60.0, (Line("pinned", "pinned memory, asked for and taken", (23,)),), ("npus",)),
-    Step("storage", "writing a file", "machine:storage", 300.0, (Line("storage", "storage directory and its write speed"),)),
+    Step(
+        "pinned",
+        "pinning memory",
+        "transfers:pinned",
+        60.0,
+        (Line("pinned", "pinned memory, asked for and taken", (23,)),),
+        ("npus",),
+    ),
+    Step(
+        "storage",
+        "writing a file",
+        "machine:storage",
+        300.0,
+        (Line("storage", "storage directory and its write speed"),),
+    ),
     Step(
         "direct",
         "writing a file from pinned memory",
@@ -109,7 +128,9 @@ STEPS = (
         5400.0,
         (
             Line("eager", "rows of long prompts and 33 generated tokens or more, eager", (21,)),
-            Line("graphs", "rows of long prompts and 33 generated tokens or more, with graphs", (21,)),
+            Line(
+                "graphs", "rows of long prompts and 33 generated tokens or more, with graphs", (21,)
+            ),
             Line("agreement", "rows with graphs are those of eager steps", (21,)),
         ),
         ("sizes",),
@@ -122,7 +143,9 @@ STEPS = (
         (
             Line("awake", "rows of 16 prompts in sleep mode"),
             Line("sleep 1", "rows of 16 prompts after sleep level 1", (26,)),
-            Line("sleep 2", "rows of 16 prompts after sleep level 2 and weights loaded again", (26,)),
+            Line(
+                "sleep 2", "rows of 16 prompts after sleep level 2 and weights loaded again", (26,)
+            ),
         ),
         ("sizes",),
     ),
@@ -131,7 +154,13 @@ STEPS = (
         "letting an operator fail while requests run",
         "drills:device_error",
         2700.0,
-        (Line("device error", "an operator that fails ends the server, with its text in each file", (27,)),),
+        (
+            Line(
+                "device error",
+                "an operator that fails ends the server, with its text in each file",
+                (27,),
+            ),
+        ),
         ("sizes",),
     ),
     Step(
@@ -147,7 +176,10 @@ STEPS = (
         "measuring a server without extraction",
         "throughput:off",
         2700.0,
-        (Line("off", "throughput without extraction"), Line("KV cache, off", "KV cache without extraction")),
+        (
+            Line("off", "throughput without extraction"),
+            Line("KV cache, off", "KV cache without extraction"),
+        ),
         ("sizes",),
     ),
     Step(
@@ -168,7 +200,10 @@ STEPS = (
         "measuring a server with vLLM's own connector",
         "throughput:vllm",
         2700.0,
-        (Line("vllm", "throughput with vLLM's own connector"), Line("KV cache, vllm", "KV cache with vLLM's own connector")),
+        (
+            Line("vllm", "throughput with vLLM's own connector"),
+            Line("KV cache, vllm", "KV cache with vLLM's own connector"),
+        ),
         ("sizes",),
     ),
     Step(

@@ -74,10 +74,14 @@ def _measure(context: Context, tell: Teller, name: str, connector: str | None, *
     vLLM refuses its connector together with chunked prefill, so all go without.
     """
     load, sizes = load_of(context), context.sizes
-    own = (EMULATED_OPTIONS if context.emulated else ()) + (workers.OPTIONS if name == "hsx" else ())
+    own = (EMULATED_OPTIONS if context.emulated else ()) + (
+        workers.OPTIONS if name == "hsx" else ()
+    )
     environ |= workers.ENVIRONMENT if name == "hsx" else {}
     most = {each: getattr(load, each) for each in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
-    serve = serve_options(context, name, sizes, own, connector=connector, whole_prompts=True, **most)
+    serve = serve_options(
+        context, name, sizes, own, connector=connector, whole_prompts=True, **most
+    )
     with serving(context, name, serve, **environ) as server:
         _tell_memory(server, f"KV cache, {name}", tell)
         vocabulary = min(context.number("vocab_size"), 20_000) * 9 // 10
@@ -106,7 +110,9 @@ class Probe:
 
     def tell(self, tell: Teller) -> None:
         described, copied, now = self._now()
-        judgement, per_gib = workers.threads(self._workers, described, copied - self._copied, now - self._begun)
+        judgement, per_gib = workers.threads(
+            self._workers, described, copied - self._copied, now - self._begun
+        )
         tell("threads", *judgement, cpu_seconds_per_gib=per_gib, copied=copied - self._copied)
 
     def _now(self) -> tuple[list[Worker], float, float]:

@@ -56,7 +56,9 @@ def test_every_line_of_the_steps_that_are_named_was_measured(tmp_path: Path) -> 
 def test_every_line_was_measured(report: tuple[dict[str, Any], str]) -> None:
     content, text = report
     assert [each["line"] for each in content["lines"]] == [line.key for step in STEPS for line in step.lines]
-    left_out = {each["line"]: each["found"] for each in content["lines"] if each["outcome"] == "not run"}
+    left_out = {
+        each["line"]: each["found"] for each in content["lines"] if each["outcome"] == "not run"
+    }
     assert left_out == NOT_HERE
     assert f"0 did not hold, {len(NOT_HERE)} not run" in text
 

@@ -87,7 +87,10 @@ def test_a_quantized_target_is_compared_in_the_models_own_basis(
 
 
 def test_long_steps_are_compared_with_the_reference_and_with_each_other(
-    fake: pytest.MonkeyPatch, tiny_minimax_m2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: pytest.MonkeyPatch,
+    tiny_minimax_m2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["--model", str(tiny_minimax_m2), "--output", str(tmp_path / "out"), "--long-steps"]
     assert demo.main(arguments) == 0
@@ -97,7 +100,10 @@ def test_long_steps_are_compared_with_the_reference_and_with_each_other(
 
 
 def test_rows_of_graphs_that_differ_from_eager_rows_give_exit_code_one(
-    fake: pytest.MonkeyPatch, tiny_minimax_m2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fake: pytest.MonkeyPatch,
+    tiny_minimax_m2: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without a reference each run is right by itself."""
     fake.setenv("HSX_TEST_FAULT", "graphs differ")

@@ -76,7 +76,10 @@ def extract(prompt: list[int], generated: list[int]) -> str:
             token_ids = [*token_ids[:-1], token_ids[-1] ^ 1]
         path = arguments.storage / f"request-{count}.safetensors"
         tensors = {"hidden_states": rows.contiguous(), "token_ids": torch.tensor(token_ids)}
-        metadata = {"layer_ids": json.dumps(arguments.layer_ids), "num_prompt_tokens": str(len(prompt))}
+        metadata = {
+            "layer_ids": json.dumps(arguments.layer_ids),
+            "num_prompt_tokens": str(len(prompt)),
+        }
         save_file(tensors, path, metadata)
     return str(path)
 
@@ -141,7 +144,11 @@ class Handler(BaseHTTPRequestHandler):
         with_rows = generated[:-1] if options.get("include_output_tokens") else []
         if not wanted:
             stepped.add(self.headers["X-data-parallel-rank"])
-        params = {"hidden_states_path": extract(prompt, with_rows)} if wanted and arguments.fault != "no params" else None
+        params = (
+            {"hidden_states_path": extract(prompt, with_rows)}
+            if wanted and arguments.fault != "no params"
+            else None
+        )
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": generated}
         choice |= {"message": {"role": "assistant", "content": "x"}} if chat else {"text": "x", "prompt_token_ids": prompt}
         self.reply(

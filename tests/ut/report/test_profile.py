@@ -62,7 +62,8 @@ def test_stack_kernels_are_counted_and_copies_beside_kernels_measured(tmp_path: 
     assert judgement.outcome == MEASURED
     assert judgement.found == (
         "1 Stack kernels, 0.0 ms of copies, 50% of it beside kernels; "
-        "2 Stack kernels, 0.0 ms of copies, no MEMCPY_ASYNC in trace_view.json, so overlap is not measured"
+        "2 Stack kernels, 0.0 ms of copies, "
+        "no MEMCPY_ASYNC in trace_view.json, so overlap is not measured"
     )
 
 
