@@ -108,7 +108,7 @@ def device_error(context: Context, tell: Teller) -> None:
             seconds, left, max(whole, _answered(others)), reasons, undecided
         )
         log = "" if judgement.outcome == HELD else server.log_tail()
-        tell("device error", *judgement, log=log, seconds=seconds, reasons=Counter(reasons))
+        tell("device error", *judgement, log=log, seconds=seconds, reasons=dict(Counter(reasons)))
 
 
 def _answered(others: Sequence[Future[Path | None]]) -> int:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sink_harness import FORMAT
 
 from vllm_ascend_hsx.demo.options import ServeOptions
 from vllm_ascend_hsx.report import drills, workers
 from vllm_ascend_hsx.report.context import ONE, Context, Sizes
 from vllm_ascend_hsx.report.drills import DEVICE_TEXTS, judge_device_error
-from vllm_ascend_hsx.report.result import BROKE, HELD, Teller
+from vllm_ascend_hsx.report.result import BROKE, HELD, Teller, read_told
+from vllm_ascend_hsx.sinks.file import FileSink
 
 GIB = 1 << 30
 TEXT = "EZ9999: Inner Error! A failure"
@@ -60,6 +62,50 @@ def test_what_is_wrong_after_an_error_of_the_device_is_named(
     judgement = judge_device_error(**{**GOOD, **wrong})
     assert judgement.outcome == BROKE
     assert words in judgement.found and judgement.found.endswith("paste this report into an issue")
+
+
+@pytest.mark.parametrize("emulated", [True, False], ids=["emulated", "on NPUs"])
+def test_the_reasons_of_all_files_are_read_after_the_error(
+    emulated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        "num_attention_heads": 8,
+        "num_hidden_layers": 4,
+        "hidden_size": 8,
+        "dtype": "bfloat16",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "logs").mkdir()
+    environ: dict[str, str] = {}
+    called: list[str] = []
+
+    @contextmanager
+    def serving(
+        context: Context, name: str, serve: ServeOptions, **variables: str
+    ) -> Iterator[Any]:
+        environ.update(variables)
+        with FileSink(serve.storage, FORMAT) as sink:
+            for request_id in "ab":
+                file = sink.open(request_id, serve.storage / f"{request_id}.safetensors")
+                file.fail(f"the engine failed: {TEXT}")
+        yield SimpleNamespace(url="http://server", process=SimpleNamespace(pid=1))
+
+    monkeypatch.setattr(drills, "serving", serving)
+    monkeypatch.setattr(drills, "in_flight", lambda server, **_: nullcontext([]))
+    monkeypatch.setattr(drills, "group_members", lambda group: [])
+    monkeypatch.setattr(workers, "call", lambda url, method: called.append(method))
+    found = {"npus": {"npus": [{"free": GIB}]}}
+    drills.device_error(
+        Context(tmp_path, tmp_path, emulated, found=found), Teller(tmp_path / "told")
+    )
+    (result,), _ = read_told(tmp_path / "told")
+    assert result.outcome == HELD
+    assert result.data["reasons"] == {f"the engine failed: {TEXT}": 2}
+    assert ("hsx_fail" in called, environ.get("TASK_QUEUE_ENABLE") == "2") == (
+        not emulated,
+        not emulated,
+    )
+    assert (tmp_path / "logs" / "device-error.fault").exists() == emulated
 
 
 @pytest.mark.parametrize("experts", [0, 8], ids=["dense", "with experts"])
