@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import re
 
 from vllm_ascend_hsx.report.context import Context, DoesNotFitError, choose_sizes, weight_bytes
 from vllm_ascend_hsx.report.result import BROKE, HELD, MEASURED, Teller
@@ -70,9 +70,7 @@ def environment(context: Context, tell: Teller) -> None:
 
 def _shown(name: str, value: str) -> str:
     """Return a value without addresses and directories."""
-    if name == "LD_PRELOAD":
-        return ":".join(Path(each).name for each in value.replace(" ", ":").split(":"))
-    return "(set)" if name.endswith(("_IP", "_IFNAME")) else value
+    return "(set)" if name.endswith(("_IP", "_IFNAME")) else re.sub(r"[^\s:]*/", "", value)
 
 
 def npus(context: Context, tell: Teller) -> None:

@@ -184,9 +184,11 @@ def test_addresses_and_directories_stay_out_of_the_report(
         "HCCL_IF_IP": "10.1.2.3",
         "HCCL_SOCKET_IFNAME": "eth7",
         "LD_PRELOAD": "/opt/secret/liba.so:/b/libc.so",
+        "HCCL_WHITELIST_FILE": "/opt/secret/list",
     }
     result = results(machine.environment, _only(context, monkeypatch, set_))["environment"]
     assert "LD_PRELOAD=liba.so:libc.so" in result.found
+    assert "HCCL_WHITELIST_FILE=list" in result.found
     assert not any(
         word in json.dumps(result.data) + result.found for word in ("10.1.2.3", "eth7", "secret")
     )
