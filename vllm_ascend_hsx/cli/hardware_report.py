@@ -40,7 +40,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--tensor-parallel-size", type=whole(1, 4096), metavar="N", help="default: the least that fits, at least 2 of several NPUs")
     add("--data-parallel-size", type=whole(1, 4096), metavar="N", help="default: 2 where NPUs are left, else 1")
     add("--steps", type=_steps, default=_NAMES, metavar="NAMES", help=f"comma-separated, of: {', '.join(_NAMES)} (default: all)")
-    add("--step-timeout", type=seconds, metavar="S", help="seconds for each step (default: 1 minute to 1 hour, by step)")
+    add("--step-timeout", type=seconds, metavar="S", help="seconds for each step (default: 1 to 90 minutes, by step)")
     add("serve_options", nargs="*", metavar="-- VLLM_OPTION", help="more options for each `vllm serve`, after --")
     return parser.parse_args(argv)
 
