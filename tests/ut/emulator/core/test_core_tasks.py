@@ -466,3 +466,20 @@ def test_a_full_queue_blocks_a_record_and_all_of_python() -> None:
     thread.join()
     assert blocked >= 0.5
     assert meanwhile < 50  # of hundreds
+
+
+def test_a_task_that_waits_for_a_place_is_dropped_when_an_earlier_one_fails() -> None:
+    """NPUQueue.cpp:599."""
+    event, x = torch.npu.Event(), full(7.0)
+    torch.npu.synchronize()
+    core.hold(DEVICE)
+    core.fail("aten::tanh")
+    x.tanh()
+    for _ in range(4094):
+        event.record()
+    core.release_after(DEVICE, 0.1)
+    x.add_(1)
+    assert status() == "error"
+    with pytest.raises(RuntimeError, match=ERROR):
+        torch.npu.synchronize()
+    assert x.tolist() == [7.0] * 4

@@ -138,7 +138,8 @@ class TaskQueue {
     if (exited()) return false;
     if (held_or_busy()) {
       std::unique_lock<std::mutex> lock(mutex_);
-      wait_for(changed_, lock, [&] { return tasks_.size() < kTaskQueueCapacity; });
+      wait_for(changed_, lock, [&] { return tasks_.size() + taking_ < kTaskQueueCapacity; });
+      if (status_ != QueueStatus::kRun) return false;  // an earlier task has failed meanwhile (:599)
     }
     const std::optional<std::string> text = Faults::get().strike(device_, name);
     if (!text.has_value()) return true;
@@ -154,6 +155,7 @@ class TaskQueue {
   void submit(std::function<void()> task) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
+      if (status_ != QueueStatus::kRun) return;
       if (held_ || busy_) {
         tasks_.push_back(std::move(task));
         return;
@@ -198,10 +200,12 @@ class TaskQueue {
     while (!held_ && !tasks_.empty()) {
       std::function<void()> task = std::move(tasks_.front());
       tasks_.pop_front();
+      taking_ = 1;
       lock.unlock();
       task();
       task = nullptr;
       lock.lock();
+      taking_ = 0;
       changed_.notify_all();
     }
     busy_ = false;
@@ -294,6 +298,7 @@ class TaskQueue {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
+  size_t taking_ = 0;  // the task that runs keeps its place (ReadQueue, :448, :489)
   std::atomic<QueueStatus> status_{QueueStatus::kRun};
   std::string task_, text_;  // of the failure
   std::atomic<bool> held_{false}, busy_{false};
