@@ -16,8 +16,7 @@ from stage import Stage
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 
 LAYER_IDS = (1, 2, 4)
-ROW_BYTES = 3 * 256 * 4
-RING_ROWS = 32
+RING_BYTES = 128 << 10  # 42 rows
 CHUNK = 64
 OPTS_OUT = {"hidden_states": False}
 
@@ -30,7 +29,7 @@ def stage(request: pytest.FixtureRequest, float32_qwen3: Path, tmp_path_factory:
         max_num_batched_tokens=CHUNK,
         layer_ids=LAYER_IDS,
         dtype="float32",
-        connector_options={"slow_storage": request.param, "pinned_ring_bytes": RING_ROWS * ROW_BYTES},
+        connector_options={"slow_storage": request.param, "pinned_ring_bytes": RING_BYTES},
     ) as session:
         stage = Stage(session, Reference(float32_qwen3, 4, torch.float32))
         stage.param = request.param
@@ -42,7 +41,7 @@ def test_what_is_not_extracted_goes_on_while_storage_stands_still(stage: Stage) 
     plain = stage.add(tokens(20), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=120)
     stage.until_mid_decode(plain)
     stage.session.call("hold_writes")
-    admitted = stage.add(tokens(40), name="admitted")  # more than the ring holds
+    admitted = stage.add(tokens(60), name="admitted")  # more than the ring holds
     held = stage.add(tokens(20, seed=1), name="held", expect="prompt" if stage.param == "wait" else "failed")
     beside = stage.add(tokens(20, seed=2), name="beside", params=OPTS_OUT, expect="nothing", max_tokens=5)
     before = len(plain.tokens)
@@ -96,7 +95,7 @@ def test_a_prompt_that_does_not_fit_has_steps_wait_or_fails_and_is_told_why(stag
 
 def test_a_held_request_is_let_through_although_nothing_else_runs(stage: Stage) -> None:
     stage.session.call("hold_writes")
-    first = stage.add(tokens(40), name="first")
+    first = stage.add(tokens(60), name="first")
     plain = stage.add(tokens(5), name="plain", params=OPTS_OUT, expect="nothing", max_tokens=6)
     stage.until(lambda: plain.finished)  # a step's rows are told with the next one
     assert first.finished
