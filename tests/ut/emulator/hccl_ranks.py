@@ -29,6 +29,7 @@ def _serve(rank: int, size: int, store: str, pipe: Connection) -> None:
         scenario, late = task
         torch.npu.synchronize()  # a scenario that failed may have left work behind
         core.set_late(late)
+        core.set_queue(False)  # an error of queued work is raised where a rank waits for it
         try:
             answer = ("ok", scenario(rank, size))
             torch.npu.synchronize()

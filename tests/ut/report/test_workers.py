@@ -139,7 +139,7 @@ def test_threads_are_grouped_by_name_with_their_cpu_time() -> None:
         spun.set()
         done.wait()
 
-    threads = [threading.Thread(target=spin, name=f"hsx-writer-{index}") for index in range(2)]
+    threads = [threading.Thread(target=spin, name=f"hsx-example-{index}") for index in range(2)]
     for thread in threads:
         thread.start()
     spun.wait()
@@ -147,8 +147,8 @@ def test_threads_are_grouped_by_name_with_their_cpu_time() -> None:
     done.set()
     for thread in threads:
         thread.join()
-    assert (count["main"], count["hsx-writer"]) == (1, 2)
-    assert seconds["hsx-writer"] > 0
+    assert (count["main"], count["hsx-example"]) == (1, 2)
+    assert seconds["hsx-example"] > 0
     assert sum(count.values()) >= threading.active_count()
 
 

@@ -12,7 +12,7 @@ from emulated import MIB, capture, scenarios
 from vllm_ascend_hsx.emulator.native import core
 
 pytestmark = pytest.mark.usefixtures("any_mode")
-DEVICE = 6  # no other test leaves tensors there
+DEVICE = 7  # no other test leaves tensors there
 ROWS, HIDDEN = 64, 1024
 
 

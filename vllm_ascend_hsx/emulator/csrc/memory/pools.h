@@ -77,7 +77,7 @@ inline Segments& segments() {
 inline bool charge_segment(Segment& segment) {
   DeviceMemory& m = device_memory(segment.device);
   std::lock_guard<std::mutex> lock(m.mutex);
-  if (m.physical() + segment.bytes > config().hbm) return false;
+  if (m.physical() + m.workspace_bytes() + segment.bytes > capacity(segment.device)) return false;
   m.unmapped -= segment.bytes;
   return true;
 }
