@@ -215,6 +215,7 @@ class Pipeline:
         lander, row_bytes, begin = self.worker._lander, self.ring.row_bytes, 0
         while begin < slot.num_rows:
             run = self.ring.wait(rows_in_chunk(slot.spans, begin, self.ring.rows_per_chunk))
+            assert run is not None  # without a timeout
             end = begin + len(run.rows)
             data = slot.data[begin * row_bytes : end * row_bytes]
             self._on_host()

@@ -31,6 +31,7 @@ from vllm_ascend_hsx.drafter.staging import StagingSlot, npu
 # Event.synchronize would spin for the rest of a forward pass (NPUEvent.cpp:233).
 _PAUSE_S = 0.0005
 _ASK_S = 1.0  # an idle engine enters the task queue nowhere else, and would miss a failed task
+_WRITES_S = 0.05  # time for rows that have just landed to be written, before storage counts as slow
 _OTHERS_S = 2.0  # time for the thread that received a device error to report it
 
 
@@ -245,9 +246,11 @@ class Lander:
     def _wait_for_memory(self, slot: StagingSlot, wish: int) -> Run:
         """Wait until writers release rows of the ring. They have all rows that can land."""
         self._land_all()
-        slot.settled.set()
-        run = self._ring.wait(wish)
-        slot.settled.clear()
+        if (run := self._ring.wait(wish, _WRITES_S)) is None:
+            slot.settled.set()
+            run = self._ring.wait(wish)
+            slot.settled.clear()
+        assert run is not None
         return run
 
     def _land_all(self) -> None:

@@ -140,12 +140,15 @@ class PinnedRing:
         with self._changed:
             return self._take(wish)
 
-    def wait(self, wish: int) -> Run:
-        """Take rows as `take` does. Block until there is room. For one thread only."""
+    def wait(self, wish: int, timeout: float | None = None) -> Run | None:
+        """Take rows as `take` does. Block until there is room. For one thread only.
+
+        Args:
+            wish: most rows to take.
+            timeout: most seconds, None for no limit. Return None if there was no room by then.
+        """
         with self._changed:
-            while (run := self._take(wish)) is None:
-                self._changed.wait()
-            return run
+            return self._changed.wait_for(lambda: self._take(wish), timeout)
 
     def _take(self, wish: int) -> Run | None:
         taken = self._free.take(min(wish, self.rows_per_chunk), self._least)

@@ -93,17 +93,18 @@ def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(t
         server.process.wait(SECONDS)
     assert all(answer in (right, None) for answer in answers), "the failure has spoilt an answer"
     oracle = Oracle(Reference(float32_qwen3, 4, torch.float32), LAYER_IDS)
-    failed = 0
+    reasons = []
     for file in {name.removesuffix(ERROR_SUFFIX) for name in names_in(tmp_path / "hidden_states")}:
         path = tmp_path / "hidden_states" / file
         if path.suffix == ".lock":
             continue
         _, reason = outcome(path)
         if reason:
-            failed += 1
-            assert TEXT in reason
+            reasons.append(reason)
+            # A worker whose peer has ended has another error.
+            assert TEXT in reason or (fault.workers > 1 and reason.startswith("the engine failed: "))
             assert "storage" not in reason
         else:
             own = Served(file, (*PROMPT, 0), 0, None)
             assert oracle.verdict(path, own, len(PROMPT), len(PROMPT), [own]) == ""
-    assert failed
+    assert any(TEXT in reason for reason in reasons)

@@ -85,6 +85,24 @@ def test_chunks_of_a_slot_land_together_and_their_events_are_used_again(monkeypa
     assert len(created) == 3, "two that ask for errors, and one for all slots"
 
 
+def test_a_full_ring_does_not_count_as_slow_storage_while_its_rows_are_being_written() -> None:
+    """With slow_storage="fail" the next step would fail its requests."""
+    pipeline = Pipeline(ring_rows=4)
+    (slot, _) = pipeline.staging.slots
+    storage_delays: list[bool] = []
+    declare = slot.settled.set
+
+    def settled() -> None:
+        storage_delays.append(not slot.issued.is_set())
+        declare()
+
+    slot.settled.set = settled  # type: ignore[method-assign]
+    pipeline.step(target_output(12, 0), [Span("a", 0, 12, 0)])
+    pipeline.close()
+    assert storage_delays == [False]
+    assert len(pipeline.read) == 12
+
+
 # Failures
 
 
