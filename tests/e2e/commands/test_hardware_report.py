@@ -85,6 +85,7 @@ def test_the_figures_are_those_of_this_machine(report: tuple[dict[str, Any], str
     assert data["plan"]["kept_at_least"] - 0.005 <= hsx / off == data["plan"]["measured"]
 
 
+@pytest.mark.long
 def test_rows_of_long_steps_are_right_eager_and_with_graphs(tmp_path: Path) -> None:
     """Copies run as late as they may: while the next step is staged."""
     content, _ = reported(tmp_path / "out", "--steps", "npus,long-steps", late=True)
