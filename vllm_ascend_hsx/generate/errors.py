@@ -39,12 +39,22 @@ class Interrupted(StoppedError):
         self.number = number
 
 
-class Fault(Enum):
-    """What a request says about its endpoint."""
+class Failure(Enum):
+    """How one request for one row failed."""
 
-    NONE = "none"
-    DEGRADED = "degraded"  # it answers, but wrongly or too late
-    DOWN = "down"  # it does not answer
+    REFUSED = "the server refuses this row and would refuse it again"
+    UNREACHED = "the request was never sent"
+    BROKEN = "the connection broke; the file may exist"
+    UNCLEAR = "there is no usable answer in time; the file may exist"
+    ABSENT = "the server answers, and there is no file here; one may appear"
+    WRONG = "the server answers, and there is no right file"
+    FOREIGN = "the file is a row of another model, layers or weights than the other rows"
+
+
+# The row's file may exist, or appear.
+MAY_HAVE_FILE = frozenset((Failure.BROKEN, Failure.UNCLEAR, Failure.ABSENT))
+# The server does not answer.
+DOWN = frozenset((Failure.UNREACHED, Failure.BROKEN))
 
 
 @dataclass(eq=False)
@@ -53,32 +63,13 @@ class RequestError(Exception):
 
     Attributes:
         reason: one sentence.
-        again: True if the row is worth another request.
-        fault: what the failure says about the endpoint.
-        lost: True if the row's file may exist all the same.
-        missing: True if the server wrote no file, or none that can be found here.
-        retry_after: seconds that the server asks to be left alone.
+        failure: its kind.
+        retry_after: seconds for which the server asks to get no request.
     """
 
     reason: str
-    again: bool = True
-    fault: Fault = Fault.DEGRADED
-    lost: bool = False
-    missing: bool = False
+    failure: Failure = Failure.WRONG
     retry_after: float | None = None
 
     def __str__(self) -> str:
         return self.reason
-
-    @property
-    def is_unreached(self) -> bool:
-        """True if the request was never sent, so that it counts as no attempt."""
-        return self.fault is Fault.DOWN and not self.lost
-
-
-class ForeignRowError(RequestError):
-    """A server wrote a row of another model, layers or weights than the rest, and will again."""
-
-
-class LeftoverError(RequestError):
-    """A row that no ledger names as done has a file of other weights than the other rows."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.protocol.arguments import LONGEST_S
@@ -18,7 +19,11 @@ BOUNDS = {
     "max_retries": (0, 1000),
     "max_consecutive_errors": (1, 10**9),
     "limit": (1, 10**12),
+    "allow_failures": (0, 10**12),
+    "show": (0, 1000),
     "max_tokens": (1, 2**31 - 1),
+    "top_k": (1, 2**31 - 1),
+    "seed": (0, 2**62),
     "world_size": (1, 10**6),
     "rank": (0, 10**6 - 1),
 }
@@ -57,16 +62,39 @@ class RayCluster:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """How answers are generated: the API's fields of these names. None: the server's default.
+
+    The default is greedy decoding, so that rows can be reproduced.
+    """
+
+    temperature: float = 0.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True)
 class Options:
     """The options of a run, named as on the command line.
 
     Attributes:
-        data: the dataset.
+        data: the dataset: a path, the id of a dataset on a hub, or - for the standard input.
+        split: of a dataset that has several.
         output: the servers' storage directory, or a folder below it, for the files and the ledger.
         endpoints: base URLs of servers, without /v1.
         endpoint_file: lists them, and is read again during the run; None if they do not change.
         column: of the dataset; None for the first known one.
+        ignored_columns: columns that the run would refuse, and leaves out.
         limit: number of rows, from the first; None for all.
+        skip_invalid: leave out rows that cannot be sent.
+        allow_failures: most rows without a file, invalid ones apart, for which the run succeeds.
+        show: number of rows to show as tokens before the run; None: one, of a new output directory.
+        dry_run: show sizes, and send nothing.
+        rate: tokens per second, for the hours of a dry run.
+        chat_template_kwargs: of every chat; those of a row come first.
+        add_special_tokens: False for texts that a chat template has rendered.
         model: its name on the servers; None to ask them.
         concurrency: concurrent requests, over all endpoints.
         validate: read each file once, existing ones too, to check numbers and checksum.
@@ -80,8 +108,10 @@ class Options:
         block: rows that this process does of those; None for all.
         ray: the cluster that does them; None to do them in this process.
         order: "prefix" to send rows with a common prefix one after the other, "given" as they are.
-        include_output_tokens: store rows of generated tokens too.
-        max_tokens: tokens to generate; only with include_output_tokens.
+        include_output: store rows and text of generated tokens too.
+        max_tokens: tokens to generate; only with include_output.
+        sampling: of generated tokens.
+        seed: of sampling; each row has a seed of its own, made of this one and the row's content.
         path_maps: the longest one that contains `output` is used.
         api_key: sent to the servers.
 
@@ -89,12 +119,21 @@ class Options:
         InputError: a value is invalid; the message names option, value and remedy.
     """
 
-    data: Path
+    data: str
     output: Path
     endpoints: Sequence[str] = ("http://localhost:8000",)
     endpoint_file: Path | None = None
+    split: str | None = None
     column: str | None = None
+    ignored_columns: frozenset[str] = frozenset()
     limit: int | None = None
+    skip_invalid: bool = False
+    allow_failures: int = 0
+    show: int | None = None
+    dry_run: bool = False
+    rate: float | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = True
     model: str | None = None
     concurrency: int = 32
     validate: bool = False
@@ -108,8 +147,10 @@ class Options:
     block: frozenset[int] | None = None
     ray: RayCluster | None = None
     order: str = "prefix"
-    include_output_tokens: bool = False
+    include_output: bool = False
     max_tokens: int | None = None
+    sampling: Sampling = Sampling()
+    seed: int | None = None
     path_maps: Sequence[PathMap] = ()
     api_key: str | None = None
 
@@ -126,16 +167,20 @@ class Options:
         if self.order not in ORDERS:
             raise InputError(f"--order {self.order}: give one of {', '.join(ORDERS)}")
         check_endpoints(self.endpoints)
-        if self.include_output_tokens and self.max_tokens is None:
-            raise InputError("--include-output-tokens: say with --max-tokens how many tokens are to be generated for a row")
-        if not self.include_output_tokens and self.max_tokens is not None:
-            raise InputError("--max-tokens: the prompt's rows do not depend on it; add --include-output-tokens or leave it out")
+        if self.include_output and self.max_tokens is None:
+            raise InputError("--include-output: give --max-tokens, the number of tokens to generate for a row")
+        for name in () if self.include_output else ("max_tokens", "seed", "sampling"):
+            if getattr(self, name) != getattr(Options, name):
+                flag = "--temperature and other sampling options" if name == "sampling" else _flag(name)
+                raise InputError(f"{flag}: the prompt's rows do not depend on it; add --include-output or leave it out")
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):  # a secret: not printed
             raise InputError("--api-key (or OPENAI_API_KEY): it has characters that no header can have; give ASCII without blanks")
 
     @property
-    def tokens_to_generate(self) -> int:
-        return self.max_tokens or 1
+    def request(self) -> dict[str, Any]:
+        """Fields that the bodies of all requests have. They are part of a row's identity."""
+        sampling = {name: value for name, value in asdict(self.sampling).items() if value is not None}
+        return {"max_tokens": self.max_tokens or 1, **sampling}
 
     @property
     def errors_to_stop(self) -> int:

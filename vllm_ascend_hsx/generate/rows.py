@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-from vllm_ascend_hsx.protocol.api import EXTRACT_KEY, OUTPUT_KEY, PATH_KEY
 
 COMPLETIONS, CHAT = "completions", "chat/completions"
 # Token ids first: a preprocessed dataset has them beside the conversation they were made from.
@@ -41,10 +40,12 @@ class Row:
     Attributes:
         index: position in the whole dataset; the row's file is hs_{index}.safetensors.
         content: token ids, the messages of a chat, or the text of a prompt.
+        fields: further fields of the request's body that shape the prompt, such as `tools`.
     """
 
     index: int
     content: array[int] | list[dict[str, Any]] | str
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def token_ids(self) -> array[int] | None:
@@ -55,37 +56,22 @@ class Row:
     def endpoint(self) -> str:
         return CHAT if isinstance(self.content, list) else COMPLETIONS
 
-    def response_id(self, request_id: str) -> str:
-        """Return the id of the response to a request of the row that is sent with `request_id`."""
-        return f"{'chatcmpl' if self.endpoint == CHAT else 'cmpl'}-{request_id}"
-
-    def identity(self) -> bytes:
-        """Return bytes that differ for rows whose requests differ."""
-        if isinstance(self.content, array):
-            return b"t%d:" % len(self.content) + self.content.tobytes()
-        text = json.dumps(self.content, ensure_ascii=False, sort_keys=True).encode()
-        return b"j%d:" % len(text) + text
-
-    def body(self, model: str, max_tokens: int, include_output: bool, path: str) -> dict[str, Any]:
-        """Return the JSON of the request. It is greedy, so that its rows can be reproduced.
+    def identity(self, request: Mapping[str, Any]) -> str:
+        """Return 32 hexadecimal digits that differ for rows whose requests differ.
 
         Args:
-            model: its name on the server.
-            max_tokens: to generate.
-            include_output: True to store rows of generated tokens too.
-            path: of the row's file on the server's machine.
+            request: fields that all requests of the run have.
         """
-        body: dict[str, Any] = {
-            "model": model,
-            "max_tokens": max_tokens,
-            "temperature": 0,
-            "return_token_ids": True,
-            "kv_transfer_params": {EXTRACT_KEY: True, OUTPUT_KEY: include_output, PATH_KEY: path},
-        }
+        content = self.content.tolist() if isinstance(self.content, array) else self.content
+        text = json.dumps([content, self.fields, request], ensure_ascii=False, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def prompt(self) -> dict[str, Any]:
+        """Return the part of the request's body that the prompt is made of."""
         if isinstance(self.content, list):
             # A conversation that ends with the assistant's message is complete.
-            return body | {"messages": self.content, "add_generation_prompt": self.content[-1]["role"] != "assistant"}
-        return body | {"prompt": self.content.tolist() if isinstance(self.content, array) else self.content}
+            return {"messages": self.content, "add_generation_prompt": self.content[-1]["role"] != "assistant", **self.fields}
+        return {"prompt": self.content.tolist() if isinstance(self.content, array) else self.content, **self.fields}
 
 
 def choose_column(available: Sequence[str] | Mapping[str, Any], wanted: str | None) -> str:
