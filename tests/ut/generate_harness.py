@@ -192,7 +192,9 @@ class FakeServer:
     def send(self, writer: asyncio.StreamWriter, status: int, body: object, headers: str = "") -> None:
         self._unanswered -= 1  # before the client can ask again
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        writer.write(f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Length: {len(data)}\r\n{headers}\r\n".encode() + data)
+        kind = "application/json" if data[:1] in (b"{", b"[") else "text/html"
+        head = f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n{headers}\r\n"
+        writer.write(head.encode() + data)
 
     async def answer(self, exchange: Exchange, path: str | None, **changes: Any) -> None:
         seen = exchange.seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 from vllm_ascend_hsx.protocol.arguments import LARGEST, LONGEST_S
 from vllm_ascend_hsx.protocol.names import printable
+from vllm_ascend_hsx.protocol.strict_json import parse
 
 _SHOWN = 40  # most characters of a refused text to quote
 _SIZE = re.compile(r"^(\d{1,30}(?:\.\d{1,30})?)\s*(B|[KMGT]i?B?)?$", re.ASCII | re.IGNORECASE)
@@ -54,16 +56,41 @@ def positive(most: float) -> Callable[[str], float]:
     """Return a type for numbers above 0 and at most `most`."""
 
     def parse(text: str) -> float:
-        try:
-            # float() accepts Python's notation
-            value = float(text) if text.isascii() and "_" not in text else 0.0
-        except ValueError:
-            value = 0.0
-        if not 0 < value <= most:  # false for NaN too
+        if not 0 < (value := _number(text)) <= most:  # false for NaN too
             raise _refusal(text, f"a number above 0 and at most {most:.15g}")
         return value
 
     return parse
+
+
+def number_from(least: float, most: float) -> Callable[[str], float]:
+    """Return a type for numbers from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        if not least <= (value := _number(text)) <= most:
+            raise _refusal(text, f"a number from {least:g} to {most:g}")
+        return value
+
+    return parse
+
+
+def _number(text: str) -> float:
+    try:
+        # float() accepts Python's notation
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        value = parse(text.encode())
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise _refusal(text, 'a JSON object, such as {"enable_thinking": false}')
+    return value
 
 
 seconds = positive(LONGEST_S)

@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path, seconds, whole
+from vllm_ascend_hsx.cli.arguments import Parser, json_object, non_empty_path, number_from, seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, make_console, say
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.machines.launcher import place_of
@@ -19,15 +19,17 @@ from vllm_ascend_hsx.generate.options import (
     ORDERS,
     RANK_ROWS,
     RAY_BLOCK_ROWS,
+    SAMPLING_BOUNDS,
     Options,
     RayCluster,
+    Sampling,
     base_url,
     path_map,
     read_endpoints,
 )
 from vllm_ascend_hsx.protocol.errors import UserError
 
-DEFAULTS = Options(Path(), Path())
+DEFAULTS = Options("", Path())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,12 +47,16 @@ def parser() -> argparse.ArgumentParser:
         bounds = BOUNDS.get(name)
         return {"type": whole(*bounds) if bounds else seconds, "default": getattr(DEFAULTS, name), "metavar": metavar}
 
-    add = parser.add_argument_group("what is sent").add_argument
-    formats = "a file of JSON lines, Arrow or parquet; a folder of the two latter, or one from `datasets`' save_to_disk"
-    add("--data", "--preprocessed-data", type=non_empty_path, required=True, metavar="PATH", help=formats)
+    add = parser.add_argument_group("the dataset").add_argument
+    formats = "a file or folder of JSON lines (.gz, .zst), JSON lists, Arrow, parquet or CSV; a folder of `datasets`' save_to_disk; "
+    add("--data", "--preprocessed-data", required=True, metavar="PATH|ID|-", help=formats + "the id of a dataset on a hub; - for stdin")
+    add("--split", metavar="NAME", help="of a dataset that has several")
     columns = "token_ids, input_ids, messages, conversations, prompt"
-    add("--column", metavar="NAME", help=f"what to send (default: the first that exists of {columns})")
+    add("--column", metavar="NAME", help=f"the content of a row (default: the first that exists of {columns})")
+    ignored = "leave out a column that the run would refuse; may be repeated"
+    add("--ignore-column", action="append", default=[], metavar="NAME", help=ignored)
     add("--limit", "--max-samples", **numbers("limit"), help="only the first N rows of the dataset")
+    add("--skip-invalid", action="store_true", help="leave out rows that cannot be sent, and name them")
     launched = "(default: of srun's step, Kubernetes' indexed job or torchrun; else"
     size = f"divide the rows between N runs, as on N machines {launched} 1)"
     add("--world-size", **numbers("world_size") | {"default": None}, help=size)
@@ -58,8 +64,21 @@ def parser() -> argparse.ArgumentParser:
     add("--rank", **numbers("rank", "R") | {"default": None}, help=rank)
     order = "prefix: send rows with a common prefix one after the other, so that servers compute it once; given: as they are "
     add("--order", choices=ORDERS, default=DEFAULTS.order, help=order + "(default: %(default)s)")
-    add("--include-output-tokens", action="store_true", help="store rows of generated tokens too, all but the last (greedy)")
-    add("--max-tokens", **numbers("max_tokens"), help="tokens to generate; with --include-output-tokens only")
+    add = parser.add_argument_group("prompts").add_argument
+    add("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="of every chat; those of a row come first")
+    special = "texts have been rendered by a chat template: add no BOS token"
+    add("--no-special-tokens", action="store_false", dest="add_special_tokens", help=special)
+    show = "show N rows as tokens with their loss mask before the run (default: 1 for a new --output)"
+    add("--show", **numbers("show"), help=show)
+    add = parser.add_argument_group("answers of the target").add_argument
+    included = "generate answers, and store their text, token ids and rows (all but the last token's)"
+    add("--include-output", "--include-output-tokens", action="store_true", help=included)
+    add("--max-tokens", **numbers("max_tokens"), help="tokens to generate; with --include-output only, like the following")
+    for name in (each.name for each in fields(Sampling)):
+        kind = (whole if name == "top_k" else number_from)(*SAMPLING_BOUNDS[name])
+        default = "default: 0, the likeliest token" if name == "temperature" else "default: the server's"
+        add(f"--{name.replace('_', '-')}", type=kind, default=getattr(DEFAULTS.sampling, name), metavar="N", help=default)
+    add("--seed", **numbers("seed"), help="of sampling; each row has its own, made of this one and its content")
     add = parser.add_argument_group("servers").add_argument
     endpoints = "of `vllm serve`; repeat, or separate by commas, for several servers (default: http://localhost:8000); "
     file = "@FILE: a file with one in each line, which is read again during the run"
@@ -71,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     add("--max-retries", **numbers("max_retries"), help="most repeated requests for a row (default: %(default)s)")
     delay = "seconds before the first retry, doubled each time (default: %(default)g)"
     add("--retry-delay", **numbers("retry_delay", "S"), help=delay)
+    add("--allow-failures", **numbers("allow_failures"), help="succeed if at most N rows have no file (default: %(default)s)")
     errors = "stop after N errors with no row finished in between, not counting refused rows (default: --concurrency)"
     add("--max-consecutive-errors", **numbers("max_consecutive_errors"), help=errors)
     add = parser.add_argument_group("a Ray cluster, whose nodes do the rows (pip install 'vllm-ascend-hsx[ray]')").add_argument
@@ -85,6 +105,11 @@ def parser() -> argparse.ArgumentParser:
     add("--map-path", action="append", default=[], metavar="SERVER=HERE", help=paths)
     validate = "read every file once, existing ones too: all numbers are finite, the checksum is right"
     add("--validate", "--validate-outputs", action="store_true", help=validate)
+    add = parser.add_argument_group("sizes").add_argument
+    add("--dry-run", action="store_true", help="show rows, tokens, bytes, free space and hours, and send no row")
+    add("--rate", type=seconds, metavar="TOKENS/S", help="for the hours of --dry-run (default: that of the last run)")
+    known = "for the bytes of --dry-run: hidden states of a token, as `hsx plan` shows (default: of finished rows)"
+    add("--bytes-per-token", **numbers("bytes_per_token"), help=known)
     return parser
 
 
@@ -93,6 +118,8 @@ def parse_arguments(argv: Sequence[str]) -> Options:
     given = vars(parser().parse_args(argv))
     given["ray"] = _cluster(given.pop("ray"), given.pop("ray_label"), given.pop("ray_block_rows"))
     given |= _endpoints(given.pop("endpoint") or list(DEFAULTS.endpoints))
+    given["sampling"] = Sampling(**{each.name: given.pop(each.name) for each in fields(Sampling)})
+    given["ignored_columns"] = frozenset(given.pop("ignore_column"))
     given["path_maps"] = tuple(path_map(text) for text in given.pop("map_path"))
     given["api_key"] = given["api_key"] or os.environ.get("OPENAI_API_KEY") or None
     # A cluster does all rows, wherever this process was started.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.rows import Row
@@ -23,11 +24,18 @@ class DatasetError(InputError):
         super().__init__(f"{where}: {problem}", *more)
 
 
-class Checked(NamedTuple):
-    """The number of rows of a dataset, and the digest that identifies it."""
+class BadRow(NamedTuple):
+    index: int  # type: ignore[assignment]
+    where: str
+    problem: str
 
-    rows: int
-    digest: str
+
+class Checked(NamedTuple):
+    identities: array[int]
+    bad: list[BadRow]
+    unsent: Counter[str]
+    tokens: int
+    characters: int
 
 
 class Dataset(ABC):
@@ -43,6 +51,7 @@ class Dataset(ABC):
         self.path = path
         self.files = files
         self.column = column
+        self.limit: int | None = None
         self._stamp = self._stat()
 
     @abstractmethod
@@ -60,9 +69,7 @@ class Dataset(ABC):
             DatasetError: a row is invalid, or a file has changed since this object was created.
         """
         for row in self.records(wanted):
-            if isinstance(row, DatasetError):
-                raise row
-            if row is not None:
+            if isinstance(row, Row):
                 # Before each row: another row's states would be stored under this row's number.
                 self.check_unchanged("put back what was checked and call again, or give what it is now an --output of its own")
                 yield row
@@ -73,7 +80,7 @@ class Dataset(ABC):
             if before != now:
                 raise DatasetError(str(path), f"it was changed while it was read; {remedy}")
 
-    def check(self, report: Callable[[int], None] = lambda rows: None) -> Checked:
+    def check(self, request: Mapping[str, Any], report: Callable[[int], None] = lambda rows: None) -> Checked:
         """Read and check every row.
 
         Args:
@@ -82,31 +89,23 @@ class Dataset(ABC):
         Raises:
             DatasetError: as for `rows`, with up to SHOWN_ERRORS invalid rows; or there is no row.
         """
-        digest = hashlib.sha256()
-        count = 0
-        bad: list[DatasetError] = []
-        try:
-            for row in self.records(lambda index: True):
-                if isinstance(row, Row):
-                    digest.update(row.identity())
-                elif row is not None:
-                    bad.append(row)
-                    if len(bad) == SHOWN_ERRORS:
-                        break
-                count += 1
-                if count % REPORT_EVERY == 0:
-                    report(count)
-            self.check_unchanged()
-        except DatasetError as error:
-            bad.append(error)
-        if len(bad) == 1:
-            raise bad[0]
-        if bad:
-            or_more = " or more" if len(bad) == SHOWN_ERRORS else ""
-            raise DatasetError(str(self.path), f"it cannot be sent, for {len(bad)} reasons{or_more}", *map(str, bad))
-        if not count:
+        identities = array("Q")
+        bad: list[BadRow] = []
+        for index, row in enumerate(self.records(lambda index: True)):
+            if self.limit is not None and index >= self.limit:
+                break
+            if isinstance(row, Row):
+                identities.append(int(row.identity(request)[:16], 16))
+            elif row is not None:
+                where, _, problem = str(row).partition(": ")
+                bad.append(BadRow(index, where, problem))
+                identities.append(0)
+            if (index + 1) % REPORT_EVERY == 0:
+                report(index + 1)
+        self.check_unchanged()
+        if not identities:
             raise DatasetError(str(self.files[0]), "it has no rows")
-        return Checked(count, digest.hexdigest())
+        return Checked(identities, bad, Counter(), 0, 0)
 
     def _stat(self) -> list[tuple[int, int, int, int]]:
         found = []

@@ -13,18 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_ascend_hsx.generate.client import check_url
-from vllm_ascend_hsx.generate.errors import Fault, InputError, UnauthorizedError
+from vllm_ascend_hsx.generate.errors import DOWN, Failure, InputError, RequestError, UnauthorizedError
 from vllm_ascend_hsx.generate.options import read_endpoints
 
-LONGEST_REST_S = 30.0
+LONGEST_PAUSE_S = 30.0
 REREAD_S = 5.0
-FAULTS_TO_REST = 3  # in a row, of an endpoint that answers
+FAULTS_TO_PAUSE = 3  # in a row, of an endpoint that answers
 # Requests by which the endpoint that has a row's prefix may be busier than the others. Two keep a
 # conversation where it is while rows come and go one by one; a long queue costs more than a prefix.
 NEAR = 2
 
 
-@dataclass
+@dataclass(eq=False)
 class Endpoint:
     """A server.
 
@@ -35,8 +35,8 @@ class Endpoint:
         in_flight: requests under way.
         answered, failed: requests that have ended.
         faults: failures since the last good answer.
-        downs: rests since the last good answer.
-        resting_until: in the event loop's time.
+        pauses: pauses since the last good answer.
+        paused_until: in the event loop's time.
         is_used: False if it gets no more requests: it is no longer listed, or was set aside.
         is_late: True if it was first listed during the run.
     """
@@ -48,27 +48,19 @@ class Endpoint:
     answered: int = 0
     failed: int = 0
     faults: int = 0
-    downs: int = 0
-    resting_until: float = 0.0
+    pauses: int = 0
+    paused_until: float = 0.0
     is_used: bool = True
     is_late: bool = False
 
     @property
     def is_on_trial(self) -> bool:
         """True while the server gets one request at a time, until one succeeds."""
-        return not self.proven or self.downs > 0
+        return not self.proven or self.pauses > 0
 
-    def rest_left(self) -> float:
+    def pause_left(self) -> float:
         """Return the seconds until the server gets requests again."""
-        return max(0.0, self.resting_until - asyncio.get_running_loop().time())
-
-    def consequence(self) -> str:
-        """Return what a message says of the server after a failure."""
-        return f"is left alone for {self.rest_left():.0f} s" if self.is_used else "is not used"
-
-    def forget(self) -> None:
-        """Forget what is known of the server: another one may have its URL."""
-        self.model, self.proven, self.faults, self.downs, self.resting_until = None, False, 0, 0, 0.0
+        return max(0.0, self.paused_until - asyncio.get_running_loop().time())
 
 
 class Balancer:
@@ -76,12 +68,12 @@ class Balancer:
 
     Args:
         urls: of at least one server.
-        first_rest: seconds of an endpoint's first rest; doubled for each further one.
+        first_pause: seconds of an endpoint's first pause; doubled for each further one.
     """
 
-    def __init__(self, urls: Sequence[str], first_rest: float) -> None:
+    def __init__(self, urls: Sequence[str], first_pause: float) -> None:
         self.endpoints = [Endpoint(url) for url in urls]
-        self._first_rest = first_rest
+        self._first_pause = first_pause
         self._turn = asyncio.Lock()
         self._changed = asyncio.Event()
         self._listed = set(urls)
@@ -92,34 +84,31 @@ class Balancer:
         return [each for each in self.endpoints if each.is_used]
 
     def replace(self, urls: Sequence[str]) -> tuple[list[Endpoint], list[Endpoint]]:
-        """Use these servers from now on. What the others have under way, they finish.
+        """Use these servers from now on. The others finish their requests.
 
         Returns:
             Those that came, and those that went. One that was set aside comes back if its URL has
             been away, or if no other is left.
         """
-        known = {each.url: each for each in self.endpoints}
-        came, went = [], [each for each in self.used if each.url not in urls]
-        stays = any(each.url in urls for each in self.used)
-        for url in urls:
-            if url not in known:
-                self.endpoints.append(Endpoint(url, is_late=True))
-                came.append(self.endpoints[-1])
-            elif not known[url].is_used and (url not in self._listed or not stays):
-                known[url].forget()
-                known[url].is_used = known[url].is_late = True
-                came.append(known[url])
+        went = [each for each in self.used if each.url not in urls]
+        stays = {each.url for each in self.used} & set(urls)
+        came = [Endpoint(url, is_late=True) for url in urls if url not in stays and (url not in self._set_aside() or not stays)]
         for each in went:
             each.is_used = False
+        self.endpoints += came
         self._listed = set(urls)
         self._changed.set()
         return came, went
 
+    def _set_aside(self) -> set[str]:
+        """Return the listed endpoints that get no requests."""
+        return self._listed - {each.url for each in self.used}
+
     def go_on_without(self, endpoint: Endpoint, error: InputError) -> bool:
-        """Send the endpoint no more requests, or only after a rest, if other ones can do the rows.
+        """Send the endpoint no more requests, or only after a pause, if other ones can do the rows.
 
         A server that appeared during the run and has done nothing is not used any more. One that
-        has done rows and now rejects the key rests.
+        has done rows and now rejects the key pauses.
 
         Returns:
             False if the run must end.
@@ -140,56 +129,49 @@ class Balancer:
         """
         async with self._turn:
             while True:
-                # First: nothing but its end tells that an endpoint no longer rests, and it may end
-                # while one is chosen.
-                rests = [rest for each in self.used if (rest := each.rest_left())]
+                # First, because a pause may end while an endpoint is chosen.
+                pauses = [left for each in self.used if (left := each.pause_left())]
                 if (endpoint := self._choose(failed_at, near)) is not None:
                     endpoint.in_flight += 1
                     return endpoint
                 self._changed.clear()
                 with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), min(rests, default=None))
+                    await asyncio.wait_for(self._changed.wait(), min(pauses, default=None))
 
-    def release(self, endpoint: Endpoint, fault: Fault | None, retry_after: float | None = None) -> bool:
-        """End a request.
+    def note_answer(self, endpoint: Endpoint) -> None:
+        """Record a good answer."""
+        endpoint.answered += 1
+        endpoint.faults = endpoint.pauses = 0
 
-        Args:
-            endpoint: of `acquire`.
-            fault: of the request; None if it was given up.
-            retry_after: seconds that the server asks to be left alone.
-
-        Returns:
-            True if the endpoint begins to rest.
-        """
-        endpoint.in_flight -= 1
-        self._changed.set()
-        if fault is None:
-            return False
-        if fault is Fault.NONE:
-            endpoint.answered += 1
-            endpoint.faults = endpoint.downs = 0
+    def note_failure(self, endpoint: Endpoint, error: RequestError) -> bool:
+        """Record a failed request. Return True if the endpoint begins to pause."""
+        # A server without locks may publish after its answer.
+        if error.failure is Failure.REFUSED or (error.failure is Failure.ABSENT and endpoint.proven):
+            self.note_answer(endpoint)
             return False
         endpoint.failed += 1
         endpoint.faults += 1
-        rest = retry_after or 0.0
-        # Requests that were sent before the rest began say nothing new.
-        begins = not endpoint.rest_left() and (fault is Fault.DOWN or endpoint.faults >= FAULTS_TO_REST or endpoint.is_on_trial)
+        pause = error.retry_after or 0.0
+        # Requests that were sent before the pause began say nothing new.
+        begins = not endpoint.pause_left() and (error.failure in DOWN or endpoint.faults >= FAULTS_TO_PAUSE or endpoint.is_on_trial)
         if begins:
-            doubled = self._first_rest * 2 ** min(endpoint.downs, 32)
-            rest = max(rest, min(LONGEST_REST_S, doubled))
-            endpoint.downs += 1
+            pause = max(pause, min(LONGEST_PAUSE_S, self._first_pause * 2 ** min(endpoint.pauses, 32)))
+            endpoint.pauses += 1
             endpoint.faults = 0
-        if rest:
-            until = asyncio.get_running_loop().time() + rest
-            endpoint.resting_until = max(endpoint.resting_until, until)
+        endpoint.paused_until = max(endpoint.paused_until, asyncio.get_running_loop().time() + pause)
         return begins
 
+    def give_back(self, endpoint: Endpoint) -> None:
+        """End a request."""
+        endpoint.in_flight -= 1
+        self._changed.set()
+
     def may_do_elsewhere(self, endpoint: Endpoint) -> bool:
-        """Return whether nothing is known against another endpoint, which may be untried."""
-        return any(not (each.faults or each.rest_left()) for each in self.used if each is not endpoint)
+        """Return True if another endpoint has no recorded faults."""
+        return any(not (each.faults or each.pause_left()) for each in self.used if each is not endpoint)
 
     def _choose(self, failed_at: Endpoint | None, near: Endpoint | None) -> Endpoint | None:
-        free = [each for each in self.used if not each.rest_left() and not (each.is_on_trial and each.in_flight)]
+        free = [each for each in self.used if not each.pause_left() and not (each.is_on_trial and each.in_flight)]
 
         def order(each: Endpoint) -> tuple[int, ...]:
             least_busy = each.in_flight - NEAR * (each is near), each is not near, each.answered + each.failed
@@ -204,13 +186,13 @@ class Balancer:
 def reread(path: Path | None, balancer: Balancer, say: Callable[[str], None]) -> Iterator[None]:
     """Have `balancer` use the servers that a file lists, as often as it changes, during the block.
 
-    A file that cannot be used changes nothing, and is told once. It is read in a thread that nobody
-    waits for, because its storage may hang. With None there is nothing to read.
+    A file that cannot be used changes nothing, and is reported once. It is read in a thread that
+    nobody waits for, because its storage may hang. With None there is nothing to read.
     """
     if path is None:
         yield
         return
-    over, loop = threading.Event(), asyncio.get_running_loop()
+    ended, loop = threading.Event(), asyncio.get_running_loop()
 
     def use(urls: Sequence[str]) -> None:
         came, went = balancer.replace(urls)
@@ -221,18 +203,18 @@ def reread(path: Path | None, balancer: Balancer, say: Callable[[str], None]) ->
 
     def watch() -> None:
         used: Sequence[str] = [each.url for each in balancer.endpoints]
-        told = False
-        while not over.wait(REREAD_S):
+        problem = ""
+        while not ended.wait(REREAD_S):
             try:
                 urls = read_endpoints(path)
                 for url in urls:
                     check_url(url)
             except InputError as error:
-                if not told:
+                if str(error) != problem:
                     say(f"{error}; until then the servers that it listed last are used")
-                told = True
+                problem = str(error)
                 continue
-            told = False
+            problem = ""
             if urls != used:
                 used = urls
                 with suppress(RuntimeError):  # the run has ended while the file was read
@@ -242,4 +224,4 @@ def reread(path: Path | None, balancer: Balancer, say: Callable[[str], None]) ->
     try:
         yield
     finally:
-        over.set()
+        ended.set()

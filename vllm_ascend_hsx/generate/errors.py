@@ -46,13 +46,15 @@ class Failure(Enum):
     UNREACHED = "the request was never sent"
     BROKEN = "the connection broke; the file may exist"
     UNCLEAR = "there is no usable answer in time; the file may exist"
+    UNSTORED = "the server answers, and could not store the rows; the file may exist"
+    GONE = "the server does not know the model"
     ABSENT = "the server answers, and there is no file here; one may appear"
     WRONG = "the server answers, and there is no right file"
     FOREIGN = "the file is a row of another model, layers or weights than the other rows"
 
 
 # The row's file may exist, or appear.
-MAY_HAVE_FILE = frozenset((Failure.BROKEN, Failure.UNCLEAR, Failure.ABSENT))
+MAY_HAVE_FILE = frozenset((Failure.BROKEN, Failure.UNCLEAR, Failure.UNSTORED, Failure.ABSENT))
 # The server does not answer.
 DOWN = frozenset((Failure.UNREACHED, Failure.BROKEN))
 

@@ -3,49 +3,45 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from vllm_ascend_hsx.generate.errors import (
-    ForeignRowError,
-    InputError,
-    LeftoverError,
-    RequestError,
-    RunError,
-    StoppedError,
-)
-from vllm_ascend_hsx.generate.ledger import Status, files_of_rows, have_other_weights, row_file, row_of_file, server_differences
+from vllm_ascend_hsx.generate.errors import MAY_HAVE_FILE, Failure, InputError, RequestError, RunError, StoppedError
+from vllm_ascend_hsx.generate.ledger import State, Status, differences, row_file, row_of_file
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
 from vllm_ascend_hsx.protocol.format import WEIGHTS
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
-from vllm_ascend_hsx.protocol.request_ids import belongs_to
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.reader.check import Examination, Expected, check
 from vllm_ascend_hsx.reader.load import HiddenStatesError, remove
 from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 
 SETTLE_S = 10.0  # for servers to finish or abort their writes
 _STOP_S = 1.0  # until a thread that waits for a server notices that the run is to end
+# The id of a request of `client`, within the id that vLLM makes of it (protocol/request_ids.py).
+_REQUEST_ID = re.compile(r"(?:[0-9]+_)?(?:chatcmpl|cmpl)-([0-9a-f]{32})-[0-9a-f]{12}(?:-.*)?")
+_MOVED = re.compile(r"moved_([0-9]+)" + re.escape(DATA_SUFFIX))
 
 
 class RowLog(Protocol):
-    """What a run logs its rows to, and asks about earlier ones.
+    """The log of a run and of earlier ones.
 
     Attributes:
-        server: model, layers and weights of the rows, the latter if known; None if nobody knows.
+        server: model, layers and weights of the rows; None if no row is known.
     """
 
     server: dict[str, Any] | None
 
-    def is_logged(self, row: int) -> bool: ...
-    def is_done(self, row: int) -> bool: ...
-    def knows(self, row: int, file: str) -> bool: ...
-    def append(self, row: int, status: Status, **facts: Any) -> None: ...
+    def is_logged(self, row: int, identity: str) -> bool: ...
+    def is_done(self, row: int, identity: str) -> bool: ...
+    def append(self, row: int, status: Status, identity: str, **facts: Any) -> None: ...
     def note_server(self, server: dict[str, Any]) -> None: ...
+    def note_state(self, state: State, reason: str | None = None) -> None: ...
     def require_in_place(self) -> None: ...
 
 
@@ -54,21 +50,19 @@ class RowFiles:
 
     Args:
         options: of the run.
-        ledger: has model, layers and weights of the rows, or receives them.
+        log: has model, layers and weights of the rows, or receives them.
 
     Attributes:
-        stopped: set when the run is to end: then nothing waits for a server any longer.
-        leftovers: number of files of another server, of rows that were not done, removed.
+        stopped: set when the run is to end: then no method waits for a server any longer.
     """
 
-    def __init__(self, options: Options, ledger: RowLog) -> None:
+    def __init__(self, options: Options, log: RowLog) -> None:
         self._options = options
         self._output = options.output
         self._server_output = options.server_path(options.output)
-        self._ledger = ledger
+        self._log = log
         self._mutex = threading.Lock()
         self.stopped = threading.Event()
-        self.leftovers = 0
 
     def path(self, row: int) -> Path:
         """Return the path of a row's file here."""
@@ -78,173 +72,128 @@ class RowFiles:
         """Return the path of a row's file on the servers' machines."""
         return os.path.join(self._server_output, row_file(row))
 
-    def check(self, row: int, expected: Expected, asked: Sequence[str]) -> Examination:
-        """Check a row's file; wait for a server that is writing it.
-
-        A wrong file is removed at once: the next run knows less about the tokens of a text, and
-        may accept it.
+    def check(self, row: int, identity: str, expected: Expected, is_asked: bool) -> Examination:
+        """Check a row's file; wait for a server that is writing it. Remove a wrong one at once.
 
         Args:
             row: of the dataset.
+            identity: of the row.
             expected: tokens, as far as they are known.
-            asked: ids of this run's requests for the row, as their responses have them.
+            is_asked: True if this run has asked for the row.
 
         Raises:
             RequestError: the row has no file, or not the right one.
-            InputError: an older file has another model, other layers or weights than the rest; of
-                other weights, only if the ledger names the row as done.
+            InputError: the file of a row that is done has another model, other layers or weights
+                than the rest.
             RunError: the file cannot be read, so it may be valid.
             StoppedError: a server is still writing it, and the run is to end.
         """
         try:
-            found = self._examine(row, expected, asked)
+            found = self._examine(row, identity, expected, is_asked)
         except RequestError as error:
-            if not error.lost:
+            if error.failure not in MAY_HAVE_FILE:
                 self._remove(row, error)
             raise
-        if asked:
-            with suppress(OSError):  # the row is right; `remove_companions` tries again, and tells
+        if is_asked:
+            with suppress(OSError):  # the row is right; `remove_companions` tries again, and reports it
                 remove(self.path(row), keep_data=True)
         return found
 
-    def _examine(self, row: int, expected: Expected, asked: Sequence[str]) -> Examination:
+    def _examine(self, row: int, identity: str, expected: Expected, is_asked: bool) -> Examination:
         path = self.path(row)
         try:
             found = self._wait_and_check(path, expected)
         except FileNotFoundError as error:
             problem = f"the server wrote {self.server_path(row)}, and there is no {path}"
             remedy = "mount its storage directory here, and name it as the server does or with --map-path SERVER=HERE"
-            raise RequestError(f"{problem}; {remedy}", lost=True, missing=True) from error
+            raise RequestError(f"{problem}; {remedy}", Failure.ABSENT) from error
         except TimeoutError as error:
             seconds = self._options.request_timeout
-            raise RequestError(f"the server has not finished {path} within {seconds:g} s", lost=True) from error
+            raise RequestError(f"the server has not finished {path} within {seconds:g} s", Failure.UNCLEAR) from error
         except HiddenStatesError as error:
             raise RequestError(error.reason) from error
         except OSError as error:
             raise RunError(describe(f"{path} cannot be read", error)) from error
-        # Known tokens tell rows apart. Of a text whose request was not answered only its id does,
-        # and later the ledger: the file may be another dataset's, copied here, left behind by a
-        # folder of shards that was renamed, or published by a server that was still writing it.
-        request_id = found.metadata.get("request_id", "")
-        is_ours = (
-            None not in (expected.prompt, expected.output)
-            or any(belongs_to(request_id, each) for each in asked)
-            or self._ledger.knows(row, identity_of(found))
-        )
-        self._compare(row, found, bool(asked), is_ours and found.problem is None)
+        if identity_in(found.metadata) != identity:
+            raise RequestError("it is of another row, or of another request")
         if found.problem is not None:
             raise RequestError(found.problem)
-        if not is_ours:
-            raise RequestError("it is of a request that is not this row's: the ledger does not name this file")
+        self._compare_server(row, identity, found, is_asked)
         return found
 
     def _wait_and_check(self, path: Path, expected: Expected) -> Examination:
         """Check a file when its server has finished it. Raises like reader.check; StoppedError."""
-        left = self._options.request_timeout
-        deadline = time.monotonic() + left
+        deadline = time.monotonic() + self._options.request_timeout
         while True:
             try:
-                return check(path, expected, data=self._options.validate, timeout=min(left, _STOP_S))
+                return check(path, expected, data=self._options.validate, timeout=min(max(0.0, deadline - time.monotonic()), _STOP_S))
             except TimeoutError:
                 if self.stopped.is_set():
                     raise StoppedError from None
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if time.monotonic() >= deadline:
                     raise
 
-    def _compare(self, row: int, found: Examination, is_new: bool, counts: bool) -> None:
-        """Compare a file's model, layers and weights with the other rows'. Raises like `check`.
-
-        If the file `counts`, log what nothing was known of.
-        """
-        server = _server_of(found)
+    def _compare_server(self, row: int, identity: str, found: Examination, is_asked: bool) -> None:
+        """Compare a file's model, layers and weights with those of the first row."""
+        server = server_of(found)
         with self._mutex:
-            if counts:
-                self._note(server, found.path, is_done=not is_new and self._ledger.is_done(row))
-            before = self._ledger.server
-            if before is None:
-                return
-            changes = server_differences(before, server)
-            if not changes:
-                return
-        if is_new:
-            raise ForeignRowError(f"{self._output} holds rows of another server: {changes}")
-        if have_other_weights(before, server) and not self._ledger.is_done(row):
-            raise LeftoverError(f"it is of another server: {changes}")  # which wrote it after it was refused
-        remedy = "nothing was changed: name the right --output, or remove what is wrong"
-        raise InputError(f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}")
-
-    def _note(self, server: dict[str, Any], path: Path, is_done: bool) -> None:
-        """Log what nothing was known of, and `server`, of the file `path`, tells.
-
-        Unless the ledger names the file's row as done, the other rows know better: the run that
-        wrote them may have died before it logged this, or have been of an earlier version.
-        """
-        before = self._ledger.server
-        if before is not None and not (server.keys() - before.keys() and not server_differences(before, server)):
+            if self._log.server is None:
+                self._log.note_server(server)
+            changes = differences(self._log.server, server)
+        if not changes:
             return
-        known = before if is_done else self._server_of_rows(path, before, server)
-        if known is None or not server_differences(known, server):
-            known = server | (known or {})
-        if known != before:
-            self._ledger.note_server(known)
-
-    def _server_of_rows(self, new: Path, known: dict[str, Any] | None, server: dict[str, Any]) -> dict[str, Any] | None:
-        """Return what is known, with what the other rows' files tell beyond it.
-
-        Rows that the ledger names come first. The first readable file tells model and layers; if
-        `server` tells its weights, the first file of these that does, too, tells the weights.
-        """
-        rows = [(not self._ledger.is_done(row_of_file(path.name) or 0), path) for path in files_of_rows(self._output)]
-        for _, path in sorted(rows):
-            if known is not None and (WEIGHTS in known or WEIGHTS not in server):
-                break
-            if self.stopped.is_set():
-                raise StoppedError
-            if path != new:
-                with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
-                    each = _server_of(check(path, data=False))
-                    if known is None or not server_differences(known, each):
-                        known = each
-        return known
+        if is_asked:
+            raise RequestError(f"{self._output} holds rows of another server: {changes}", Failure.FOREIGN)
+        if not self._log.is_done(row, identity):  # a server finished it after it was refused
+            raise RequestError(f"it is of another server: {changes}")
+        remedy = "nothing was changed: name the right --output, or remove the wrong files"
+        raise InputError(f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}")
 
     def _remove(self, row: int, wrong: RequestError) -> None:
         """Remove a wrong file, once no server writes it; `wrong` says if that fails.
 
         Raises RunError if the output directory is another one now: the file is another run's.
         """
-        self._ledger.require_in_place()
+        self._log.require_in_place()
         try:
             with suppress(NotAFileError):  # of the lock
                 wait_until_released(self._lock(row), SETTLE_S)
             remove(self.path(row))
         except OSError as error:
             wrong.reason += describe("; it cannot be removed", error)
-        else:
-            if isinstance(wrong, LeftoverError):  # they are counted, not told one by one
-                wrong.missing = True
-                self._count_leftover()
 
-    def _count_leftover(self) -> None:
-        with self._mutex:
-            self.leftovers += 1
+    def move(self, places: Mapping[int, int]) -> None:
+        """Rename the files of rows that have another place in the dataset now.
 
-    def remove_leftovers(self, rows: Iterable[int]) -> None:
+        A file's identity is in it. So a run that is killed here loses no row: the next one goes on
+        with the renaming, and a file at a wrong place is found to be wrong.
+
+        Args:
+            places: the new place of each row. Members of shards are left where they are.
+
+        Raises:
+            OSError: a file cannot be renamed.
+        """
+        for old, new in places.items():
+            with suppress(FileNotFoundError):
+                os.rename(self.path(old), self._output / f"moved_{new}{DATA_SUFFIX}")
+        for name in os.listdir(self._output):
+            if match := _MOVED.fullmatch(name):
+                os.rename(self._output / name, self.path(int(match[1])))
+
+    def remove_foreign(self, rows: Iterable[int]) -> None:
         """Remove files of another server that requests of this run have left behind.
 
         Args:
-            rows: requested, and not done when the run was stopped. What they had before the
-                request was not valid, whatever the ledger says.
+            rows: requested, and not done when the run was stopped.
 
         Raises:
             OSError: a file cannot be read or removed.
         """
         for row in rows:
             with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
-                found = check(self.path(row), data=False)
-                if self._ledger.server is not None and server_differences(self._ledger.server, _server_of(found)):
+                if self._log.server is not None and server_of(check(self.path(row), data=False)) != self._log.server:
                     remove(self.path(row))
-                    self._count_leftover()
 
     def remove_companions(self) -> list[Path]:
         """Remove locks and errors beside this run's rows, once servers have released them.
@@ -279,11 +228,13 @@ class RowFiles:
         return self._output / f"{row_file(row)}{LOCK_SUFFIX}"
 
 
-def identity_of(found: Examination) -> str:
-    """Return what tells a file from all others: its checksum, or without one its request."""
-    return found.metadata.get("checksum") or found.metadata.get("request_id", "")
+def identity_in(metadata: Mapping[str, str]) -> str:
+    """Return the identity of the row that a file is of; "" if it is of no row of `hsx generate`."""
+    match = _REQUEST_ID.fullmatch(metadata.get("request_id", ""))
+    return match[1] if match else ""
 
 
-def _server_of(found: Examination) -> dict[str, Any]:
+def server_of(found: Examination) -> dict[str, Any]:
+    """Return model, layers and weights of a file, as JSON's types. Weights may be unknown: None."""
     kind = {**found.kind._asdict(), "layer_ids": list(found.kind.layer_ids)}
-    return {"model": found.metadata.get("model"), **kind, **({} if found.weights is None else {WEIGHTS: found.weights})}
+    return {"model": found.metadata.get("model"), **kind, WEIGHTS: found.weights}

@@ -6,19 +6,16 @@ import asyncio
 import random
 import threading
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Client
-from vllm_ascend_hsx.generate.dataset import Dataset
+from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Answer, Client
 from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint, reread
-from vllm_ascend_hsx.generate.errors import Fault, ForeignRowError, InputError, RequestError, RunError, StoppedError
-from vllm_ascend_hsx.generate.files import RowFiles, RowLog, identity_of
-from vllm_ascend_hsx.generate.ledger import REMEDY, Status
+from vllm_ascend_hsx.generate.errors import MAY_HAVE_FILE, Failure, InputError, Interrupted, RequestError, RunError, StoppedError
+from vllm_ascend_hsx.generate.files import RowFiles, RowLog
+from vllm_ascend_hsx.generate.ledger import REMEDY, State, Status
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.order import BLOCK_ROWS, RowOrder, Turn
 from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
@@ -26,40 +23,46 @@ from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.reader.check import Examination, Expected
 
 T = TypeVar("T")
+GRACE_S = 2.0  # after a signal, for rows under way
 
 
-@dataclass
+class AnswerLog(Protocol):
+    """The answers of the target, of this run and earlier ones."""
+
+    def has(self, row: int, identity: str) -> bool: ...
+    def append(self, row: int, identity: str, answer: Answer) -> None: ...
+
+
+@dataclass(eq=False)
 class Work:
     """One row under way.
 
     Attributes:
         turn: the row with its place in the order.
+        identity: of the row.
         expected: tokens of its file, as far as they are known.
-        asked: ids of the requests sent, as their responses have them.
+        answer: of the last request that was answered.
+        attempts: requests sent.
         spared: those of them that were trials of an endpoint, and do not count.
         endpoint: of the last request.
         failed_at: where the last attempt failed, if one did.
-        problem: why the row's existing file cannot be used, or None.
-        reused: number of tokens whose rows the server copied from an earlier file.
+        problem: why the row's existing file cannot be used; "" if there is none.
     """
 
     turn: Turn
+    identity: str
     expected: Expected
-    asked: list[str] = field(default_factory=list)
+    answer: Answer | None = None
+    attempts: int = 0
     spared: int = 0
     endpoint: Endpoint | None = None
     failed_at: Endpoint | None = None
-    problem: str | None = None
-    reused: int = 0
+    problem: str = ""
     started: float = field(default_factory=time.monotonic)
 
     @property
     def row(self) -> Row:
         return self.turn.row
-
-    @property
-    def attempts(self) -> int:  # requests sent
-        return len(self.asked)
 
 
 class Generation:
@@ -67,30 +70,31 @@ class Generation:
 
     Args:
         options: of the run.
-        dataset: checked.
-        ledger: locked.
+        rows: to do.
+        log: of this run and earlier ones.
+        answers: of the target; None if no row has generated tokens.
         outcome: filled in here.
         progress: shows messages.
-
-    Attributes:
-        outcome, progress: as given.
     """
 
-    def __init__(self, options: Options, dataset: Dataset, ledger: RowLog, outcome: Outcome, progress: Progress) -> None:
+    def __init__(
+        self, options: Options, rows: Iterator[Row], log: RowLog, answers: AnswerLog | None, outcome: Outcome, progress: Progress
+    ) -> None:
         self.outcome = outcome
-        self._options = options
-        self._ledger = ledger
         self.progress = progress
-        self._files = RowFiles(options, ledger)
+        self._options = options
+        self._log = log
+        self._answers = answers
+        self._files = RowFiles(options, log)
         self._balancer = Balancer(options.endpoints, options.retry_delay)
-        block_rows = BLOCK_ROWS if options.order == "prefix" else 1
-        self._order = RowOrder(dataset.rows(options.is_wanted), block_rows)
+        self._order = RowOrder(rows, BLOCK_ROWS if options.order == "prefix" else 1)
         self._mutex = threading.Lock()  # guards the order and counts of rows that were there
-        self._held = asyncio.Lock()  # one worker waits until a row may be sent, the others for it
+        self._turn = asyncio.Lock()  # one worker waits until a row may be sent, the others for it
         self._row_ended = asyncio.Event()
-        self._all_taken = False
         self._errors_in_a_row = 0
-        self._cancelled_by_stop: set[asyncio.Future[Any]] = set()
+        self._is_waiting = False
+        self._waits: set[asyncio.Future[Any]] = set()  # cancelled when the run is stopped
+        self._requests: set[asyncio.Future[Any]] = set()  # cancelled some time later
         self._asked: set[int] = set()  # rows requested, neither done nor failed
         outcome.endpoints = self._balancer.endpoints
 
@@ -109,19 +113,27 @@ class Generation:
             raise stopped
 
     def stop(self, reason: Exception) -> None:
-        """End the run: cancel requests, keep finished files. The first reason counts."""
+        """End the run: keep finished files. The first reason counts.
+
+        After a signal, requests under way have GRACE_S to end. Then they are cancelled.
+        """
         if self.outcome.stopped_by is None:
             self.outcome.stopped_by = reason
-            self._files.stopped.set()
-            for waiting in self._cancelled_by_stop:
+            for waiting in self._waits:
                 waiting.cancel()
+            asyncio.get_running_loop().call_later(GRACE_S if isinstance(reason, Interrupted) else 0, self._cancel_requests)
+
+    def _cancel_requests(self) -> None:
+        self._files.stopped.set()
+        for request in self._requests:
+            request.cancel()
 
     async def _work(self) -> None:
         try:
-            work = await self._take(None)
-            while work is not None:
+            ended = None
+            while (work := await self._take(ended)) is not None:
                 await self._do(work)
-                work = await self._take(work)
+                ended = work
         except StoppedError:
             return
         except Exception as error:  # noqa: BLE001 (the other workers stop; `run` raises it)
@@ -131,32 +143,31 @@ class Generation:
         """Wait for the next row that has no valid file, and may be sent; None if there is none."""
         work = await self._in_pool(self._next, ended)
         self._row_ended.set()
-        while work is None and not self._all_taken:
-            async with self._held:
+        while work is None and not self._order.is_over:
+            async with self._turn:
                 self._row_ended.clear()
-                work = await self._in_pool(self._next)
-                if work is None and not self._all_taken:
+                work = await self._in_pool(self._next, None)
+                if work is None and not self._order.is_over:
                     await self._unless_stopped(self._row_ended.wait())
         return work
 
-    def _next(self, ended: Work | None = None) -> Work | None:
+    def _next(self, ended: Work | None) -> Work | None:
         """Return the next row that has no valid file; log and count those that have one.
 
         None if there is none, or not before a row under way has ended.
         """
-        output = None if self._options.include_output_tokens else ()
         if ended is not None:
             self._end(ended, ended.endpoint)
         while self.outcome.stopped_by is None:
             with self._mutex:
-                turn, self._all_taken = self._order.take(), self._order.is_over
+                turn = self._order.take()
             if turn is None:
                 return None
-            work = Work(turn, Expected(turn.row.token_ids, output))
+            output = None if self._options.include_output else ()
+            work = Work(turn, turn.row.identity(self._options.request), Expected(turn.row.token_ids, output))
             if (found := self._find(work)) is None:
-                if work.problem is not None:
-                    name = self._files.path(turn.row.index).name
-                    self.progress.say(f"{name}: {work.problem}; it is asked for again")
+                if work.problem:
+                    self.progress.say(f"{self._files.path(turn.row.index).name}: {work.problem}; it is asked for again")
                 return work
             with self._mutex:
                 self._pass(work, found)
@@ -173,15 +184,15 @@ class Generation:
             try:
                 return self._succeed(work, await self._attempt(work))
             except RequestError as error:
-                if error.is_unreached:
+                if error.failure is Failure.UNREACHED:
                     continue
-                await self._in_pool(self._end, work, None)  # what begins with this row does not wait for retries
+                await self._in_pool(self._end, work, None)  # rows that begin with this one do not wait for retries
                 self._row_ended.set()
-                last = not error.again or work.attempts - work.spared > self._options.max_retries
+                last = error.failure is Failure.REFUSED or work.attempts - work.spared > self._options.max_retries
                 if not last:
                     self.outcome.retries += 1
                     await self._unless_stopped(asyncio.sleep(self._delay(work, error)))
-                found = await self._in_pool(self._find, work) if last or error.lost else None
+                found = await self._in_pool(self._find, work) if last or error.failure in MAY_HAVE_FILE else None
                 if found is not None:
                     return self._succeed(work, found)
                 if last:
@@ -189,41 +200,62 @@ class Generation:
 
     def _find(self, work: Work) -> Examination | None:
         """Return the row's file if it is valid; wait for a server that is writing it."""
-        work.problem = None
+        work.problem = ""
+        if self._answers is not None and work.attempts == 0 and not self._answers.has(work.row.index, work.identity):
+            return None
         try:
             return self._check(work)
         except RequestError as error:
-            work.problem = None if error.missing else error.reason
+            work.problem = "" if error.failure is Failure.ABSENT else error.reason
             return None
 
     def _check(self, work: Work) -> Examination:
-        return self._files.check(work.row.index, work.expected, work.asked)
+        return self._files.check(work.row.index, work.identity, work.expected, work.attempts > 0)
 
     async def _attempt(self, work: Work) -> Examination:
-        """Request the row and check its file. Raises RequestError, InputError."""
-        async with self._leased_endpoint(work) as endpoint:
-            work.failed_at, is_trial = endpoint, endpoint.is_on_trial
-            if endpoint.model is None:
-                endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
-            await self._in_pool(self._ledger.require_in_place)  # else it would replace another run's
-            request_id, work.endpoint, work.reused = uuid.uuid4().hex, endpoint, 0
-            work.asked.append(work.row.response_id(request_id))
-            self._asked.add(work.row.index)
-            request = self._client.ask(endpoint.url, endpoint.model, work.row, self._files.server_path(work.row.index), request_id)
-            try:
-                work.expected, work.reused = await self._unless_stopped(request)
-                found = await self._in_pool(self._check, work)
-            except RequestError as error:
-                if error.is_unreached:
-                    work.asked.pop()
-                if not endpoint.proven or isinstance(error, ForeignRowError):
-                    self._refuse(endpoint, error)
-                elif error.missing:  # a server without locks may publish after its answer
-                    error.fault = Fault.NONE
-                if is_trial and error.fault is not Fault.NONE and not error.is_unreached:
-                    self._spare(work, endpoint)
+        """Request the row at the best endpoint, and check its file. Raises like `_request`."""
+        near = work.turn.parent.endpoint if work.turn.parent is not None else None
+        endpoint = work.failed_at = await self._unless_stopped(self._balancer.acquire(work.failed_at, near))
+        try:
+            found = await self._request(work, endpoint)
+        except RequestError as error:
+            self._note_failure(endpoint, error)
+            raise
+        except InputError as error:
+            if not self._balancer.go_on_without(endpoint, error):
                 raise
+            failed = RequestError(str(error), Failure.UNREACHED)
+            self._note_failure(endpoint, failed)
+            raise failed from error
+        else:
+            self._balancer.note_answer(endpoint)
             return found
+        finally:
+            self._balancer.give_back(endpoint)
+            if not (endpoint.is_used or endpoint.in_flight):
+                self.progress.say(f"{endpoint.url} has nothing under way any more")
+
+    async def _request(self, work: Work, endpoint: Endpoint) -> Examination:
+        """Request the row at an endpoint and check its file. Raises RequestError, InputError."""
+        is_trial = endpoint.is_on_trial
+        if endpoint.model is None:
+            endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
+        await self._in_pool(self._log.require_in_place)  # else it would replace another run's
+        work.endpoint, work.attempts = endpoint, work.attempts + 1
+        self._asked.add(work.row.index)
+        path = self._files.server_path(work.row.index)
+        try:
+            request = self._client.ask(endpoint.url, endpoint.model, work.row, path, work.identity)
+            work.answer = await self._unless_stopped(request, self._requests)
+            work.expected = work.answer.expected
+            return await self._in_pool(self._check, work)
+        except RequestError as error:
+            if error.failure is Failure.UNREACHED:
+                work.attempts -= 1
+            elif is_trial and error.failure is not Failure.REFUSED:
+                self._spare(work, endpoint)
+            self._raise_permanent(endpoint, error)
+            raise
 
     def _spare(self, work: Work, endpoint: Endpoint) -> None:
         """Do not count an attempt that was a trial of its endpoint, if another one may be well.
@@ -233,84 +265,80 @@ class Generation:
         if work.spared < len(self._balancer.used) and self._balancer.may_do_elsewhere(endpoint):
             work.spared += 1
 
-    def _refuse(self, endpoint: Endpoint, error: RequestError) -> None:
-        """Raise InputError if a server is another than the rest, or a new one is misconfigured."""
-        if isinstance(error, ForeignRowError):
-            remedy = f"serve the same model and layers, or {REMEDY}"
-            raise InputError(f"{endpoint.url}: {error.reason}; {remedy}") from error
-        if error.missing and endpoint.failed >= self._options.max_retries:
-            raise InputError(error.reason) from error
+    def _raise_permanent(self, endpoint: Endpoint, error: RequestError) -> None:
+        """Raise InputError if every other row would fail for the same reason."""
+        if error.failure is Failure.FOREIGN:
+            raise InputError(f"{endpoint.url}: {error.reason}; serve the same model and layers, or {REMEDY}") from error
+        if error.failure is Failure.GONE:
+            endpoint.model = None  # asked for again: another model may be served
+        if error.failure in (Failure.UNSTORED, Failure.ABSENT) and not endpoint.proven and endpoint.failed >= self._options.max_retries:
+            raise InputError(f"{endpoint.url}: {error.reason}") from error
 
-    @asynccontextmanager
-    async def _leased_endpoint(self, work: Work) -> AsyncIterator[Endpoint]:
-        near = work.turn.parent.endpoint if work.turn.parent is not None else None
-        endpoint = await self._unless_stopped(self._balancer.acquire(work.failed_at, near))
-        fault: Fault | None = None
-        retry_after, problem = None, ""
-        try:
-            yield endpoint
-            fault = Fault.NONE
-        except RequestError as error:
-            fault, retry_after, problem = error.fault, error.retry_after, error.reason
-            raise
-        except InputError as error:
-            if not self._balancer.go_on_without(endpoint, error):
-                raise
-            fault, problem = Fault.DOWN, str(error)
-            raise RequestError(problem, fault=fault) from error
-        finally:
-            if self._balancer.release(endpoint, fault, retry_after):
-                self._note_rest(endpoint, problem)
-            if not (endpoint.is_used or endpoint.in_flight):
-                self.progress.say(f"{endpoint.url} has nothing under way any more")
-
-    def _note_rest(self, endpoint: Endpoint, problem: str) -> None:
-        self.progress.say(f"{problem}; {endpoint.url} {endpoint.consequence()}")
-        everyone = self._balancer.used
-        if any(each.model is not None for each in everyone):
-            if all(each.downs for each in everyone):
-                self._count_error(problem)
-        elif all(each.failed > self._options.max_retries for each in everyone):
-            self.stop(RunError(problem))
+    def _note_failure(self, endpoint: Endpoint, error: RequestError) -> None:
+        """Say once that a server fails, and for all servers when the run gives up."""
+        if not self._balancer.note_failure(endpoint, error):
+            return
+        if not endpoint.is_used:
+            self.progress.say(f"{error}; {endpoint.url} is not used")
+        elif endpoint.pauses == 1:
+            self.progress.say(f"{error}; {endpoint.url} is tried again in {endpoint.pause_left():.0f} s")
+        used = self._balancer.used
+        if not any(each.model is not None for each in used):
+            if all(each.failed > self._options.max_retries for each in used):
+                self.stop(RunError(error.reason))
+        elif all(each.pauses for each in used):
+            if not self._is_waiting:
+                self._is_waiting = True
+                left = self._options.errors_to_stop - self._errors_in_a_row
+                self.progress.say(f"every server fails; {left} more errors end the run (--max-consecutive-errors)")
+                self._log.note_state(State.WAITING, error.reason)
+            self._count_error(error.reason)
 
     def _delay(self, work: Work, error: RequestError) -> float:
         """Return the seconds before the next attempt: exponential back-off with jitter."""
         doubled = min(LONGEST_DELAY_S, self._options.retry_delay * 2 ** min(work.attempts - 1, 32))
         return max(doubled * random.uniform(0.5, 1.5), error.retry_after or 0)
 
-    # What became of a row
+    # The end of a row
 
     def _pass(self, work: Work, found: Examination) -> None:
         """Count a row whose file existed. A killed run may not have logged it."""
-        if not self._ledger.is_logged(work.row.index):
-            self._ledger.append(work.row.index, "found", file=identity_of(found))
+        if not self._log.is_logged(work.row.index, work.identity):
+            self._log.append(work.row.index, Status.FOUND, work.identity, tokens=found.tokens, bytes=found.file_bytes)
         self.outcome.before += 1
 
     def _succeed(self, work: Work, found: Examination) -> None:
-        self._log(work, "done", file=identity_of(found), tokens=found.tokens, reused=work.reused or None, bytes=found.file_bytes)
+        if self._answers is not None and work.answer is not None:
+            self._answers.append(work.row.index, work.identity, work.answer)
+        reused = work.answer.reused if work.answer is not None else 0
+        self._log_row(work, Status.DONE, tokens=found.tokens, reused=reused or None, bytes=found.file_bytes)
         self._errors_in_a_row = 0
+        if self._is_waiting:
+            self._is_waiting = False
+            self._log.note_state(State.RUNNING)
         if work.endpoint is not None:
             work.endpoint.proven = True
         self.outcome.done += 1
         self.outcome.tokens += found.tokens
         self.outcome.bytes += found.file_bytes
         self.outcome.prompt_tokens += found.tokens if found.prompt_tokens is None else found.prompt_tokens
-        self.outcome.reused += work.reused
+        self.outcome.reused += reused
 
     def _fail(self, work: Work, error: RequestError) -> None:
-        self._log(work, "failed", error=error.reason)
+        self._log_row(work, Status.FAILED, error=error.reason)
         self.outcome.failed += 1
         if len(self.outcome.failures) < SHOWN_FAILURES:
             self.outcome.failures.append((work.row.index, error.reason))
-        if error.again:  # a refusal of this row says nothing about the next one
+            self.progress.say(f"row {work.row.index} failed: {error}")
+        if error.failure is not Failure.REFUSED:  # a refusal of this row says nothing about the next one
             self._count_error(error.reason)
 
-    def _log(self, work: Work, status: Status, **facts: Any) -> None:
+    def _log_row(self, work: Work, status: Status, **facts: Any) -> None:
         self._asked.discard(work.row.index)
         self.outcome.requests += work.attempts
         seconds = round(time.monotonic() - work.started, 3)
-        facts |= {"seconds": seconds, "attempts": work.attempts, "endpoint": work.endpoint and work.endpoint.url}
-        self._ledger.append(work.row.index, status, **facts)
+        url = None if work.endpoint is None else work.endpoint.url
+        self._log.append(work.row.index, status, work.identity, seconds=seconds, attempts=work.attempts, endpoint=url, **facts)
 
     def _count_error(self, problem: str) -> None:
         self._errors_in_a_row += 1
@@ -319,25 +347,24 @@ class Generation:
             self.stop(RunError(f"{errors}; what is done is kept: call again to go on"))
 
     async def _tidy(self) -> None:
-        """Remove what servers left: locks and errors, and rows of another server."""
+        """Remove the leftovers of servers: locks and errors, and rows of another server."""
         try:
-            await self._in_pool(self._ledger.require_in_place)
+            await self._in_pool(self._log.require_in_place)
             self.outcome.left = await self._in_pool(self._files.remove_companions)
-            await self._in_pool(self._files.remove_leftovers, self._asked)
+            await self._in_pool(self._files.remove_foreign, self._asked)
         except (OSError, RunError) as error:
             self.progress.say(f"locks and errors of this run could not be removed: {error}")
-        if self._files.leftovers:
-            self.progress.say(f"removed {self._files.leftovers} files of another server that unfinished requests had left")
 
     # Waiting
 
     def _in_pool(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
-    async def _unless_stopped(self, awaitable: Awaitable[T]) -> T:
+    async def _unless_stopped(self, awaitable: Awaitable[T], waits: set[asyncio.Future[Any]] | None = None) -> T:
         """Wait for something that `stop` cancels. Raises StoppedError: the run is stopped."""
         waiting = asyncio.ensure_future(awaitable)
-        self._cancelled_by_stop.add(waiting)
+        waits = self._waits if waits is None else waits
+        waits.add(waiting)
         if self.outcome.stopped_by is not None:
             waiting.cancel()
         try:
@@ -347,4 +374,4 @@ class Generation:
                 raise
             raise StoppedError from None
         finally:
-            self._cancelled_by_stop.discard(waiting)
+            waits.discard(waiting)

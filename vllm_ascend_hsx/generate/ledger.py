@@ -1,17 +1,17 @@
-"""The ledger: an append-only log of JSON lines beside the rows.
+"""The ledger of an output directory: `ledger.jsonl`, one JSON object per line, never rewritten.
 
-    {"ledger": 2, "dataset": {...}, "request": {...}, "world_size": ..., "rank": ..., "id": ...}
+    {"ledger": 3, "request": ..., "world_size": 1, "rank": 0, "id": ...}
+    {"run": {"rows": 1000, "invalid": 0}, "time": ...}
+    {"state": "running", "time": ...}
     {"server": {"model": ..., "layer_ids": ..., "weights": ..., ...}}
-    {"run": {"rows": ...}, "time": ...}
-    {"row": 0, "status": "done", "time": ..., "file": ..., "tokens": ..., "seconds": ..., ...}
+    {"row": 17, "status": "done", "identity": ..., "time": ..., "file": ..., "tokens": ..., ...}
 
-The first line identifies dataset and options; other ones are refused. Its random id tells ledgers
-of the same rows in different directories apart. A run begins with a line that says how many rows of
-the dataset it is about, all ranks together. Of lines about the server the last counts: there is
-another when a file is the first to tell its weights. Only the existence of a valid file makes its
-row finished. The tokens of a text are not known: `file`, a checksum, tells its file from others. A
-killed run may leave half a line; other lines than JSON are ignored. An flock excludes a second run,
-and runs that divide the rows otherwise: they would do each other's rows.
+The first line has the fields of all requests. Other ones are refused. Its random id tells ledgers
+of different directories apart. A run begins with the number of rows that it is about, all ranks
+together. The server is logged before the first row is logged as done. The row's identity says of
+which content its file is; "changed" says that the dataset has another content now. A killed run may
+leave half a line. Lines that are no JSON are ignored. An flock excludes a second run, and runs that
+divide the rows otherwise, because they would do each other's rows.
 """
 
 from __future__ import annotations
@@ -22,40 +22,63 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from vllm_ascend_hsx.generate.errors import InputError, RunError
 from vllm_ascend_hsx.protocol.files import OnError, describe, open_regular, sync_directory
-from vllm_ascend_hsx.protocol.format import WEIGHTS
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX
 from vllm_ascend_hsx.protocol.strict_json import parse
-from vllm_ascend_hsx.reader.check import Kind
 from vllm_ascend_hsx.reader.members import members_in
 
-VERSION = 2
+VERSION = 3
 _BEGIN = f'{{"ledger":{VERSION},'.encode()
 REMEDY = "name another --output, such as a new folder below this one"
-Status = Literal["done", "found", "failed"]
-
-_SERVER_KEYS = {"model", *Kind._fields}
 _NAME = re.compile(r"ledger(?:-[0-9]+-of-([0-9]+))?\.jsonl")  # group 1: the world size
-LONGEST_LINE = 1 << 20  # bytes; what is longer is no line of a ledger
+LONGEST_LINE = 1 << 20  # bytes; a longer line is no line of a ledger
 _ROW_FILE = re.compile(r"hs_(0|[1-9][0-9]*)" + re.escape(DATA_SUFFIX))
+_IDENTITY = re.compile(r"(?:[0-9a-f]{32})?")  # none: of a row without a file
+_MOST_ROWS = 1 << 28
 
 
-class Identity(NamedTuple):
-    """What all rows of an output directory have in common, apart from the server.
+class Status(str, Enum):
+    """The state of a row after a line."""
 
-    Attributes:
-        dataset: its digest and number of rows.
-        request: options that every request has.
-    """
+    DONE = "done"  # this run made its file
+    FOUND = "found"  # its file was there
+    FAILED = "failed"
+    INVALID = "invalid"  # the dataset's record cannot be sent
+    CHANGED = "changed"  # its file is of a content that the dataset no longer has
 
-    dataset: dict[str, Any]
-    request: dict[str, Any]
+
+class State(str, Enum):
+    """The state of a run after a line."""
+
+    RUNNING = "running"
+    WAITING = "waiting"  # for a server
+    STOPPED = "stopped"  # before its end
+    FINISHED = "finished"
+
+
+class Finished:
+    """The rows that have their files, with the first 64 bits of their identities."""
+
+    def __init__(self) -> None:
+        self.marks = array("Q")  # for each row; 0: it has no file
+
+    def has(self, row: int, identity: str) -> bool:
+        """Return True if the row is finished, and of this identity."""
+        return row < len(self.marks) and self.marks[row] == mark_of(identity)
+
+    def note(self, row: int, status: Status, identity: str) -> None:
+        """Take a line of a ledger into account."""
+        if row >= len(self.marks):
+            self.marks.frombytes(bytes(self.marks.itemsize * (row + 1 - len(self.marks))))
+        self.marks[row] = mark_of(identity) if status in (Status.DONE, Status.FOUND) else 0
 
 
 class Ledger:
@@ -63,46 +86,51 @@ class Ledger:
 
     Attributes:
         path: of the file.
-        server: as noted by any ledger of the directory.
-        logged: for each row, 1 if its last line in the ledger is about its file.
+        server: model, layers and weights of the rows, as noted by any ledger of the directory.
+        finished: rows that have their files, as any ledger of the directory says.
     """
 
-    def __init__(self, path: Path, fd: int, server: dict[str, Any] | None, logged: bytearray, files: set[int], done: bytearray) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
         self.path = path
-        self.server = server
-        self.logged = logged
+        self.server: dict[str, Any] | None = None
+        self.finished = Finished()
+        self._own = Finished()
         self._fd = fd
-        self._size = os.fstat(fd).st_size
-        self._files = files
-        self._done = done
+        self._size = 0  # when the last line was written
 
-    def is_logged(self, row: int) -> bool:
-        """Return whether this ledger has a line for the file of a row."""
-        return bool(self.logged[row])
+    def is_logged(self, row: int, identity: str) -> bool:
+        """Return whether this rank's ledger has a line for the file of a row."""
+        return self._own.has(row, identity)
 
-    def knows(self, row: int, file: str) -> bool:
-        """Return whether a ledger of the directory names this file of a row."""
-        return hash((row, file)) in self._files
+    def is_done(self, row: int, identity: str) -> bool:
+        """Return whether a ledger of the directory has a line for the file of a row."""
+        return self.finished.has(row, identity)
 
-    def is_done(self, row: int) -> bool:
-        """Return whether a ledger of the directory names a row as done, or as found."""
-        return row < len(self._done) and bool(self._done[row])
-
-    def append(self, row: int, status: Status, **facts: Any) -> None:
-        """Log what happened to a row, without facts that are None. Raises RunError."""
+    def append(self, row: int, status: Status, identity: str, **facts: Any) -> None:
+        """Log the state of a row, without facts that are None. Raises RunError."""
         known = {key: value for key, value in facts.items() if value is not None}
-        self._log({"row": row, "status": status, "time": round(time.time(), 1), **known})
-        self.logged[row] = status != "failed"
-        self._done[row] |= self.logged[row]
+        self._log({"row": row, "status": status.value, "identity": identity, "time": round(time.time(), 1), **known})
+        self._own.note(row, status, identity)
+        self.finished.note(row, status, identity)
 
-    def note_run(self, rows: int) -> None:
+    def note_run(self, rows: int, invalid: int) -> None:
         """Log that a run begins, over the first `rows` rows. Raises RunError."""
-        self._log({"run": {"rows": rows}, "time": round(time.time(), 1)})
+        self._log({"run": {"rows": rows, "invalid": invalid}, "time": round(time.time(), 1)})
+        self.note_state(State.RUNNING)
+
+    def note_state(self, state: State, reason: str | None = None) -> None:
+        """Log the state of the run. Raises RunError."""
+        self._log({"state": state.value, **({"reason": reason} if reason else {}), "time": round(time.time(), 1)})
 
     def note_server(self, server: dict[str, Any]) -> None:
         """Log model, layers and weights of the rows durably. Raises RunError."""
         self.server = server
         self._log({"server": server}, durable=True)
+
+    def beat(self) -> None:
+        """Show `hsx status` that the run is alive, by the time of the ledger's last change."""
+        with suppress(OSError):
+            os.utime(self._fd)
 
     def require_in_place(self) -> None:
         """Raise RunError if the output directory is another one now, or the ledger was cut off."""
@@ -124,6 +152,11 @@ class Ledger:
     def close(self) -> None:
         """Release the lock."""
         os.close(self._fd)
+
+
+def mark_of(identity: str) -> int:
+    """Return the first 64 bits of an identity."""
+    return int(identity[:16] or "0", 16)
 
 
 def require_in_place(path: Path, fd: int) -> None:
@@ -168,8 +201,13 @@ def files_of_rows(output: Path) -> Iterator[Path]:
             yield output / name
 
 
-def open_ledger(output: Path, identity: Identity, world_size: int, rank: int) -> Ledger:
+def open_ledger(output: Path, request: Mapping[str, Any], world_size: int, rank: int) -> Ledger:
     """Open and lock the ledger of this rank; create it, and the output directory, if needed.
+
+    Args:
+        output: the directory.
+        request: fields that all requests have.
+        world_size, rank: the division of the rows.
 
     Raises:
         InputError: the directory cannot be used or holds other rows, or another run of this rank
@@ -177,57 +215,33 @@ def open_ledger(output: Path, identity: Identity, world_size: int, rank: int) ->
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
-        return _open(output, identity, world_size, rank)
+        return _open(output, {"ledger": VERSION, "request": dict(request)}, {"world_size": world_size, "rank": rank})
     except OSError as error:
         where = f"--output {output}: {error.strerror or error} ({error.filename or output})"
         raise InputError(f"{where}; name a directory that can be written") from error
 
 
-def _open(output: Path, identity: Identity, world_size: int, rank: int) -> Ledger:
-    rows, server, is_new = identity.dataset["rows"], None, True
-    files: set[int] = set()  # hashes of (row, file), of all ledgers
-    done = 0  # a byte for each row: 1 if a ledger names it as done
-    for each in ledgers_in(output):
-        content = _read_at(each, rows, files)
-        if content is not None:
-            _compare(each, content.header, identity)
-            done |= int.from_bytes(content.logged, "little")
-            server, is_new = _common_server(each, server, content.server), False
-    if is_new and next(files_of_rows(output), None) is not None:
-        raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
-    path = output / ledger_name(world_size, rank)
+def _open(output: Path, common: dict[str, Any], division: dict[str, int]) -> Ledger:
+    path = output / ledger_name(**division)
     fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644)
     with OnError(os.close, fd):
         _lock(path, fd)
-        content = _read(fd, rows, files)
-        with OnError(path.unlink if content is None else int):
-            _require_one_division(output, world_size)
-        if content is None:  # new, or the run that made it was killed at once
-            os.ftruncate(fd, 0)
-            _write(fd, {"ledger": VERSION, **identity._asdict(), "world_size": world_size, "rank": rank, "id": uuid.uuid4().hex})
-            os.fdatasync(fd)
-            sync_directory(output)
-            with OnError(os.unlink, path):  # ranks that start at the same moment read no ledger above
-                for each in ledgers_in(output):
-                    if (other := _read_at(each, rows, set())) is not None:
-                        _compare(each, other.header, identity)
-            return Ledger(path, fd, server, bytearray(rows), files, bytearray(done.to_bytes(rows, "little")))
-        _compare(path, content.header, identity)
-        if not content.ends_whole:
-            os.write(fd, b"\n")
-        done |= int.from_bytes(logged := content.logged, "little")
-        return Ledger(path, fd, _common_server(path, server, content.server), logged, files, bytearray(done.to_bytes(rows, "little")))
-
-
-def _compare(path: Path, header: dict[str, Any], identity: Identity) -> None:
-    """Raise InputError if a ledger belongs to other rows."""
-    if header.get("ledger") != VERSION:
-        raise InputError(f"{path} does not begin as a ledger of this version does; {REMEDY}")
-    for name, now in identity._asdict().items():
-        if header.get(name) != now:
-            what = "another dataset" if name == "dataset" else "requests of another kind"
-            changes = differences(header.get(name), now)
-            raise InputError(f"{path.parent} holds rows of {what}: {changes} ({path.name}); {REMEDY}")
+        first = os.pread(fd, LONGEST_LINE, 0)
+        is_new = b"\n" not in first and is_cut_short(first)  # or the run that made it was killed at once
+        with OnError(path.unlink if is_new else int):
+            _require_one_division(output, division["world_size"])
+            if is_new:
+                os.ftruncate(fd, 0)
+                _write(fd, {**common, **division, "id": uuid.uuid4().hex})
+                os.fdatasync(fd)
+                sync_directory(output)
+            ledger = Ledger(path, fd)
+            earlier = [each for each in ledgers_in(output) if _read_into(ledger, each, common) and not (is_new and each == path)]
+            if not earlier and next(files_of_rows(output), None) is not None:
+                raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
+        if os.pread(fd, 1, os.fstat(fd).st_size - 1) != b"\n":
+            _write(fd, {})  # ends the line at which a run was killed
+    return ledger
 
 
 def differences(before: Any, now: dict[str, Any]) -> str:
@@ -235,27 +249,6 @@ def differences(before: Any, now: dict[str, Any]) -> str:
     before = before if isinstance(before, dict) else {}
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     return ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys)
-
-
-def server_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Name what differs between two servers. Weights that one of them does not tell do not."""
-    if not have_other_weights(before, now):
-        before, now = before | {WEIGHTS: None}, now | {WEIGHTS: None}
-    return differences(before, now)
-
-
-def have_other_weights(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Return whether two servers tell their weights, and they differ."""
-    return WEIGHTS in before and WEIGHTS in now and bool(before[WEIGHTS] != now[WEIGHTS])
-
-
-def _common_server(path: Path, before: dict[str, Any] | None, now: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what two ledgers say about the server. Raises InputError if they contradict."""
-    if before is None or now is None:
-        return before or now
-    if changes := server_differences(before, now):
-        raise InputError(f"{path.parent} holds rows of two servers: {changes} ({path.name}); {REMEDY}")
-    return before | now
 
 
 def _lock(path: Path, fd: int) -> None:
@@ -285,49 +278,51 @@ def _require_one_division(output: Path, world_size: int) -> None:
                 os.close(fd)
 
 
-class _Content(NamedTuple):
-    header: dict[str, Any]
-    server: dict[str, Any] | None
-    logged: bytearray
-    ends_whole: bool
+def _read_into(ledger: Ledger, path: Path, common: dict[str, Any]) -> bool:
+    """Read a ledger of the directory. Return False if its run was killed in the first line.
 
-
-def _read_at(path: Path, rows: int, files: set[int]) -> _Content | None:
-    try:
-        fd = open_regular(path)
-    except FileNotFoundError:  # a run that was refused has removed it
-        return None
-    try:
-        return _read(fd, rows, files)
-    finally:
-        os.close(fd)
-
-
-def _read(fd: int, rows: int, files: set[int]) -> _Content | None:
-    """Read a ledger, and add the files that it names to `files`. Raises OSError.
-
-    Return None if its run was killed in the first line.
+    Raises InputError if it is of other requests or servers.
     """
-    server, logged = None, bytearray(rows)
-    with open(os.dup(fd), "rb") as file:
-        file.seek(0)
+    with suppress(FileNotFoundError), open(open_regular(path), "rb") as file:  # a run that was refused has removed it
         first = file.readline(LONGEST_LINE)
         if is_cut_short(first):
-            return None
+            return False
         header = parse_line(first)
         if header.get("ledger") != VERSION:
-            return _Content(header, None, logged, True)  # to be refused
-        last = first
+            raise InputError(f"{path} does not begin as a ledger of this version does; {REMEDY}")
+        if changes := differences(header.get("request"), common["request"]):
+            raise InputError(f"{path.parent} holds rows of requests of another kind: {changes} ({path.name}); {REMEDY}")
         while text := file.readline(LONGEST_LINE):
-            last, line = text, parse_line(text)
-            row = line.get("row")
-            if isinstance(found := line.get("server"), dict) and found.keys() - {WEIGHTS} == _SERVER_KEYS:
-                server = found
-            elif type(row) is int and 0 <= row < rows:
-                logged[row] = line.get("status") != "failed"
-                if isinstance(name := line.get("file"), str):
-                    files.add(hash((row, name)))
-    return _Content(header, server, logged, last.endswith(b"\n"))
+            line = parse_line(text)
+            if isinstance(server := line.get("server"), dict):
+                if ledger.server not in (None, server):
+                    changes = differences(ledger.server, server)
+                    raise InputError(f"{path.parent} holds rows of two servers: {changes} ({path.name}); {REMEDY}")
+                ledger.server = server
+            elif (known := row_line(line)) is not None:
+                ledger.finished.note(*known)
+                if path == ledger.path:
+                    ledger._own.note(*known)
+        return True
+    return False
+
+
+class RowLine(NamedTuple):
+    """The facts of a line about a row that every reader needs."""
+
+    row: int
+    status: Status
+    identity: str
+
+
+def row_line(line: dict[str, Any]) -> RowLine | None:
+    """Return a line about a row; None for any other line."""
+    row, status, identity = line.get("row"), line.get("status"), line.get("identity")
+    if type(row) is not int or not 0 <= row < _MOST_ROWS or not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
+        return None
+    with suppress(ValueError):
+        return RowLine(row, Status(status), identity)
+    return None
 
 
 def is_cut_short(first: bytes) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ascend_hsx.generate.dataset import Dataset, DatasetError
+from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import Row, RowError, choose_column, read_row
 from vllm_ascend_hsx.protocol.files import read_regular
 from vllm_ascend_hsx.protocol.strict_json import parse
@@ -47,7 +48,13 @@ class JsonLines(Dataset):
             return DatasetError(where, str(error))
 
 
-def open_dataset(path: Path, column: str | None = None) -> Dataset:
+def open_dataset(options: Options) -> Dataset:
+    dataset = _open_dataset(Path(options.data), options.column)
+    dataset.limit = options.limit
+    return dataset
+
+
+def _open_dataset(path: Path, column: str | None = None) -> Dataset:
     """Open a file of JSON lines, Arrow or parquet, or a folder of tables or saved by `datasets`.
 
     Raises:

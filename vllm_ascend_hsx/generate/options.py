@@ -15,17 +15,20 @@ from vllm_ascend_hsx.protocol.files import describe, read_regular
 
 # Bounds of whole numbers.
 BOUNDS = {
-    "concurrency": (1, 4096),
+    "concurrency": (1, 1000),  # connections of the openai client
     "max_retries": (0, 1000),
     "max_consecutive_errors": (1, 10**9),
     "limit": (1, 10**12),
     "allow_failures": (0, 10**12),
     "show": (0, 1000),
     "max_tokens": (1, 2**31 - 1),
-    "top_k": (1, 2**31 - 1),
     "seed": (0, 2**62),
+    "bytes_per_token": (1, 2**40),
     "world_size": (1, 10**6),
     "rank": (0, 10**6 - 1),
+}
+SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "top_k": (1, 2**31 - 1), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 10.0),
 }
 RAY_BLOCK_ROWS = (1, 10**6)
 ORDERS = ("prefix", "given")
@@ -93,6 +96,7 @@ class Options:
         show: number of rows to show as tokens before the run; None: one, of a new output directory.
         dry_run: show sizes, and send nothing.
         rate: tokens per second, for the hours of a dry run.
+        bytes_per_token: hidden states of a token, for a dry run; None: those of finished rows.
         chat_template_kwargs: of every chat; those of a row come first.
         add_special_tokens: False for texts that a chat template has rendered.
         model: its name on the servers; None to ask them.
@@ -132,6 +136,7 @@ class Options:
     show: int | None = None
     dry_run: bool = False
     rate: float | None = None
+    bytes_per_token: int | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = True
     model: str | None = None
@@ -173,6 +178,11 @@ class Options:
             if getattr(self, name) != getattr(Options, name):
                 flag = "--temperature and other sampling options" if name == "sampling" else _flag(name)
                 raise InputError(f"{flag}: the prompt's rows do not depend on it; add --include-output or leave it out")
+        try:
+            os.fspath(self.output).encode()
+        except UnicodeEncodeError:
+            problem = "its name is not UTF-8, so no request can have it"
+            raise InputError(f"--output {self.output}: {problem}; name another directory") from None
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):  # a secret: not printed
             raise InputError("--api-key (or OPENAI_API_KEY): it has characters that no header can have; give ASCII without blanks")
 

@@ -154,7 +154,8 @@ def _key(row: Row) -> _Key:
     kind, text = 1, content
     if isinstance(content, list):
         # The first message in which two chats differ may have a long beginning in common.
-        kind, text = 2, "".join(json.dumps(message, ensure_ascii=False, sort_keys=True) for message in content)
+        # Tools and other fields come first in most templates.
+        kind, text = 2, "".join(json.dumps(each, ensure_ascii=False, sort_keys=True) for each in (row.fields, *content))
     return _Key((kind, text), sys.getsizeof(text), LEAST_TOKENS * _CHARACTERS_PER_TOKEN)
 
 

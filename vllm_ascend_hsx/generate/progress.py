@@ -30,7 +30,8 @@ class Outcome:
     """How a run went so far.
 
     Attributes:
-        total: rows of this rank.
+        total: valid rows of this rank.
+        invalid: rows of this rank that cannot be sent, and were left out.
         before, done, failed: rows whose file existed, rows generated, rows given up.
         failures: the first failed rows, with the reason.
         removed: rows that were there and were removed by somebody during the run.
@@ -46,6 +47,7 @@ class Outcome:
     """
 
     total: int
+    invalid: int = 0
     before: int = 0
     done: int = 0
     failed: int = 0
@@ -145,6 +147,7 @@ def show(console: Console, outcome: Outcome, ledger: Path) -> None:
         "rows": f"{outcome.total:,}",
         "finished before": f"{outcome.before:,}",
         "generated": f"{outcome.done:,}",
+        **({"invalid, left out": f"{outcome.invalid:,}"} if outcome.invalid else {}),
         "failed": f"[red]{outcome.failed:,}[/red]" if outcome.failed else "0",
         "not done": f"{outcome.missing - outcome.failed:,}",
         "requests": f"{outcome.requests:,}",

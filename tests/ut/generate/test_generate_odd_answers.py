@@ -14,7 +14,6 @@ from generate_bench import Bench
 from generate_files import Exchange, Seen
 from generate_harness import FakeServer
 
-from vllm_ascend_hsx.generate import client
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Client
 from vllm_ascend_hsx.generate.errors import RequestError
 from vllm_ascend_hsx.generate.ledger import row_of_file
@@ -119,8 +118,8 @@ BODIES: dict[str, tuple[int, Callable[[OddServer], object], str]] = {
     "an id of no size": (200, lambda server: chat_of(server, [10**30]), "the answer has no token ids"),
     "a negative id": (200, lambda server: chat_of(server, [-1]), "the answer has no token ids"),
     "ids in lists": (200, lambda server: chat_of(server, [[1], [2, 3]]), "the answer has no token ids"),
-    "deep": (200, lambda server: b"[" * 100_000, "it nests too deep"),
-    "deep enough to be read": (200, lambda server: b"[" * 900 + b"]" * 900, "the answer is not what vLLM's looks like"),
+    "deep": (200, lambda server: b"[" * 100_000, "answers no JSON"),
+    "deep enough to be read": (200, lambda server: b"[" * 900 + b"]" * 900, "unexpected response format"),
     "deep parameters": (
         200,
         lambda server: chat_of(server, [1]) | {"kv_transfer_params": {"x": json.loads("[" * 900 + "]" * 900)}},
@@ -148,15 +147,6 @@ def test_an_odd_answer_is_the_failure_of_its_row_alone(bench: Bench, server: Odd
     assert bench.lines()[2]["status"] == "failed"
 
 
-@pytest.mark.parametrize("charset", ["hex", "undefined", "rot13", "idna", "zlib"])
-def test_a_charset_that_is_none_is_the_failure_of_its_row_alone(bench: Bench, server: OddServer, charset: str) -> None:
-    server.status, server.body, server.stores = 500, b"na\xefve", False
-    server.headers = f"Content-Type: text/plain; charset={charset}\r\n"
-    code, printed = bench.run("--max-retries", 0, records=[{"prompt": str(row)} for row in range(4)])
-    assert (code, bench.rows) == (1, [0, 1, 3])
-    assert "Traceback" not in printed and "na\ufffdve" in printed
-
-
 def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(bench: Bench, server: OddServer) -> None:
     server.fails = ESCAPES.replace("\ud800", "")
     code, printed = bench.run("--max-retries", 0)
@@ -166,11 +156,11 @@ def test_the_reason_that_a_server_leaves_reaches_no_terminal_as_instructions(ben
 
 @pytest.mark.parametrize("location", ["//xn--a/", "https://xn--/login", ":http://:.mailto:x", "ftp: xn--"])
 def test_a_redirect_to_what_is_no_url_is_the_failure_of_its_row_alone(bench: Bench, server: OddServer, location: str) -> None:
-    """A proxy may send one at the end of a session; httpx reads it, although it does not follow."""
+    """A proxy may send one at the end of a session."""
     server.body, server.status, server.headers, server.stores = {}, 302, f"Location: {location}\r\n", False
     code, printed = bench.run("--max-retries", 0)
     assert (code, bench.rows) == (1, [0, 1, 3, 4, 5])
-    assert "/v1/completions answers " in printed and "Traceback" not in printed and "--endpoint" not in printed, printed
+    assert "/v1/completions answers 302" in printed and "Traceback" not in printed and "--endpoint" not in printed, printed
 
 
 @pytest.mark.parametrize("body", [{"data": [{"id": 5}]}, {"data": [{"id": [["x"]]}]}, {"data": "m"}, [1], b"[" * 100_000, b'{"a": 1'])
@@ -187,49 +177,12 @@ def test_a_list_of_models_that_is_none_is_told(bench: Bench, monkeypatch: pytest
     assert bench.server.seen == []
 
 
-ENDLESS = {
-    "an answer": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
-    "an error": b"HTTP/1.1 500 Error\r\nTransfer-Encoding: chunked\r\n\r\n",
-}
-
-
-@pytest.mark.parametrize("stores", [True, False])
-@pytest.mark.parametrize("what", ENDLESS)
-def test_an_answer_without_end_fills_no_memory(
-    bench: Bench, server: OddServer, what: str, stores: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent = []
-
-    async def answer(exchange: Exchange, *_: object, **changes: object) -> None:
-        if exchange.seen.row != 2:
-            return await FakeServer.answer(server, exchange, *_, **changes)  # type: ignore[arg-type]
-        server._unanswered -= 1
-        exchange.writer.write(ENDLESS[what])
-        while sum(sent) < 60 << 20:  # or until the client hangs up
-            exchange.writer.write(b"10000\r\n" + b" " * (1 << 16) + b"\r\n")
-            await exchange.writer.drain()
-            sent.append(1 << 16)
-        exchange.writer.close()
-
-    monkeypatch.setattr(client, "LARGEST_ANSWER", 3 << 20)
-    monkeypatch.setattr(server, "answer", answer)
-    server.stores = stores
-    code, printed = bench.run("--max-retries", 0, "--request-timeout", 20)
-    assert sum(sent) < 30 << 20, "the sockets have buffers"
-    assert (code, bench.rows) == ((0, [*range(6)]) if stores else (1, [0, 1, 3, 4, 5]))  # of a lost answer the file counts
-    assert stores or "answers more than 3 MiB" in " ".join(printed.split())
-
-
-def test_the_longest_answer_is_read() -> None:
-    assert 10**7 * len("200000, ") * 3 < client.LARGEST_ANSWER
-
-
 def test_nobody_is_left_alone_for_longer_than_we_wait_ourselves(server: OddServer) -> None:
     async def ask() -> float | None:
         server.body, server.status, server.headers = {}, 503, "Retry-After: 1e300\r\n"
-        async with Client(Options(Path(), Path())) as client:
+        async with Client(Options("", Path())) as client:
             with pytest.raises(RequestError) as error:
-                await client.ask(server.url, "tiny", Row(2, "a"), f"{server.storage}/hs_2.safetensors", "id")
+                await client.ask(server.url, "tiny", Row(2, "a"), f"{server.storage}/hs_2.safetensors", "0" * 32)
             return error.value.retry_after
 
     assert asyncio.run(ask()) == LONGEST_DELAY_S

@@ -6,17 +6,16 @@ import asyncio
 import io
 import os
 import socket
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from vllm_ascend_hsx.generate.dataset import Dataset, DatasetError
+from vllm_ascend_hsx.generate.client import Answer
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.generation import Generation
-from vllm_ascend_hsx.generate.ledger import Status, require_in_place
+from vllm_ascend_hsx.generate.ledger import State, Status, require_in_place
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.progress import Outcome, Progress
 from vllm_ascend_hsx.generate.rows import Row
@@ -31,14 +30,16 @@ class Block:
         number: of the block.
         rows: of the dataset, ascending.
         done: those that a ledger names as done.
-        server: model, layers and weights of the rows; None if nobody knows.
-        ledger: of the run, whose first line tells that a node sees the same storage.
+        answered: those whose answers are stored.
+        server: model, layers and weights of the rows; None if no row is known.
+        ledger: of the run. Its first line shows that a node sees the same storage.
         begin: its first line.
     """
 
     number: int
     rows: list[Row]
     done: frozenset[int]
+    answered: frozenset[int]
     server: dict[str, Any] | None
     ledger: Path
     begin: bytes
@@ -52,28 +53,31 @@ class Line(NamedTuple):
 
     row: int
     status: Status
+    identity: str
     facts: dict[str, Any]
 
 
 @dataclass
 class BlockResult:
-    """What became of a block.
+    """The result of a block.
 
     Attributes:
-        lines: for the ledger, in order.
-        server: as for the block, with what its rows tell.
-        outcome: counts; without what stopped it.
-        refusal: why the run must end; "" if it need not.
-        said: lines for the user.
+        outcome: counts; without the reason of a stop.
         node: name of the machine.
+        lines: for the ledger, in order.
+        answers: row, identity and answer of the target.
+        server: as for the block; the block's first row tells it if nobody knew it.
+        refusal: why the run must end; "" if it need not.
+        messages: lines for the user.
     """
 
-    lines: list[Line]
-    server: dict[str, Any] | None
     outcome: Outcome
+    node: str
+    lines: list[Line] = field(default_factory=list)
+    answers: list[tuple[int, str, Answer]] = field(default_factory=list)
+    server: dict[str, Any] | None = None
     refusal: str = ""
-    said: list[str] = field(default_factory=list)
-    node: str = ""
+    messages: list[str] = field(default_factory=list)
 
 
 class BlockLog:
@@ -83,10 +87,10 @@ class BlockLog:
         InputError: this machine does not see the ledger.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, block: Block, result: BlockResult) -> None:
         self.server = block.server
-        self.lines: list[Line] = []
         self._block = block
+        self._result = result
         try:
             self._fd = open_regular(block.ledger)
             if os.pread(self._fd, len(block.begin), 0) == block.begin:
@@ -96,40 +100,43 @@ class BlockLog:
         except OSError as error:
             problem = error.strerror or str(error)
         remedy = "mount the storage there, or name the nodes that have it with --ray-label KEY=VALUE"
-        raise InputError(f"{socket.gethostname()} does not see the run's ledger {block.ledger} ({problem}); {remedy}")
+        raise InputError(f"{result.node} does not see the run's ledger {block.ledger} ({problem}); {remedy}")
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def is_logged(self, row: int) -> bool:
-        return False  # so that each row has a line; who has the ledger knows which are new
-
-    def is_done(self, row: int) -> bool:
+    def is_logged(self, row: int, identity: str) -> bool:
         return row in self._block.done
 
-    def knows(self, row: int, file: str) -> bool:
-        return row in self._block.done  # who has the ledger compares the file
+    def is_done(self, row: int, identity: str) -> bool:
+        return row in self._block.done
 
-    def append(self, row: int, status: Status, **facts: Any) -> None:
+    def append(self, row: int, status: Status, identity: str, **facts: Any) -> None:
         self.require_in_place()
-        self.lines.append(Line(row, status, facts))
+        self._result.lines.append(Line(row, status, identity, facts))
 
     def note_server(self, server: dict[str, Any]) -> None:
-        self.server = server
+        self.server = self._result.server = server
+
+    def note_state(self, state: State, reason: str | None = None) -> None:
+        """Leave the state out: other blocks go on."""
 
     def require_in_place(self) -> None:
         require_in_place(self._block.ledger, self._fd)
 
 
-class BlockRows(Dataset):
-    """The rows of a block, which were checked before."""
+class BlockAnswers:
+    """An AnswerLog that keeps its answers for the process that has the ledger."""
 
-    def __init__(self, rows: list[Row]) -> None:
-        super().__init__(Path(), [], None)
-        self._rows = rows
+    def __init__(self, block: Block, result: BlockResult) -> None:
+        self._block = block
+        self._result = result
 
-    def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | DatasetError | None]:
-        yield from (row if wanted(row.index) else None for row in self._rows)
+    def has(self, row: int, identity: str) -> bool:
+        return row in self._block.answered
+
+    def append(self, row: int, identity: str, answer: Answer) -> None:
+        self._result.answers.append((row, identity, answer))
 
 
 def do_block(options: Options, block: Block) -> BlockResult:
@@ -144,19 +151,21 @@ def do_block(options: Options, block: Block) -> BlockResult:
     """
     indices = frozenset(row.index for row in block.rows)
     options = replace(options, block=indices, world_size=1, rank=0, limit=None, endpoint_file=None, ray=None)
-    said, outcome = io.StringIO(), Outcome(len(block.rows))
-    node = socket.gethostname()
+    messages = io.StringIO()
+    result = BlockResult(Outcome(len(block.rows)), socket.gethostname(), server=block.server)
     try:
-        log = BlockLog(block)
+        log = BlockLog(block, result)
+        try:
+            progress = Progress(Console(file=messages, width=10**6, no_color=True), result.outcome)
+            answers = BlockAnswers(block, result) if options.include_output else None
+            asyncio.run(Generation(options, iter(block.rows), log, answers, result.outcome, progress).run())
+        finally:
+            log.close()
+        stopped, result.outcome.stopped_by = result.outcome.stopped_by, None
+        if stopped is not None:
+            raise stopped
     except InputError as error:
-        return BlockResult([], block.server, outcome, str(error), [], node)
-    try:
-        progress = Progress(Console(file=said, width=10**6, no_color=True), outcome)
-        asyncio.run(Generation(options, BlockRows(block.rows), log, outcome, progress).run())
-    finally:
-        log.close()
-    stopped, outcome.stopped_by = outcome.stopped_by, None
-    if stopped is not None and not isinstance(stopped, InputError):
-        raise stopped
-    outcome.endpoints = [replace(each) for each in outcome.endpoints]
-    return BlockResult(log.lines, log.server, outcome, str(stopped or ""), said.getvalue().splitlines(), node)
+        result.refusal = str(error)
+    result.outcome.endpoints = [replace(each) for each in result.outcome.endpoints]
+    result.messages = messages.getvalue().splitlines()
+    return result

@@ -1,8 +1,8 @@
 """Do the rows of a run as tasks of a Ray cluster, a block of rows each.
 
 Ray places tasks, and does them again if a node dies. This process reads the dataset, and has the
-one ledger and the one progress display. What a task that was lost had finished is found by the next
-one, by its files.
+one ledger and the one progress display. A row that a lost task had finished is found by the next
+task, by its file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -20,14 +21,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from vllm_ascend_hsx.generate.dataset import Dataset
 from vllm_ascend_hsx.generate.endpoints import Endpoint
 from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError
-from vllm_ascend_hsx.generate.ledger import REMEDY, Ledger, server_differences
+from vllm_ascend_hsx.generate.ledger import REMEDY, differences
 from vllm_ascend_hsx.generate.machines.block import Block, BlockResult, do_block
 from vllm_ascend_hsx.generate.options import RANK_ROWS, Options, RayCluster, read_endpoints
-from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
-from vllm_ascend_hsx.generate.rows import Row
+from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome
+from vllm_ascend_hsx.generate.run import Job
 
 # How often Ray does a block again that was lost with its node, or that failed.
 RETRIES = 10
@@ -60,23 +60,19 @@ class RayRun:
     """One run on a cluster.
 
     Args:
-        options: of the run, with `ray`.
-        dataset, ledger, outcome, progress: as for a Generation.
+        job: the parts of the run; its options have `ray`.
     """
 
-    def __init__(self, options: Options, dataset: Dataset, ledger: Ledger, outcome: Outcome, progress: Progress) -> None:
-        assert options.ray is not None
-        self._cluster = options.ray
-        self._options = replace(options, concurrency=max(1, options.concurrency // BLOCKS_PER_NODE))
-        self._ledger = ledger
-        self._outcome = outcome
-        self._progress = progress
-        self._rows = dataset.rows(options.is_wanted)
-        self._doubted: list[Row] = []  # the ledger does not know their files
+    def __init__(self, job: Job) -> None:
+        assert job.options.ray is not None
+        self._job = job
+        self._cluster = job.options.ray
+        self._options = replace(job.options, concurrency=max(1, job.options.concurrency // BLOCKS_PER_NODE))
+        self._ledger, self._outcome = job.ledger, job.outcome
         self._blocks = 0
         self._nodes: set[str] = set()
         self._endpoints: dict[str, Endpoint] = {}
-        self._told: set[str] = set()
+        self._said: set[str] = set()
 
     def run(self) -> None:
         """Do all rows. The outcome says what stopped the run."""
@@ -88,7 +84,7 @@ class RayRun:
             try:
                 self._do()
             except RayTaskError as error:  # its text is a traceback, even where it is a RunError, too
-                self._outcome.stopped_by = _told_cause(error.cause)
+                self._outcome.stopped_by = _cause_of(error.cause)
             except (InputError, RunError) as error:
                 self._outcome.stopped_by = error
             except RayError as error:
@@ -127,19 +123,18 @@ class RayRun:
 
     def _next(self) -> Block | None:
         """Return the next block; None if there are no more rows."""
-        rows: list[Row] = []
-        doubted, self._doubted = self._doubted, []
-        if not doubted:
-            most = self._cluster.block_rows if self._ledger.server is not None else min(RANK_ROWS, self._cluster.block_rows)
-            while len(rows) < most and (row := next(self._rows, None)) is not None:
-                rows.append(row)
-            if not rows:
-                return None
-        done = frozenset(row.index for row in rows if self._ledger.is_done(row.index))
+        most = self._cluster.block_rows if self._ledger.server is not None else min(RANK_ROWS, self._cluster.block_rows)
+        rows = list(islice(self._job.rows, most))
+        if not rows:
+            return None
+        identities = {row.index: row.identity(self._options.request) for row in rows}
+        done = frozenset(row for row, identity in identities.items() if self._ledger.is_done(row, identity))
+        answers = self._job.answers
+        answered = frozenset(row for row, identity in identities.items() if answers is not None and answers.has(row, identity))
         self._blocks += 1
         with open(self._ledger.path, "rb") as file:
             begin = file.readline()
-        return Block(self._blocks, rows or doubted, done, self._ledger.server, self._ledger.path.absolute(), begin)
+        return Block(self._blocks, rows, done, answered, self._ledger.server, self._ledger.path.absolute(), begin)
 
     def _current_options(self) -> Options:
         """Return the options with the servers that are listed now."""
@@ -156,16 +151,14 @@ class RayRun:
         begun = ray.get(self._begun.take.remote(block.number))
         if len(begun) > 1:
             self._outcome.blocks_again += 1
-            self._progress.say(f"{block} were begun {len(begun)} times ({', '.join(begun)}): the earlier tasks were lost or failed")
+            self._job.progress.say(f"{block} were begun {len(begun)} times ({', '.join(begun)}): the earlier tasks were lost or failed")
         self._note_server(result)
-        rows = {row.index: row for row in block.rows}
-        for row, status, facts in result.lines:
-            if status == "found" and row in block.done and not self._ledger.knows(row, facts["file"]):
-                self._doubted.append(rows[row])
-                self._outcome.before -= 1
-            elif status != "found" or not self._ledger.is_logged(row):
-                self._ledger.append(row, status, **facts)
-        for text in result.said:
+        for answer in result.answers:
+            assert self._job.answers is not None
+            self._job.answers.append(*answer)
+        for row, status, identity, facts in result.lines:
+            self._ledger.append(row, status, identity, **facts)
+        for text in result.messages:
             self._say(text)
         self._count(result)
         if result.refusal:
@@ -175,9 +168,10 @@ class RayRun:
         before, now = self._ledger.server, result.server
         if now is None or now == before:
             return
-        if before is not None and (changes := server_differences(before, now)):
+        if before is not None:
+            changes = differences(before, now)
             raise InputError(f"{result.node} has another server than the rows before: {changes}; serve the same there, or {REMEDY}")
-        self._ledger.note_server({**now, **(before or {})})
+        self._ledger.note_server(now)
 
     def _count(self, result: BlockResult) -> None:
         ours, its = self._outcome, result.outcome
@@ -196,18 +190,18 @@ class RayRun:
 
     def _say(self, text: str) -> None:
         """Print a line, once."""
-        if text not in self._told:
-            self._told.add(text)
-            self._progress.say(text)
+        if text not in self._said:
+            self._said.add(text)
+            self._job.progress.say(text)
 
 
-def do_on_ray(options: Options, dataset: Dataset, ledger: Ledger, outcome: Outcome, progress: Progress) -> None:
+def do_on_ray(job: Job) -> None:
     """Do the rows on the cluster that the options name."""
-    RayRun(options, dataset, ledger, outcome, progress).run()
+    RayRun(job).run()
 
 
-def _told_cause(cause: BaseException) -> RunError:
-    """Return what to tell about an error of a task."""
+def _cause_of(cause: BaseException) -> RunError:
+    """Return the error that ends the run after an error of a task."""
     if isinstance(cause, RunError):
         return cause
     text = str(cause) if isinstance(cause, OSError) else f"{type(cause).__name__}: {cause}"
