@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("--include-output", "--include-output-tokens", action="store_true", help=included)
     add("--max-tokens", **numbers("max_tokens"), help="tokens to generate; with --include-output only, like the following")
     for name in (each.name for each in fields(Sampling)):
-        kind = (whole if name == "top_k" else number_from)(*SAMPLING_BOUNDS[name])
+        kind = whole(1, 2**31 - 1) if name == "top_k" else number_from(*SAMPLING_BOUNDS[name])
         default = "default: 0, the likeliest token" if name == "temperature" else "default: the server's"
         add(f"--{name.replace('_', '-')}", type=kind, default=getattr(DEFAULTS.sampling, name), metavar="N", help=default)
     add("--seed", **numbers("seed"), help="of sampling; each row has its own, made of this one and its content")

@@ -28,7 +28,7 @@ BOUNDS = {
     "rank": (0, 10**6 - 1),
 }
 SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "top_k": (1, 2**31 - 1), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 10.0),
+    "temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 10.0),
 }
 RAY_BLOCK_ROWS = (1, 10**6)
 ORDERS = ("prefix", "given")
