@@ -18,7 +18,7 @@ from vllm_ascend_hsx.generate.options import (
     BOUNDS,
     ORDERS,
     RANK_ROWS,
-    RAY_BLOCK_ROWS,
+    RAY_TASKS,
     SAMPLING_BOUNDS,
     Options,
     RayCluster,
@@ -96,8 +96,8 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("a Ray cluster, whose nodes do the rows (pip install 'vllm-ascend-hsx[ray]')").add_argument
     add("--ray", metavar="ADDRESS", help="of its head, such as head:6379, or auto; this command runs on a node of it")
     add("--ray-label", metavar="KEY=VALUE", help="only on nodes with this label (`ray start --labels`), such as those that see the storage")
-    rows = f"most rows of a task, which Ray does again if its node dies (default: {RayCluster.block_rows})"
-    add("--ray-block-rows", type=whole(*RAY_BLOCK_ROWS), metavar="N", help=rows)
+    tasks = f"divide the rows between N tasks, which Ray repeats if their node dies (default: {RayCluster.tasks})"
+    add("--ray-tasks", type=whole(*RAY_TASKS), metavar="N", help=tasks)
     add = parser.add_argument_group("files").add_argument
     output = "the servers' storage directory (--out of `hsx serve`), or a folder below it, for the files and the ledger"
     add("--output", type=non_empty_path, required=True, metavar="DIR", help=output)
@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
 def parse_arguments(argv: Sequence[str]) -> Options:
     """Parse the options. An invalid one exits with code 2, or raises InputError or UserError."""
     given = vars(parser().parse_args(argv))
-    given["ray"] = _cluster(given.pop("ray"), given.pop("ray_label"), given.pop("ray_block_rows"))
+    given["ray"] = _cluster(given.pop("ray"), given.pop("ray_label"), given.pop("ray_tasks"))
     given |= _endpoints(given.pop("endpoint") or list(DEFAULTS.endpoints))
     given["sampling"] = Sampling(**{each.name: given.pop(each.name) for each in fields(Sampling)})
     given["ignored_columns"] = frozenset(given.pop("ignore_column"))
@@ -128,11 +128,11 @@ def parse_arguments(argv: Sequence[str]) -> Options:
     return Options(**given)
 
 
-def _cluster(address: str | None, label: str | None, block_rows: int | None) -> RayCluster | None:
+def _cluster(address: str | None, label: str | None, tasks: int | None) -> RayCluster | None:
     """Return the cluster. Raises InputError."""
     if address is None:
-        if label is not None or block_rows is not None:
-            raise InputError("--ray-label and --ray-block-rows are of a cluster; name it with --ray")
+        if label is not None or tasks is not None:
+            raise InputError("--ray-label and --ray-tasks are of a cluster; name it with --ray")
         return None
     if not address:
         raise InputError("--ray: it is empty; give the address of the cluster's head, such as head:6379, or auto")
@@ -140,7 +140,7 @@ def _cluster(address: str | None, label: str | None, block_rows: int | None) -> 
     if label is not None and not (key and equals and value):
         raise InputError(f"--ray-label {label}: give KEY=VALUE, a label that `ray start --labels` gave to nodes")
     cluster = RayCluster(address, (key, value) if label else None)
-    return cluster if block_rows is None else replace(cluster, block_rows=block_rows)
+    return cluster if tasks is None else replace(cluster, tasks=tasks)
 
 
 def _endpoints(named: Sequence[str]) -> dict[str, Any]:

@@ -207,8 +207,7 @@ class RowFiles:
             OSError: the directory cannot be read, or a file not be removed.
         """
         deadline = time.monotonic() + SETTLE_S
-        listed = os.listdir(self._output) if self._options.block is None else self._existing_companions(self._options.block)
-        names = [name for name in listed if name.endswith((LOCK_SUFFIX, ERROR_SUFFIX))]
+        names = [name for name in os.listdir(self._output) if name.endswith((LOCK_SUFFIX, ERROR_SUFFIX))]
         rows = {row_of_file(name.removesuffix(LOCK_SUFFIX).removesuffix(ERROR_SUFFIX)) for name in names}
         busy = []
         for row in sorted(row for row in rows if row is not None and self._options.is_ours(row)):
@@ -218,11 +217,6 @@ class RowFiles:
             except TimeoutError:
                 busy.append(self.path(row))
         return busy
-
-    def _existing_companions(self, rows: Iterable[int]) -> list[str]:
-        """Return names of locks and errors. A directory of millions of files is not listed."""
-        names = [row_file(row) + suffix for row in rows for suffix in (LOCK_SUFFIX, ERROR_SUFFIX)]
-        return [name for name in names if os.path.lexists(self._output / name)]
 
     def _lock(self, row: int) -> Path:
         return self._output / f"{row_file(row)}{LOCK_SUFFIX}"

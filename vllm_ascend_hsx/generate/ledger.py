@@ -17,6 +17,7 @@ divide the rows otherwise, because they would do each other's rows.
 from __future__ import annotations
 
 import fcntl
+import heapq
 import json
 import os
 import re
@@ -64,6 +65,19 @@ class State(str, Enum):
     FINISHED = "finished"
 
 
+class Division(NamedTuple):
+    """The part of the rows that a run does.
+
+    Attributes:
+        world_size, rank: as for `Options`.
+        waits: wait for another run of the same rank, such as one whose machine has just died.
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    waits: bool = False
+
+
 class Finished:
     """The rows that have their files, with the first 64 bits of their identities."""
 
@@ -109,23 +123,34 @@ class Ledger:
     def append(self, row: int, status: Status, identity: str, **facts: Any) -> None:
         """Log the state of a row, without facts that are None. Raises RunError."""
         known = {key: value for key, value in facts.items() if value is not None}
-        self._log({"row": row, "status": status.value, "identity": identity, "time": round(time.time(), 1), **known})
+        self._log({"row": row, "status": status.value, "identity": identity, **known})
         self._own.note(row, status, identity)
         self.finished.note(row, status, identity)
 
     def note_run(self, rows: int, invalid: int) -> None:
         """Log that a run begins, over the first `rows` rows. Raises RunError."""
-        self._log({"run": {"rows": rows, "invalid": invalid}, "time": round(time.time(), 1)})
+        self._log({"run": {"rows": rows, "invalid": invalid}})
         self.note_state(State.RUNNING)
 
     def note_state(self, state: State, reason: str | None = None) -> None:
         """Log the state of the run. Raises RunError."""
-        self._log({"state": state.value, **({"reason": reason} if reason else {}), "time": round(time.time(), 1)})
+        self._log({"state": state.value, **({"reason": reason} if reason else {})})
 
     def note_server(self, server: dict[str, Any]) -> None:
         """Log model, layers and weights of the rows durably. Raises RunError."""
         self.server = server
         self._log({"server": server}, durable=True)
+
+    def take(self, line: dict[str, Any], is_own: bool) -> None:
+        """Take a line of an earlier run into account. Raises InputError: two servers differ."""
+        if isinstance(server := line.get("server"), dict):
+            if changes := differences(self.server or server, server):
+                raise InputError(f"{self.path.parent} holds rows of two servers: {changes}; {REMEDY}")
+            self.server = server
+        elif (known := row_line(line)) is not None:
+            self.finished.note(*known)
+            if is_own:
+                self._own.note(*known)
 
     def beat(self) -> None:
         """Show `hsx status` that the run is alive, by the time of the ledger's last change."""
@@ -142,7 +167,7 @@ class Ledger:
     def _log(self, line: dict[str, Any], durable: bool = False) -> None:
         self.require_in_place()
         try:
-            _write(self._fd, line)
+            _write(self._fd, line | {"time": round(time.time(), 1)})
             self._size = os.lseek(self._fd, 0, os.SEEK_CUR)  # where the line ended
             if durable:
                 os.fdatasync(self._fd)
@@ -201,13 +226,13 @@ def files_of_rows(output: Path) -> Iterator[Path]:
             yield output / name
 
 
-def open_ledger(output: Path, request: Mapping[str, Any], world_size: int, rank: int) -> Ledger:
+def open_ledger(output: Path, request: Mapping[str, Any], division: Division) -> Ledger:
     """Open and lock the ledger of this rank; create it, and the output directory, if needed.
 
     Args:
         output: the directory.
         request: fields that all requests have.
-        world_size, rank: the division of the rows.
+        division: of the rows.
 
     Raises:
         InputError: the directory cannot be used or holds other rows, or another run of this rank
@@ -215,30 +240,33 @@ def open_ledger(output: Path, request: Mapping[str, Any], world_size: int, rank:
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
-        return _open(output, {"ledger": VERSION, "request": dict(request)}, {"world_size": world_size, "rank": rank})
+        return _open(output, {"ledger": VERSION, "request": dict(request)}, division)
     except OSError as error:
         where = f"--output {output}: {error.strerror or error} ({error.filename or output})"
         raise InputError(f"{where}; name a directory that can be written") from error
 
 
-def _open(output: Path, common: dict[str, Any], division: dict[str, int]) -> Ledger:
-    path = output / ledger_name(**division)
+def _open(output: Path, common: dict[str, Any], division: Division) -> Ledger:
+    path = output / ledger_name(division.world_size, division.rank)
     fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644)
     with OnError(os.close, fd):
-        _lock(path, fd)
+        _lock(path, fd, division)
         first = os.pread(fd, LONGEST_LINE, 0)
         is_new = b"\n" not in first and is_cut_short(first)  # or the run that made it was killed at once
         with OnError(path.unlink if is_new else int):
-            _require_one_division(output, division["world_size"])
+            _require_one_division(output, division.world_size)
             if is_new:
                 os.ftruncate(fd, 0)
-                _write(fd, {**common, **division, "id": uuid.uuid4().hex})
+                _write(fd, {**common, "world_size": division.world_size, "rank": division.rank, "id": uuid.uuid4().hex})
                 os.fdatasync(fd)
                 sync_directory(output)
             ledger = Ledger(path, fd)
-            earlier = [each for each in ledgers_in(output) if _read_into(ledger, each, common) and not (is_new and each == path)]
+            earlier = [each for each in ledgers_in(output) if _is_of(each, common) and not (is_new and each == path)]
             if not earlier and next(files_of_rows(output), None) is not None:
                 raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
+            # By time: of two lines about a row in two ledgers the later one counts.
+            for line, each in heapq.merge(*map(_lines_at, earlier), key=_time_of):
+                ledger.take(line, is_own=each == path)
         if os.pread(fd, 1, os.fstat(fd).st_size - 1) != b"\n":
             _write(fd, {})  # ends the line at which a run was killed
     return ledger
@@ -251,9 +279,9 @@ def differences(before: Any, now: dict[str, Any]) -> str:
     return ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys)
 
 
-def _lock(path: Path, fd: int) -> None:
+def _lock(path: Path, fd: int, division: Division) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if division.waits else fcntl.LOCK_NB))
     except BlockingIOError:
         remedy = "wait for its end, or divide the rows between the two with --world-size and --rank"
         raise InputError(f"{path} belongs to a run that is under way; {remedy}") from None
@@ -278,33 +306,40 @@ def _require_one_division(output: Path, world_size: int) -> None:
                 os.close(fd)
 
 
-def _read_into(ledger: Ledger, path: Path, common: dict[str, Any]) -> bool:
-    """Read a ledger of the directory. Return False if its run was killed in the first line.
+def _is_of(path: Path, common: dict[str, Any]) -> bool:
+    """Return True if a ledger belongs to the same requests; False if it has no whole line.
 
-    Raises InputError if it is of other requests or servers.
+    Raises InputError if it belongs to others.
+    """
+    header = next(read_lines(path), None)
+    if header is None:
+        return False
+    if header.get("ledger") != VERSION:
+        raise InputError(f"{path} does not begin as a ledger of this version does; {REMEDY}")
+    if changes := differences(header.get("request"), common["request"]):
+        raise InputError(f"{path.parent} holds rows of requests of another kind: {changes} ({path.name}); {REMEDY}")
+    return True
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a ledger, up to its present end, the header first. Raises OSError.
+
+    A ledger whose run was killed in the first line has none, and so has a ledger that is gone.
     """
     with suppress(FileNotFoundError), open(open_regular(path), "rb") as file:  # a run that was refused has removed it
-        first = file.readline(LONGEST_LINE)
-        if is_cut_short(first):
-            return False
-        header = parse_line(first)
-        if header.get("ledger") != VERSION:
-            raise InputError(f"{path} does not begin as a ledger of this version does; {REMEDY}")
-        if changes := differences(header.get("request"), common["request"]):
-            raise InputError(f"{path.parent} holds rows of requests of another kind: {changes} ({path.name}); {REMEDY}")
-        while text := file.readline(LONGEST_LINE):
-            line = parse_line(text)
-            if isinstance(server := line.get("server"), dict):
-                if ledger.server not in (None, server):
-                    changes = differences(ledger.server, server)
-                    raise InputError(f"{path.parent} holds rows of two servers: {changes} ({path.name}); {REMEDY}")
-                ledger.server = server
-            elif (known := row_line(line)) is not None:
-                ledger.finished.note(*known)
-                if path == ledger.path:
-                    ledger._own.note(*known)
-        return True
-    return False
+        left = os.fstat(file.fileno()).st_size
+        while left > 0 and not is_cut_short(text := file.readline(min(LONGEST_LINE, left))):
+            left -= len(text)
+            yield parse_line(text)
+
+
+def _lines_at(path: Path) -> Iterator[tuple[dict[str, Any], Path]]:
+    return ((line, path) for line in read_lines(path))
+
+
+def _time_of(line: tuple[dict[str, Any], Path]) -> float:
+    time_of_line = line[0].get("time")
+    return time_of_line if isinstance(time_of_line, int | float) else 0.0
 
 
 class RowLine(NamedTuple):

@@ -30,7 +30,7 @@ BOUNDS = {
 SAMPLING_BOUNDS: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "min_p": (0.0, 1.0), "repetition_penalty": (1e-3, 10.0),
 }
-RAY_BLOCK_ROWS = (1, 10**6)
+RAY_TASKS = (1, 4096)
 ORDERS = ("prefix", "given")
 # Consecutive rows that one rank does, because turns of a conversation follow each other.
 RANK_ROWS = 16
@@ -51,17 +51,17 @@ class RayCluster:
     Attributes:
         address: of the cluster, such as head:6379, or auto.
         label: key and value that nodes must have; None for any node.
-        block_rows: most rows of a task.
+        tasks: most tasks, each of which does a rank's rows.
     """
 
     address: str
     label: tuple[str, str] | None = None
-    block_rows: int = 512
+    tasks: int = 64
 
     def __post_init__(self) -> None:
-        least, most = RAY_BLOCK_ROWS
-        if not least <= self.block_rows <= most:
-            raise InputError(f"--ray-block-rows {self.block_rows}: give a whole number from {least} to {most}")
+        least, most = RAY_TASKS
+        if not least <= self.tasks <= most:
+            raise InputError(f"--ray-tasks {self.tasks}: give a whole number from {least} to {most}")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Options:
             of rows do not count.
         world_size, rank: this run does each world_size-th run of RANK_ROWS rows, from the rank-th.
         rank_source: variables of a launcher that the two are from; "" if there are none.
-        block: rows that this process does of those; None for all.
+        waits_for_lock: wait for another run of the same rank.
         ray: the cluster that does them; None to do them in this process.
         order: "prefix" to send rows with a common prefix one after the other, "given" as they are.
         include_output: store rows and text of generated tokens too.
@@ -149,7 +149,7 @@ class Options:
     world_size: int = 1
     rank: int = 0
     rank_source: str = ""
-    block: frozenset[int] | None = None
+    waits_for_lock: bool = False
     ray: RayCluster | None = None
     order: str = "prefix"
     include_output: bool = False
@@ -198,7 +198,7 @@ class Options:
 
     def is_ours(self, row: int) -> bool:
         """Return True if the row is one of this rank's."""
-        return row // RANK_ROWS % self.world_size == self.rank and (self.block is None or row in self.block)
+        return row // RANK_ROWS % self.world_size == self.rank
 
     def count_ours(self, rows: int) -> int:
         """Return how many of the first `rows` rows are this rank's."""

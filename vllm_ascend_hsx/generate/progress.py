@@ -42,8 +42,6 @@ class Outcome:
         left: files that servers were still writing at the end.
         stopped_by: what ended the run early, or None.
         endpoints: the servers.
-        blocks, blocks_again, nodes: on a cluster, the blocks of rows that ended, those of them that
-            were begun more than once, and the machines that did them.
     """
 
     total: int
@@ -63,9 +61,6 @@ class Outcome:
     left: list[Path] = field(default_factory=list)
     stopped_by: Exception | None = None
     endpoints: Sequence[Endpoint] = ()
-    blocks: int = 0
-    blocks_again: int = 0
-    nodes: int = 0
 
     @property
     def missing(self) -> int:
@@ -81,12 +76,16 @@ class Progress:
     Args:
         console: to write to.
         outcome: updated by the run.
+        beat: called at least every ten seconds.
         now: the clock, in seconds.
     """
 
-    def __init__(self, console: Console, outcome: Outcome, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, console: Console, outcome: Outcome, beat: Callable[[], None] = lambda: None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._console = console
         self._outcome = outcome
+        self._beat = beat
         self._now = now
         self._samples = deque([(now(), 0, 0, 0)])  # time, rows, tokens, bytes
         self._over = threading.Event()
@@ -131,8 +130,9 @@ class Progress:
 
     def _refresh(self) -> None:
         is_terminal = self._console.is_terminal
-        with suppress(OSError):
-            while not self._over.wait(1.0 if is_terminal else LINE_S):
+        while not self._over.wait(1.0 if is_terminal else LINE_S):
+            self._beat()
+            with suppress(OSError):  # as for `say`
                 if is_terminal:
                     completed = self._outcome.total - self._outcome.missing + self._outcome.failed
                     self._bar.update(self._task, completed=completed, description=self.line())
@@ -140,7 +140,7 @@ class Progress:
                     tell(self._console, self.line())
 
 
-def show(console: Console, outcome: Outcome, ledger: Path) -> None:
+def show(console: Console, outcome: Outcome, output: Path) -> None:
     """Print what became of the rows, what they took, and what went wrong."""
     seconds = outcome.seconds or 1.0
     lines = {
@@ -156,19 +156,17 @@ def show(console: Console, outcome: Outcome, ledger: Path) -> None:
         "size": f"{decimal(outcome.bytes)}, {decimal(round(outcome.bytes / seconds))}/s",
         "time": f"{duration(outcome.seconds)}, {outcome.done / seconds:,.1f} rows/s",
     }
-    if outcome.blocks:
-        lines["blocks"] = f"{outcome.blocks:,} on {outcome.nodes:,} nodes, {outcome.blocks_again:,} begun again"
     if len(outcome.endpoints) > 1:
         lines |= {each.url: f"{each.answered:,} answered, {each.failed:,} failed" for each in outcome.endpoints}
     table = Table(show_header=False)
     for line in lines.items():
         table.add_row(*line)
-    tell(console, str(ledger.parent))
+    tell(console, str(output))
     console.print(table, highlight=False)
     for row, reason in outcome.failures:
         tell(console, f"row {row}: {reason}", "red")
     if outcome.failed > len(outcome.failures):
-        tell(console, f"... and {outcome.failed - len(outcome.failures):,} more: {ledger}", "red")
+        tell(console, f"... and {outcome.failed - len(outcome.failures):,} more: see the ledger", "red")
     if removed := outcome.removed:
         rows = ", ".join(map(str, removed[:SHOWN_FAILURES])) + (", ..." if len(removed) > SHOWN_FAILURES else "")
         tell(console, f"{len(removed):,} finished rows were removed during the run: {rows}; run the same command again", "red")

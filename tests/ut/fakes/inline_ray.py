@@ -29,8 +29,8 @@ class InlineRay(ModuleType):
 
     Attributes:
         nodes_now: what `ray.nodes` answers; changed by tests.
-        lose: called with the number of a block, and of the attempt; True if its result is lost,
-            so that the task is done again.
+        lose: called with the number of a task, and of the attempt; True if its result is lost, so
+            that the task is done again.
         refuse: raised by `init`.
         asked: the options of each task.
     """
@@ -38,7 +38,7 @@ class InlineRay(ModuleType):
     def __init__(self) -> None:
         super().__init__("ray")
         self.nodes_now: list[dict[str, Any]] = [node("a"), node("b")]
-        self.lose: Callable[[int, int], bool] = lambda block, attempt: False
+        self.lose: Callable[[int, int], bool] = lambda task, attempt: False
         self.refuse: Exception | None = None
         self.asked: list[dict[str, Any]] = []
         self.most_at_once = 0
@@ -46,10 +46,9 @@ class InlineRay(ModuleType):
 
     def modules(self) -> dict[str, ModuleType]:
         """All modules to be put into sys.modules."""
-        exceptions, util, strategies = (ModuleType(f"ray.{name}") for name in ("exceptions", "util", "util.scheduling_strategies"))
+        exceptions = ModuleType("ray.exceptions")
         vars(exceptions).update(RayError=RayError, RayTaskError=RayTaskError)
-        vars(strategies).update(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
-        return {"ray": self, "ray.exceptions": exceptions, "ray.util": util, "ray.util.scheduling_strategies": strategies}
+        return {"ray": self, "ray.exceptions": exceptions}
 
     def init(self, address: str, **_: Any) -> None:
         if self.refuse is not None:
@@ -62,27 +61,26 @@ class InlineRay(ModuleType):
     def nodes(self) -> list[dict[str, Any]]:
         return self.nodes_now
 
-    def get_runtime_context(self) -> Any:
-        return SimpleNamespace(get_node_id=lambda: "here")
+    def put(self, value: Any) -> Any:
+        return value
 
     def remote(self, what: Any) -> Any:
         return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=lambda *given: self._call(what, options, given)))
 
     def _call(self, what: Any, options: dict[str, Any], given: tuple[Any, ...]) -> Any:
         assert options.keys() <= OPTIONS
-        if isinstance(what, type):
-            return _Actor(what(*given))
         self.asked.append(options)
+        number = len(self.asked)
         for attempt in range(options["max_retries"] + 1):
-            sent = pickle.loads(pickle.dumps(given[:2]))  # as to another machine
+            sent = pickle.loads(pickle.dumps(given))  # as to another machine
             try:
-                result = what(*sent, *given[2:])
+                result = what(*sent)
             except Exception as error:  # noqa: BLE001 (any error of a task is the caller's)
                 if attempt == options["max_retries"] or not isinstance(error, tuple(options["retry_exceptions"] or ())):
                     both = type("Both", (RayTaskError, type(error)), {})
                     return _Result(both(error))
                 continue
-            if not self.lose(sent[1].number, attempt):
+            if not self.lose(number, attempt):
                 return _Result(pickle.loads(pickle.dumps(result)))
         return _Result(RayError("the node of the task died"))
 
@@ -99,14 +97,6 @@ class InlineRay(ModuleType):
 class _Result:
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-class _Actor:
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *given: _Result(getattr(self._actor, name)(*given)))
 
 
 def node(name: str, **changes: Any) -> dict[str, Any]:

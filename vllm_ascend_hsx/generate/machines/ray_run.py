@@ -1,140 +1,169 @@
-"""Do the rows of a run as tasks of a Ray cluster, a block of rows each.
+"""Do the rows of a run on a Ray cluster: a task for each rank, placed and repeated by Ray.
 
-Ray places tasks, and does them again if a node dies. This process reads the dataset, and has the
-one ledger and the one progress display. A row that a lost task had finished is found by the next
-task, by its file.
+A task is a run with a ledger of its own, as on any machine. So a task goes on where a lost one has
+ended. This process checks the dataset, gives out the ranks and sums up their results.
 """
 
 from __future__ import annotations
 
+import io
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import islice
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from rich.console import Console
 
+from vllm_ascend_hsx.generate.dataset import Checked
 from vllm_ascend_hsx.generate.endpoints import Endpoint
 from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError
-from vllm_ascend_hsx.generate.ledger import REMEDY, differences
-from vllm_ascend_hsx.generate.machines.block import Block, BlockResult, do_block
+from vllm_ascend_hsx.generate.ledger import Division, ledger_name, open_ledger
+from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import RANK_ROWS, Options, RayCluster, read_endpoints
-from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome
-from vllm_ascend_hsx.generate.run import Job
+from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
+from vllm_ascend_hsx.generate.resume import resume
+from vllm_ascend_hsx.generate.run import Plan, do_here
+from vllm_ascend_hsx.protocol.files import open_regular
 
-# How often Ray does a block again that was lost with its node, or that failed.
+# How often Ray repeats a task that was lost with its node, or that failed there.
 RETRIES = 10
-# Blocks under way on each node, so that one goes on while another ends. They share --concurrency.
-BLOCKS_PER_NODE = 2
-POLL_S = 1.0  # until a node that has joined gets blocks
+# Tasks under way on each node, so that one goes on while another ends. They share --concurrency.
+TASKS_PER_NODE = 2
+POLL_S = 1.0  # until a node that has joined gets tasks
 CONNECT_S = 10.0
+_COUNTS = ("before", "done", "failed", "requests", "retries", "tokens", "bytes", "prompt_tokens", "reused")
 
 
-class Begun:
-    """An actor beside this process that knows where each block was begun."""
+class RankResult(NamedTuple):
+    """The result of a task.
 
-    def __init__(self) -> None:
-        self._nodes: dict[int, list[str]] = {}
+    Attributes:
+        outcome: of the rank's run.
+        messages: lines for the user.
+        refusal: why the run must end; "" if it need not.
+    """
 
-    def add(self, block: int, node: str) -> None:
-        self._nodes.setdefault(block, []).append(node)
-
-    def take(self, block: int) -> list[str]:
-        return self._nodes.pop(block, [])
+    outcome: Outcome
+    messages: list[str]
+    refusal: str
 
 
-def do_task(options: Options, block: Block, begun: Any) -> BlockResult:
-    """Do a block on a node; the function of the task."""
-    ray.get(begun.add.remote(block.number, socket.gethostname()))
-    return do_block(options, block)
+def do_rank(options: Options, checked: Checked, begin: bytes) -> RankResult:
+    """Do one rank's rows on a node; the function of a task.
+
+    Args:
+        options: of the rank.
+        checked: the dataset.
+        begin: of the ledger that the run has made. It shows that a node sees the same storage.
+
+    Raises:
+        RunError, OSError: the run cannot go on here.
+    """
+    messages = io.StringIO()
+    outcome = Outcome(0)
+    try:
+        _require_same_storage(options.output, begin)
+        plan = Plan(options, open_dataset(options), checked, Console(file=messages, width=10**6, no_color=True))
+        outcome = do_here(plan, signals=())
+        if outcome.stopped_by is not None:
+            raise outcome.stopped_by
+    except InputError as error:
+        outcome.stopped_by = None
+        return RankResult(outcome, messages.getvalue().splitlines(), str(error))
+    outcome.endpoints = [replace(each) for each in outcome.endpoints]
+    return RankResult(outcome, messages.getvalue().splitlines(), "")
+
+
+def _require_same_storage(output: Path, begin: bytes) -> None:
+    """Raise InputError if this machine has another output directory than the run."""
+    path = output / ledger_name(1, 0)
+    problem = "it has another one of that name"
+    try:
+        with open(open_regular(path), "rb") as file:
+            if file.read(len(begin)) == begin:
+                return
+    except OSError as error:
+        problem = error.strerror or str(error)
+    remedy = "mount the storage there, or name the nodes that have it with --ray-label KEY=VALUE"
+    raise InputError(f"{socket.gethostname()} does not see the run's {path} ({problem}); {remedy}")
 
 
 class RayRun:
     """One run on a cluster.
 
     Args:
-        job: the parts of the run; its options have `ray`.
+        plan: of the run; its options have `ray`.
+        begin: of the ledger that the run has made.
+
+    Attributes:
+        outcome: of the run.
     """
 
-    def __init__(self, job: Job) -> None:
-        assert job.options.ray is not None
-        self._job = job
-        self._cluster = job.options.ray
-        self._options = replace(job.options, concurrency=max(1, job.options.concurrency // BLOCKS_PER_NODE))
-        self._ledger, self._outcome = job.ledger, job.outcome
-        self._blocks = 0
-        self._nodes: set[str] = set()
+    def __init__(self, plan: Plan, begin: bytes) -> None:
+        assert plan.options.ray is not None
+        self.outcome = Outcome(len(plan.checked.identities) - len(plan.checked.bad), len(plan.checked.bad))
+        self._cluster = plan.options.ray
+        self._ranks = min(self._cluster.tasks, -(-len(plan.checked.identities) // RANK_ROWS))
+        concurrency = max(1, plan.options.concurrency // TASKS_PER_NODE)
+        self._options = replace(plan.options, ray=None, concurrency=concurrency, world_size=self._ranks, waits_for_lock=True)
+        self._plan = plan
+        self._begin = begin
+        self._progress = Progress(plan.console, self.outcome)
+        self._results = 0
         self._endpoints: dict[str, Endpoint] = {}
         self._said: set[str] = set()
 
     def run(self) -> None:
         """Do all rows. The outcome says what stopped the run."""
-        with _connected(self._cluster), _interrupts(self._outcome):
-            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-            self._begun = ray.remote(Begun).options(num_cpus=0, scheduling_strategy=here).remote()
-            self._task = ray.remote(do_task)
+        with _connected(self._cluster), _interrupts(self.outcome), self._progress:
             started = time.monotonic()
             try:
                 self._do()
             except RayTaskError as error:  # its text is a traceback, even where it is a RunError, too
-                self._outcome.stopped_by = _cause_of(error.cause)
+                self.outcome.stopped_by = _cause_of(error.cause)
             except (InputError, RunError) as error:
-                self._outcome.stopped_by = error
+                self.outcome.stopped_by = error
             except RayError as error:
-                self._outcome.stopped_by = RunError(f"Ray: {error}; what is done is kept: call again to go on")
+                self.outcome.stopped_by = RunError(f"Ray: {error}; what is done is kept: call again to go on")
             finally:
-                self._outcome.seconds = time.monotonic() - started
+                self.outcome.seconds = time.monotonic() - started
 
     def _do(self) -> None:
-        under_way: dict[Any, Block] = {}
-        while self._outcome.stopped_by is None:
-            while len(under_way) < self._room() and (block := self._next()) is not None:
-                under_way[self._submit(block)] = block
-            if not under_way:
-                return
+        checked = ray.put(self._plan.checked)
+        # A task of a few rows runs alone: the others must have the same server.
+        left: list[tuple[int, int | None]] = [(0, RANK_ROWS), *((rank, self._options.limit) for rank in range(self._ranks))]
+        under_way: dict[Any, int | None] = {}
+        while self.outcome.stopped_by is None and (left or under_way):
+            while left and self.outcome.stopped_by is None and len(under_way) < self._room():
+                rank, limit = left.pop(0)
+                under_way[self._submit(replace(self._current_options(), rank=rank, limit=limit), checked)] = limit
             for done in ray.wait(list(under_way), timeout=POLL_S)[0]:
-                self._end(under_way.pop(done), done)
+                del under_way[done]
+                self._end(ray.get(done))
 
-    def _submit(self, block: Block) -> Any:
-        """Have Ray do a block, again if its node dies, or if nothing works there."""
+    def _submit(self, options: Options, checked: Any) -> Any:
+        """Have Ray do a rank, again if its node dies, or if nothing works there."""
         placed: dict[str, Any] = {"num_cpus": 1, "scheduling_strategy": "SPREAD"}
         if self._cluster.label is not None:
             placed["label_selector"] = dict([self._cluster.label])
-        # The first block is a trial of the servers: what is wrong with them is told at once.
-        retried = [RunError, OSError] if block.server is not None else False
-        task = self._task.options(max_retries=RETRIES, retry_exceptions=retried, **placed)
-        return task.remote(self._current_options(), block, self._begun)
+        # Problems of the first task are reported at once: it is a trial of the servers.
+        retried = [RunError, OSError] if self._results else False
+        task = ray.remote(do_rank).options(max_retries=RETRIES, retry_exceptions=retried, **placed)
+        return task.remote(options, checked, self._begin)
 
     def _room(self) -> int:
-        """Return how many blocks may be under way."""
-        if self._ledger.server is None:
-            return 1  # the first block says which server the others must have
+        """Return how many tasks may be under way."""
         nodes = sum(_can_work(node, self._cluster.label) for node in ray.nodes())
         if not nodes:
-            self._say("no node of the cluster can take a block (1 CPU, --ray-label); waiting for one")
-        return max(1, BLOCKS_PER_NODE * nodes)
-
-    def _next(self) -> Block | None:
-        """Return the next block; None if there are no more rows."""
-        most = self._cluster.block_rows if self._ledger.server is not None else min(RANK_ROWS, self._cluster.block_rows)
-        rows = list(islice(self._job.rows, most))
-        if not rows:
-            return None
-        identities = {row.index: row.identity(self._options.request) for row in rows}
-        done = frozenset(row for row, identity in identities.items() if self._ledger.is_done(row, identity))
-        answers = self._job.answers
-        answered = frozenset(row for row, identity in identities.items() if answers is not None and answers.has(row, identity))
-        self._blocks += 1
-        with open(self._ledger.path, "rb") as file:
-            begin = file.readline()
-        return Block(self._blocks, rows, done, answered, self._ledger.server, self._ledger.path.absolute(), begin)
+            self._say("no node of the cluster can take a task (1 CPU, --ray-label); waiting for one")
+        return max(1, TASKS_PER_NODE * nodes) if self._results else 1
 
     def _current_options(self) -> Options:
         """Return the options with the servers that are listed now."""
@@ -145,59 +174,46 @@ class RayRun:
                 self._say(f"{error}; until then the servers that it listed last are used")
         return self._options
 
-    def _end(self, block: Block, task: Any) -> None:
-        """Log and count what became of a block. Raises InputError, RunError, RayError."""
-        result: BlockResult = ray.get(task)
-        begun = ray.get(self._begun.take.remote(block.number))
-        if len(begun) > 1:
-            self._outcome.blocks_again += 1
-            self._job.progress.say(f"{block} were begun {len(begun)} times ({', '.join(begun)}): the earlier tasks were lost or failed")
-        self._note_server(result)
-        for answer in result.answers:
-            assert self._job.answers is not None
-            self._job.answers.append(*answer)
-        for row, status, identity, facts in result.lines:
-            self._ledger.append(row, status, identity, **facts)
+    def _end(self, result: RankResult) -> None:
+        """Count the rows of a rank. Raises InputError: the run must end."""
         for text in result.messages:
             self._say(text)
-        self._count(result)
         if result.refusal:
             raise InputError(result.refusal)
-
-    def _note_server(self, result: BlockResult) -> None:
-        before, now = self._ledger.server, result.server
-        if now is None or now == before:
-            return
-        if before is not None:
-            changes = differences(before, now)
-            raise InputError(f"{result.node} has another server than the rows before: {changes}; serve the same there, or {REMEDY}")
-        self._ledger.note_server(now)
-
-    def _count(self, result: BlockResult) -> None:
-        ours, its = self._outcome, result.outcome
-        for name in ("before", "done", "failed", "requests", "retries", "tokens", "bytes", "prompt_tokens", "reused"):
-            setattr(ours, name, getattr(ours, name) + getattr(its, name))
-        ours.failures = [*ours.failures, *its.failures][:SHOWN_FAILURES]
-        ours.left += its.left
-        ours.blocks += 1
-        self._nodes.add(result.node)
-        ours.nodes = len(self._nodes)
-        for each in its.endpoints:
+        outcome = result.outcome
+        if not self._results:  # the task that has the rest of its rank finds its rows, and repeats the failed ones
+            outcome = replace(outcome, before=-outcome.done, failed=0, failures=[])
+        self._results += 1
+        for name in _COUNTS:
+            setattr(self.outcome, name, getattr(self.outcome, name) + getattr(outcome, name))
+        self.outcome.failures = [*self.outcome.failures, *outcome.failures][:SHOWN_FAILURES]
+        self.outcome.left += outcome.left
+        self.outcome.removed += outcome.removed
+        for each in outcome.endpoints:
             known = self._endpoints.setdefault(each.url, Endpoint(each.url))
             known.answered += each.answered
             known.failed += each.failed
-        ours.endpoints = list(self._endpoints.values())
+        self.outcome.endpoints = list(self._endpoints.values())
 
     def _say(self, text: str) -> None:
         """Print a line, once."""
         if text not in self._said:
             self._said.add(text)
-            self._job.progress.say(text)
+            self._progress.say(text)
 
 
-def do_on_ray(job: Job) -> None:
-    """Do the rows on the cluster that the options name."""
-    RayRun(job).run()
+def do_on_ray(plan: Plan) -> Outcome:
+    """Do the rows on the cluster that the options name. Raises InputError."""
+    options = plan.options
+    ledger = open_ledger(options.output, options.request, Division())
+    try:
+        resume(options, ledger, plan.checked, plan.console)  # ranks cannot rename files
+        with open(ledger.path, "rb") as file:
+            run = RayRun(plan, file.readline())
+    finally:
+        ledger.close()
+    run.run()
+    return run.outcome
 
 
 def _cause_of(cause: BaseException) -> RunError:
