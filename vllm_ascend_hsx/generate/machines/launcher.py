@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from vllm_ascend_hsx.generate.options import BOUNDS
@@ -47,14 +47,6 @@ class Place(NamedTuple):
     source: str = ""
 
 
-class _Variable(NamedTuple):
-    name: str
-    value: int
-
-    def __str__(self) -> str:
-        return f"{self.name}={self.value}"
-
-
 def place_of(world_size: int | None, rank: int | None, environment: Mapping[str, str]) -> Place:
     """Return a run's place.
 
@@ -68,37 +60,41 @@ def place_of(world_size: int | None, rank: int | None, environment: Mapping[str,
     ours = [each for each in LAUNCHERS if environment.get(each.rank) and (each.marker is None or environment.get(each.marker))]
     sources = []
     if rank is None and ours:
-        found = _agreed([_number(each.rank, environment, "rank") for each in ours])
-        rank = found.value
-        sources.append(found.name)
+        rank = _agreed("rank", [each.rank for each in ours], environment)
+        sources.append(ours[0].rank)
     if world_size is None and ours:
-        names = [next((name for name in each.world_size if environment.get(name)), None) for each in ours]
-        sizes = [_number(name, environment, "world_size") for name in names if name is not None]
-        if not sizes:
-            first = ours[0]
-            problem = f"is the rank of this process, and {first.world_size[-1]} does not say of how many"
-            raise UserError(first.rank, environment[first.rank], problem, "Give the number of processes with --world-size.")
-        found = _agreed(sizes)
-        world_size = found.value
-        sources.append(found.name)
-    place = Place(1 if world_size is None else world_size, rank or 0, ", ".join(sources))
+        names = [name for each in ours if (name := next(filter(environment.get, each.world_size), None)) is not None]
+        if not names:
+            raise UserError(
+                ours[0].rank,
+                environment[ours[0].rank],
+                f"is the rank of this process, and {ours[0].world_size[-1]} does not say of how many",
+                "Give the number of processes with --world-size.",
+            )
+        world_size = _agreed("world_size", names, environment)
+        sources.append(names[0])
+    place = Place(world_size or 1, rank or 0, ", ".join(sources))
     if sources and place.rank >= place.world_size:
-        name = sources[0] if sources[0] in {each.rank for each in ours} else "--rank"
-        problem = f"is not below the world size, {place.world_size}"
-        raise UserError(name, place.rank, problem, "Start as many processes as --world-size says, or give --rank, too.")
+        raise UserError(
+            sources[0] if sources[0] == ours[0].rank else "--rank",
+            place.rank,
+            f"is not below the world size, {place.world_size}",
+            "Start as many processes as --world-size says, or give --rank, too.",
+        )
     return place
 
 
-def _agreed(said: list[_Variable]) -> _Variable:
-    """Return what all launchers say. Raises UserError if they contradict each other."""
-    for other in said[1:]:
-        if other.value != said[0].value:
-            raise UserError(said[0].name, said[0].value, f"contradicts {other}: two launchers started this process", _REMEDY)
-    return said[0]
+def _agreed(option: str, names: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Return the number that all variables of these names have.
 
-
-def _number(name: str, environment: Mapping[str, str], option: str) -> _Variable:
-    text, (least, most) = environment[name], BOUNDS[option]
-    if not (text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
-        raise UserError(name, text, f"is not a whole number from {least} to {most}", _REMEDY)
-    return _Variable(name, int(text))
+    Raises:
+        UserError: one is no number within the option's bounds, or two contradict each other.
+    """
+    least, most = BOUNDS[option]
+    for name in names:
+        text = environment[name]
+        if not (text.isascii() and text.isdecimal() and len(text) < 10 and least <= int(text) <= most):
+            raise UserError(name, text, f"is not a whole number from {least} to {most}", _REMEDY)
+        if int(text) != (first := int(environment[names[0]])):
+            raise UserError(names[0], first, f"contradicts {name}={int(text)}: two launchers started this process", _REMEDY)
+    return first
