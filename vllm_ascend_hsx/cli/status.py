@@ -13,17 +13,21 @@ from rich.table import Table
 
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
 from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
-from vllm_ascend_hsx.generate.machines.status import WINDOW_S, Counts, Progress, Rank, Status, read_status
+from vllm_ascend_hsx.generate.ledger import State
+from vllm_ascend_hsx.generate.machines.status import WINDOW_S, Progress, read_status
 from vllm_ascend_hsx.generate.progress import duration
 from vllm_ascend_hsx.protocol.names import printable
+
+COUNTS = ("rows", "done", "made", "failed", "invalid", "remaining", "rows_per_s")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options of `hsx status`. Exits with code 2 and one line for an invalid one."""
     parser = Parser(
         prog="hsx status",
-        description="Shows how far runs of `hsx generate` have come: rows done, failed and remaining, and the rows per second of the last "
-        f"{WINDOW_S:.0f} seconds, of each rank and in total. It reads ledgers alone, and disturbs no run. "
+        description="Shows how far runs of `hsx generate` have come, by rank and in total: whether they run, wait, were stopped or have "
+        "finished, and rows done, made by this run, failed, invalid and remaining, with the rows per second of the last "
+        f"{WINDOW_S:.0f} seconds. It reads ledgers alone, and disturbs no run. "
         "Exit code: 0 all ledgers were read, 1 some were not, 2 none was.",
     )
     add = parser.add_argument
@@ -35,51 +39,42 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `hsx status` and return its exit code."""
     options = parse_arguments(sys.argv[1:] if argv is None else argv)
-    now = time.time()
-    status = read_status(options.directories, now)
+    runs, problems = read_status(options.directories, time.time())
+    total = Progress("all", **{name: sum(getattr(run, name) for run in runs) for name in COUNTS})
     if options.json:
-        print(json.dumps({**asdict(status), "total": asdict(status.total)}))
+        counts = {name: getattr(total, name) for name in COUNTS}
+        print(json.dumps({"runs": [asdict(run) for run in runs], "problems": problems, "total": counts}))
     else:
-        _show(make_console(), status, now)
-    for each in status.problems:
+        _show(make_console(), runs, total)
+    for each in problems:
         say(f"hsx status: {each['path']}: {each['problem']}", error=True)
-    return (1 if status.runs else 2) if status.problems else 0
+    if not runs:
+        say("hsx status: there is no ledger to read; name directories that were --output of `hsx generate`", error=True)
+    return 2 if not runs else 1 if problems else 0
 
 
-def _show(console: OneConsole, status: Status, now: float) -> None:
-    for run in status.runs:
-        others = sum(each.directory == run.directory for each in status.runs) > 1
-        dataset = f" (dataset {run.digest[:12]})" if others else ""
-        console.tell(f"{run.directory}{dataset}: {_line(run)}")
-        console.print(_table(run, now), highlight=False)
-    if len(status.runs) > 1:
-        console.tell(f"all: {_line(status.total)}")
+def _show(console: OneConsole, runs: Sequence[Progress], total: Progress) -> None:
+    for run in runs:
+        console.tell(f"{run.name}: {run.state}, {_line(run)}")
+        table = Table("ledger", "state", "done", "by this run", "failed", "invalid", "remaining", "rows/s")
+        for each in run.ranks:
+            numbers = (each.done, each.made, each.failed, each.invalid, each.remaining)
+            table.add_row(printable(each.name), each.state, *(f"{number:,}" for number in numbers), f"{each.rows_per_s:,.1f}")
+        console.print(table, highlight=False)
+        for each in run.ranks:
+            if each.reason:
+                console.tell(f"{each.name}: {each.state}: {each.reason}")
+    if len(runs) > 1:
+        console.tell(f"all: {_line(total)}")
 
 
-def _line(counts: Counts) -> str:
-    share = f" ({counts.done / counts.rows:.1%})" if counts.rows else ""
-    left = f"ETA {duration(counts.remaining / counts.rows_per_s)}" if counts.rows_per_s and counts.remaining else ""
+def _line(run: Progress) -> str:
     facts = [
-        f"{counts.done:,} of {counts.rows:,} rows{share}",
-        f"{counts.failed:,} failed",
-        f"{counts.remaining:,} remaining",
-        f"{_rate(counts)} rows/s",
-        *([left] if left else []),
+        f"{run.done:,} of {run.rows:,} rows done ({run.done / (run.rows or 1):.1%})",
+        f"{run.made:,} by this run",
+        *(f"{number:,} {name}" for number, name in ((run.failed, "failed"), (run.invalid, "invalid"), (run.remaining, "remaining"))),
+        f"{run.rows_per_s:,.1f} rows/s",
     ]
+    if run.rows_per_s and run.remaining and State.RUNNING.value in run.state:
+        facts.append(f"ETA {duration(run.remaining / run.rows_per_s)}")
     return ", ".join(facts)
-
-
-def _table(run: Progress, now: float) -> Table:
-    table = Table("rank", "done", "failed", "remaining", "rows/s", "last row", "ledger")
-    for each in run.ranks:
-        numbers = (f"{each.done:,}", f"{each.failed:,}", f"{each.remaining:,}", _rate(each))
-        table.add_row(f"{each.rank} of {each.world_size}", *numbers, _age(each, now), printable(each.ledger))
-    return table
-
-
-def _rate(counts: Counts) -> str:
-    return "?" if counts.rows_per_s is None else f"{counts.rows_per_s:,.1f}"
-
-
-def _age(rank: Rank, now: float) -> str:
-    return "?" if rank.last is None else f"{duration(max(now - rank.last, 0.0))} ago"

@@ -1,10 +1,12 @@
-"""`hsx status`: progress over all ranks' ledgers, whatever else is in the directory."""
+"""`hsx status`: state and progress of the last run, whatever else is in the directory."""
 
 from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,140 +18,237 @@ from hostile import DEEP, KINDS, plant_no_file, promptly
 
 from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.cli.status import parse_arguments
-from vllm_ascend_hsx.generate.machines.status import Rank, Status, read_status
+from vllm_ascend_hsx.generate.ledger import VERSION
+from vllm_ascend_hsx.generate.machines.status import Progress, read_status
 
 NOW = 1_000_000.0
-ODD_LINES = [DEEP, "[" * 100_000, "[1]", "1e400", '{"row":1e400}', '{"row":true,"status":"done"}', '{"row":0,"status":[]}',
-             '{"row":-1,"status":"done"}', '{"row":99999999999999999999,"status":"done"}',
-             '{"run":1}', '{"run":{"rows":-4}}', '{"row":1,"row":2,"status":"done"}', "\0"]  # fmt: skip
+ODD_ROWS = ['{"row":1e400', '{"row":true,"status":"done"', '{"row":0,"status":[]', '{"row":-1,"status":"done"', '{"row":39,"status":"lost"',
+            '{"row":99999999999999999999,"status":"done"', '{"row":1,"row":2,"status":"done"']  # fmt: skip
+ODD_LINES = [DEEP, "[" * 100_000, "[1]", "1e400", "\0", '{"row":1,"status":"done"}', *(f'{each},"identity":""}}' for each in ODD_ROWS),
+             '{"run":1}', '{"run":{"rows":-4}}', '{"run":{"rows":1e400}}', '{"run":{"rows":999999999999}}',
+             '{"state":[]}', '{"state":"lost"}']  # fmt: skip
+Line = dict[str, Any]
 
 
-def header(rank: int = 0, world_size: int = 1, rows: Any = 40, digest: str = "d") -> dict[str, Any]:
-    return {"ledger": 2, "dataset": {"rows": rows, "digest": digest}, "request": {}, "world_size": world_size, "rank": rank}
+def header(rank: int = 0, world_size: int = 1) -> Line:
+    return {"ledger": VERSION, "request": {}, "world_size": world_size, "rank": rank, "id": "0"}
 
 
-def row(number: int, status: str = "done", age: float | None = 10.0) -> dict[str, Any]:
-    return {"row": number, "status": status, **({} if age is None else {"time": NOW - age})}
+def begin(rows: int = 40, age: float = 3600) -> Line:
+    return {"run": {"rows": rows, "invalid": 0}, "time": NOW - age}
 
 
-def write(directory: Path, name: str, *lines: dict[str, Any] | str) -> None:
+def row(number: int, status: str = "done", age: float = 10.0) -> Line:
+    return {"row": number, "status": status, "identity": "0" * 32, "time": NOW - age}
+
+
+def state(name: str, reason: str | None = None, age: float = 10.0) -> Line:
+    return {"state": name, **({} if reason is None else {"reason": reason}), "time": NOW - age}
+
+
+def write(directory: Path, name: str, *lines: Line | str, age: float = 0.0) -> None:
+    """Write a ledger that was touched `age` seconds ago."""
     directory.mkdir(exist_ok=True)
     texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     (directory / name).write_text("".join(text + "\n" for text in texts))
+    os.utime(directory / name, (NOW - age, NOW - age))
 
 
-def read(*directories: Path) -> Status:
+def read(*directories: Path) -> tuple[list[Progress], list[dict[str, str]]]:
     return promptly(lambda: read_status(directories, NOW))
 
 
+def counts(progress: Progress) -> tuple[int, ...]:
+    """(rows, done, made, failed, invalid, remaining)."""
+    return progress.rows, progress.done, progress.made, progress.failed, progress.invalid, progress.remaining
+
+
+# What counts
+
+COUNTED: dict[str, tuple[list[Line | str], tuple[int, ...]]] = {
+    "begun": ([begin()], (40, 0, 0, 0, 0, 40)),
+    "one-of-each": ([begin(), row(0), row(1, "found"), row(2, "failed"), row(3, "invalid")], (40, 2, 1, 1, 1, 36)),
+    "failed-and-then-done": ([begin(), row(3, "failed"), row(3)], (40, 1, 1, 0, 0, 39)),
+    "done-twice": ([begin(), row(3), row(3)], (40, 1, 1, 0, 0, 39)),
+    "changed": ([begin(), row(3), row(3, "changed")], (40, 0, 0, 0, 0, 40)),
+    "changed-before-the-run": ([begin(), row(3), row(3, "changed"), begin()], (40, 0, 0, 0, 0, 40)),
+    "changed-and-done-again": ([begin(), row(3), row(3, "changed"), begin(), row(3)], (40, 1, 1, 0, 0, 39)),
+    "rows-of-an-earlier-run-are-done-and-not-made": ([begin(), row(3), row(4, "found"), begin(), row(5)], (40, 3, 1, 0, 0, 37)),
+    "what-failed-in-an-earlier-run-remains": ([begin(), row(3, "failed"), row(4, "invalid"), begin()], (40, 0, 0, 0, 0, 40)),
+    "rows-outside-of-the-limit": ([begin(), row(3), row(30), row(31, "failed"), begin(10)], (10, 1, 0, 0, 0, 9)),
+    "a-raised-limit": ([begin(), row(3), row(30), begin(10), begin(40), row(31)], (40, 3, 1, 0, 0, 37)),
+    "odd-lines": ([begin(), *ODD_LINES, row(3)], (40, 1, 1, 0, 0, 39)),
+    "half-a-line": ([begin(), row(3), '{"row":4,"status":"do'], (40, 1, 1, 0, 0, 39)),
+    "no-run": ([], (0, 0, 0, 0, 0, 0)),
+}
+
+
+@pytest.mark.parametrize(("lines", "counted"), COUNTED.values(), ids=COUNTED)
+def test_rows_count_by_their_last_line_and_by_the_run_that_wrote_it(
+    lines: list[Line | str], counted: tuple[int, ...], tmp_path: Path
+) -> None:
+    write(tmp_path, "ledger.jsonl", header(), *lines)
+    (run,), problems = read(tmp_path)
+    assert not problems and counts(run) == counted == counts(run.ranks[0])
+
+
+RATES: dict[str, tuple[list[Line], float]] = {
+    "a-minute": ([begin(), row(1, age=300), row(2, age=59), row(3, age=1)], 2 / 60),
+    "found-rows-are-no-speed": ([begin(), row(2, "found"), row(3)], 1 / 60),
+    "nor-are-those-of-an-earlier-run": ([begin(), row(2), begin(age=120), row(3)], 1 / 60),
+    "in-its-first-minute": ([begin(age=10), row(3), row(4)], 2 / 10),
+    "a-clock-that-is-ahead": ([begin(), row(3, age=-5000)], 1 / 60),
+    "times-that-are-none": ([{**begin(), "time": []}, {**row(3), "time": "x"}, {**row(4), "time": -1}], 0.0),
+}
+
+
+@pytest.mark.parametrize(("lines", "rate"), RATES.values(), ids=RATES)
+def test_the_rate_is_of_rows_made_in_the_last_minute(lines: list[Line], rate: float, tmp_path: Path) -> None:
+    write(tmp_path, "ledger.jsonl", header(), *lines)
+    (run,), _ = read(tmp_path)
+    assert run.rows_per_s == run.ranks[0].rows_per_s == pytest.approx(rate)
+
+
 def test_all_ranks_count_and_a_rank_without_a_ledger_remains(tmp_path: Path) -> None:
-    run = {"run": {"rows": 40}, "time": NOW - 3600}
-    write(tmp_path, "ledger-0-of-3.jsonl", header(0, 3), run, *(row(each, age=5) for each in range(12)), row(12, "failed"))
-    write(tmp_path, "ledger-1-of-3.jsonl", header(1, 3), run, row(16, age=300), row(17, "found", age=1))
-    (one,) = read(tmp_path).runs
-    assert (one.done, one.failed, one.remaining, one.rows) == (14, 1, 25, 40)
-    assert one.rows_per_s == pytest.approx(12 / 60)
-    assert one.ranks == [
-        Rank(12, 1, 3, 12 / 60, "ledger-0-of-3.jsonl", 0, 3, NOW - 10),  # found rows are no speed
-        Rank(2, 0, 14, 0.0, "ledger-1-of-3.jsonl", 1, 3, NOW - 1),
+    write(tmp_path, "ledger-0-of-3.jsonl", header(0, 3), begin(), *(row(each, age=5) for each in range(12)), row(12, "failed"))
+    write(tmp_path, "ledger-1-of-3.jsonl", header(1, 3), begin(), row(16, age=300), row(17, "found", age=1))
+    (run,), _ = read(tmp_path)
+    assert counts(run) == (40, 14, 13, 1, 0, 25) and run.rows_per_s == pytest.approx(12 / 60)
+    assert run.state == "2 running, 1 not begun"
+    assert [(each.name, *counts(each)) for each in run.ranks] == [
+        ("ledger-0-of-3.jsonl", 16, 12, 12, 1, 0, 3),
+        ("ledger-1-of-3.jsonl", 16, 2, 1, 0, 0, 14),
     ]
 
 
-SCENARIOS: dict[str, tuple[list[dict[str, Any] | str], tuple[int, int, int], float | None]] = {
-    "begun": ([header()], (0, 0, 40), None),
-    "failed-and-then-done": ([header(), row(3, "failed"), row(3)], (1, 0, 39), 1 / 60),
-    "done-twice": ([header(), row(3), row(3)], (1, 0, 39), 2 / 60),
-    "limit": ([header(), {"run": {"rows": 10}, "time": NOW - 90}, row(3)], (1, 0, 9), 1 / 60),
-    "limit-raised": ([header(), {"run": {"rows": 10}}, {"run": {"rows": 20}}, row(3)], (1, 0, 19), 1 / 60),
-    "of-an-earlier-version": ([header(), row(3, age=None)], (1, 0, 39), None),
-    "in-its-first-minute": ([header(), {"run": {"rows": 40}, "time": NOW - 10}, row(3), row(4)], (2, 0, 38), 2 / 10),
-    "clock-ahead": ([header(), row(3, age=-5000)], (1, 0, 39), 1 / 60),
-    "odd-lines": ([header(), *ODD_LINES, row(3)], (1, 0, 39), 1 / 60),
-    "half-a-line": ([header(), row(3), '{"row":4,"status":"do'], (1, 0, 39), 1 / 60),
+def test_ledgers_of_another_number_of_ranks_are_of_an_earlier_run(tmp_path: Path) -> None:
+    write(tmp_path, "ledger-0-of-2.jsonl", header(0, 2), begin(age=90), row(1), row(2, "changed"), row(0, "failed"))
+    write(tmp_path, "ledger.jsonl", header(), begin(age=900), row(1, "failed"), row(2), row(3), row(5, "failed"))
+    (run,), _ = read(tmp_path)
+    assert counts(run) == (40, 2, 1, 1, 0, 37)
+    assert [each.name for each in run.ranks] == ["ledger-0-of-2.jsonl"] and counts(run.ranks[0]) == (24, 2, 1, 1, 0, 21)
+
+
+# States
+
+STATES: dict[str, tuple[list[Line], float, str, str]] = {
+    "begun": ([begin()], 0, "running", ""),
+    "running": ([begin(), state("running"), row(3)], 59, "running", ""),
+    "waiting": ([begin(), state("waiting", "http://a does not answer")], 0, "waiting", "http://a does not answer"),
+    "running-again": ([begin(), state("waiting", "x"), state("running")], 0, "running", ""),
+    "stopped": ([begin(), state("stopped", "SIGINT")], 720, "stopped", "SIGINT"),
+    "finished": ([begin(), state("finished")], 720, "finished", ""),
+    "begun-again": ([begin(), state("stopped", "SIGINT"), begin()], 0, "running", ""),
+    "dead-while-it-ran": ([begin(), state("running")], 720, "stopped", "no sign of life for 0:12:00"),
+    "dead-while-it-waited": ([begin(), state("waiting", "x")], 61, "stopped", "no sign of life for 0:01:01"),
+    "a-clock-that-is-ahead": ([begin(), state("running")], -720, "running", ""),
+    "killed-before-it-began": ([], 720, "stopped", "no sign of life for 0:12:00"),
+    "a-reason-without-end": ([begin(), state("stopped", "x" * 10_000)], 0, "stopped", "x" * 300),
 }
 
 
-@pytest.mark.parametrize(("lines", "counts", "rate"), SCENARIOS.values(), ids=SCENARIOS)
-def test_what_a_ledger_says(lines: list[dict[str, Any] | str], counts: tuple[int, int, int], rate: float | None, tmp_path: Path) -> None:
-    write(tmp_path, "ledger.jsonl", *lines)
-    status = read(tmp_path)
-    (one,) = status.runs
-    assert not status.problems and (one.done, one.failed, one.remaining) == counts
-    assert one.rows_per_s == (rate if rate is None else pytest.approx(rate))
+@pytest.mark.parametrize(("lines", "age", "name", "reason"), STATES.values(), ids=STATES)
+def test_a_run_is_running_waiting_stopped_or_finished(lines: list[Line], age: float, name: str, reason: str, tmp_path: Path) -> None:
+    write(tmp_path, "ledger.jsonl", header(), *lines, age=age)
+    (run,), _ = read(tmp_path)
+    assert (run.state, run.ranks[0].state, run.ranks[0].reason) == (name, name, reason)
 
 
-def test_a_row_of_two_ledgers_counts_once_and_done_counts_more_than_failed(tmp_path: Path) -> None:
-    write(tmp_path, "ledger.jsonl", header(), row(3), row(4, "failed"), row(5, "failed"))
-    write(tmp_path, "ledger-0-of-2.jsonl", header(0, 2), row(3), row(4))
-    (one,) = read(tmp_path).runs
-    assert (one.done, one.failed, one.remaining) == (2, 1, 37)
+def test_the_state_of_a_run_of_several_ranks_says_how_many(tmp_path: Path) -> None:
+    write(tmp_path, "ledger-0-of-4.jsonl", header(0, 4), begin())
+    write(tmp_path, "ledger-1-of-4.jsonl", header(1, 4), begin(), state("waiting", "x"))
+    write(tmp_path, "ledger-3-of-4.jsonl", header(3, 4), begin())
+    (run,), _ = read(tmp_path)
+    assert run.state == "2 running, 1 waiting, 1 not begun"
 
 
-NO_LEDGERS: dict[str, tuple[str, str]] = {
-    "empty-object": ("{}\n", "rows is no number"),
-    "rows-without-end": (json.dumps(header(rows=10**18)) + "\n", "rows is no number from 1 to"),
-    "no-rows": (json.dumps(header(rows="x")) + "\n", "rows is no number"),
-    "no-rank": (json.dumps({**header(), "rank": 7}) + "\n", "rank is no number from 0 to 0"),
-    "deep": (DEEP + "\n", "rows is no number"),
-    "one-endless-line": ("x" * (3 << 20), "rows is no number"),
-    "zeros": ("\0" * 5000 + "\n", "rows is no number"),
+# What is no ledger
+
+NO_LEDGERS: dict[str, str] = {
+    "empty-object": "{}\n",
+    "another-version": json.dumps({**header(), "ledger": VERSION - 1}) + "\n",
+    "no-rank": json.dumps({**header(), "rank": 7}) + "\n",
+    "ranks-without-end": json.dumps({**header(), "world_size": 10**18}) + "\n",
+    "ranks-that-are-no-number": json.dumps({**header(), "world_size": "2", "rank": "0"}) + "\n",
+    "deep": DEEP + "\n",
+    "one-endless-line": "x" * (3 << 20),
+    "zeros": "\0" * 5000 + "\n",
 }
 
 
-@pytest.mark.parametrize(("content", "problem"), NO_LEDGERS.values(), ids=NO_LEDGERS)
-def test_what_is_no_ledger_costs_itself_alone(content: str, problem: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", NO_LEDGERS.values(), ids=NO_LEDGERS)
+def test_what_is_no_ledger_costs_itself_alone(content: str, tmp_path: Path) -> None:
     (tmp_path / "ledger-0-of-2.jsonl").write_text(content)
-    write(tmp_path, "ledger-1-of-2.jsonl", header(1, 2), row(16))
-    status = read(tmp_path)
-    assert [each.done for each in status.runs] == [1]
-    (told,) = status.problems
-    assert told["path"].endswith("ledger-0-of-2.jsonl") and problem in told["problem"]
+    write(tmp_path, "ledger-1-of-2.jsonl", header(1, 2), begin(), row(16))
+    (run,), (told,) = read(tmp_path)
+    assert run.done == 1
+    assert told == {
+        "path": str(tmp_path / "ledger-0-of-2.jsonl"),
+        "problem": f"its first line is not that of a ledger of version {VERSION}",
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_regular_file_costs_itself_alone(kind: str, tmp_path: Path) -> None:
     plant_no_file(tmp_path / "ledger-0-of-2.jsonl", kind)
-    write(tmp_path, "ledger-1-of-2.jsonl", header(1, 2), row(16))
-    status = read(tmp_path)
-    assert [each.done for each in status.runs] == [1] and len(status.problems) == 1
+    write(tmp_path, "ledger-1-of-2.jsonl", header(1, 2), begin(), row(16))
+    (run,), problems = read(tmp_path)
+    assert run.done == 1 and len(problems) == 1
 
 
-def test_a_ledger_of_another_dataset_is_another_run(tmp_path: Path) -> None:
-    write(tmp_path, "ledger-0-of-2.jsonl", header(0, 2, digest="e"), row(1))
-    write(tmp_path, "ledger-1-of-2.jsonl", header(1, 2), row(16), row(17))
-    status = read(tmp_path)
-    assert sorted((each.digest, each.done) for each in status.runs) == [("d", 2), ("e", 1)]
-    assert status.total.done == 3
+def test_runs_without_end_are_read_promptly(tmp_path: Path) -> None:
+    write(tmp_path, "ledger.jsonl", header(), *([begin(1 << 28), row((1 << 28) - 1)] * 2000))
+    (run,), _ = read(tmp_path)
+    assert (run.rows, run.done) == (1 << 28, 1)
 
 
 def test_a_locked_ledger_is_read_and_its_lock_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, "ledger.jsonl", header(), row(1))
+    write(tmp_path, "ledger.jsonl", header(), begin(), row(1))
     with open(tmp_path / "ledger.jsonl", "rb+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         monkeypatch.setattr(fcntl, "flock", None)
-        assert read(tmp_path).total.done == 1
+        assert read(tmp_path)[0][0].done == 1
 
 
 def test_a_ledger_whose_run_was_killed_in_its_first_line_says_nothing(tmp_path: Path) -> None:
-    (tmp_path / "ledger.jsonl").write_text('{"ledger":2,"data')
-    assert read(tmp_path) == Status()
+    (tmp_path / "ledger.jsonl").write_text(f'{{"ledger":{VERSION},"requ')
+    assert read(tmp_path) == ([], [])
 
 
-def test_the_command_shows_ranks_sums_and_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write(tmp_path / "a", "ledger.jsonl", header(), *map(row, range(10)))
-    write(tmp_path / "b", "ledger.jsonl", header(), row(3, "failed"))
+# The command
+
+
+def test_the_command_shows_ranks_sums_reasons_and_problems(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a", "ledger.jsonl", header(), begin(), *map(row, range(10)), state("stopped", "the disk is full\x1b[31m"))
+    write(tmp_path / "b", "ledger.jsonl", header(), begin(), row(3, "failed"), row(4, "invalid"), state("finished"))
     assert main(["status", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     printed = capsys.readouterr().out
-    assert f"{tmp_path}/a: 10 of 40 rows (25.0%), 0 failed, 30 remaining, 0.0 rows/s\n" in printed
-    assert "all: 10 of 80 rows (12.5%), 1 failed, 69 remaining" in printed and "│ 0 of 1 │ 10   │" in printed
+    line = f"{tmp_path}/a: stopped, 10 of 40 rows done (25.0%), 10 by this run, 0 failed, 0 invalid, 30 remaining, 0.0 rows/s\n"
+    assert line in printed and "ledger.jsonl: stopped: the disk is full\\x1b[31m\n" in printed
+    assert f"{tmp_path}/b: finished, 0 of 40 rows done" in printed
+    assert "all: 10 of 80 rows done (12.5%), 10 by this run, 1 failed, 1 invalid, 68 remaining" in printed
+    assert "│ ledger.jsonl │ stopped │ 10   │" in printed
     assert main(["status", "--json", str(tmp_path / "a"), str(tmp_path / "none")]) == 1
     printed, errors = capsys.readouterr()
     found = json.loads(printed)
-    assert (found["total"]["done"], found["runs"][0]["ranks"][0]["done"]) == (10, 10)
+    assert (found["total"]["done"], found["runs"][0]["ranks"][0]["done"], found["runs"][0]["ranks"][0]["state"]) == (10, 10, "stopped")
     assert f"hsx status: {tmp_path}/none: it cannot be read: No such file" in errors
-    (tmp_path / "empty").mkdir()
-    assert main(["status", str(tmp_path / "empty")]) == 2
-    assert "it has no ledger; name a directory that was --output" in capsys.readouterr().err
+
+
+def test_the_command_says_when_the_rows_will_be_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    now = time.time()
+    begun = {**begin(80), "time": now - 20}
+    write(tmp_path, "ledger.jsonl", header(), begun, *({**row(each), "time": now} for each in range(40)))
+    os.utime(tmp_path / "ledger.jsonl")
+    assert main(["status", str(tmp_path)]) == 0
+    assert " rows/s, ETA 0:00:2" in capsys.readouterr().out
+
+
+def test_a_directory_without_a_ledger_is_named_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 2
+    problem, remedy = capsys.readouterr().err.splitlines()
+    assert problem == f"hsx status: {tmp_path}/ledger.jsonl: it cannot be read: No such file or directory (ENOENT)"
+    assert remedy == "hsx status: there is no ledger to read; name directories that were --output of `hsx generate`"
 
 
 def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
@@ -159,18 +258,19 @@ def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
 
 
 def test_a_run_under_way_is_seen(bench: Bench) -> None:
-    seen: list[tuple[int, int]] = []
+    seen: list[Progress] = []
 
     def look(request: Seen, stage: str) -> None:
         if request.row == 15 and stage == "asked":
-            (one,) = read_status([bench.output]).runs
-            seen.append((one.done, one.rows))
+            seen.extend(read_status([bench.output], time.time())[0])
 
     bench.server.at = look
     code, printed = bench.run("--limit", 18, records=20)
     assert code == 0, printed
     # Another request may end before this one is answered.
-    assert seen and 13 <= seen[0][0] <= 16 and seen[0][1] == 18
-    (one,) = read_status([bench.output]).runs
-    assert (one.done, one.failed, one.remaining) == (18, 0, 0)
-    assert one.rows_per_s is not None and one.rows_per_s > 0
+    assert seen[0].state == "running" and 13 <= seen[0].made <= 16 and seen[0].rows == 18
+    (run,), _ = read_status([bench.output], time.time())
+    assert run.state == "finished" and counts(run) == (18, 18, 18, 0, 0, 0) and run.rows_per_s > 0
+    code, printed = bench.run("--limit", 18, records=20)
+    (run,), _ = read_status([bench.output], time.time())
+    assert code == 0 and counts(run) == (18, 18, 0, 0, 0, 0), "found, not made"
