@@ -39,8 +39,9 @@ _LONGEST_REASON = 300  # characters
 _MOST_ROWS = 1 << 28  # a byte for each is kept
 # A row's state is the index of its last line's status. 0 is also that of rows without a line.
 _STATUSES = (Status.CHANGED, Status.FOUND, Status.DONE, Status.FAILED, Status.INVALID)
+FOUND, MADE = 1, 2
 # The state after a line of an earlier run: rows that failed there are tried again.
-_EARLIER = np.array([0, 1, 1, 0, 0], np.uint8)
+_EARLIER = np.array([0, FOUND, FOUND, 0, 0], np.uint8)
 
 
 @dataclass
@@ -88,17 +89,19 @@ def read_status(directories: Sequence[Path], now: float) -> tuple[list[Progress]
         The last run of each directory. Directories and ledgers ("path") that cannot be read, with
         the reason ("problem").
     """
-    runs: list[Progress] = []
     problems: list[dict[str, str]] = []
-    for directory in directories:
-        ledgers: list[_Ledger] = []
-        with _noted(problems, directory):
-            for path in ledgers_in(directory) or [directory / ledger_name(1, 0)]:  # the latter cannot be read
-                with _noted(problems, path):
-                    ledgers.append(_Ledger(path, now))
-        if ledgers:
-            runs.append(_last_run(str(directory), ledgers))
-    return runs, problems
+    found = [(directory, read_ledgers(directory, now, problems)) for directory in directories]
+    return [_last_run(str(directory), ledgers) for directory, ledgers in found if ledgers], problems
+
+
+def read_ledgers(directory: Path, now: float, problems: list[dict[str, str]]) -> list[LedgerLines]:
+    """Return the ledgers in a directory by the time of their last run. Adds to the problems."""
+    ledgers: list[LedgerLines] = []
+    with _noted(problems, directory):
+        for path in ledgers_in(directory) or [directory / ledger_name(1, 0)]:  # the latter cannot be read
+            with _noted(problems, path):
+                ledgers.append(LedgerLines(path, now))
+    return sorted(ledgers, key=lambda each: (each.begun, each.rank))
 
 
 @contextmanager
@@ -121,8 +124,8 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield parse_line(text)
 
 
-class _Ledger:
-    """One ledger.
+class LedgerLines:
+    """One ledger, read.
 
     Args:
         path: of the file.
@@ -133,7 +136,9 @@ class _Ledger:
         rank, size: of its runs, and the number of all ranks.
         rows, begun: of the last run: rows of all ranks together, and its time.
         state, reason: of the last run.
-        lines: row, state and time of each line about a row.
+        numbers, codes, marks, times: of the lines about rows: the row, its state, the first 48 bits
+            of its identity, and the time.
+        tokens, bytes: of the same lines: size of the row's file; 0 if they do not tell.
         rate: rows made per second, of the last `WINDOW_S` seconds.
 
     Raises:
@@ -153,26 +158,25 @@ class _Ledger:
             run, at = line.get("run"), line.get("time", 0)
             at = min(at, now) if type(at) in (int, float) and at > 0 else 0.0
             if (known := row_line(line)) is not None:
-                read.extend((known.row, _STATUSES.index(known.status), at))
+                sizes = [each if type(each) is int and 0 < each < 1 << 53 else 0 for each in (line.get("tokens"), line.get("bytes"))]
+                read.extend((known.row, _STATUSES.index(known.status), int(known.identity[:12] or "0", 16), at, *sizes))
             elif isinstance(run, dict) and type(rows := run.get("rows")) is int and 0 < rows <= _MOST_ROWS:
-                self.rows, self.begun, self.state, self.reason, earlier = rows, at, State.RUNNING.value, "", len(read) // 3
+                self.rows, self.begun, self.state, self.reason, earlier = rows, at, State.RUNNING.value, "", len(read) // 6
             elif line.get("state") in list(State):
                 self.state, self.reason = line["state"], str(line.get("reason", ""))[:_LONGEST_REASON]
-        self.lines = np.array(read).reshape(-1, 3)
-        self.lines[:earlier, 1] = _EARLIER[self.lines[:earlier, 1].astype(np.intp)]
-        is_new = (self.lines[:, 1] == _STATUSES.index(Status.DONE)) & (self.lines[:, 2] > now - WINDOW_S)
-        self.rate = np.count_nonzero(is_new) / max(min(now - self.begun, WINDOW_S), 1.0)
+        self.numbers, self.codes, self.marks, self.times, self.tokens, self.bytes = np.array(read).reshape(-1, 6).T
+        self.codes[:earlier] = _EARLIER[self.codes[:earlier].astype(np.intp)]
+        self.rate = np.count_nonzero(self.times[self.codes == MADE] > now - WINDOW_S) / max(min(now - self.begun, WINDOW_S), 1.0)
         if self.state in (State.RUNNING, State.WAITING) and (silence := now - os.stat(path).st_mtime) > WINDOW_S:
             self.state, self.reason = State.STOPPED.value, f"no sign of life for {duration(silence)}"
 
 
-def _last_run(directory: str, ledgers: list[_Ledger]) -> Progress:
+def _last_run(directory: str, ledgers: list[LedgerLines]) -> Progress:
     """Return the last run of a directory, out of all its ledgers."""
-    ledgers = sorted(ledgers, key=lambda each: (each.begun, each.rank))
     rows, size = ledgers[-1].rows, ledgers[-1].size
     states = np.zeros((-(-rows // (RANK_ROWS * size)), size, RANK_ROWS), np.uint8)
     for each in ledgers:  # in this order, so that a row's last line counts
-        numbers, codes, _ = each.lines[each.lines[:, 0] < rows].T.astype(np.intp)
+        numbers, codes = np.array((each.numbers, each.codes), np.intp)[:, each.numbers < rows]
         states.reshape(-1)[numbers] = codes if each.size == size else _EARLIER[codes]
     ranks = [
         Progress(each.name, each.state, each.reason, *_counts(states[:, each.rank], rows_of_rank(rows, size, each.rank)), each.rate)
