@@ -55,7 +55,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     ring = "pinned_ring_bytes, a power of two (default: 256MiB, or with --tp what the slots would hold without and 32MiB)"
     ours.add_argument("--ring", type=size, metavar="SIZE", help=ring)
     files = parser.add_argument_group("files")
-    files.add_argument("--prompt-tokens", type=count, default=2048, metavar="N", help="length of a prompt (default: 2048)")
+    files.add_argument("--prompts", type=count, default=1000, metavar="N", help="number of prompts (default: 1000)")
+    tokens = "mean length of a prompt (default: 2048)"
+    files.add_argument("--tokens", "--prompt-tokens", type=count, default=2048, dest="prompt_tokens", metavar="N", help=tokens)
     files.add_argument("--prefill-speed", type=speed, default=10_000.0, metavar="N", help="tokens/s of the whole server (default: 10000)")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON; sizes are in bytes")
     return parser.parse_args(argv)
@@ -89,6 +91,7 @@ def plan(options: argparse.Namespace) -> Plan:
             kv_bytes=options.kv_memory,
             staging_slots=options.staging_slots,
             ring_bytes=options.ring,
+            prompts=options.prompts,
             prompt_tokens=options.prompt_tokens,
             prefill_speed=options.prefill_speed,
             quantization=options.quantization,
@@ -119,6 +122,7 @@ def show(console: OneConsole, result: Plan) -> None:
     costs = Table(show_header=False, box=None, pad_edge=False)
     for row in (
         ("hidden states of a token", f"{result.row_bytes:,} bytes", f"{len(request.layer_ids)} layers x {shape.hidden_size:,} elements"),
+        ("... in a file", f"{result.stored_bytes:,} bytes", f"with the token's id{stored}; `hsx generate --bytes-per-token`"),
         ("staging", _mib(result.staging_bytes), f"per NPU: {request.staging_slots} slots of {result.slot_rows:,} tokens"),
         *([waiting] if result.waiting_bytes else ()),
         *([turning_back] if request.rotated else ()),
@@ -126,7 +130,12 @@ def show(console: OneConsole, result: Plan) -> None:
         ("KV cache that is kept", _percent(result.kept), f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: {taken} taken from it"),
         ("... at least", _percent(result.kept_at_least), "if the collected layers are taken from it, too"),
         ("pinned ring", _mib(result.ring_bytes), "of host memory, per NPU"),
-        ("files of 1,000 prompts", f"{result.prompts_bytes / 2**30:.2f} GiB", f"of {request.prompt_tokens:,} tokens each{stored}"),
+        (
+            f"files of {request.prompts:,} prompts",
+            f"{result.prompts_bytes / 2**30:,.2f} GiB",
+            f"of {request.prompt_tokens:,} tokens each{stored}",
+        ),
+        ("their prefill", f"{result.prompts_seconds / 3600:,.1f} hours", f"at {speed_text} tokens/s of prefill"),
         ("write bandwidth", f"{rate:,.1f} MiB/s", f"at {speed_text} tokens/s of prefill; {rate / result.num_npus:,.1f} MiB/s per NPU"),
     ):
         costs.add_row(*row)

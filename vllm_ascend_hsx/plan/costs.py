@@ -13,7 +13,6 @@ from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.target import validate_layer_ids
 
-PROMPTS = 1000
 _SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _REQUEST_ID = "cmpl-" + 40 * "0"  # as long as the API server's ids, which the header contains
 
@@ -29,7 +28,8 @@ class Request:
         max_num_batched_tokens: most tokens of one step.
         kv_bytes: an NPU's memory for the KV cache, without extraction.
         staging_slots, ring_bytes: the connector's options, per NPU; None for the default.
-        prompt_tokens: length of a prompt, for the size of its file.
+        prompts: number of prompts, for the size of their files.
+        prompt_tokens: mean length of a prompt.
         prefill_speed: tokens per second of the whole server.
         quantization: format of stored rows. NPU and host memory hold the model's values.
         rotated: whether the weights are rotated (QuaRot), and rows are turned back.
@@ -43,6 +43,7 @@ class Request:
     kv_bytes: int
     staging_slots: int
     ring_bytes: int | None
+    prompts: int
     prompt_tokens: int
     prefill_speed: float
     quantization: Literal["none", "fp8"] = "none"
@@ -71,7 +72,9 @@ class Plan:
         ring_bytes: pinned host memory.
         kept: share of the KV cache's memory that remains.
         kept_at_least: the same if the extracted layers take their memory from it in full.
-        prompts_bytes: files of 1,000 prompts.
+        stored_bytes: of one token in a file: hidden states as they are stored, and the token's id.
+        prompts_bytes: files of all prompts.
+        prompts_seconds: time of all prompts, at the given prefill speed.
         write_bytes_per_second: of all NPUs, at the given prefill speed.
     """
 
@@ -86,7 +89,9 @@ class Plan:
     ring_bytes: int
     kept: float
     kept_at_least: float
+    stored_bytes: int
     prompts_bytes: int
+    prompts_seconds: float
     write_bytes_per_second: float
 
     @property
@@ -102,7 +107,7 @@ def make_plan(request: Request) -> Plan:
     """
     shape, ids, step = request.shape, request.layer_ids, request.max_num_batched_tokens
     file = FileLayout(_row_format(request), _REQUEST_ID)
-    row_bytes = len(ids) * shape.layer_bytes
+    row_bytes, stored_bytes = len(ids) * shape.layer_bytes, file.file_size(1) - file.file_size(0)
     rows = slot_rows(step, request.tensor_parallel)
     staging = request.staging_slots * rows * row_bytes
     collected = sum(layer_id < shape.num_layers for layer_id in ids) * step * shape.layer_bytes
@@ -125,8 +130,10 @@ def make_plan(request: Request) -> Plan:
         ring_bytes=_pinned_ring(request, row_bytes),
         kept=1 - taken / request.kv_bytes,
         kept_at_least=max(0.0, 1 - (taken + collected) / request.kv_bytes),
-        prompts_bytes=PROMPTS * file.file_size(request.prompt_tokens),
-        write_bytes_per_second=request.prefill_speed * (file.file_size(1) - file.file_size(0)),
+        stored_bytes=stored_bytes,
+        prompts_bytes=request.prompts * file.file_size(request.prompt_tokens),
+        prompts_seconds=request.prompts * request.prompt_tokens / request.prefill_speed,
+        write_bytes_per_second=request.prefill_speed * stored_bytes,
     )
 
 

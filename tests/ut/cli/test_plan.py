@@ -32,6 +32,7 @@ REQUEST = Request(
     kv_bytes=1 << 20,
     staging_slots=2,
     ring_bytes=64 << 10,
+    prompts=1000,
     prompt_tokens=100,
     prefill_speed=500.0,
 )
@@ -72,8 +73,16 @@ def test_a_plan_by_hand() -> None:
     assert result.kept_at_least == 1 - (98304 + 32768) / (1 << 20) == 0.875
     assert result.ring_bytes == 64 << 10
     # A page for the header, and a token id of 8 bytes with each row.
+    assert result.stored_bytes == 384 + 8
     assert result.prompts_bytes == 1000 * (4096 + 100 * (384 + 8))
+    assert result.prompts_seconds == 1000 * 100 / 500
     assert result.write_bytes_per_second == 500 * (384 + 8)
+
+
+def test_files_and_time_are_those_of_the_given_number_of_prompts() -> None:
+    few, many = make_plan(REQUEST), make_plan(replace(REQUEST, prompts=3000))
+    assert (many.prompts_bytes, many.prompts_seconds) == (3 * few.prompts_bytes, 3 * few.prompts_seconds)
+    assert replace(many, request=REQUEST, prompts_bytes=few.prompts_bytes, prompts_seconds=few.prompts_seconds) == few
 
 
 def test_turning_rows_back_takes_the_rotation_and_two_buffers() -> None:
@@ -176,6 +185,7 @@ def test_every_preset_keeps_99_percent_with_staging(name: str, row_bytes: int, s
 def test_rows_of_float8_take_half_the_disk_and_as_much_memory_as_others() -> None:
     plain, quantised = run("minimax-m2", "--prompt-tokens", "2048"), run("minimax-m2", "--prompt-tokens", "2048", "--quantization", "fp8")
     header = 4096
+    assert (plain.stored_bytes, quantised.stored_bytes) == (24576 + 8, 24576 // 2 + 8 + 4)
     assert plain.prompts_bytes == 1000 * (header + 2048 * (24576 + 8))
     assert quantised.prompts_bytes == 1000 * (header + 2048 * (24576 // 2 + 8 + 4)), "a token's id, and its scale"
     assert quantised.write_bytes_per_second / plain.write_bytes_per_second == pytest.approx(12300 / 24584)
@@ -325,6 +335,16 @@ def test_the_table_holds_the_plan(name: str, capsys: pytest.CaptureFixture[str])
     assert f"{result.row_bytes:,} bytes" in output
     for number in (result.staging_bytes, result.collected_bytes, result.ring_bytes):
         assert f" {number / 2**20:,.1f} MiB " in output
+
+
+@pytest.mark.parametrize("tokens", ["--tokens", "--prompt-tokens"])
+def test_the_table_says_what_a_token_takes_and_what_all_prompts_take(tokens: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["minimax-m2", "--prompts", "100000", tokens, "4096", "--prefill-speed", "20000"]) == 0
+    printed = capsys.readouterr().out
+    assert "hidden states of a token  24,576 bytes " in printed
+    assert "... in a file             24,584 bytes  with the token's id; `hsx generate --bytes-per-token`" in printed
+    assert "files of 100,000 prompts  9,378.43 GiB  of 4,096 tokens each" in printed
+    assert "their prefill             5.7 hours     at 20,000 tokens/s of prefill" in printed
 
 
 def test_what_is_kept_is_rounded_down(capsys: pytest.CaptureFixture[str]) -> None:
