@@ -77,7 +77,7 @@ def space_problem(options: Options, outcome: Outcome) -> str | None:
 
 
 def free_space(directory: Path) -> int:
-    """Return the free bytes for a directory, which need not exist yet. Raises OSError."""
+    """Return the free bytes for a directory that need not exist yet. Raises OSError."""
     return shutil.disk_usage(next(each for each in (directory, *directory.absolute().parents) if each.exists())).free
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import threading
 from array import array
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from documents import blocks
 from rich.console import Console
 
+from vllm_ascend_hsx.cli import generate
 from vllm_ascend_hsx.generate.dataset import BadRow, Checked
 from vllm_ascend_hsx.generate.ledger import VERSION
 from vllm_ascend_hsx.generate.options import Options
@@ -272,3 +275,10 @@ def test_free_space_is_that_of_the_nearest_directory_that_exists(tmp_path: Path,
     monkeypatch.chdir(tmp_path)
     assert (free_space(tmp_path / "a" / "b"), free_space(Path("c") / "d"), free_space(Path())) == (7, 7, 7)
     assert asked == [tmp_path, tmp_path, Path()]
+
+
+def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
+    (command,) = blocks("generate.md", "dry-run")
+    words = shlex.split(command)
+    options = generate.parse_arguments(words[2:])
+    assert words[:2] == ["hsx", "generate"] and options.dry_run and (options.bytes_per_token, options.rate) == (24_584, 20_000)
