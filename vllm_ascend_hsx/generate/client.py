@@ -99,7 +99,7 @@ class Client:
             RequestError: the server cannot be reached, or is not ready.
             InputError: the server does not serve that model.
         """
-        answer = await self._exchange(url, "models", None)
+        answer = await self._exchange(url, "v1/models", None)
         try:
             names = ["" + model["id"] for model in answer["data"]]  # a TypeError for anything but a text
         except (KeyError, TypeError):
@@ -135,17 +135,17 @@ class Client:
         }
         if "seed" in body:  # the same for all rows would give all of them the same random numbers
             body["seed"] = (body["seed"] + int(identity[:15], 16)) % 2**63
-        answer = _read(url, await self.post(url, row.endpoint, body), row, path)
+        answer = _read(url, await self.post(url, f"v1/{row.endpoint}", body), row, path)
         if not options.include_output:
             return answer._replace(expected=Expected(answer.expected.prompt, []))
         return answer
 
     async def post(self, url: str, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request to `{url}/v1/{path}`, and return the parsed answer. Raises like `ask`."""
+        """Send a request to `{url}/{path}`, and return the parsed answer. Raises like `ask`."""
         return await self._exchange(url, path, body)
 
     async def _exchange(self, url: str, path: str, body: Mapping[str, Any] | None) -> Any:
-        where, seconds = f"{url}/v1/{path}", self._options.request_timeout
+        where, seconds = f"{url}/{path}", self._options.request_timeout
         try:
             request = self._openai.get(where, cast_to=object) if body is None else self._openai.post(where, cast_to=object, body=body)
             answer = await asyncio.wait_for(request, seconds)  # of the whole answer

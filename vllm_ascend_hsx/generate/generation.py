@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.order import BLOCK_ROWS, RowOrder, Turn
 from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
 from vllm_ascend_hsx.generate.rows import Row
+from vllm_ascend_hsx.generate.show import second_bos
 from vllm_ascend_hsx.reader.check import Examination, Expected
 
 T = TypeVar("T")
@@ -93,6 +95,7 @@ class Generation:
         self._row_ended = asyncio.Event()
         self._errors_in_a_row = 0
         self._is_waiting = False
+        self._knows_bos = False
         self._waits: set[asyncio.Future[Any]] = set()  # cancelled when the run is stopped
         self._requests: set[asyncio.Future[Any]] = set()  # cancelled some time later
         self._asked: set[int] = set()  # rows requested, neither done nor failed
@@ -248,6 +251,7 @@ class Generation:
             request = self._client.ask(endpoint.url, endpoint.model, work.row, path, work.identity)
             work.answer = await self._unless_stopped(request, self._requests)
             work.expected = work.answer.expected
+            await self._note_second_bos(work, endpoint.url, endpoint.model)
             return await self._in_pool(self._check, work)
         except RequestError as error:
             if error.failure is Failure.UNREACHED:
@@ -256,6 +260,15 @@ class Generation:
                 self._spare(work, endpoint)
             self._raise_permanent(endpoint, error)
             raise
+
+    async def _note_second_bos(self, work: Work, url: str, model: str) -> None:
+        """Say once that a text which a chat template has rendered got another BOS token."""
+        text, prompt = work.row.content, work.expected.prompt
+        if isinstance(text, str) and prompt is not None and not self._knows_bos:
+            self._knows_bos = True
+            with suppress(RequestError, InputError):  # the server does not decode tokens
+                if note := await self._unless_stopped(second_bos(self._client, url, model, text, prompt)):
+                    self.progress.say(note)
 
     def _spare(self, work: Work, endpoint: Endpoint) -> None:
         """Do not count an attempt that was a trial of its endpoint, if another one may be well.

@@ -311,7 +311,9 @@ def _is_of(path: Path, common: dict[str, Any]) -> bool:
 
     Raises InputError if it belongs to others.
     """
-    header = next(read_lines(path), None)
+    header = None
+    with suppress(FileNotFoundError):  # a run that was refused has removed it
+        header = next(read_lines(path), None)
     if header is None:
         return False
     if header.get("ledger") != VERSION:
@@ -324,9 +326,9 @@ def _is_of(path: Path, common: dict[str, Any]) -> bool:
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a ledger, up to its present end, the header first. Raises OSError.
 
-    A ledger whose run was killed in the first line has none, and so has a ledger that is gone.
+    A ledger whose run was killed in the first line has none.
     """
-    with suppress(FileNotFoundError), open(open_regular(path), "rb") as file:  # a run that was refused has removed it
+    with open(open_regular(path), "rb") as file:
         left = os.fstat(file.fileno()).st_size
         while left > 0 and not is_cut_short(text := file.readline(min(LONGEST_LINE, left))):
             left -= len(text)

@@ -6,11 +6,13 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
+from vllm_ascend_hsx.generate.answers import DATASET, Answers, write_dataset
 from vllm_ascend_hsx.generate.client import check_url
 from vllm_ascend_hsx.generate.dataset import Checked, Dataset
 from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError
@@ -20,6 +22,8 @@ from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.progress import Outcome, Progress, show, tell
 from vllm_ascend_hsx.generate.resume import resume
+from vllm_ascend_hsx.generate.show import show_rows
+from vllm_ascend_hsx.generate.sizes import show_sizes, space_problem
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.names import printable
 from vllm_ascend_hsx.reader.load import is_decided
@@ -56,17 +60,28 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
         InputError: the output directory cannot be used.
     """
     options, dataset, checked, console = plan
-    ledger = open_ledger(options.output, options.request, Division(options.world_size, options.rank, options.waits_for_lock))
+    division = Division(options.world_size, options.rank, options.waits_for_lock)
+    ledger = open_ledger(options.output, options.request, division)
+    answers = None
     invalid = [each for each in checked.bad if options.is_ours(each.index)]
     outcome = Outcome(options.count_ours(len(checked.identities)) - len(invalid), len(invalid))
+    problems: list[str] = []
+
+    def beat() -> None:
+        ledger.beat()
+        if not problems and (problem := space_problem(options, outcome)) is not None:
+            problems.append(problem)
+            tell(console, problem, "yellow")
+
     try:
         resume(options, ledger, checked, console)
         ledger.note_run(len(checked.identities), len(checked.bad))
         for each in invalid:
             ledger.append(each.index, Status.INVALID, "", error=each.problem)
-        with Progress(console, outcome, beat=ledger.beat) as progress:
+        answers = Answers(options.output, division) if options.include_output else None
+        with Progress(console, outcome, beat) as progress:
             rows = dataset.rows(options.is_wanted)
-            asyncio.run(_run_until_signal(Generation(options, rows, ledger, None, outcome, progress), signals))
+            asyncio.run(_run_until_signal(Generation(options, rows, ledger, answers, outcome, progress), signals))
         if outcome.stopped_by is None:
             _note_removed(options, ledger, outcome, checked)
         ledger.note_state(State.FINISHED if outcome.stopped_by is None else State.STOPPED, _reason(outcome.stopped_by))
@@ -74,6 +89,8 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
         outcome.stopped_by = error
     finally:
         ledger.close()
+        if answers is not None:
+            answers.close()
     return outcome
 
 
@@ -98,7 +115,16 @@ def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] =
         source = f" ({options.rank_source})" if options.rank_source else ""
         tell(console, f"rank {options.rank} of {options.world_size}{source}")
     dataset = open_dataset(options)
-    outcome = do(Plan(options, dataset, _check(dataset, options, console), console))
+    plan = Plan(options, dataset, _check(dataset, options, console), console)
+    if options.dry_run:
+        show_sizes(console, options, dataset, plan.checked)
+        return ALL_THERE
+    shown = options.show if options.show is not None else int(options.rank == 0 and not options.output.exists())
+    if shown:
+        asyncio.run(show_rows(console, options, islice(dataset.rows(), shown)))
+    outcome = do(plan)
+    if options.include_output and outcome.stopped_by is None:
+        _write_answers(plan)
     if outcome.requests or not isinstance(outcome.stopped_by, InputError):
         show(console, outcome, options.output)
     if isinstance(outcome.stopped_by, InputError):
@@ -106,6 +132,23 @@ def generate(options: Options, console: Console, do: Callable[[Plan], Outcome] =
     if isinstance(outcome.stopped_by, Interrupted):
         return 128 + outcome.stopped_by.number
     return SOME_MISSING if outcome.missing > options.allow_failures or outcome.stopped_by is not None else ALL_THERE
+
+
+def _write_answers(plan: Plan) -> None:
+    """Write the answers as a dataset to train on, if this run is the only one."""
+    options, _, checked, console = plan
+    remedy = ""
+    if options.world_size > 1:
+        remedy = "when all ranks have ended, call again with --world-size 1 --rank 0"
+    else:
+        try:
+            tell(console, f"{write_dataset(options.output, checked.identities)}: to train on, with the answers of all rows")
+        except ModuleNotFoundError as error:
+            remedy = f"it needs {error.name}: pip install 'vllm-ascend-hsx[data]', and call again"
+        except OSError as error:
+            remedy = describe("it cannot be written", error)
+    if remedy:
+        tell(console, f"{options.output / DATASET} is not written: {remedy}", "yellow")
 
 
 def _reason(stopped_by: Exception | None) -> str | None:

@@ -106,6 +106,6 @@ async def _rendered(options: Options, dataset: Dataset, checked: Checked) -> flo
     url, step = options.endpoints[0], -(-len(checked.identities) // SAMPLE)
     sample = [row for row in dataset.rows(lambda index: index % step == 0) if row.token_ids is None]
     async with Client(options) as client:
-        answers = [await client.post(url, f"{row.endpoint}/render", {"model": options.model, **row.prompt()}) for row in sample]
+        answers = [await client.post(url, f"v1/{row.endpoint}/render", {"model": options.model, **row.prompt()}) for row in sample]
     tokens = sum(len((answer if row.endpoint == CHAT else answer[0])["token_ids"]) for row, answer in zip(sample, answers, strict=True))
     return tokens / sum(len(str(row.content)) for row in sample)

@@ -158,6 +158,7 @@ def plan(context: Context, tell: Teller) -> None:
             staging_slots=STAGING_SLOTS,
             ring_bytes=None,
             prompt_tokens=load.max_model_len,
+            prompts=1000,
             prefill_speed=1000.0,
         )
     )

@@ -13,25 +13,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from vllm_ascend_hsx.generate.ledger import (
-    LONGEST_LINE,
     VERSION,
     State,
     Status,
-    is_cut_short,
     ledger_name,
     ledgers_in,
-    parse_line,
+    read_lines,
     row_line,
 )
 from vllm_ascend_hsx.generate.options import BOUNDS, RANK_ROWS, rows_of_rank
 from vllm_ascend_hsx.generate.progress import duration
-from vllm_ascend_hsx.protocol.files import describe, open_regular
+from vllm_ascend_hsx.protocol.files import describe
 
 # Of rates, and of a dead run's silence: a living one touches its ledger every 10 s.
 WINDOW_S = 60.0
@@ -113,15 +110,6 @@ def _noted(problems: list[dict[str, str]], path: Path) -> Iterator[None]:
     except (OSError, _LedgerError) as error:
         problem = describe("it cannot be read", error) if isinstance(error, OSError) else str(error)
         problems.append({"path": str(path), "problem": problem})
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a ledger, up to its present end. Raises OSError."""
-    with open(open_regular(path), "rb") as file:
-        left = os.fstat(file.fileno()).st_size
-        while left > 0 and not is_cut_short(text := file.readline(min(LONGEST_LINE, left))):
-            left -= len(text)
-            yield parse_line(text)
 
 
 class LedgerLines:

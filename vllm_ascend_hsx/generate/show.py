@@ -1,0 +1,110 @@
+"""Show rows as tokens of the target with their loss mask, before anything is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from vllm_ascend_hsx.generate.client import Client
+from vllm_ascend_hsx.generate.errors import InputError, RequestError
+from vllm_ascend_hsx.generate.options import Options
+from vllm_ascend_hsx.generate.progress import tell
+from vllm_ascend_hsx.generate.rows import CHAT, Row
+from vllm_ascend_hsx.protocol.names import printable
+
+_MOST = 2000  # characters of a row; the beginning and the end of a longer one are shown
+
+
+async def show_rows(console: Console, options: Options, rows: Iterable[Row]) -> None:
+    """Print rows as tokens, as the first server renders them. A server that cannot is reported.
+
+    Tokens with a loss are between [[ and ]]: those of the assistant's messages.
+
+    Args:
+        console: to write to.
+        options: of the run.
+        rows: to show.
+    """
+    url = options.endpoints[0]
+    async with Client(options) as client:
+        try:
+            model = await client.model(url)
+            for row in rows:
+                known = row.token_ids
+                ids = known.tolist() if known is not None else await _render(client, url, model, row.endpoint, row.prompt())
+                notes: list[str] = []
+                spans = await _spans(client, url, model, row, ids, notes)
+                text = await _marked(client, url, model, ids, spans)
+                tell(console, f"row {row.index}: {len(ids):,} tokens, {sum(end - begin for begin, end in spans):,} of them with a loss")
+                console.print(Text(text, "dim"), soft_wrap=True)
+                for note in notes:
+                    tell(console, note, "yellow")
+        except (RequestError, InputError) as error:
+            tell(console, f"rows cannot be shown: {error}", "yellow")
+
+
+async def decode(client: Client, url: str, model: str, ids: Sequence[int]) -> str:
+    """Return the text of token ids, special tokens included. Raises like `Client.post`."""
+    answer = await client.post(url, "detokenize", {"model": model, "tokens": list(ids)})
+    return str(answer["prompt"]) if isinstance(answer, dict) and "prompt" in answer else ""
+
+
+async def _render(client: Client, url: str, model: str, endpoint: str, body: dict[str, Any]) -> list[int]:
+    """Return the token ids that a server makes of a prompt. Raises like `Client.post`."""
+    answer = await client.post(url, f"v1/{endpoint}/render", {"model": model, "max_tokens": 1, **body})
+    try:
+        return list((answer if endpoint == CHAT else answer[0])["token_ids"])
+    except (LookupError, TypeError):
+        raise RequestError(f"{url} renders no tokens; with vllm 0.30 or later it must be started with --enable-scale-out") from None
+
+
+async def second_bos(client: Client, url: str, model: str, text: str, prompt: Sequence[int]) -> str:
+    """Return a note for the user if a text that has its BOS token got a second one, else "".
+
+    Args:
+        client: for the first token's text.
+        url, model: of the server.
+        text: as it was sent.
+        prompt: token ids that the server made of it.
+
+    Raises:
+        RequestError, InputError: the server does not decode tokens.
+    """
+    if len(prompt) < 2 or prompt[0] != prompt[1]:
+        return ""
+    first = await decode(client, url, model, prompt[:1])
+    if not first or not text.startswith(first):
+        return ""
+    return f"texts that begin with {first} get a second one; if a chat template has rendered them, add --no-special-tokens"
+
+
+async def _spans(client: Client, url: str, model: str, row: Row, ids: list[int], notes: list[str]) -> list[tuple[int, int]]:
+    """Return begin and end of each assistant's message among the tokens of a chat."""
+    spans: list[tuple[int, int]] = []
+    if not isinstance(row.content, list):
+        return spans
+    for turn, message in enumerate(row.content):
+        if message.get("role") != "assistant":
+            continue
+        before = {**row.prompt(), "messages": row.content[:turn], "add_generation_prompt": True}
+        begin = await _render(client, url, model, row.endpoint, before) if turn else []
+        after = {**row.prompt(), "messages": row.content[: turn + 1], "add_generation_prompt": False}
+        end = await _render(client, url, model, row.endpoint, after)
+        if ids[: len(begin)] == begin and ids[: len(end)] == end:
+            spans.append((len(begin), len(end)))
+        else:
+            notes.append(f"message {turn} of row {row.index} is rendered differently within the conversation: its loss is not shown")
+    return spans
+
+
+async def _marked(client: Client, url: str, model: str, ids: list[int], spans: list[tuple[int, int]]) -> str:
+    """Return the text of a row in one line, with marks around the tokens that have a loss."""
+    parts, at = [], 0
+    for begin, end in spans:
+        parts += [await decode(client, url, model, ids[at:begin]), "[[", await decode(client, url, model, ids[begin:end]), "]]"]
+        at = end
+    text = printable("".join([*parts, await decode(client, url, model, ids[at:]) if at < len(ids) else ""]))
+    return text if len(text) <= _MOST else f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
