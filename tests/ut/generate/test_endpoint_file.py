@@ -18,7 +18,7 @@ from generate_harness import FakeServer
 from vllm_ascend_hsx.cli.generate import parse_arguments
 from vllm_ascend_hsx.generate import endpoints
 from vllm_ascend_hsx.generate.endpoints import Balancer
-from vllm_ascend_hsx.generate.errors import Fault, InputError
+from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.options import read_endpoints
 from vllm_ascend_hsx.generate.progress import Progress
 
@@ -172,15 +172,21 @@ def test_a_server_that_comes_back_is_on_trial_again_and_one_set_aside_stays_so_w
         assert replace(["b"]) == (["b"], ["a"])
         b = made.endpoints[1]
         assert not made.go_on_without(b, InputError()), "it is the only one"
-        assert replace(["a", "b"]) == (["a"], []) and a.is_on_trial and a.model is None
+        assert replace(["a", "b"]) == (["a"], [])
+        again = made.endpoints[2]
+        assert again is not a and again.is_on_trial and again.model is None and again.is_used and not a.is_used
         assert made.go_on_without(b, InputError()) and used(made) == ["a"]
         assert replace(["b", "a"]) == ([], []) and used(made) == ["a"], "it has been listed all the time"
         assert replace(["b"]) == (["b"], ["a"]), "no other is left"
-        a.proven = b.proven = True
-        assert replace(["a"]) == (["a"], ["b"]) and not a.proven
+        b = made.endpoints[3]
+        again.proven = b.proven = True
         b.in_flight = 1
-        made.release(b, Fault.NONE)  # what it has under way ends
-        assert await made.acquire(near=b) is a
+        assert replace(["a"]) == (["a"], ["b"])
+        last = made.endpoints[4]
+        assert not last.proven
+        made.note_answer(b)  # its request under way ends
+        made.give_back(b)
+        assert await made.acquire(near=b) is last
 
     asyncio.run(scenario())
 

@@ -1,4 +1,4 @@
-"""Which server gets the next request of `hsx generate`, and how long a failed one rests."""
+"""Which server gets the next request of `hsx generate`, and how long a failed one pauses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.generate.endpoints import FAULTS_TO_REST, LONGEST_REST_S, Balancer, Endpoint
-from vllm_ascend_hsx.generate.errors import Fault
+from vllm_ascend_hsx.generate.endpoints import FAULTS_TO_PAUSE, LONGEST_PAUSE_S, Balancer, Endpoint
+from vllm_ascend_hsx.generate.errors import Failure, RequestError
 
 
 class Instant(DefaultSelector):
@@ -45,7 +45,7 @@ def balancer(count: int, proven: bool = True) -> Balancer:
 
 
 async def acquired_at_once(made: Balancer, failed_at: Endpoint | None = None) -> Endpoint | None:
-    """An endpoint, if there is one without a rest."""
+    """An endpoint, if there is one without a pause."""
     task = asyncio.ensure_future(made.acquire(failed_at))
     for _ in range(20):
         await asyncio.sleep(0)
@@ -53,6 +53,19 @@ async def acquired_at_once(made: Balancer, failed_at: Endpoint | None = None) ->
         return task.result()
     task.cancel()
     return None
+
+
+def answer(made: Balancer, endpoint: Endpoint) -> None:
+    """A request succeeds."""
+    made.note_answer(endpoint)
+    made.give_back(endpoint)
+
+
+def fail(made: Balancer, endpoint: Endpoint, failure: Failure, retry_after: float | None = None) -> bool:
+    """A request fails. True if the endpoint begins to pause."""
+    begins = made.note_failure(endpoint, RequestError("as the test wants", failure, retry_after))
+    made.give_back(endpoint)
+    return begins
 
 
 def now() -> float:
@@ -66,7 +79,7 @@ def test_the_endpoint_with_the_least_under_way_gets_the_next_request() -> None:
             await made.acquire()
         assert [endpoint.in_flight for endpoint in made.endpoints] == [2, 2, 2]
         for _ in range(2):
-            made.release(made.endpoints[1], Fault.NONE)
+            answer(made, made.endpoints[1])
         assert [(await made.acquire()).url for _ in range(2)] == ["http://1", "http://1"]
 
     run(scenario)
@@ -77,39 +90,39 @@ def test_a_row_goes_where_its_prefix_is_unless_others_are_idle() -> None:
         made = balancer(2)
         near, other = made.endpoints
         assert [await made.acquire(near=near) for _ in range(6)] == [near, near, near, other, near, other]
-        made.release(near, Fault.DOWN)
-        assert await made.acquire(near=near) is other, "it rests"
+        fail(made, near, Failure.UNREACHED)
+        assert await made.acquire(near=near) is other, "it pauses"
 
     run(scenario)
 
 
-def test_an_endpoint_that_is_down_rests_twice_as_long_each_time_and_comes_back_with_one_trial() -> None:
+def test_an_endpoint_that_is_down_pauses_twice_as_long_each_time_and_comes_back_with_one_trial() -> None:
     async def scenario() -> None:
         made = balancer(1)
         (endpoint,) = made.endpoints
         for _ in range(3):
             await made.acquire()
-        # All three fail for the same reason: that is one rest, not three.
-        assert [made.release(endpoint, Fault.DOWN) for _ in range(3)] == [True, False, False]
+        # All three fail for the same reason: that is one pause, not three.
+        assert [fail(made, endpoint, Failure.BROKEN) for _ in range(3)] == [True, False, False]
         ends = 0.0
-        for rest in (1, 2, 4, 8, 16, LONGEST_REST_S, LONGEST_REST_S):
-            ends += rest
-            assert endpoint.rest_left() == pytest.approx(rest)
+        for pause in (1, 2, 4, 8, 16, LONGEST_PAUSE_S, LONGEST_PAUSE_S):
+            ends += pause
+            assert endpoint.pause_left() == pytest.approx(pause)
             assert await made.acquire() is endpoint and now() == ends
             assert await acquired_at_once(made) is None, "the trial is not over"
-            assert made.release(endpoint, Fault.DOWN)
-        made.release(await made.acquire(), Fault.NONE)
+            assert fail(made, endpoint, Failure.UNREACHED)
+        answer(made, await made.acquire())
         assert await acquired_at_once(made) and await acquired_at_once(made)  # well again: no trial any more
-        made.release(endpoint, Fault.DOWN)
-        assert endpoint.rest_left() == pytest.approx(1)
+        fail(made, endpoint, Failure.UNREACHED)
+        assert endpoint.pause_left() == pytest.approx(1)
 
     run(scenario)
 
 
-def test_a_rest_that_ends_while_an_endpoint_is_chosen_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_that_ends_while_an_endpoint_is_chosen_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else would wake who waits for an endpoint, for nothing is under way."""
-    rests = [1e-6]
-    monkeypatch.setattr(Endpoint, "rest_left", lambda self: rests.pop() if rests else 0.0)
+    pauses = [1e-6]
+    monkeypatch.setattr(Endpoint, "pause_left", lambda self: pauses.pop() if pauses else 0.0)
 
     async def scenario() -> None:
         made = balancer(1)
@@ -118,12 +131,12 @@ def test_a_rest_that_ends_while_an_endpoint_is_chosen_is_over(monkeypatch: pytes
     run(scenario)
 
 
-def test_others_do_the_work_while_one_rests() -> None:
+def test_others_do_the_work_while_one_pauses() -> None:
     async def scenario() -> None:
         made = balancer(2)
         down, well = made.endpoints
         assert await made.acquire() is down
-        made.release(down, Fault.DOWN)
+        fail(made, down, Failure.UNREACHED)
         assert [await made.acquire() for _ in range(4)] == [well] * 4
         await asyncio.sleep(1)
         assert await made.acquire() is down  # it has nothing under way
@@ -133,16 +146,17 @@ def test_others_do_the_work_while_one_rests() -> None:
 
 
 @pytest.mark.parametrize("proven", [True, False])
-def test_an_endpoint_that_answers_wrongly_rests_after_some_faults_in_a_row_or_at_once_while_it_is_unknown(proven: bool) -> None:
+def test_an_endpoint_that_answers_wrongly_pauses_after_some_faults_in_a_row_or_at_once_while_it_is_unknown(proven: bool) -> None:
     async def scenario() -> None:
         made = balancer(1, proven)
         for faults in [2, 1] if proven else []:  # a good answer in between ends the row of faults
-            for fault in [Fault.DEGRADED] * faults + [Fault.NONE]:
-                assert not made.release(await made.acquire(), fault)
+            for _ in range(faults):
+                assert not fail(made, await made.acquire(), Failure.WRONG)
+            answer(made, await made.acquire())
         faults = 1
-        while not made.release(await made.acquire(), Fault.DEGRADED):
+        while not fail(made, await made.acquire(), Failure.UNCLEAR):
             faults += 1
-        assert faults == (FAULTS_TO_REST if proven else 1)
+        assert faults == (FAULTS_TO_PAUSE if proven else 1)
 
     run(scenario)
 
@@ -150,7 +164,7 @@ def test_an_endpoint_that_answers_wrongly_rests_after_some_faults_in_a_row_or_at
 def test_an_endpoint_is_left_alone_for_as_long_as_it_asks() -> None:
     async def scenario() -> None:
         made = balancer(2)
-        made.release(await made.acquire(), Fault.DEGRADED, retry_after=50)
+        fail(made, await made.acquire(), Failure.WRONG, retry_after=50)
         assert {(await made.acquire()).url for _ in range(3)} == {"http://1"}
         await asyncio.sleep(50)
         assert (await made.acquire()).url == "http://0"
@@ -158,14 +172,17 @@ def test_an_endpoint_is_left_alone_for_as_long_as_it_asks() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("fault", [None, Fault.NONE])
-def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(fault: Fault | None) -> None:
+@pytest.mark.parametrize("failure", [None, Failure.REFUSED])
+def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(failure: Failure | None) -> None:
     async def scenario() -> None:
         made = balancer(1, proven=False)
         endpoint = await made.acquire()
         waiting = asyncio.ensure_future(made.acquire())
         assert await acquired_at_once(made) is None and not waiting.done()
-        made.release(endpoint, fault)
+        if failure is None:
+            made.give_back(endpoint)  # the run has stopped meanwhile
+        else:
+            fail(made, endpoint, failure)
         assert await waiting is endpoint and now() == 0
 
     run(scenario)
@@ -175,14 +192,14 @@ def test_an_unknown_endpoint_gets_one_request_at_a_time_and_who_waits_is_woken(f
     ("states", "chosen"),
     [
         pytest.param([{}, {"in_flight": 50}], 1, id="another, however busy"),
-        pytest.param([{}, {"downs": 1}], 1, id="another on trial"),
-        pytest.param([{}, {"downs": 1}, {"in_flight": 50}], 2, id="one that works before one on trial"),
+        pytest.param([{}, {"pauses": 1}], 1, id="another on trial"),
+        pytest.param([{}, {"pauses": 1}, {"in_flight": 50}], 2, id="one that works before one on trial"),
         pytest.param([{}, {"proven": False}, {"in_flight": 50}], 2, id="one that works before an unknown one"),
         pytest.param([{}, {"faults": 1}, {"in_flight": 50}], 2, id="one without faults"),
         pytest.param([{}, {"in_flight": 5}, {"in_flight": 4}], 2, id="the least busy of those that work"),
-        pytest.param([{}, {"resting_until": 9.0}], 0, id="the same while the other rests"),
-        pytest.param([{}, {"downs": 1, "in_flight": 1}], 0, id="the same while the trial of the other is not over"),
-        pytest.param([{"resting_until": 5.0}, {"resting_until": 9.0}], 0, id="the first whose rest ends"),
+        pytest.param([{}, {"paused_until": 9.0}], 0, id="the same while the other pauses"),
+        pytest.param([{}, {"pauses": 1, "in_flight": 1}], 0, id="the same while the trial of the other is not over"),
+        pytest.param([{"paused_until": 5.0}, {"paused_until": 9.0}], 0, id="the first whose pause ends"),
         pytest.param([{}], 0, id="the only one"),
     ],
 )
@@ -196,22 +213,45 @@ def test_a_row_that_has_failed_goes_to_another_endpoint(states: list[dict[str, A
     run(scenario)
 
 
-@given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from([*Fault, None])), max_size=60), st.integers(1, 3))
-def test_whatever_happens_requests_are_counted_and_none_is_lost(events: list[tuple[int, Fault | None]], count: int) -> None:
+REFUSALS = [Failure.REFUSED, Failure.ABSENT]
+
+
+@pytest.mark.parametrize("failure", Failure)
+def test_a_refusal_of_a_row_is_an_answer_and_so_is_a_file_that_a_known_server_has_not_published_yet(failure: Failure) -> None:
+    async def scenario() -> None:
+        made = balancer(1)
+        (endpoint,) = made.endpoints
+        endpoint.faults = FAULTS_TO_PAUSE - 1
+        fail(made, await made.acquire(), failure)
+        assert (endpoint.answered, endpoint.failed) == ((1, 0) if failure in REFUSALS else (0, 1))
+        assert endpoint.pauses == (failure not in REFUSALS)
+        endpoint.paused_until = 0.0
+        endpoint.proven, endpoint.failed = False, 0
+        fail(made, await made.acquire(), failure)
+        assert endpoint.failed == (failure is not Failure.REFUSED), "it has never written a file here"
+
+    run(scenario)
+
+
+@given(st.lists(st.tuples(st.integers(0, 7), st.sampled_from([*Failure, None])), max_size=60), st.integers(1, 3))
+def test_whatever_happens_requests_are_counted_and_none_is_lost(events: list[tuple[int, Failure | None]], count: int) -> None:
     async def scenario() -> None:
         made = balancer(count)
         held: list[Endpoint] = []
         failed_at: Endpoint | None = None
-        for which, fault in events:
+        for which, failure in events:
             if which < len(held):
                 failed_at = held.pop(which)
-                made.release(failed_at, fault)
+                if failure is None:
+                    answer(made, failed_at)
+                else:
+                    fail(made, failed_at, failure)
             elif (endpoint := await acquired_at_once(made, failed_at)) is not None:
                 held.append(endpoint)
             assert Counter(each.url for each in held) == Counter({each.url: each.in_flight for each in made.endpoints if each.in_flight})
         for endpoint in held:
-            made.release(endpoint, None)
+            made.give_back(endpoint)
         await made.acquire()
-        assert now() <= LONGEST_REST_S
+        assert now() <= LONGEST_PAUSE_S
 
     run(scenario)

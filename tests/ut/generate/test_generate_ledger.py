@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,15 @@ from hypothesis import strategies as st
 
 from vllm_ascend_hsx.generate import ledger as ledger_module
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Identity, Ledger, ledger_name, open_ledger, row_file, row_of_file
+from vllm_ascend_hsx.generate.ledger import Ledger, State, Status, ledger_name, mark_of, open_ledger, row_file, row_of_file
 
-IDENTITY = Identity({"rows": 20, "digest": "d0"}, {"include_output_tokens": False, "max_tokens": 1})
+REQUEST = {"max_tokens": 1, "temperature": 0.0}
+IDENTITY, OTHER = "0a" * 16, "b1" * 16  # of a row
 SERVER = {"model": "tiny", "layer_ids": [1, 2], "layers": 2, "hidden_size": 8, "dtype": "bfloat16", "rotated": False, "lora": ""}
 
 
-def opened(path: Path, identity: Identity = IDENTITY, world_size: int = 1, rank: int = 0) -> Ledger:
-    return open_ledger(path, identity, world_size, rank)
+def opened(path: Path, request: Mapping[str, Any] = REQUEST, world_size: int = 1, rank: int = 0) -> Ledger:
+    return open_ledger(path, request, world_size, rank)
 
 
 def closed(path: Path, **options: Any) -> Ledger:
@@ -33,42 +35,76 @@ def closed(path: Path, **options: Any) -> Ledger:
 
 
 def logged(ledger: Ledger) -> list[int]:
-    return [row for row, there in enumerate(ledger.logged) if there]
+    return [row for row in range(20) if ledger.is_logged(row, IDENTITY)]
 
 
 def test_a_run_goes_on_with_what_the_earlier_ones_noted(tmp_path: Path) -> None:
     path = tmp_path / "new" / "out"
     first = opened(path)
-    first.append(4, "done", tokens=7, error=None)
-    first.append(5, "failed", error="because")
     first.note_server(SERVER)
-    first.append(6, "found")
+    first.append(4, Status.DONE, IDENTITY, tokens=7, error=None)
+    first.append(5, Status.FAILED, IDENTITY, error="because")
+    first.append(6, Status.FOUND, IDENTITY)
+    first.append(7, Status.DONE, IDENTITY)
+    first.append(7, Status.CHANGED, "")
+    first.append(8, Status.INVALID, "", error="it is empty")
+    first.append(9, Status.DONE, OTHER)
     first.close()
     again = closed(path)
     assert (again.server, logged(again)) == (SERVER, [4, 6])
+    assert list(again.finished.marks) == [0, 0, 0, 0, mark_of(IDENTITY), 0, mark_of(IDENTITY), 0, 0, mark_of(OTHER)]
     other = closed(path, world_size=3, rank=2)
     assert (other.server, logged(other)) == (SERVER, [])
+    assert other.is_done(4, IDENTITY) and other.is_done(9, OTHER) and not other.is_done(9, IDENTITY) and not other.is_done(5, IDENTITY)
     lines = ledger_lines(path / "ledger.jsonl")
     times = [line.pop("time") for line in lines]
     assert times == sorted(times)
-    assert lines[:2] == [{"row": 4, "status": "done", "tokens": 7}, {"row": 5, "status": "failed", "error": "because"}]
+    assert lines[:2] == [
+        {"row": 4, "status": "done", "identity": IDENTITY, "tokens": 7},
+        {"row": 5, "status": "failed", "identity": IDENTITY, "error": "because"},
+    ]
+
+
+def test_it_says_what_a_run_is_about_and_how_it_goes(tmp_path: Path) -> None:
+    ledger = opened(tmp_path)
+    ledger.note_run(20, 3)
+    ledger.note_state(State.WAITING, "nobody answers")
+    ledger.note_state(State.FINISHED)
+    before = (tmp_path / "ledger.jsonl").stat()
+    os.utime(tmp_path / "ledger.jsonl", (0, 0))
+    ledger.beat()
+    assert (tmp_path / "ledger.jsonl").stat().st_mtime >= before.st_mtime
+    ledger.close()
+    first, *lines = map(_parsed, (tmp_path / "ledger.jsonl").read_bytes().splitlines())
+    assert {key: first[key] for key in ("ledger", "request", "world_size", "rank")} == {
+        "ledger": 3, "request": REQUEST, "world_size": 1, "rank": 0
+    }  # fmt: skip
+    for line in lines:
+        assert line.pop("time") >= before.st_mtime - 1
+    assert lines == [
+        {"run": {"rows": 20, "invalid": 3}},
+        {"state": "running"},
+        {"state": "waiting", "reason": "nobody answers"},
+        {"state": "finished"},
+    ]
 
 
 @pytest.mark.parametrize(
-    ("identity", "message"),
+    ("other", "message"),
     [
-        (IDENTITY._replace(dataset={"rows": 20, "digest": "d1"}), "rows of another dataset: digest was d0, is d1 .ledger.*jsonl."),
-        (IDENTITY._replace(dataset={"rows": 21, "digest": "d0"}), "rows was 20, is 21"),
-        (IDENTITY._replace(request={"include_output_tokens": True, "max_tokens": 8}), "requests of another kind: include_output_tokens"),
+        (REQUEST | {"max_tokens": 8}, "rows of requests of another kind: max_tokens was 1, is 8 .ledger.*jsonl."),
+        (REQUEST | {"seed": 3}, "requests of another kind: seed was None, is 3"),
     ],
 )
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_rows_of_something_else_are_not_mixed_with_these(tmp_path: Path, identity: Identity, message: str, world_size: int) -> None:
+def test_rows_of_something_else_are_not_mixed_with_these(
+    tmp_path: Path, other: dict[str, Any], message: str, world_size: int
+) -> None:
     closed(tmp_path, world_size=world_size)
     before = (tmp_path / ledger_name(world_size, 0)).read_bytes()
     for division in (1, 2):
         with pytest.raises(InputError, match=f"{message}.*; name another --output"):
-            opened(tmp_path, identity, division)
+            opened(tmp_path, other, division)
     assert (tmp_path / ledger_name(world_size, 0)).read_bytes() == before
     assert len(os.listdir(tmp_path)) == 1
 
@@ -79,18 +115,18 @@ def test_of_ranks_that_start_at_the_same_moment_none_mixes_its_rows_with_others(
 
     def other_rank_is_faster(path: Path, fd: int) -> None:
         monkeypatch.setattr(ledger_module, "_lock", lock)
-        closed(tmp_path, identity=IDENTITY._replace(dataset={"rows": 20, "digest": "d1"}), world_size=2, rank=1)
+        closed(tmp_path, request=REQUEST | {"max_tokens": 2}, world_size=2, rank=1)
         lock(path, fd)
 
     monkeypatch.setattr(ledger_module, "_lock", other_rank_is_faster)
-    with pytest.raises(InputError, match="rows of another dataset: digest was d1, is d0"):
+    with pytest.raises(InputError, match="requests of another kind: max_tokens was 2, is 1"):
         opened(tmp_path, world_size=2, rank=0)
     assert os.listdir(tmp_path) == [ledger_name(2, 1)], "the other rank can be started again"
 
 
 def test_files_without_a_ledger_are_nobody_s(tmp_path: Path) -> None:
     (tmp_path / row_file(1)).touch()
-    (tmp_path / "ledger.jsonl").write_bytes(b'{"ledger":2,"dat')
+    (tmp_path / "ledger.jsonl").write_bytes(b'{"ledger":3,"req')
     with pytest.raises(InputError, match=r"holds files of rows, and no ledger that says what they were made from; name another"):
         opened(tmp_path)
     (tmp_path / row_file(1)).unlink()
@@ -129,10 +165,10 @@ def test_runs_that_divide_the_rows_otherwise_are_not_under_way_together(
     with pytest.raises(InputError, match=message):
         opened(tmp_path, world_size=second[0], rank=second[1])
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, "it has no ledger that names it as a rank"
-    one.append(3, "done", file="f")
+    one.append(3, Status.DONE, IDENTITY)
     one.close()
     again = opened(tmp_path, world_size=second[0], rank=second[1])
-    assert again.is_done(3) and again.knows(3, "f")
+    assert again.is_done(3, IDENTITY)
     for rank in set(range(second[0])) - {second[1]}:
         closed(tmp_path, world_size=second[0], rank=rank)
     again.close()
@@ -156,7 +192,7 @@ def test_of_two_divisions_that_start_at_the_same_moment_at_most_one_goes_on(tmp_
     others[0].close()
 
 
-LINES = st.lists(st.tuples(st.integers(0, 19), st.sampled_from(["done", "recovered", "found", "failed"])), max_size=8)
+LINES = st.lists(st.tuples(st.integers(0, 19), st.sampled_from(Status)), max_size=8)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -166,14 +202,14 @@ def test_a_ledger_that_was_cut_off_anywhere_is_gone_on_with(tmp_path: Path, line
     path.unlink(missing_ok=True)
     ledger = opened(tmp_path)
     for row, status in lines:
-        ledger.append(row, status)
+        ledger.append(row, status, IDENTITY)
     ledger.close()
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)))
     path.write_bytes(whole[:cut])
     kept = whole[:cut].count(b"\n") - 1  # lines after the first
     again = opened(tmp_path)
-    again.append(19, "done")
+    again.append(19, Status.DONE, IDENTITY)
     again.close()
     # A last line that lacks nothing but its end counts.
     expected = [row for row, _ in lines[: max(kept, 0)]]
@@ -192,15 +228,19 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_refused(tmp_path: Path) -> None:
     ledger = opened(tmp_path)
-    ledger.append(1, "done")
+    ledger.append(1, Status.DONE, IDENTITY)
     ledger.close()
     path = tmp_path / "ledger.jsonl"
     with open(path, "ab") as file:
-        file.write(b'\x00\x00\n[1]\n{"row": "x"}\n{"row": 2, "status": "done"}\n{"server": 4}\n{"row": 20}\n{"row": -1}\n')
-        file.write(b'{"row": 1, "status": "failed"}\n{"row": 3')
+        file.write(b'\x00\x00\n[1]\n{"row": "x"}\n{"row": 2, "status": "done", "identity": "%b"}\n{"server": 4}\n' % IDENTITY.encode())
+        for status, identity in (("done", "x"), ("done", None), ("done", IDENTITY[:-1]), ("over", IDENTITY), ([], IDENTITY), (None, IDENTITY)):
+            file.write(json.dumps({"row": 4, "status": status, "identity": identity}).encode() + b"\n")
+        for row in (-1, 10**9, True, 4.0):
+            file.write(json.dumps({"row": row, "status": "done", "identity": IDENTITY}).encode() + b"\n")
+        file.write(b'{"row": 20}\n{"row": 1, "status": "failed", "identity": ""}\n{"row": 3')
     again = closed(tmp_path)
-    assert (again.server, logged(again)) == (None, [2])
-    for notes in ("somebody's notes\n", "somebody's notes", "\n", '{"ledger":1', "x" * 5000):
+    assert (again.server, logged(again), len(again.finished.marks)) == (None, [2], 3)
+    for notes in ("somebody's notes\n", "somebody's notes", "\n", '{"ledger":1', '{"ledger":2,"dataset":{}}\n', "x" * 5000):
         path.write_text(notes)
         with pytest.raises(InputError, match="ledger.jsonl does not begin as a ledger of this version does"):
             opened(tmp_path)
@@ -221,7 +261,7 @@ def test_a_line_that_another_thread_adds_during_a_check_does_not_end_the_run(tmp
         status = real_fstat(fd)
         if not under_way:
             under_way.append(fd)
-            ledger.append(0, "failed")
+            ledger.append(0, Status.FAILED, IDENTITY)
             under_way.clear()
         return status
 
