@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ import pytest
 from generate_bench import Bench
 from generate_files import SINKS, Exchange, right, tensors_of, token_rows
 from generate_harness import FakeServer
-from test_generate_ledger import IDENTITY, SERVER, opened
+from test_generate_ledger import REQUEST, SERVER, opened
 from test_generate_refusals import keep_lines, other_layers
 
 from vllm_ascend_hsx.generate import options
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.ledger import open_ledger
+from vllm_ascend_hsx.generate.options import Options
+from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
 from vllm_ascend_hsx.reader.load import remove
 from vllm_ascend_hsx.sinks.data_file import FileOptions
@@ -68,23 +71,15 @@ def test_a_restarted_server_with_the_same_weights_goes_on(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("validate", [True, False])
-@pytest.mark.parametrize("ledger", ["whole", "of an earlier version"])
-def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(bench: Bench, ledger: str, validate: bool) -> None:
+def test_finished_rows_of_two_weights_are_refused_before_anything_is_sent(bench: Bench, validate: bool) -> None:
     assert run_with(bench, OLD)[0] == 0
     with bench.server.make_sink(bench.output, RowFormat((2, 0, 3), 8, "BF16", "tiny", weights=NEW), FileOptions()) as sink:
         replace_row(bench, 5, sink)
-    if ledger != "whole":
-        write_ledger(bench, without_weights)
     code, printed = bench.run(*["--validate"] * validate, "--concurrency", 1)
     assert (code, len(bench.server.seen)) == (2, 0), printed
     path = bench.output / "hs_5.safetensors"
     assert f"{path} is a row of another server than " in printed and f"weights was {OLD}, is {NEW}; nothing was changed" in printed
     assert tensors_of(path) == right(token_rows(6)[5]["token_ids"])
-
-
-def without_weights(line: dict[str, Any]) -> dict[str, Any]:
-    line.get("server", {}).pop("weights", None)
-    return line
 
 
 @pytest.mark.parametrize(
@@ -111,15 +106,16 @@ def test_rows_of_an_adapter_are_not_mixed_with_others(bench: Bench, adapters: tu
     assert difference in printed
 
 
-def replace_row(bench: Bench, row: int, sink: Any, adapter: Adapter = NO_ADAPTER) -> None:
-    """As a server with that sink writes it."""
+def replace_row(bench: Bench, row: int, sink: Any, adapter: Adapter = NO_ADAPTER, content: str | None = None) -> None:
+    """As a server with that sink writes it, asked for the row's token ids or text."""
     import numpy as np
     from generate_files import expected_rows
 
-    ids = token_rows(6)[row]["token_ids"]
+    ids = token_rows(6)[row]["token_ids"] if content is None else list(content.encode())
     path = bench.output / f"hs_{row}.safetensors"
     path.unlink(missing_ok=True)
-    file = sink.open("another", path, len(ids), adapter=adapter)
+    identity = Row(row, array("q", ids) if content is None else content).identity(Options("", bench.output).request)
+    file = sink.open(f"cmpl-{identity}-0123456789ab-0-0123abcd", path, len(ids), adapter=adapter)
     file.write(0, expected_rows(ids))
     file.commit(np.asarray(ids, dtype=np.int64), len(ids))
     Path(f"{path}.lock").unlink(missing_ok=True)
@@ -169,63 +165,39 @@ def test_a_server_that_comes_back_as_another_ends_the_run(bench: Bench, changes:
     bench.check(list(range(20)), records=40)
 
 
-def test_weights_that_are_not_told_are_accepted_and_the_first_that_are_count(bench: Bench) -> None:
-    assert bench.run("--limit", 2)[0] == 0
-    assert run_with(bench, OLD, "--limit", 4)[0] == 0
-    assert [each.get("weights") for each in noted(bench)] == [None, OLD]
-    assert run_with(bench, "", "--limit", 5)[0] == 0
-    code, printed, requests = run_with(bench, NEW)
-    assert (code, requests) == (2, 1) and f"weights was {OLD}, is {NEW}" in printed
-    bench.check(list(range(5)))
-    assert run_with(bench, OLD)[0] == 0
+@pytest.mark.parametrize(("first", "second"), [("", OLD), (OLD, "")])
+def test_weights_that_are_not_told_are_those_of_another_server(bench: Bench, first: str, second: str) -> None:
+    assert run_with(bench, first, "--limit", 3)[0] == 0
+    told = [weights or None for weights in (first, second)]
+    assert [each["weights"] for each in noted(bench)] == told[:1]
+    code, printed, requests = run_with(bench, second)
+    assert (code, requests) == (2, 1) and f"weights was {told[0]}, is {told[1]}" in printed, printed
+    bench.check(list(range(3)))
+    assert run_with(bench, first)[0] == 0
+    bench.check(list(range(6)))
 
 
-def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(tmp_path: Path) -> None:
-    for rank, weights in enumerate([{}, {"weights": OLD}, {"weights": NEW}]):
-        ledger = opened(tmp_path / str(min(rank, 1)), world_size=3, rank=rank)
-        ledger.note_server(SERVER | weights)
+@pytest.mark.parametrize(("first", "second"), [(OLD, NEW), (None, NEW)])
+def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(tmp_path: Path, first: str | None, second: str) -> None:
+    for rank, weights in enumerate((first, second)):
+        ledger = opened(tmp_path / str(rank), world_size=3, rank=rank)
+        ledger.note_server(SERVER | {"weights": weights})
         ledger.close()
-    alone = tmp_path / "0"
-    (alone / "ledger-1-of-3.jsonl").write_bytes((tmp_path / "1/ledger-1-of-3.jsonl").read_bytes())
     for rank in (0, 2):
-        ledger = opened(alone, world_size=3, rank=rank)
+        ledger = opened(tmp_path / "0", world_size=3, rank=rank)
         ledger.close()
-        assert ledger.server == SERVER | {"weights": OLD}
+        assert ledger.server == SERVER | {"weights": first}, "each rank knows the server of the others"
+    (tmp_path / "0" / "ledger-1-of-3.jsonl").write_bytes((tmp_path / "1/ledger-1-of-3.jsonl").read_bytes())
     for world_size, rank in ((3, 0), (3, 1), (3, 2), (1, 0)):
-        with pytest.raises(InputError, match=f"1 holds rows of two servers: weights was {OLD}, is {NEW} .*name another --output"):
-            open_ledger(tmp_path / "1", IDENTITY, world_size, rank)
+        with pytest.raises(InputError, match=f"0 holds rows of two servers: weights was {first}, is {second}.*name another --output"):
+            open_ledger(tmp_path / "0", REQUEST, world_size, rank)
 
 
-def test_weights_of_a_text_s_file_that_the_ledger_does_not_name_do_not_count(bench: Bench) -> None:
-    """Such a file is replaced, so its weights refuse nobody."""
-    records = [{"prompt": text} for text in ("one", "two", "three")]
-    assert bench.run(records=records)[0] == 0
-    with serving(bench, NEW) as server:
-        (bench.output / "hs_1.safetensors").unlink()
-        keep_lines(bench, lambda line: line.get("row") != 1)
-        bench.root = bench.root / "other"
-        bench.root.mkdir()
-        bench.output = bench.output / "below"
-        assert bench.run("--limit", 2, records=records, endpoint=server.url)[0] == 0
-    bench.root, below = bench.root.parent, bench.output
-    bench.output = below.parent
-    (below / "hs_1.safetensors").rename(bench.output / "hs_1.safetensors")
-    code, printed, requests = run_with_records(bench, OLD, records)
-    assert (code, requests) == (0, 1) and "the ledger does not name this file" in printed
-    assert weights_in(bench, 1) == OLD
-
-
-def run_with_records(bench: Bench, weights: str, records: list[dict[str, Any]]) -> tuple[int, str, int]:
-    with serving(bench, weights) as server:
-        code, printed = bench.run(records=records, endpoint=server.url)
-        return code, printed, len(server.seen)
-
-
-def leave(bench: Bench, *rows: int, weights: str = NEW, sink: str = "files") -> None:
+def leave(bench: Bench, *rows: int, weights: str = NEW, model: str = "tiny", sink: str = "files", texts: str = "") -> None:
     """Rows that a server wrote after its run had ended."""
-    with SINKS[sink](bench.output, RowFormat((2, 0, 3), 8, "BF16", "tiny", weights=weights), FileOptions()) as other:
+    with SINKS[sink](bench.output, RowFormat((2, 0, 3), 8, "BF16", model, weights=weights), FileOptions()) as other:
         for row in rows:
-            replace_row(bench, row, other)
+            replace_row(bench, row, other, content=texts[row] if texts else None)
 
 
 @pytest.mark.parametrize("changes", [{"weights": NEW}, {"weights": OLD, "layer_ids": (1, 0, 3)}], ids=["weights", "layers"])
@@ -252,8 +224,7 @@ def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink:
         server.do_other = do_other  # type: ignore[attr-defined]
         server.behave = lambda seen: "other" if len(server.seen) > 1 else "ok"
         code, printed = bench.run("--concurrency", 4, endpoint=server.url, records=40)
-    assert code == 2 and "holds rows of another server: " in printed
-    assert "removed 2 files of another server that unfinished requests had left" in printed
+    assert code == 2 and "holds rows of another server: " in printed, printed
     assert len(bench.rows) == 10
     assert len(server.seen) == 5 and {weights_in(bench, row) for row in bench.rows} == {OLD}
     with serving(bench, OLD, sink) as server:
@@ -262,20 +233,23 @@ def test_rows_in_flight_when_a_server_is_refused_do_not_stay(bench: Bench, sink:
     bench.check(list(range(40)), records=40)
 
 
-@pytest.mark.parametrize("records", [6, [{"prompt": text} for text in "abcdef"]], ids=["token ids", "texts"])
+@pytest.mark.parametrize("texts", ["", "abcdef"], ids=["token ids", "texts"])
 @pytest.mark.parametrize("sink", SINKS)
-def test_a_refused_server_s_files_are_removed_and_their_rows_generated_again(bench: Bench, sink: str, records: Any) -> None:
+def test_a_refused_server_s_files_are_removed_and_their_rows_generated_again(bench: Bench, sink: str, texts: str) -> None:
+    records: Any = [{"prompt": text} for text in texts] or 6
     with serving(bench, OLD, sink) as server:
         server.behave = lambda seen: 400 if seen.row == 3 else "ok"
         assert bench.run(records=records, endpoint=server.url)[0] == 1
         keep_lines(bench, lambda line: line.get("row") != 5)
         remove(bench.output / "hs_5.safetensors")
-        leave(bench, 3, 5, sink=sink)
+        leave(bench, 3, 5, sink=sink, texts=texts)
         server.behave = lambda seen: "ok"
         server.seen.clear()
         code, printed = bench.run(records=records, endpoint=server.url)
     assert (code, sorted(server.asked)) == (0, [3, 5]), printed
-    assert printed.count("of another server") == 1 and "removed 2 files of another server that unfinished requests had left" in printed
+    for row in (3, 5):
+        problem = f"hs_{row}.safetensors: it is of another server: weights was {OLD}, is {NEW}; it is asked for again"
+        assert printed.count(problem) == 1, printed
     assert {weights_in(bench, row) for row in range(6)} == {OLD}
 
 
@@ -284,7 +258,7 @@ def test_rows_of_the_right_weights_that_no_ledger_names_are_kept(bench: Bench) -
     leave(bench, 3, weights=OLD)
     keep_lines(bench, lambda line: line.get("row") != 5)
     code, printed, requests = run_with(bench, OLD)
-    assert (code, requests) == (0, 0) and "removed" not in printed
+    assert (code, requests) == (0, 0) and "asked for again" not in printed
     bench.check(list(range(6)))
 
 
@@ -295,7 +269,7 @@ def test_other_ranks_rows_are_neither_checked_nor_removed(bench: Bench, monkeypa
     assert run_with(bench, OLD, "--world-size", 2, "--rank", 0)[0] == 0
     assert weights_in(bench, 3) == NEW
     code, printed, requests = run_with(bench, OLD, "--world-size", 2, "--rank", 1)
-    assert (code, requests) == (0, 3) and "removed 1 files of another server" in printed
+    assert (code, requests) == (0, 3) and "hs_3.safetensors: it is of another server" in printed
 
 
 def test_a_row_that_another_rank_s_ledger_names_as_done_is_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,27 +281,21 @@ def test_a_row_that_another_rank_s_ledger_names_as_done_is_refused(bench: Bench,
     assert weights_in(bench, 3) == NEW
 
 
-def test_a_file_of_another_model_that_no_ledger_names_is_refused(bench: Bench) -> None:
+def test_a_file_of_another_model_that_no_ledger_names_is_generated_again(bench: Bench) -> None:
     assert run_with(bench, OLD, fails=3)[0] == 1
-    with SINKS["files"](bench.output, RowFormat((2, 0, 3), 8, "BF16", "other", weights=OLD), FileOptions()) as sink:
-        replace_row(bench, 3, sink)
+    leave(bench, 3, weights=OLD, model="other")
     code, printed, requests = run_with(bench, OLD)
-    assert (code, requests) == (2, 0) and "model was tiny, is other; nothing was changed" in printed
+    assert (code, requests) == (0, 1) and "it is of another server: model was tiny, is other; it is asked for again" in printed, printed
+    bench.check(list(range(6)))
 
 
-def test_finished_rows_tell_the_weights_that_a_ledger_of_an_earlier_version_lacks(bench: Bench) -> None:
-    """Some tell none, and leftovers of a refused server are not asked."""
-    assert run_with(bench, "", "--limit", 3, fails=0)[0] == 1
-    assert run_with(bench, OLD, fails=0)[0] == 1
-    leave(bench, 0, 3)
-    keep_lines(bench, lambda line: line.get("row") != 3)
-    write_ledger(bench, without_weights)
-    code, printed, requests = run_with(bench, OLD, "--concurrency", 1)
-    assert (code, requests) == (0, 2) and "removed 2 files of another server" in printed
-    (bench.output / "hs_0.safetensors").unlink()
-    write_ledger(bench, without_weights)
+def test_of_files_that_no_ledger_names_the_first_that_is_found_decides_the_server(bench: Bench) -> None:
+    """The run that asked for them was killed before it noted anything. Its server is asked no more."""
+    assert run_with(bench, OLD)[0] == 0
+    keep_lines(bench, lambda line: "ledger" in line)
+    leave(bench, 5)
     code, printed, requests = run_with(bench, NEW, "--concurrency", 1)
-    assert (code, requests) == (2, 1) and f"weights was {OLD}, is {NEW}" in printed
-    assert noted(bench)[-1]["weights"] == OLD
-    bench.check(list(range(1, 6)))
-    assert run_with(bench, OLD, "--concurrency", 1)[0] == 0
+    assert (code, requests) == (2, 1) and f"weights was {OLD}, is {NEW}" in printed, printed
+    assert [each["weights"] for each in noted(bench)] == [OLD]
+    assert run_with(bench, OLD)[0] == 0
+    bench.check(list(range(6)))
