@@ -159,6 +159,13 @@ class FakeServer:
             self.probes += 1
             self._unanswered += 1
             return self.send(writer, 200, {"data": [{"id": self.model}]})
+        if path == "/detokenize":
+            self._unanswered += 1
+            return self.send(writer, 200, {"prompt": bytes(json.loads(body)["tokens"]).decode()})
+        if path in ("/v1/completions/render", "/v1/chat/completions/render"):
+            self._unanswered += 1
+            ids = Seen(0, 0, path, json.loads(body)).token_ids
+            return self.send(writer, *self.render(ids if "chat" in path else [ids]))
         if path not in ("/v1/completions", "/v1/chat/completions"):
             return self.send(writer, 404, {"detail": "Not Found"})
         content = json.loads(body)
@@ -186,6 +193,10 @@ class FakeServer:
             return self.send(writer, action, {"error": {"message": f"as the test wants: {action}"}})
         await getattr(self, "do_" + action.replace("-", "_"))(exchange)
 
+    def render(self, ids: Any) -> tuple[int, Any]:
+        """Status and answer to a request for the token ids of a prompt."""
+        return 200, {"token_ids": ids} if not ids or isinstance(ids[0], int) else [{"token_ids": each} for each in ids]
+
     async def _at(self, seen: Seen, stage: str) -> None:
         await self._loop.run_in_executor(None, self.at, seen, stage)
 
@@ -198,7 +209,9 @@ class FakeServer:
 
     async def answer(self, exchange: Exchange, path: str | None, **changes: Any) -> None:
         seen = exchange.seen
-        choice = {"index": 0, "token_ids": seen.output}
+        text = "".join(f"<{each}>" for each in seen.output)
+        said = {"message": {"content": text}} if "messages" in seen.body else {"text": text}
+        choice = {"index": 0, "token_ids": seen.output, "finish_reason": "length", **said}
         params = {"hidden_states_path": path} | self._reused.pop(id(seen), {}) if path else None
         body = {"id": "x", "choices": [choice], "kv_transfer_params": params}
         (body if "messages" in seen.body else choice)["prompt_token_ids"] = changes.pop("prompt", seen.token_ids)

@@ -189,8 +189,8 @@ class Options:
     @property
     def request(self) -> dict[str, Any]:
         """Fields that the bodies of all requests have. They are part of a row's identity."""
-        sampling = {name: value for name, value in asdict(self.sampling).items() if value is not None}
-        return {"max_tokens": self.max_tokens or 1, **sampling}
+        fields = {"max_tokens": self.max_tokens or 1, **asdict(self.sampling), "seed": self.seed}
+        return {name: value for name, value in fields.items() if value is not None}
 
     @property
     def errors_to_stop(self) -> int:

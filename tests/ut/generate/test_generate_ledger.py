@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_hsx.generate import ledger as ledger_module
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Ledger, State, Status, ledger_name, mark_of, open_ledger, row_file, row_of_file
+from vllm_ascend_hsx.generate.ledger import Division, Ledger, State, Status, ledger_name, mark_of, open_ledger, row_file, row_of_file
 
 REQUEST = {"max_tokens": 1, "temperature": 0.0}
 IDENTITY, OTHER = "0a" * 16, "b1" * 16  # of a row
@@ -24,7 +24,7 @@ SERVER = {"model": "tiny", "layer_ids": [1, 2], "layers": 2, "hidden_size": 8, "
 
 
 def opened(path: Path, request: Mapping[str, Any] = REQUEST, world_size: int = 1, rank: int = 0) -> Ledger:
-    return open_ledger(path, request, world_size, rank)
+    return open_ledger(path, request, Division(world_size, rank))
 
 
 def closed(path: Path, **options: Any) -> Ledger:
@@ -113,10 +113,10 @@ def test_of_ranks_that_start_at_the_same_moment_none_mixes_its_rows_with_others(
     """Each has looked for other ledgers before any of them was there."""
     lock = ledger_module._lock
 
-    def other_rank_is_faster(path: Path, fd: int) -> None:
+    def other_rank_is_faster(path: Path, fd: int, division: Division) -> None:
         monkeypatch.setattr(ledger_module, "_lock", lock)
         closed(tmp_path, request=REQUEST | {"max_tokens": 2}, world_size=2, rank=1)
-        lock(path, fd)
+        lock(path, fd, division)
 
     monkeypatch.setattr(ledger_module, "_lock", other_rank_is_faster)
     with pytest.raises(InputError, match="requests of another kind: max_tokens was 2, is 1"):
@@ -179,11 +179,11 @@ def test_of_two_divisions_that_start_at_the_same_moment_at_most_one_goes_on(tmp_
     lock = ledger_module._lock
     others: list[Ledger] = []
 
-    def other_division_is_faster(path: Path, fd: int) -> None:
+    def other_division_is_faster(path: Path, fd: int, division: Division) -> None:
         monkeypatch.setattr(ledger_module, "_lock", lock)
         with suppress(InputError):
             others.append(opened(tmp_path, world_size=2, rank=1))
-        lock(path, fd)
+        lock(path, fd, division)
 
     monkeypatch.setattr(ledger_module, "_lock", other_division_is_faster)
     with pytest.raises(InputError, match="belongs to a run that is under way, of another --world-size than 1"):
@@ -233,7 +233,8 @@ def test_garbage_between_lines_is_passed_over_and_a_file_that_is_no_ledger_is_re
     path = tmp_path / "ledger.jsonl"
     with open(path, "ab") as file:
         file.write(b'\x00\x00\n[1]\n{"row": "x"}\n{"row": 2, "status": "done", "identity": "%b"}\n{"server": 4}\n' % IDENTITY.encode())
-        for status, identity in (("done", "x"), ("done", None), ("done", IDENTITY[:-1]), ("over", IDENTITY), ([], IDENTITY), (None, IDENTITY)):
+        odd = [("done", "x"), ("done", None), ("done", IDENTITY[:-1]), ("over", IDENTITY), ([], IDENTITY), (None, IDENTITY)]
+        for status, identity in odd:
             file.write(json.dumps({"row": 4, "status": status, "identity": identity}).encode() + b"\n")
         for row in (-1, 10**9, True, 4.0):
             file.write(json.dumps({"row": row, "status": "done", "identity": IDENTITY}).encode() + b"\n")

@@ -1,0 +1,68 @@
+"""Rows are shown as tokens with their loss mask before anything is stored."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from generate_bench import Bench
+
+from vllm_ascend_hsx.generate.client import Client
+from vllm_ascend_hsx.generate.options import Options
+from vllm_ascend_hsx.generate.show import second_bos
+
+CHAT = {"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]}
+
+
+def test_the_first_run_shows_one_row_and_the_next_none(bench: Bench) -> None:
+    bench.output /= "new"
+    code, printed = bench.run(records=[CHAT, {"prompt": "x"}])
+    assert code == 0 and "row 0: 24 tokens, " in printed and "row 1: " not in printed, printed
+    assert "row 0: " not in bench.run(records=[CHAT, {"prompt": "x"}])[1]
+
+
+def test_tokens_of_the_assistant_are_between_marks(bench: Bench) -> None:
+    bench.server.asked.clear()
+    code, printed = bench.run("--show", 3, records=[CHAT, {"prompt": "a text"}, {"token_ids": list(b"ids\x1b[2J")}])
+    assert code == 0, printed
+    # The fake server renders an assistant's message as <assistant> and its text.
+    assert "row 0: 24 tokens, 3 of them with a loss <user>Why?<assistant>[[So.]]" in printed
+    assert "row 1: 6 tokens, 0 of them with a loss a text" in printed
+    assert r"row 2: 7 tokens, 0 of them with a loss ids\x1b[2J" in printed
+
+
+def test_a_long_row_is_shown_by_its_beginning_and_its_end(bench: Bench) -> None:
+    _, printed = bench.run("--show", 1, records=[{"prompt": "a" * 3000 + "z" * 3000}])
+    assert f"{'a' * 1000} ... {'z' * 1000}" in printed and "a" * 1001 not in printed
+
+
+def test_a_turn_that_is_rendered_otherwise_within_the_conversation_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    render = bench.server.render
+    monkeypatch.setattr(bench.server, "render", lambda ids: render(ids if len(ids) > 22 else [1, *ids]))
+    code, printed = bench.run("--show", 1, records=[CHAT])
+    assert code == 0 and "message 1 of row 0 is rendered differently within the conversation: its loss is not shown" in printed, printed
+
+
+@pytest.mark.parametrize("answer", [(404, {"detail": "Not Found"}), (200, {"other": 1}), (200, [])])
+def test_a_server_that_renders_nothing_is_reported_and_the_run_goes_on(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, object]
+) -> None:
+    monkeypatch.setattr(bench.server, "render", lambda ids: answer)
+    code, printed = bench.run("--show", 1, records=[CHAT])
+    assert code == 0 and "rows cannot be shown: " in printed, printed
+
+
+def test_a_second_bos_token_is_reported_once_with_the_option(bench: Bench) -> None:
+    records = [{"prompt": f"xxtext {row}"} for row in range(4)]
+    _, printed = bench.run(records=records)  # the fake's tokens are bytes: "x" twice
+    assert printed.count("texts that begin with x get a second one; ") == 1 and "add --no-special-tokens" in printed
+    assert all("add_special_tokens" not in seen.body for seen in bench.server.seen)
+
+
+@pytest.mark.parametrize(("text", "ids", "is_noted"), [("xx", b"xx", True), ("x", b"x", False), ("ax", b"ax", False), ("b", b"xx", False)])
+def test_only_a_text_that_has_its_bos_already_is_noted(bench: Bench, text: str, ids: bytes, is_noted: bool) -> None:
+    async def note() -> str:
+        async with Client(Options("", bench.output)) as client:
+            return await second_bos(client, bench.server.url, "tiny", text, list(ids))
+
+    assert bool(asyncio.run(note())) == is_noted
