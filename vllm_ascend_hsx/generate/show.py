@@ -34,7 +34,7 @@ async def show_rows(console: Console, options: Options, rows: Iterable[Row]) -> 
             model = await client.model(url)
             for row in rows:
                 known = row.token_ids
-                ids = known.tolist() if known is not None else await _render(client, url, model, row.endpoint, row.prompt())
+                ids = known.tolist() if known is not None else await render(client, url, model, row.endpoint, row.prompt())
                 notes: list[str] = []
                 spans = await _spans(client, url, model, row, ids, notes)
                 text = await _marked(client, url, model, ids, spans)
@@ -52,7 +52,7 @@ async def decode(client: Client, url: str, model: str, ids: Sequence[int]) -> st
     return str(answer["prompt"]) if isinstance(answer, dict) and "prompt" in answer else ""
 
 
-async def _render(client: Client, url: str, model: str, endpoint: str, body: dict[str, Any]) -> list[int]:
+async def render(client: Client, url: str, model: str, endpoint: str, body: dict[str, Any]) -> list[int]:
     """Return the token ids that a server makes of a prompt. Raises like `Client.post`."""
     answer = await client.post(url, f"v1/{endpoint}/render", {"model": model, "max_tokens": 1, **body})
     try:
@@ -90,9 +90,9 @@ async def _spans(client: Client, url: str, model: str, row: Row, ids: list[int],
         if message.get("role") != "assistant":
             continue
         before = {**row.prompt(), "messages": row.content[:turn], "add_generation_prompt": True}
-        begin = await _render(client, url, model, row.endpoint, before) if turn else []
+        begin = await render(client, url, model, row.endpoint, before) if turn else []
         after = {**row.prompt(), "messages": row.content[: turn + 1], "add_generation_prompt": False}
-        end = await _render(client, url, model, row.endpoint, after)
+        end = await render(client, url, model, row.endpoint, after)
         if ids[: len(begin)] == begin and ids[: len(end)] == end:
             spans.append((len(begin), len(end)))
         else:

@@ -18,7 +18,7 @@ from vllm_ascend_hsx.generate.errors import InputError, RequestError
 from vllm_ascend_hsx.generate.machines.status import FOUND, MADE, LedgerLines, read_ledgers
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.progress import Outcome, duration, tell
-from vllm_ascend_hsx.generate.rows import CHAT
+from vllm_ascend_hsx.generate.show import render
 
 SAMPLE = 32  # rows that say how large the others are
 
@@ -94,7 +94,7 @@ def _tokens(options: Options, dataset: Dataset, checked: Checked, rows: int) -> 
     """Return the number of tokens of `rows` rows, and how it is known, without the ledgers."""
     ratio, source = 0.25, "estimate: a token for 4 characters, as no server renders the texts" if checked.characters else "of all token ids"
     if checked.characters:
-        with suppress(InputError, RequestError, LookupError, TypeError, ArithmeticError):
+        with suppress(InputError, RequestError, ZeroDivisionError):
             ratio, source = asyncio.run(_rendered(options, dataset, checked)), "estimate: as a server renders some of the texts"
     generated = rows * (options.max_tokens or 0)
     tokens = checked.tokens + round(ratio * checked.characters) + generated
@@ -106,6 +106,8 @@ async def _rendered(options: Options, dataset: Dataset, checked: Checked) -> flo
     url, step = options.endpoints[0], -(-len(checked.identities) // SAMPLE)
     sample = [row for row in dataset.rows(lambda index: index % step == 0) if row.token_ids is None]
     async with Client(options) as client:
-        answers = [await client.post(url, f"v1/{row.endpoint}/render", {"model": options.model, **row.prompt()}) for row in sample]
-    tokens = sum(len((answer if row.endpoint == CHAT else answer[0])["token_ids"]) for row, answer in zip(sample, answers, strict=True))
-    return tokens / sum(len(str(row.content)) for row in sample)
+        requests = (render(client, url, options.model or "", row.endpoint, row.prompt()) for row in sample)
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+    # Without rows that are too long, for example.
+    told = [(len(ids), len(str(row.content))) for row, ids in zip(sample, answers, strict=True) if isinstance(ids, list)]
+    return sum(tokens for tokens, _ in told) / sum(characters for _, characters in told)

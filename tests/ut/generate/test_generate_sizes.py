@@ -29,6 +29,7 @@ from vllm_ascend_hsx.generate.sizes import SAMPLE, free_space, show_sizes, space
 
 NOBODY = "http://localhost:1"
 GB = 10**9
+REFUSED = {"error": {"message": "too long", "code": 400}}
 CHAT = [{"role": "user", "content": "one two three"}]
 
 
@@ -106,8 +107,9 @@ def renderer(answer: Callable[[dict[str, Any]], Any]) -> Iterator[tuple[str, lis
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             seen.append((self.path, body))
-            text = json.dumps(answer(body)).encode()
-            self.send_response(200)
+            told = answer(body)
+            text = json.dumps(told).encode()
+            self.send_response(400 if told == REFUSED else 200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
@@ -179,7 +181,13 @@ def test_a_chat_is_rendered_as_it_would_be_sent(tmp_path: Path) -> None:
     assert path == "/v1/chat/completions/render" and body | dataset.all[0].prompt() == body
 
 
-@pytest.mark.parametrize("answer", [{}, [], [[]], {"token_ids": 3}, "text", None], ids=str)
+def test_rows_that_a_server_does_not_render_are_left_out_of_the_estimate(tmp_path: Path) -> None:
+    dataset = Rows("x" * 10, "y" * 990)
+    with renderer(lambda body: [{"token_ids": [1] * 5}] if body["prompt"].startswith("x") else REFUSED) as (url, _):
+        assert shown(tmp_path, dataset, endpoints=(url,))["tokens"].startswith("500 (estimate: as a server")
+
+
+@pytest.mark.parametrize("answer", [REFUSED, {}, [], [[]], {"token_ids": 3}, "text", None], ids=str)
 def test_without_a_server_that_renders_four_characters_are_a_token(answer: Any, tmp_path: Path) -> None:
     told = "10 (estimate: a token for 4 characters, as no server renders the texts)"
     assert shown(tmp_path, Rows("x" * 40))["tokens"] == told
