@@ -142,7 +142,7 @@ def test_tokens_of_token_ids_are_exact_and_a_new_directory_stays_unmade(tmp_path
 def test_rows_are_there_if_a_ledgers_last_line_names_them_with_their_present_content(tmp_path: Path) -> None:
     dataset = Rows(*(ids(1 + each) for each in range(8)))
     rows = dataset.all
-    failed = {"row": 3, "status": "failed", "identity": "", "time": 1020.0}
+    failed = {"row": 3, "status": "failed", "identity": identity(rows[3]), "time": 1020.0}
     changed = {"row": 4, "status": "changed", "identity": "", "time": 1020.0}
     of_another_content = {**done(rows[5], 6, 60), "identity": identity(rows[6])}
     outside = {**done(rows[6], 7, 70), "row": 1000}

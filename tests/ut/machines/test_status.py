@@ -75,7 +75,7 @@ COUNTED: dict[str, tuple[list[Line | str], tuple[int, ...]]] = {
     "changed-and-done-again": ([begin(), row(3), row(3, "changed"), begin(), row(3)], (40, 1, 1, 0, 0, 39)),
     "rows-of-an-earlier-run-are-done-and-not-made": ([begin(), row(3), row(4, "found"), begin(), row(5)], (40, 3, 1, 0, 0, 37)),
     "what-failed-in-an-earlier-run-remains": ([begin(), row(3, "failed"), row(4, "invalid"), begin()], (40, 0, 0, 0, 0, 40)),
-    "rows-outside-of-the-limit": ([begin(), row(3), row(30), row(31, "failed"), begin(10)], (10, 1, 0, 0, 0, 9)),
+    "rows-outside-of-the-limit": ([begin(), row(3), row(10), row(30), row(31, "failed"), begin(10)], (10, 1, 0, 0, 0, 9)),
     "a-raised-limit": ([begin(), row(3), row(30), begin(10), begin(40), row(31)], (40, 3, 1, 0, 0, 37)),
     "odd-lines": ([begin(), *ODD_LINES, row(3)], (40, 1, 1, 0, 0, 39)),
     "half-a-line": ([begin(), row(3), '{"row":4,"status":"do'], (40, 1, 1, 0, 0, 39)),
