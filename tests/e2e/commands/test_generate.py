@@ -71,12 +71,12 @@ def serving(tiny_minimax_m2: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @contextmanager
-def serve(model: Path, storage: Path, directory: Path, *options: str) -> Iterator[Serving]:
+def serve(model: Path, storage: Path, directory: Path, *options: str, layer_ids: tuple[int, ...] = LAYER_IDS) -> Iterator[Serving]:
     """Start a server; its log and datasets are in `directory`."""
     port = free_port()
     command = [
         *(sys.executable, "-m", "vllm_ascend_hsx.cli.main", "serve", str(model)),
-        *("--layers", ",".join(map(str, LAYER_IDS)), "--out", str(storage), "--option", "extract=requested", "--"),
+        *("--layers", ",".join(map(str, layer_ids)), "--out", str(storage), "--option", "extract=requested", "--"),
         *("--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--gpu-memory-utilization", "0.4"),
         *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "16", "--max-num-batched-tokens", "64"),
         *options,
@@ -151,7 +151,9 @@ def test_a_checkpoint_that_was_trained_further_is_refused_under_the_same_name(se
     assert serving.left("replaced") == list(before)
     ledger = before.pop("ledger.jsonl")
     after = (serving.storage / "replaced" / "ledger.jsonl").read_bytes()
-    assert after.startswith(ledger) and after.removeprefix(ledger).startswith(b'{"run":') and after.count(b"\n") == ledger.count(b"\n") + 1
+    assert after.startswith(ledger)
+    new = [next(iter(json.loads(line))) for line in after.removeprefix(ledger).splitlines()]
+    assert new == ["run", "state", "state"], "no row"
     assert {name: (serving.storage / "replaced" / name).read_bytes() for name in before} == before
 
 
@@ -178,7 +180,8 @@ def test_texts_chats_and_rows_of_generated_tokens_and_a_row_that_is_too_long(ser
     failed = serving.ledger("texts")[3]
     assert (failed["status"], failed["attempts"]) == ("failed", 1)
     assert "answers 400: " in failed["error"] and "maximum context length" in failed["error"]
-    assert serving.left("texts") == [*(f"hs_{row}.safetensors" for row in range(3)), "ledger.jsonl"]
+    files = ["answers.jsonl", *(f"hs_{row}.safetensors" for row in range(3)), "ledger.jsonl", "training_data"]
+    assert serving.left("texts") == files
 
 
 def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) -> None:
@@ -200,7 +203,7 @@ def test_an_interrupted_run_aborts_its_requests_on_the_server(serving: Serving) 
         process.kill()
     assert process.returncode == 130, printed
     assert "interrupted; what is done is kept" in printed
-    assert serving.left("long") == ["ledger.jsonl"]
+    assert serving.left("long") == ["answers.jsonl", "ledger.jsonl"]
     code, printed = serving.generate("after", [{"token_ids": tokens(20)}])
     assert code == 0, printed
 
