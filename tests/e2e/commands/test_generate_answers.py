@@ -13,12 +13,12 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from commands.test_generate import Serving, serve
-from commands.test_speculators import BIN, EPOCHS, LAYER_IDS, LAYERS
 from documents import blocks
 from harness import tokens
 from launch import process_environment
 from safetensors.torch import load_file
+from test_generate import Serving, serve
+from test_speculators import BIN, EPOCHS, LAYER_IDS, LAYERS
 from transformers import AutoTokenizer
 
 from vllm_ascend_hsx.demo.tiny_models import build_qwen3
