@@ -1,125 +1,163 @@
-"""Open a dataset by its path: JSON lines here, Arrow and parquet in `tables`."""
+"""Open a dataset: JSON and CSV are read here, all else by `datasets`."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Callable, Iterable, Iterator
+import csv
+import gzip
+import io
+import logging
+import re
+import shutil
+import sys
+import tempfile
+from array import array
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.generate.dataset import Dataset, DatasetError
+from vllm_ascend_hsx.generate.columns import COLUMNS
+from vllm_ascend_hsx.generate.dataset import Dataset, DatasetError, unreadable
 from vllm_ascend_hsx.generate.options import Options
-from vllm_ascend_hsx.generate.rows import Row, RowError, choose_column, read_row
-from vllm_ascend_hsx.protocol.files import read_regular
-from vllm_ascend_hsx.protocol.strict_json import parse
 
-_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+STANDARD_INPUT = "-"
+_BATCH = 256  # rows of Parquet in memory at a time
+_BOM = b"\xef\xbb\xbf"
+_HUB_ID = re.compile(r"([\w.-]+/[\w.-]+?)(?::([\w.-]+))?")
+_TEXT = re.compile(r"\.(jsonl?|ndjson|csv|tsv)(\.gz|\.zst)?$")
+_TABLE = re.compile(r"\.(parquet|arrow)$")
+_FORMS = "JSON (.json, .jsonl or .ndjson), .csv or .tsv, any of them compressed (.gz or .zst), .parquet or .arrow"
 
 
-class JsonLines(Dataset):
-    """One JSON object per line. Blank lines are skipped."""
+class Texts(Dataset):
+    """JSON lines, JSON lists, CSV and TSV.
 
-    def records(self, wanted: Callable[[int], bool]) -> Iterator[Row | DatasetError | None]:
-        (path,) = self.files
-        index = -1
-        try:
-            with open(path, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    if line.isspace():
-                        continue
-                    index += 1
-                    yield self._row(index, f"{path}:{number}", line) if wanted(index) else None
-        except OSError as error:
-            raise DatasetError(str(path), f"it cannot be read: {error.strerror}") from error
+    Not by `datasets`: a column of Arrow has one type, but keys of messages and of tools' arguments
+    have one for each row. Texts of CSV such as null would become missing values.
+    """
 
-    def _row(self, index: int, where: str, line: bytes) -> Row | DatasetError:
-        try:
-            record: Any = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            hint = "; a list of all rows in one is not supported" if index == 0 and line[:1] == b"[" else ""
-            return DatasetError(where, f"it is not JSON ({error}); give one JSON object per line{hint}")
-        if not isinstance(record, dict):
-            return DatasetError(where, f'it is not a JSON object; give one such as {{"prompt": "..."}} per line, not {line[:20]!r}')
-        try:
-            column = choose_column(record, self.column)
-            return read_row(index, column, record[column])
-        except RowError as error:
-            return DatasetError(where, str(error))
+    def read(self) -> Iterator[tuple[str, Any]]:
+        for path in self.files:
+            name = "standard input" if self.options.data == STANDARD_INPUT else path
+            with _opened(path) as file:
+                for place, record in _records(path, file):
+                    self.require_unchanged(path)
+                    yield f"{name}{place}", record
+
+
+class Tables(Dataset):
+    """Arrow and Parquet."""
+
+    def read(self) -> Iterator[tuple[str, Any]]:
+        import datasets
+
+        form = next(iter(self.files)).suffix[1:]
+        more = {"batch_size": _BATCH} if form == "parquet" else {}
+        table = datasets.load_dataset(form, data_files=list(map(str, self.files)), split="train", streaming=True, **more)
+        for batch in table.with_format("arrow").iter(_BATCH):
+            self.require_unchanged(*self.files)
+            yield from (("", partial(_record, batch, at, self.options.column)) for at in range(batch.num_rows))
 
 
 def open_dataset(options: Options) -> Dataset:
-    dataset = _open_dataset(Path(options.data), options.column)
-    dataset.limit = options.limit
-    return dataset
-
-
-def _open_dataset(path: Path, column: str | None = None) -> Dataset:
-    """Open a file of JSON lines, Arrow or parquet, or a folder of tables or saved by `datasets`.
+    """Open what `--data` names.
 
     Raises:
-        DatasetError: there is no readable dataset, or it needs pyarrow, which is not installed.
+        DatasetError: there is no such dataset, it has several splits and none is named, or it needs
+            a package that is not installed.
     """
+    path = Path(options.data)
     try:
-        there = path.exists()
-    except OSError as error:
-        raise DatasetError(str(path), f"it cannot be read: {error.strerror}; name a file or a folder") from error
-    if not there:
-        raise DatasetError(str(path), "it does not exist; give a file of JSON lines, Arrow or parquet, or a folder of the two latter")
-    if not path.is_dir():
-        if not path.is_file():
-            raise DatasetError(str(path), "it is not a regular file; copy it to one, because it is read more than once")
-        if path.suffix in _JSON_SUFFIXES:
-            return JsonLines(path, [path], column)
-        if path.suffix in (".arrow", ".parquet"):
-            return _tables(path, [path], column)
-        raise DatasetError(str(path), f"its name ends with none of {_listed((*_JSON_SUFFIXES, '.arrow', '.parquet'))}; rename it")
-    splits = path / "dataset_dict.json"
-    if splits.is_file():
-        names = _names_in(splits, "splits")
-        raise DatasetError(str(path), f"it holds the splits {_listed(names)}; name one of them, such as --data {path / names[0]}")
-    state = path / "state.json"
-    if state.is_file():
-        return _tables(path, [path / name for name in _names_in(state, "_data_files", "filename")], column)
-    parquet = sorted(path.glob("*.parquet"))
+        if options.data == STANDARD_INPUT:
+            spool = tempfile.NamedTemporaryFile(prefix="hsx-generate-")  # noqa: SIM115 (as long as the dataset)
+            shutil.copyfileobj(sys.stdin.buffer, spool)
+            spool.flush()
+            return Texts(options, [Path(spool.name)], spool)
+        files = [path] if path.is_file() else _files(path, options)
+        if all(_TEXT.search(each.name) for each in files):
+            return Texts(options, files)
+        if len({each.suffix for each in files} & {".parquet", ".arrow"}) == len({each.suffix for each in files}) == 1:
+            return Tables(options, files)
+    except Exception as error:
+        raise unreadable(options, error) from error
+    raise DatasetError(f"{path}: give a file of one of these forms, or a folder with files of one of them: {_FORMS}")
+
+
+def _files(path: Path, options: Options) -> list[Path]:
+    """Return the files of a folder or of a dataset on a hub, of one split. Raises DatasetError."""
+    hub = _HUB_ID.fullmatch(options.data)
+    if path.exists() and not path.is_dir():
+        raise DatasetError(f"{path}: it is not a regular file, and is read twice; copy it to one, or give it to --data - as standard input")
+    if not path.is_dir() and (hub is None or _TEXT.search(path.name) or _TABLE.search(path.name)):
+        raise DatasetError(f"{path}: there is no such file or folder, and an id on a hub is OWNER/NAME or OWNER/NAME:CONFIG")
+    import datasets
+
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    if path.is_dir() and not any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+        splits = datasets.load_dataset_builder(str(path)).config.data_files
+    else:
+        loaded = datasets.load_from_disk(str(path)) if hub is None or path.is_dir() else datasets.load_dataset(*hub.groups())
+        parts = loaded if isinstance(loaded, dict) else {options.split or "train": loaded}
+        splits = {name: [each["filename"] for each in part.cache_files] for name, part in parts.items()}
+    split = options.split or (next(iter(splits)) if len(splits) == 1 else None)
+    if split not in splits:
+        raise DatasetError(f"{path}: it has the splits {', '.join(map(str, splits))}; name one of them with --split")
     # `datasets` keeps the results of map and filter beside the dataset they were made of.
-    arrow = sorted(each for each in path.glob("*.arrow") if not each.name.startswith("cache-"))
-    if parquet and arrow:
-        raise DatasetError(str(path), f"it has {parquet[0].name} and {arrow[0].name}; name a folder with one kind of files, or one file")
-    if not parquet and not arrow:
-        problem = "it has no state.json (from `save_to_disk`), no *.parquet and no *.arrow"
-        raise DatasetError(str(path), f"{problem}; name the folder that has, or one file of JSON lines")
-    return _tables(path, parquet or arrow, column)
+    return [Path(name) for name in splits[split] if not Path(name).name.startswith("cache-")]
 
 
-def _tables(path: Path, files: list[Path], column: str | None) -> Dataset:
-    try:
-        from vllm_ascend_hsx.generate.tables import Tables
-    except ModuleNotFoundError as error:
-        raise DatasetError(
-            str(files[0]), f"reading it needs {error.name}: pip install 'vllm-ascend-hsx[data]', or convert it to JSON lines"
-        ) from error
-    return Tables(path, files, column)
+def _opened(path: Path) -> Any:
+    """Return a binary file with `peek`. Packed files are known by their first bytes."""
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    if magic[:2] == b"\x1f\x8b":
+        return gzip.open(path)
+    if magic == b"\x28\xb5\x2f\xfd":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    return open(path, "rb")
 
 
-def _names_in(path: Path, key: str, inner: str | None = None) -> list[str]:
-    try:
-        entries = parse(read_regular(path))[key]
-        names = [entry[inner] if inner else entry for entry in entries]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DatasetError(str(path), f"it is not what `datasets` writes: {error!r}; save the dataset again") from error
-    if not names or not all(map(_is_path, names)):
-        raise DatasetError(str(path), f"it is not what `datasets` writes: no names of files or folders in {key}; save the dataset again")
-    return names
+def _records(path: Path, file: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the place of each record in a file, and the record."""
+    if file.peek(3)[:3] == _BOM:
+        file.read(3)
+    start = file.peek(64).lstrip()[:2]
+    if separated := re.search(r"\.([ct])sv", path.name):
+        csv.field_size_limit(2**31 - 1)  # characters of a cell
+        text = io.TextIOWrapper(file, "utf-8", newline="")
+        reader = csv.DictReader(text, restkey="cells beyond the header", delimiter={"c": ",", "t": "\t"}[separated[1]], strict=True)
+        yield from ((f":{reader.line_num}", row) for row in reader)
+    elif start[:1] == b"[":
+        import ijson
+
+        yield from ((f", row {number}", row) for number, row in enumerate(ijson.items(file, "item", use_float=True)))
+    elif start in (b"{\n", b"{\r"):
+        raise DatasetError(f"{path}: its first row has several lines; write one JSON object per line, or a list of all of them")
+    else:
+        yield from ((f":{number}", line) for number, line in enumerate(file, start=1) if not line.isspace())
 
 
-def _is_path(value: object) -> bool:
-    """Return True for text that the system accepts as a path."""
-    try:
-        return isinstance(value, str) and value != "" and b"\0" not in os.fsencode(value)
-    except UnicodeEncodeError:
-        return False
+def _record(batch: Any, at: int, column: str | None) -> dict[str, Any]:
+    cells = {name: batch.column(name)[at] for name in batch.column_names}
+    read = {name for name in cells if name == column or (name in COLUMNS and COLUMNS[name].fate != "quiet")}
+    return {name: _python(cell) if name in read else True for name, cell in cells.items() if cell.is_valid}
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+def _python(cell: Any) -> Any:
+    """Return what JSON would have. Token ids become an array, without an object for each."""
+    import pyarrow as pa
+
+    items = cell.values if isinstance(cell, pa.ListScalar) else None
+    if items is not None and pa.types.is_integer(items.type) and not items.null_count:
+        return array("q", items.cast(pa.int64()).to_numpy().tobytes())
+    return _without_nones(cell.as_py())
+
+
+def _without_nones(value: Any) -> Any:
+    """Leave out keys without a value: in Arrow an object has the keys of all of its column."""
+    if isinstance(value, dict):
+        return {key: _without_nones(each) for key, each in value.items() if each is not None}
+    return [_without_nones(each) for each in value] if isinstance(value, list) else value
