@@ -14,8 +14,8 @@ from rich.table import Table
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
 from vllm_ascend_hsx.cli.output import OneConsole, make_console, say
 from vllm_ascend_hsx.generate.ledger import State
-from vllm_ascend_hsx.generate.machines.status import WINDOW_S, Progress, read_status
 from vllm_ascend_hsx.generate.progress import duration
+from vllm_ascend_hsx.generate.status import WINDOW_S, Progress, read_status
 from vllm_ascend_hsx.protocol.names import printable
 
 COUNTS = ("rows", "done", "made", "failed", "invalid", "remaining", "rows_per_s")

@@ -15,10 +15,10 @@ from rich.filesize import decimal
 from vllm_ascend_hsx.generate.client import Client
 from vllm_ascend_hsx.generate.dataset import Checked, Dataset
 from vllm_ascend_hsx.generate.errors import InputError, RequestError
-from vllm_ascend_hsx.generate.machines.status import FOUND, MADE, LedgerLines, read_ledgers
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.progress import Outcome, duration, tell
 from vllm_ascend_hsx.generate.show import render
+from vllm_ascend_hsx.generate.status import FOUND, MADE, LedgerLines, read_ledgers
 
 SAMPLE = 32  # rows that say how large the others are
 

@@ -19,7 +19,7 @@ from hostile import DEEP, KINDS, plant_no_file, promptly
 from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.cli.status import parse_arguments
 from vllm_ascend_hsx.generate.ledger import VERSION
-from vllm_ascend_hsx.generate.machines.status import Progress, read_status
+from vllm_ascend_hsx.generate.status import Progress, read_status
 
 NOW = 1_000_000.0
 ODD_ROWS = ['{"row":1e400', '{"row":true,"status":"done"', '{"row":0,"status":[]', '{"row":-1,"status":"done"', '{"row":39,"status":"lost"',

@@ -1,1 +1,1 @@
-"""Runs on many machines: launchers' ranks, progress over all ledgers, blocks of rows on Ray."""
+"""Runs on many machines: the ranks of launchers, and tasks of a Ray cluster."""
