@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.cli.arguments import Parser, json_object, non_empty_path, number_from, seconds, whole
+from vllm_ascend_hsx.cli.arguments import Parser, json_object, non_empty_path, number_from, positive, seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, make_console, say
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.machines.launcher import place_of
@@ -107,8 +107,8 @@ def parser() -> argparse.ArgumentParser:
     add("--validate", "--validate-outputs", action="store_true", help=validate)
     add = parser.add_argument_group("sizes").add_argument
     add("--dry-run", action="store_true", help="show rows, tokens, bytes, free space and hours, and send no row")
-    add("--rate", type=seconds, metavar="TOKENS/S", help="for the hours of --dry-run (default: that of the last run)")
-    known = "for the bytes of --dry-run: hidden states of a token, as `hsx plan` shows (default: of finished rows)"
+    add("--rate", type=positive(1e12), metavar="TOKENS/S", help="for the hours of --dry-run (default: that of the last run)")
+    known = "for the bytes of --dry-run: bytes of a token in a file, as `hsx plan` shows (default: of finished rows)"
     add("--bytes-per-token", **numbers("bytes_per_token"), help=known)
     return parser
 
