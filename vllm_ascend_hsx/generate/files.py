@@ -162,11 +162,11 @@ class RowFiles:
         except OSError as error:
             wrong.reason += describe("; it cannot be removed", error)
 
-    def move(self, places: Mapping[int, int]) -> None:
-        """Rename the files of rows that have another place in the dataset now.
+    def set_aside(self, places: Mapping[int, int]) -> None:
+        """Rename the files of rows that have another place in the dataset now, on their way there.
 
-        A file's identity is in it. So a run that is killed here loses no row: the next one goes on
-        with the renaming, and a file at a wrong place is found to be wrong.
+        Call `put_in_place` once the ledger no longer names the rows at their old places. A run that
+        is killed before, in or between the two loses no row: the next one does the rest.
 
         Args:
             places: the new place of each row. Members of shards are left where they are.
@@ -177,9 +177,13 @@ class RowFiles:
         for old, new in places.items():
             with suppress(FileNotFoundError):
                 os.rename(self.path(old), self._output / f"moved_{new}{DATA_SUFFIX}")
-        for name in os.listdir(self._output):
-            if match := _MOVED.fullmatch(name):
-                os.rename(self._output / name, self.path(int(match[1])))
+
+    def put_in_place(self) -> int:
+        """Give the files that were set aside their new names; return how many. Raises OSError."""
+        aside = [match for name in os.listdir(self._output) if (match := _MOVED.fullmatch(name))]
+        for match in aside:
+            os.rename(self._output / match[0], self.path(int(match[1])))
+        return len(aside)
 
     def remove_foreign(self, rows: Iterable[int]) -> None:
         """Remove files of another server that requests of this run have left behind.
