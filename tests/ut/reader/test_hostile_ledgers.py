@@ -8,7 +8,7 @@ import pytest
 from hostile import DEEP, KINDS, plant_no_file, promptly
 
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Identity, open_ledger
+from vllm_ascend_hsx.generate.ledger import Division, open_ledger
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -16,7 +16,7 @@ from vllm_ascend_hsx.generate.ledger import Identity, open_ledger
 def test_generate_refuses_a_ledger_that_is_no_regular_file(tmp_path: Path, kind: str, which: str) -> None:
     plant_no_file(tmp_path / which, kind)
     with pytest.raises(InputError, match=f"--output .*{which}"):
-        promptly(lambda: open_ledger(tmp_path, Identity({"sha256": "x", "rows": 3}, {}), 1, 0))
+        promptly(lambda: open_ledger(tmp_path, {}, Division()))
 
 
 def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> None:
@@ -26,19 +26,21 @@ def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> 
     output.mkdir()
     (output / "ledger.jsonl").symlink_to(precious)
     with pytest.raises(InputError, match="--output"):
-        open_ledger(output, Identity({"sha256": "x", "rows": 3}, {}), 1, 0)
+        open_ledger(output, {}, Division())
     assert precious.read_bytes() == b"no line"
 
 
 ODD_LINES = [DEEP, "[" * 100_000, "[1]", "1e400", '{"row":1e400}', '{"row":true,"status":[]}', '{"row":' + "9" * 5000 + "}",
-             '{"server":{},"directories":3}', '{"server":{"layer_ids":[]},"directories":[3,{},null]}', '{"server":1}', "\0", "\\ud800",
-             '{"row":1,"row":2}', '{"row":NaN}']  # fmt: skip
+             '{"server":[],"directories":3}', '{"server":null}', '{"server":1}', "\0", "\\ud800", '{"row":1,"row":2}', '{"row":NaN}',
+             '{"row":2,"status":"done"}', '{"row":2,"status":"done","identity":7}', '{"row":2,"status":{},"identity":""}',
+             '{"row":-1,"status":"done","identity":""}', '{"row":9e9,"status":"done","identity":""}']  # fmt: skip
+IDENTITY = "0a" * 16
 
 
 def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Path) -> None:
-    identity = Identity({"sha256": "x", "rows": 3}, {"a": 1})
+    request = {"a": 1}
     server = {"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16", "rotated": False, "lora": ""}
-    first = open_ledger(tmp_path, identity, 1, 0)
+    first = open_ledger(tmp_path, request, Division())
     first.note_server(server)
     first.close()
     path = tmp_path / "ledger.jsonl"
@@ -46,13 +48,25 @@ def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Pa
     with open(path, "ab") as file:
         for line in ODD_LINES:
             file.write(line.encode() + b"\n")
-        file.write(b'{"row":2,"status":"done"}\n')
-    for world_size, rank in ((1, 0), (2, 0)):
-        ledger = open_ledger(tmp_path, identity, world_size, rank)
+        file.write(b'{"row":2,"status":"done","identity":"%b"}\n' % IDENTITY.encode())
+    for world_size in (1, 2):
+        ledger = open_ledger(tmp_path, request, Division(world_size))
         ledger.close()
         assert ledger.server == server
-        assert ledger.logged[2] == (world_size == 1)
+        assert ledger.is_done(2, IDENTITY) and ledger.is_logged(2, IDENTITY) == (world_size == 1)
+        assert len(ledger.finished.marks) == 3
     for line in ODD_LINES:
         path.write_bytes(line.encode() + b"\n" + whole)
         with pytest.raises(InputError, match="does not begin as a ledger"):
-            open_ledger(tmp_path, identity, 1, 0)
+            open_ledger(tmp_path, request, Division())
+
+
+@pytest.mark.parametrize("other", ["{}", '{"layer_ids":[]}'])
+def test_a_line_about_another_server_is_refused_however_odd_it_is(tmp_path: Path, other: str) -> None:
+    first = open_ledger(tmp_path, {}, Division())
+    first.note_server({"model": "m", "layer_ids": [1]})
+    first.close()
+    with open(tmp_path / "ledger.jsonl", "ab") as file:
+        file.write(b'{"server":%b}\n' % other.encode())
+    with pytest.raises(InputError, match="holds rows of two servers: model was m, is None"):
+        open_ledger(tmp_path, {}, Division())
