@@ -20,6 +20,7 @@ from vllm_ascend_hsx.demo.loop.rows import SHIFTED, write_rows
 from vllm_ascend_hsx.demo.loop.run import KINDS, Loop, Sizes
 from vllm_ascend_hsx.demo.loop.target import LAYER_IDS, Target
 from vllm_ascend_hsx.generate.open_dataset import open_dataset
+from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.errors import UserError
 
 SMALL = Sizes(target_steps=1, stories=12, epochs=1, held_out=2)
@@ -149,7 +150,7 @@ def test_the_dataset_is_one_that_both_hsx_and_speculators_read(tmp_path: Path) -
 
     dataset = stories(4, seed=0)
     drafts.write_dataset(tmp_path / "dataset", dataset)
-    rows = list(open_dataset(tmp_path / "dataset").records(lambda index: True))
+    rows = list(open_dataset(Options(str(tmp_path / "dataset"), tmp_path)).records(lambda index: True))
     assert [list(row.content) for row in rows] == dataset  # type: ignore[union-attr]
     theirs = load_from_disk(str(tmp_path / "dataset"))
     assert [torch.equal(theirs[n]["input_ids"], torch.tensor(row)) for n, row in enumerate(dataset)] == [True] * 4
