@@ -17,7 +17,7 @@ from launch import START_SECONDS, tiny_server
 from oracle import Oracle, Reference, Served
 
 import vllm_ascend_hsx
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX
+from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, LOCK_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStatesError
 
 LAYER_IDS = (4, 1, 2)
@@ -79,8 +79,8 @@ def test_a_failed_device_call_ends_the_server_and_spoils_no_answer_and_no_file(t
         ask = partial(send, server.url, str(float32_qwen3))
         right = ask()
         assert right is not None
-        (healthy,) = (tmp_path / "hidden_states").glob(f"*{DATA_SUFFIX}")
-        assert vllm_ascend_hsx.load(healthy, timeout=SECONDS).token_ids.tolist() == PROMPT
+        (file,) = {name.removesuffix(LOCK_SUFFIX) for name in names_in(tmp_path / "hidden_states")}
+        assert vllm_ascend_hsx.load(tmp_path / "hidden_states" / file, timeout=SECONDS).token_ids.tolist() == PROMPT
         armed.write_text(fault.launch + "\n")
         began = time.monotonic()
         answers = [right]

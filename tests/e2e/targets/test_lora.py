@@ -124,7 +124,8 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         session.step()
         write_adapter(adapters[B], model, target.modules, 4)
         session.call("load_adapter", **lora_request(B), load_inplace=True)
-        session.settle()
+        session.drain()
+        tell(session)
     return Run(session, served, cached, in_turn, in_flight, models, weights)
 
 
