@@ -41,6 +41,13 @@ def non_empty_path(text: str) -> Path:
     return Path(text)
 
 
+def non_empty(text: str) -> str:
+    """Parse a name. An unset variable of the shell is none."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a path or a name, such as . for the current directory")
+    return text
+
+
 def whole(least: int, most: int) -> Callable[[str], int]:
     """Return a type for whole numbers from `least` to `most`."""
 

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_ascend_hsx.cli.arguments import Parser, json_object, non_empty_path, number_from, positive, seconds, whole
+from vllm_ascend_hsx.cli.arguments import Parser, json_object, non_empty, non_empty_path, number_from, positive, seconds, whole
 from vllm_ascend_hsx.cli.output import INTERRUPTED, make_console, say
 from vllm_ascend_hsx.generate.errors import InputError
 from vllm_ascend_hsx.generate.machines.launcher import place_of
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = parser.add_argument_group("the dataset").add_argument
     formats = "a file or folder of JSON lines (.gz, .zst), JSON lists, Arrow, parquet or CSV; a folder of `datasets`' save_to_disk; "
-    add("--data", "--preprocessed-data", required=True, metavar="PATH|ID|-", help=formats + "the id of a dataset on a hub; - for stdin")
+    add("--data", "--preprocessed-data", type=non_empty, required=True, metavar="PATH|ID|-", help=formats + "the id of a dataset on a hub; - for stdin")
     add("--split", metavar="NAME", help="of a dataset that has several")
     columns = "token_ids, input_ids, messages, conversations, prompt"
     add("--column", metavar="NAME", help=f"the content of a row (default: the first that exists of {columns})")
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = make_console()
     try:
         options = parse_arguments(sys.argv[1:] if argv is None else argv)
-        # Imported late, so that `--help` needs no httpx.
+        # Imported late, so that `--help` is fast.
         from vllm_ascend_hsx.generate.run import generate
 
         if options.ray is None:

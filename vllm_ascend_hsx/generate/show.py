@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_ascend_hsx.generate.client import Client
-from vllm_ascend_hsx.generate.errors import InputError, RequestError
+from vllm_ascend_hsx.generate.errors import Failure, InputError, RequestError
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.progress import tell
 from vllm_ascend_hsx.generate.rows import CHAT, Row
@@ -19,7 +19,7 @@ _MOST = 2000  # characters of a row; the beginning and the end of a longer one a
 
 
 async def show_rows(console: Console, options: Options, rows: Iterable[Row]) -> None:
-    """Print rows as tokens, as the first server renders them. A server that cannot is reported.
+    """Print rows as tokens, as the first server renders them. A server that renders nothing is reported.
 
     Tokens with a loss are between [[ and ]]: those of the assistant's messages.
 
@@ -43,6 +43,8 @@ async def show_rows(console: Console, options: Options, rows: Iterable[Row]) -> 
                 for note in notes:
                     tell(console, note, "yellow")
         except (RequestError, InputError) as error:
+            if isinstance(error, RequestError) and error.failure is Failure.UNREACHED:
+                return  # the run itself reports it
             tell(console, f"rows cannot be shown: {error}", "yellow")
 
 

@@ -325,7 +325,7 @@ def test_the_ledger_s_first_lines_say_whose_rows_these_are(bench: Bench) -> None
     assert first["request"] == {"max_tokens": 1, "temperature": 0.0}
     server = {"model": "tiny", "layer_ids": [2, 0, 3], "layers": 3, "hidden_size": 8, "dtype": "bfloat16", "rotated": False}
     server |= {"lora": "", "weights": None}
-    assert second == {"server": server}
+    assert second.pop("time") > 0 and second == {"server": server}
 
 
 def test_a_full_disk_is_told_when_a_run_goes_on(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,11 +115,11 @@ def self_signed(address: str) -> bytes:
         (["--endpoint", "http://a/\x1b[2J"], r"--endpoint http://a/\x1b[2J: "),
         (["--api-key", "k\u00e9y"], "--api-key (or OPENAI_API_KEY): it has characters that no header can have"),
         (["--api-key", "key\nX-Other: 1"], "--api-key (or OPENAI_API_KEY): it has characters that no header can have"),
-        (["--data", "a" * 300], "a: it cannot be read: File name too long; name a file or a folder"),
+        (["--data", "a" * 300], "a'; give one that can be: a file, a folder, or the id of a dataset on a hub"),
         (["--max-tokens", "4"], "--max-tokens: the prompt's rows do not depend on it; add --include-output"),
         (["--include-output-tokens"], "--include-output: give --max-tokens"),
-        (["--data", "nothing.jsonl"], "nothing.jsonl: it does not exist"),
-        (["--column", "text"], "data.jsonl:1: there is no 'text' here"),
+        (["--data", "nothing.jsonl"], "nothing.jsonl: there is no such file or folder"),
+        (["--column", "text"], "data.jsonl:1: it has no 'text', only ['token_ids']"),
     ],
 )
 def test_a_wrong_option_is_named_with_its_remedy(bench: Bench, arguments: list[str], message: str) -> None:
@@ -138,7 +138,7 @@ def test_a_wrong_option_is_named_with_its_remedy(bench: Bench, arguments: list[s
 def test_a_bad_row_anywhere_is_named_before_anything_is_sent(bench: Bench) -> None:
     code, printed = bench.run(records=[*token_rows(50), {"token_ids": [1, -1]}])
     assert code == 2
-    assert "data.jsonl:51: token_ids[1] is -1; token ids are numbers from 0" in printed
+    assert "data.jsonl:51: token_ids[1] is -1; token ids are whole numbers from 0" in printed
     assert (bench.server.probes, bench.server.seen, contents(bench.output)) == (0, [], {})
 
 

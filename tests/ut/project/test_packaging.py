@@ -111,7 +111,7 @@ def test_nothing_but_the_package_is_in_the_wheel(wheel: set[str]) -> None:
 def test_installing_it_pulls_in_no_torch_no_vllm_and_nothing_of_a_vendor() -> None:
     always = [text for text in requires("vllm-ascend-hsx") or [] if "extra ==" not in text]
     names = {re.split(r"[^A-Za-z0-9._-]", text)[0].lower() for text in always}
-    assert names == {"awscrt", "filelock", "httpx", "numpy", "packaging", "pydantic", "rich", "safetensors", "wrapt"}
+    assert names == {"awscrt", "filelock", "httpx", "numpy", "openai", "packaging", "pydantic", "rich", "safetensors", "wrapt"}
 
 
 def interpreter(version: str) -> str:
