@@ -14,8 +14,11 @@ from typing import Any
 
 from vllm_ascend_hsx.cli import generate
 from vllm_ascend_hsx.generate import files, ledger, run  # noqa: F401 (loaded before the fork)
+from vllm_ascend_hsx.generate.client import Client
+from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.reader import load, shards, tensors
 
+Client(Options("", Path()))  # loads before the fork what a first client loads
 TRACED = (files, ledger, load, shards, tensors)
 
 

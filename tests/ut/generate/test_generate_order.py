@@ -177,7 +177,7 @@ def test_each_row_is_one_rank_s_and_neighbours_mostly_the_same_one_s(rows: int, 
     assert sum(a != b for a, b in zip(owners, owners[1:], strict=False)) <= rows // options.RANK_ROWS
 
 
-PATHS: Any = ("", Path())
+PATHS: Any = ("", "")
 
 
 # As a command
