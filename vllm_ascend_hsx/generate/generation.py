@@ -285,7 +285,8 @@ class Generation:
         if error.failure is Failure.GONE:
             endpoint.model = None  # asked for again: another model may be served
         if error.failure in (Failure.UNSTORED, Failure.ABSENT) and not endpoint.proven and endpoint.failed >= self._options.max_retries:
-            raise InputError(f"{endpoint.url}: {error.reason}") from error
+            remedy = "" if error.failure is Failure.ABSENT else "; mend its storage, or name a folder in it, and no link, with --output"
+            raise InputError(f"{endpoint.url}: {error.reason}{remedy}") from error
 
     def _note_failure(self, endpoint: Endpoint, error: RequestError) -> None:
         """Say once that a server fails, and for all servers when the run gives up."""
@@ -300,12 +301,12 @@ class Generation:
             if all(each.failed > self._options.max_retries for each in used):
                 self.stop(RunError(error.reason))
         elif all(each.pauses for each in used):
-            if not self._is_waiting:
+            self._count_error(error.reason)
+            if not self._is_waiting and self.outcome.stopped_by is None:
                 self._is_waiting = True
                 left = self._options.errors_to_stop - self._errors_in_a_row
                 self.progress.say(f"every server fails; {left} more errors end the run (--max-consecutive-errors)")
                 self._log.note_state(State.WAITING, error.reason)
-            self._count_error(error.reason)
 
     def _delay(self, work: Work, error: RequestError) -> float:
         """Return the seconds before the next attempt: exponential back-off with jitter."""
