@@ -21,6 +21,7 @@ from sink_harness import wait_for_sleepers
 from vllm_ascend_hsx.generate.ledger import row_of_file
 from vllm_ascend_hsx.protocol.api import REUSED_KEY, ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.rows import RowFormat
+from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import DirectorySink, FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -191,7 +192,10 @@ class FakeServer:
         action = self.behave(seen)
         if isinstance(action, int):
             return self.send(writer, action, {"error": {"message": f"as the test wants: {action}"}})
-        await getattr(self, "do_" + action.replace("-", "_"))(exchange)
+        try:
+            await getattr(self, "do_" + action.replace("-", "_"))(exchange)
+        except SinkError as error:
+            await self.answer(exchange, None, kv_transfer_params={"hidden_states_path": named, "hidden_states_error": error.reason})
 
     def render(self, ids: Any) -> tuple[int, Any]:
         """Status and answer to a request for the token ids of a prompt."""

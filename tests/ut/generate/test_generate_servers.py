@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -11,22 +12,23 @@ from pathlib import Path
 
 import pytest
 from generate_bench import Bench
-from generate_files import Seen
+from generate_files import Exchange, Seen
 from generate_harness import FakeServer
+from test_generate_refusals import other_layers
 
 
 def test_several_servers_share_the_rows_and_a_dead_one_loses_none(bench: Bench, tmp_path: Path) -> None:
     with FakeServer(bench.output) as second, socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        code, printed = bench.run("--endpoint", f"{dead},{second.url}/v1/", records=30)
+        code, printed = bench.run("--endpoint", f"{dead},{second.url}/v1/", records=150)
         assert code == 0
         assert f"{dead}/v1/models: [Errno 111] Connect call failed" in printed and f"; {dead} is tried again in" in printed
         both = bench.server.asked + second.asked
-        assert both == Counter(range(30))
+        assert both == Counter(range(150))
         assert min(len(bench.server.seen), len(second.seen)) > 5
         assert re.search(rf"{second.url} │ {len(second.seen)} answered, 0 failed", printed)
-    bench.check(list(range(30)), records=30)
+    bench.check(list(range(150)), records=150)
 
 
 def test_a_server_that_comes_up_later_gets_rows_too(bench: Bench) -> None:
@@ -120,3 +122,96 @@ def test_an_output_in_whose_place_another_run_s_is_in_mid_run_stays_as_it_is(ben
     code, printed = bench.run("--concurrency", 1)
     assert code == 1 and "was moved, removed or replaced during the run" in printed
     assert {path.name: path.read_bytes() for path in bench.output.iterdir()} == of_b
+
+
+def states(bench: Bench) -> list[str]:
+    """Of the runs, in order."""
+    lines = map(json.loads, (bench.output / "ledger.jsonl").read_text().splitlines())
+    return [line["state"] for line in lines if "state" in line]
+
+
+@pytest.mark.parametrize("behaviour", ["drop", 502])
+def test_a_run_says_once_that_it_waits_for_its_only_server_and_goes_on(bench: Bench, behaviour: str | int) -> None:
+    bench.server.behave = lambda seen: behaviour if 10 <= len(bench.server.seen) < 18 else "ok"
+    code, printed = bench.run("--max-consecutive-errors", 40, "--max-retries", 30, records=60)
+    assert code == 0, printed
+    assert printed.count(f"; {bench.server.url} is tried again in 0 s") == 1, printed
+    assert printed.count("every server fails; 39 more errors end the run (--max-consecutive-errors)") == 1, printed
+    assert states(bench) == ["running", "waiting", "running", "finished"]
+    bench.check(list(range(60)), records=60)
+
+
+def test_a_run_that_gives_up_says_before_how_many_errors_are_left(bench: Bench) -> None:
+    bench.server.behave = lambda seen: "ok" if seen.row < 3 else "drop"
+    code, printed = bench.run("--max-consecutive-errors", 3, "--max-retries", 30, "--concurrency", 1)
+    assert code == 1 and len(bench.server.seen) == 6, printed
+    assert printed.count("every server fails; 2 more errors end the run (--max-consecutive-errors)") == 1, printed
+    assert "stopped: 3 errors in a row (--max-consecutive-errors), the last: " in printed
+    assert states(bench) == ["running", "waiting", "stopped"]
+
+
+def test_a_run_whose_first_error_ends_it_says_nothing_of_further_ones(bench: Bench) -> None:
+    bench.server.behave = lambda seen: "ok" if seen.row < 3 else "drop"
+    code, printed = bench.run("--max-consecutive-errors", 1, "--concurrency", 1)
+    assert code == 1 and "every server fails" not in printed and "stopped: 1 errors in a row" in printed, printed
+    assert states(bench) == ["running", "stopped"]
+
+
+def test_while_one_server_works_the_run_does_not_wait(bench: Bench) -> None:
+    with FakeServer(bench.output) as second:
+        second.behave = lambda seen: "ok" if len(second.seen) < 3 else "drop"
+        code, printed = bench.run("--endpoint", second.url, records=60)
+    assert code == 0 and printed.count(f"{second.url} is tried again in") == 1, printed
+    assert "every server fails" not in printed and states(bench) == ["running", "finished"]
+
+
+@pytest.mark.parametrize("model", [(), ("--model", "tiny")])
+def test_a_server_that_has_another_model_after_its_restart_is_told_at_once(bench: Bench, model: tuple[str, ...]) -> None:
+    """It answers 404 to the name that the run learnt at its first request."""
+    server = bench.server
+
+    def behave(seen: Seen) -> str | int:
+        if seen.row == 20:
+            server.model = "other"
+        return ("ok" if server.model == "tiny" else "other") if seen.body["model"] == server.model else 404
+
+    async def do_other(exchange: Exchange) -> None:
+        await other_layers(exchange, server, model="other")
+
+    server.behave, server.do_other = behave, do_other  # type: ignore[attr-defined]
+    code, printed = bench.run(*model, records=60)
+    reason = f"{server.url} serves other, and not tiny" if model else "holds rows of another server: model was tiny, is other"
+    assert code == 2 and reason in printed, printed
+    assert "tried again in" not in printed and len(server.seen) <= 26
+    assert set(bench.rows) <= set(range(23)), "no row of the other model is kept"
+    server.model, server.behave = "tiny", lambda seen: "ok"
+    assert bench.run(*model, records=60)[0] == 0
+    bench.check(list(range(60)), records=60)
+
+
+def test_a_server_that_has_its_model_under_another_name_after_its_restart_goes_on(bench: Bench) -> None:
+    server = bench.server
+
+    def behave(seen: Seen) -> str | int:
+        if seen.row == 20:
+            server.model = "renamed"
+        return "ok" if seen.body["model"] == server.model else 404
+
+    server.behave = behave
+    code, printed = bench.run(records=60)
+    assert code == 0 and "tried again in" not in printed, printed
+    bench.check(list(range(60)), records=60)
+
+
+def test_an_output_that_leads_through_a_link_is_told_by_the_server_s_own_words(bench: Bench, tmp_path: Path) -> None:
+    """Servers follow no link out of their storage."""
+    (tmp_path / "elsewhere").mkdir()
+    (bench.output / "link").symlink_to(tmp_path / "elsewhere")
+    bench.output /= "link"
+    code, printed = bench.run("--concurrency", 8, records=60)
+    assert (code, len(bench.server.seen)) == (2, 4), printed
+    problem = "a directory on the way to it cannot be entered: Not a directory (ENOTDIR)"
+    remedy = "mend its storage, or name a folder in it, and no link, with --output"
+    assert f"{bench.server.url}: the server could not store the hidden states: {problem}; {remedy}" in printed, printed
+    assert printed.count("is tried again in") == 1 and "every server fails" in printed
+    assert bench.rows == []
