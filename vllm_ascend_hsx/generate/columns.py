@@ -17,7 +17,7 @@ TOKENS, CHATS = ("token_ids", "input_ids"), ("messages", "conversations")
 _MAX_TOKEN_ID = 2**31 - 1
 _DEPTH_TO_SPARE = 200  # stack frames of json's callers, which count against the same recursion limit
 _ALPACA = ("instruction",)
-_ANY = ("tokens", "text", "chat")
+_IDS, _TEXT, _CHAT = "token ids", "a text", "a chat"  # kinds of content
 _TOOL = 'a tool such as {"type": "function", "function": {"name": ..., "parameters": {...}}}'
 _TURNS = 'a list of pairs such as ["question", "answer"]'
 _DOCUMENTS = 'a list of objects of texts, such as {"title": ..., "text": ...}'
@@ -121,33 +121,33 @@ def _field(kind: Any, wanted: str) -> Put:
 
 
 TABLE = (
-    Column(TOKENS, "content", TOKENS, "token ids; texts and chats beside them are what they were made from", _same_content),
+    Column(TOKENS, "content", TOKENS, "token ids; texts and chats beside them are their source", _same_content),
     Column(CHATS, "content", CHATS, "a chat, of OpenAI's or ShareGPT's form", _same_content),
     Column(("prompt",), "content", (), "a text, or TRL's list of messages"),
     Column(_ALPACA, "content", (), "the user's message, of Alpaca's and LlamaFactory's form"),
     Column(("text",), "content", (), "a text"),
     Column(("input", "history", "output"), "content", _ALPACA, "more of the user's message, turns before it, the answer to it", _alpaca),
     Column(("completion",), "sent", ("prompt",), "follows the prompt, as a text or as messages", _completion),
-    Column(("system", "system_prompt"), "sent", ("chat",), "the first message, unless the chat begins with the same", _system),
-    Column(("tools", "functions"), "sent", ("chat",), "a list of tools, or of functions", _tools),
-    Column(("tool_choice",), "sent", ("chat",), "goes with tools; without it, none is sent"),
-    Column(("documents",), "sent", ("chat",), "a list of objects of texts", _documents),
-    Column(("chat_template_kwargs",), "sent", ("chat",), "an object; its keys win over the option's", _field(dict, "an object")),
-    Column(("mm_processor_kwargs", "media_io_kwargs"), "sent", ("chat",), "an object", _field(dict, "an object")),
-    Column(("chat_template",), "sent", ("chat",), "a text; the server needs `--trust-request-chat-template`", _field(str, "a text")),
-    Column(("reasoning_effort",), "sent", ("chat",), "a text", _field(str, "a text")),
-    Column(("add_generation_prompt", "continue_final_message"), "sent", ("chat",), "true or false", _field(bool, "true or false")),
-    Column(("add_special_tokens",), "sent", ("text", "chat"), "true or false", _field(bool, "true or false")),
-    Column(("attention_mask",), "sent", ("tokens",), "padding at both ends is cut off", _attention_mask),
-    Column(("chosen", "rejected"), "refused", ("text", "chat"), "only one can be; name it with `--column` if it is the whole chat"),
+    Column(("system", "system_prompt"), "sent", (_CHAT,), "the first message, unless the chat begins with the same", _system),
+    Column(("tools", "functions"), "sent", (_CHAT,), "a list of tools, or of functions", _tools),
+    Column(("tool_choice",), "sent", (_CHAT,), "goes with tools; without it, none is sent"),
+    Column(("documents",), "sent", (_CHAT,), "a list of objects of texts", _documents),
+    Column(("chat_template_kwargs",), "sent", (_CHAT,), "an object; its keys win over the option's", _field(dict, "an object")),
+    Column(("mm_processor_kwargs", "media_io_kwargs"), "sent", (_CHAT,), "an object", _field(dict, "an object")),
+    Column(("chat_template",), "sent", (_CHAT,), "a text; the server needs `--trust-request-chat-template`", _field(str, "a text")),
+    Column(("reasoning_effort",), "sent", (_CHAT,), "a text", _field(str, "a text")),
+    Column(("add_generation_prompt", "continue_final_message"), "sent", (_CHAT,), "true or false", _field(bool, "true or false")),
+    Column(("add_special_tokens",), "sent", (_TEXT, _CHAT), "true or false", _field(bool, "true or false")),
+    Column(("attention_mask",), "sent", (_IDS,), "padding at both ends is cut off", _attention_mask),
+    Column(("chosen", "rejected"), "refused", (_TEXT, _CHAT), "only one can be; name it with `--column` if it is the whole chat"),
     Column(
         ("image", "images", "video", "videos", "audio", "audios"),
         "refused",
-        _ANY,
+        (_IDS, _TEXT, _CHAT),
         'the chat API takes them in messages, as parts such as `{"type": "image_url", "image_url": {"url": ...}}`',
     ),
-    Column(("pixel_values", "inputs_embeds", "prompt_embeds"), "refused", _ANY, "the server computes them itself"),
-    Column(("seq_lengths", "cu_seqlens"), "refused", ("tokens",), "several sequences are in one row; give each a row of its own"),
+    Column(("pixel_values", "inputs_embeds", "prompt_embeds"), "refused", (_IDS, _TEXT, _CHAT), "the server computes them itself"),
+    Column(("seq_lengths", "cu_seqlens"), "refused", (_IDS,), "several sequences are in one row; give each a row of its own"),
     Column(("loss_mask", "labels", "completion_mask", "assistant_masks"), "quiet", (), "which tokens are trained on"),
     Column(("position_ids", "token_type_ids", "seq_len", "length"), "quiet", (), "follows from the tokens"),
     Column(("id", "idx", "index", "uuid", "conversation_id", "prompt_id", "source"), "quiet", (), "the row's name or origin"),
@@ -174,13 +174,15 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
         if name not in options.ignored_columns and not (each is None or (isinstance(each, str | list | dict | array) and not each))
     }
     column = options.column or next((name for names in (given, record) for name in CONTENT if name in names), None)
+    if options.column is None and column in TOKENS:  # they cannot carry images, and speculators keeps the messages for them
+        column = next((name for name in CHATS if _has_parts(given.get(name))), column)
     if column is None or column not in record:
         missing = f"no {column!r}" if column else f"none of {', '.join(CONTENT)}"
         raise RowError(f"it has {missing}, only {shown(list(record))}; name the column to send with --column")
     if column not in given:
         raise RowError(f"{column} is empty; there is nothing to compute for it: leave this row out")
     draft = Draft(given, column, read_content(column, given[column]))
-    kind = "tokens" if isinstance(draft.content, array) else "text" if isinstance(draft.content, str) else "chat"
+    kind = _IDS if isinstance(draft.content, array) else _TEXT if isinstance(draft.content, str) else _CHAT
     left = given.keys() - COLUMNS.keys() - {column}
     for name in [name for name in COLUMNS if name in given and name != column]:  # in the table's order
         line = COLUMNS[name]
@@ -188,20 +190,20 @@ def read_row(index: int, record: Mapping[str, Any], options: Options, unsent: Co
         if fits and line.put:
             line.put(draft, name, given[name])
         elif (line.fate == "refused" and fits and column not in line.names) or (
-            line.fate == "sent" and not fits and kind != "tokens" and line.beside != ("tokens",)
+            line.fate == "sent" and not fits and kind != _IDS and line.beside != (_IDS,)
         ):
             raise RowError(f"{name} cannot be sent with {column}: {line.meaning}; or leave it out with --ignore-column {name}")
-        elif line.fate == "content" and kind != "tokens":
+        elif line.fate == "content" and kind != _IDS:
             left.add(name)
-    if kind == "chat":
+    if kind == _CHAT:
         left |= {f"{column}[].{key}" for message in draft.content for key in message.keys() - KEYS}
         if kwargs := {**options.chat_template_kwargs, **draft.fields.get("chat_template_kwargs", {})}:
             draft.fields["chat_template_kwargs"] = kwargs
         if draft.fields.get("continue_final_message") and draft.fields.setdefault("add_generation_prompt", False):
             raise RowError("continue_final_message and add_generation_prompt are both true; leave one of them out with --ignore-column")
-    if kind == "text" and not options.add_special_tokens:
+    if kind == _TEXT and not options.add_special_tokens:
         draft.fields.setdefault("add_special_tokens", False)
-    for name, value in ((column, draft.content), *draft.fields.items()) if kind != "tokens" else ():
+    for name, value in ((column, draft.content), *draft.fields.items()) if kind != _IDS else ():
         _require_json(name, value)
     unsent.update(left)
     return Row(index, draft.content, draft.fields)
@@ -224,6 +226,10 @@ def read_content(column: str, value: Any) -> array[int] | list[dict[str, Any]] |
         at = next(at for at, each in enumerate(value) if type(each) is not int or not 0 <= each <= _MAX_TOKEN_ID)
         raise RowError(f"{column}[{at}] is {shown(value[at])}; token ids are whole numbers from 0 to the vocabulary's size")
     return array("q", value)
+
+
+def _has_parts(messages: Any) -> bool:
+    return isinstance(messages, list) and any(isinstance(each, dict) and isinstance(each.get("content"), list) for each in messages)
 
 
 def _require_json(name: str, value: Any) -> None:

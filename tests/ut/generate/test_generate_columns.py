@@ -115,10 +115,10 @@ def test_a_column_that_is_sent_becomes_a_part_of_the_request_and_of_the_identity
 @pytest.mark.parametrize("name", [name for name, line in COLUMNS.items() if line.fate == "sent"])
 def test_a_column_that_is_sent_is_refused_beside_a_content_that_it_cannot_go_with(name: str) -> None:
     record, line = {name: SENT[name][0][name]}, COLUMNS[name]
-    for kind, content in (("text", {"text": "2+2=4"}), ("chat", CHAT)):
+    for kind, content in (("a text", {"text": "2+2=4"}), ("a chat", CHAT)):
         if kind in line.beside:
             continue
-        if line.beside == ("tokens",):
+        if line.beside == ("token ids",):
             assert prompt(content | record) == prompt(content)
             continue
         with pytest.raises(RowError, match=rf"^{name} cannot be sent with {next(iter(content))}: .*--ignore-column {name}"):
@@ -134,7 +134,7 @@ def test_beside_token_ids_no_column_of_a_text_or_chat_counts(name: str) -> None:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_column_that_cannot_be_sent_is_refused_by_name_or_left_out_on_demand(name: str) -> None:
-    for kind, content in (("tokens", {"input_ids": [3, 1]}), ("text", {"prompt": "a"}), ("chat", CHAT)):
+    for kind, content in (("token ids", {"input_ids": [3, 1]}), ("a text", {"prompt": "a"}), ("a chat", CHAT)):
         record = content | {name: ["x"]}
         if kind in COLUMNS[name].beside:
             with pytest.raises(RowError, match=rf"^{name} cannot be sent with .*: .*; or leave it out with --ignore-column {name}"):
@@ -167,6 +167,14 @@ def test_any_column_can_be_named_and_a_preferred_answer_then_needs_no_more_words
     assert prompt({"input_ids": [1]} | CHAT, column="messages") == chat(USER)
     with pytest.raises(RowError, match="it has no 'other', only .*'note'.*; name the column to send with --column"):
         prompt(both, column="other")
+
+
+def test_messages_with_parts_are_sent_rather_than_their_token_ids() -> None:
+    parts = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://host/a.png"}}]}
+    record, unsent = {"messages": [parts], "input_ids": [3, 1], "loss_mask": [0, 1], "attention_mask": [1, 1]}, Counter[str]()
+    assert prompt(record, unsent) == chat(parts)
+    assert unsent == {"input_ids": 1}
+    assert prompt(record, column="input_ids") == {"prompt": [3, 1]}
 
 
 def test_messages_and_conversations_may_be_mixed_and_must_agree_in_one_row() -> None:
