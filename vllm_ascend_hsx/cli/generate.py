@@ -48,8 +48,9 @@ def parser() -> argparse.ArgumentParser:
         return {"type": whole(*bounds) if bounds else seconds, "default": getattr(DEFAULTS, name), "metavar": metavar}
 
     add = parser.add_argument_group("the dataset").add_argument
-    formats = "a file or folder of JSON lines (.gz, .zst), JSON lists, Arrow, parquet or CSV; a folder of `datasets`' save_to_disk; "
-    add("--data", "--preprocessed-data", type=non_empty, required=True, metavar="PATH|ID|-", help=formats + "the id of a dataset on a hub; - for stdin")
+    formats = "a file or folder of JSON lines (.gz, .zst), JSON lists, Arrow, parquet or CSV, or one of `datasets`' save_to_disk; "
+    others = "the id of a dataset on a hub; - for stdin"
+    add("--data", "--preprocessed-data", type=non_empty, required=True, metavar="PATH|ID|-", help=formats + others)
     add("--split", metavar="NAME", help="of a dataset that has several")
     columns = "token_ids, input_ids, messages, conversations, prompt"
     add("--column", metavar="NAME", help=f"the content of a row (default: the first that exists of {columns})")

@@ -19,7 +19,7 @@ _MOST = 2000  # characters of a row; the beginning and the end of a longer one a
 
 
 async def show_rows(console: Console, options: Options, rows: Iterable[Row]) -> None:
-    """Print rows as tokens, as the first server renders them. A server that renders nothing is reported.
+    """Print rows as tokens, as the first server renders them. Report a server that does not.
 
     Tokens with a loss are between [[ and ]]: those of the assistant's messages.
 
