@@ -65,6 +65,20 @@ def test_a_run_goes_on_with_what_the_earlier_ones_noted(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("later", [0, 1])
+def test_of_two_lines_about_a_row_in_two_ledgers_the_later_one_counts(tmp_path: Path, later: int) -> None:
+    """As after runs that divided the rows otherwise."""
+    closed(tmp_path)
+    closed(tmp_path, world_size=2, rank=1)
+    for at, name in enumerate(("ledger.jsonl", "ledger-1-of-2.jsonl")):
+        with open(tmp_path / name, "a") as file:
+            for number, row in enumerate((3, 4)):
+                line = {"row": row, "status": "done", "identity": (IDENTITY, OTHER)[at], "time": 100.0 * number + (at == later)}
+                file.write(json.dumps(line) + "\n")
+    again = closed(tmp_path)
+    assert all(again.is_done(row, (IDENTITY, OTHER)[later]) for row in (3, 4))
+
+
 def test_it_says_what_a_run_is_about_and_how_it_goes(tmp_path: Path) -> None:
     ledger = opened(tmp_path)
     ledger.note_run(20, 3)

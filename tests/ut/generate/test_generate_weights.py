@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from generate_bench import Bench
-from generate_files import SINKS, Exchange, right, tensors_of, token_rows
+from generate_files import SINKS, Exchange, change_a_bit, right, tensors_of, token_rows
 from generate_harness import FakeServer
 from test_generate_ledger import REQUEST, SERVER, opened
 from test_generate_refusals import keep_lines, other_layers
@@ -298,4 +298,15 @@ def test_of_files_that_no_ledger_names_the_first_that_is_found_decides_the_serve
     assert (code, requests) == (2, 1) and f"weights was {OLD}, is {NEW}" in printed, printed
     assert [each["weights"] for each in noted(bench)] == [OLD]
     assert run_with(bench, OLD)[0] == 0
+    bench.check(list(range(6)))
+
+
+def test_a_file_that_is_wrong_does_not_decide_the_server(bench: Bench) -> None:
+    assert run_with(bench, OLD)[0] == 0
+    keep_lines(bench, lambda line: "ledger" in line)
+    leave(bench, 0)
+    change_a_bit(bench.output / "hs_0.safetensors")
+    code, printed, requests = run_with(bench, OLD, "--concurrency", 1)
+    assert (code, requests) == (0, 1), printed
+    assert [each["weights"] for each in noted(bench)] == [OLD]
     bench.check(list(range(6)))
