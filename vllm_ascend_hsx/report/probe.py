@@ -13,7 +13,6 @@ import threading
 from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 EXTENSION = f"{__name__}.WorkerProbe"
 _NUMBER = re.compile(r"-\d+$")
@@ -62,15 +61,10 @@ class WorkerProbe:
         torch_npu.npu_rms_norm(torch.ones(8, 64, device="npu"), torch.ones(48, device="npu"))
 
     def hsx_reload_weights(self, path: str) -> None:
-        """Load the weights in the directory `path`.
+        """Load the weights in the directory `path`."""
+        from vllm_ascend_hsx.compat.weights import reload_weights
 
-        vllm-ascend's worker has an RPC of that name since 0.30.
-        """
-        from vllm.config import set_current_vllm_config
-
-        worker: Any = self
-        with set_current_vllm_config(worker.vllm_config):
-            worker.model_runner.reload_weights(weights_path=path)
+        reload_weights(self, path)
 
 
 def this_worker() -> Worker:

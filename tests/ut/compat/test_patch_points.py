@@ -30,7 +30,7 @@ PACKAGE = Path(vllm_ascend_hsx.__file__).parent
 FITTING = [point for point in POINTS if point.fits]
 
 
-NOT_DECLARING = ("__init__", "installed", "patch_points", "qwen3_next", "versions")
+NOT_DECLARING = ("__init__", "installed", "patch_points", "qwen3_next", "versions", "weights")
 
 
 def declaring_sources() -> list[str]:

@@ -168,6 +168,20 @@ def test_a_worker_describes_its_process(tmp_path: Path, monkeypatch: pytest.Monk
         workers.ask("http://server", 2)
 
 
+def test_a_worker_loads_weights_again_under_its_own_configuration() -> None:
+    from vllm.config import VllmConfig, get_current_vllm_config
+
+    class Runner:
+        def reload_weights(self, weights_iterator: Any = None, weights_path: str = "") -> None:
+            self.seen = (weights_path, get_current_vllm_config())
+
+    class LikeVllms(WorkerProbe):
+        vllm_config, model_runner = VllmConfig(), Runner()
+
+    LikeVllms().hsx_reload_weights("checkpoint")
+    assert LikeVllms.model_runner.seen == ("checkpoint", LikeVllms.vllm_config)
+
+
 class _Answered:
     def raise_for_status(self) -> None:
         """Nothing is wrong."""
