@@ -171,6 +171,8 @@ class Options:
             raise InputError(f"--rank {self.rank}: give a number from 0 to {self.world_size - 1}, for --world-size is {self.world_size}")
         if self.order not in ORDERS:
             raise InputError(f"--order {self.order}: give one of {', '.join(ORDERS)}")
+        if self.ray is not None and self.data == "-":
+            raise InputError("--ray with --data -: the nodes of a cluster read the dataset themselves; write it to a file that they see")
         check_endpoints(self.endpoints)
         if self.include_output and self.max_tokens is None:
             raise InputError("--include-output: give --max-tokens, the number of tokens to generate for a row")

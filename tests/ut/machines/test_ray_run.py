@@ -242,6 +242,7 @@ def test_the_command_of_the_page_is_one_that_is_accepted() -> None:
         (["--ray", ""], "--ray: it is empty"),
         (["--ray", "auto", "--ray-label", "a"], "--ray-label a: give KEY=VALUE"),
         (["--ray", "auto", "--ray-label", "=b"], "--ray-label =b: give KEY=VALUE"),
+        (["--ray", "auto", "--data", "-"], "--ray with --data -: the nodes of a cluster read the dataset themselves"),
     ],
 )
 def test_options_of_a_cluster_that_make_no_sense_are_refused(words: list[str], problem: str) -> None:
