@@ -140,3 +140,18 @@ def test_requests_under_way_get_some_time_to_end_and_their_rows_are_logged(tmp_p
         assert runs.run() == 0
         assert runs.server.asked == Counter(range(5))
         runs.check_complete()
+
+
+@pytest.mark.parametrize("behaviour", [502, "drop"])
+def test_a_signal_is_not_held_up_by_a_pause_or_a_retry(tmp_path: Path, behaviour: str | int) -> None:
+    runs = Runs(tmp_path)
+    runs.options += ["--retry-delay", "600"]
+    fails = threading.Event()
+    with runs.server:
+        runs.server.behave = lambda seen: fails.set() or behaviour if seen.row == 3 else "ok"
+        process = runs.start()
+        assert fails.wait(60)
+        runs.server.wait_idle()
+        os.kill(process.pid, signal.SIGINT)
+        process.join(60)
+        assert process.exitcode == 128 + signal.SIGINT, runs.log.read_text()

@@ -118,18 +118,23 @@ def test_an_output_that_is_moved_or_removed_in_mid_run_ends_it(
     assert "was moved, removed or replaced during the run" in printed
 
 
-def test_an_output_that_is_replaced_after_the_last_row_ends_the_run(any_bench: Bench, tmp_path: Path, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_an_output_that_is_replaced_or_moved_after_the_last_row_ends_the_run(
+    any_bench: Bench, tmp_path: Path, monkeypatch: Any, is_replaced: bool
+) -> None:
     log, any_bench.output = ledger_module.Ledger.append, any_bench.output / "a"
 
     def append(ledger: ledger_module.Ledger, *arguments: Any, **facts: Any) -> None:
         log(ledger, *arguments, **facts)
         if all(ledger.finished.marks[:6]) and len(ledger.finished.marks) == 6:
-            shutil.copytree(shutil.move(any_bench.output, tmp_path / "elsewhere"), any_bench.output)
+            shutil.move(any_bench.output, tmp_path / "elsewhere")
+            if is_replaced:
+                shutil.copytree(tmp_path / "elsewhere", any_bench.output)
 
     monkeypatch.setattr(ledger_module.Ledger, "append", append)
     code, printed = any_bench.run("--concurrency", 1)
     assert code == 1
-    assert "was moved, removed or replaced during the run" in printed
+    assert f"stopped: {any_bench.output} was moved, removed or replaced during the run" in printed, printed
 
 
 @pytest.mark.parametrize("last", [False, True])
