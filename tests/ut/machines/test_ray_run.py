@@ -95,6 +95,17 @@ def test_a_changed_dataset_keeps_the_files_of_rows_that_moved(bench: Bench, ray:
     assert code == 0 and list(bench.server.asked) == [99], printed
 
 
+def test_files_that_cannot_be_renamed_end_the_run_with_one_line(bench: Bench, ray: InlineRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(here: Path, there: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(here))
+
+    records = [{"prompt": f"text {row}"} for row in range(6)]
+    assert bench.run(*RAY, records=records)[0] == 0
+    monkeypatch.setattr(os, "rename", refuse)
+    code, printed = bench.run(*RAY, records=records[1:])
+    assert code == 1 and f"stopped: files in {bench.output} could not be renamed or removed: Read-only file system" in printed, printed
+
+
 def test_a_wrong_file_is_replaced(bench: Bench, ray: InlineRay) -> None:
     assert bench.run(*RAY, records=30)[0] == 0
     change_a_bit(bench.output / "hs_7.safetensors")

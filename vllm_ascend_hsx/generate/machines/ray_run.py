@@ -210,6 +210,8 @@ def do_on_ray(plan: Plan) -> Outcome:
         resume(options, ledger, plan.checked, plan.console)  # ranks cannot rename files
         with open(ledger.path, "rb") as file:
             run = RayRun(plan, file.readline())
+    except RunError as error:
+        return Outcome(len(plan.checked.identities), stopped_by=error)
     finally:
         ledger.close()
     run.run()
