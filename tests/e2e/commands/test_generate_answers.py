@@ -33,7 +33,7 @@ SAMPLED = ("--include-output", "--max-tokens", str(MAX_TOKENS), "--temperature",
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     directory = tmp_path_factory.mktemp("answers")
     model = build_qwen3(directory / "model", dtype="float32", layers=LAYERS)
-    with serve(model, directory / "hidden_states", directory, layer_ids=LAYER_IDS) as started:
+    with serve(model, directory / "hidden_states", directory, "--dtype", "float32", layer_ids=LAYER_IDS) as started:
         yield started
 
 
