@@ -63,7 +63,8 @@ def test_text_ids_mask_and_rows_are_those_of_a_second_pass(serving: Serving, ans
         answer = line["token_ids"][line["prompt_tokens"] :]
         assert answer == line["output_token_ids"][:-1] and len(line["output_token_ids"]) <= MAX_TOKENS
         assert line["finish_reason"] == ("length" if len(line["output_token_ids"]) == MAX_TOKENS else "stop")
-        assert line["text"] == tokenizer.decode(line["output_token_ids"], skip_special_tokens=True)
+        text = tokenizer.decode(line["output_token_ids"], skip_special_tokens=True)
+        assert line["text"] == text.rstrip("\ufffd") or line["text"] == text, "half a character at the end is not sent"
         assert torch.equal(trained[row]["loss_mask"], torch.tensor([0] * line["prompt_tokens"] + [1] * len(answer)))
 
 
