@@ -42,6 +42,7 @@ class FakeServer:
         reuses: True to reuse rows of published prompts; any other value is the `reused_tokens` of
             its answers.
         seen: requests for rows.
+        rendered: requests for the token ids of a prompt.
     """
 
     storage: Path
@@ -58,6 +59,7 @@ class FakeServer:
     tls: ssl.SSLContext | None = None
     reuses: Any = False
     seen: list[Seen] = field(default_factory=list)
+    rendered: list[dict[str, Any]] = field(default_factory=list)
     probes: int = 0
     most_at_once: int = 0
     port: int = 0
@@ -165,7 +167,8 @@ class FakeServer:
             return self.send(writer, 200, {"prompt": bytes(json.loads(body)["tokens"]).decode()})
         if path in ("/v1/completions/render", "/v1/chat/completions/render"):
             self._unanswered += 1
-            ids = Seen(0, 0, path, json.loads(body)).token_ids
+            self.rendered.append(json.loads(body))
+            ids = Seen(0, 0, path, self.rendered[-1]).token_ids
             return self.send(writer, *self.render(ids if "chat" in path else [ids]))
         if path not in ("/v1/completions", "/v1/chat/completions"):
             return self.send(writer, 404, {"detail": "Not Found"})

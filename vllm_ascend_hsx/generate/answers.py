@@ -1,33 +1,76 @@
 """The answers of the target beside the rows: lines of JSON, and at the end a dataset to train on.
 
-    {"row": 17, "identity": ..., "prompt_tokens": 9, "token_ids": [...], "output_token_ids": [...],
-     "text": ..., "finish_reason": "stop"}
+    {"row": 17, "request_id": ..., "prompt_tokens": 9, "token_ids": [...],
+     "output_token_ids": [...], "text": ..., "finish_reason": "stop"}
 
 `token_ids` are those that have rows in the row's file: the prompt's and all generated ones but the
-last. The dataset has the form that speculators trains on (train/data.py:141, 0.9.0): row i has the
-tokens and the loss mask of hs_i.safetensors.
+last. The request's id tells which file the answer belongs to, because the file's metadata has it:
+a row that is sampled again, or has moved in the dataset, never gets the tokens of another file. The
+dataset has the form that speculators trains on (train/data.py:141, 0.9.0): row i has the tokens and
+the loss mask of hs_i.safetensors.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+import re
 import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from vllm_ascend_hsx.generate.client import Answer
 from vllm_ascend_hsx.generate.errors import RunError
-from vllm_ascend_hsx.generate.ledger import Division, Finished, Status, mark_of, parse_line, row_line
+from vllm_ascend_hsx.generate.files import request_in
+from vllm_ascend_hsx.generate.ledger import Division, mark_of, parse_line, row_file
 from vllm_ascend_hsx.protocol.files import OnError, describe, open_regular
+from vllm_ascend_hsx.reader.check import check
+from vllm_ascend_hsx.reader.load import HiddenStatesError
 
 DATASET = "training_data"
-# A row that has no answer keeps its place, with a token on which nothing is trained.
+# A row that has no answer keeps its place, with a token that has no loss. A server can compute it,
+# in contrast to an empty row: speculators asks for missing rows by default.
 _NO_ANSWER = {"input_ids": [0], "loss_mask": [0], "seq_len": 1, "text": "", "finish_reason": ""}
+_BEGIN = re.compile(rb'\{"row":[0-9]+,"request_id":"([0-9a-f-]+)"')
+
+
+class Index:
+    """The places of the answers in a directory, in 16 bytes each. Raises OSError.
+
+    Args:
+        output: the directory.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self._files = sorted(output.glob("answers*.jsonl"))
+        keys, places = array("q"), array("q")
+        for number, path in enumerate(self._files):
+            with open(open_regular(path), "rb") as file:
+                offset = 0
+                for line in file:
+                    if match := _BEGIN.match(line):
+                        keys.append(hash(match[1].decode()))
+                        places.append(offset * len(self._files) + number)
+                    offset += len(line)
+        order = np.argsort(keys, kind="stable")
+        self._keys, self._places = np.asarray(keys)[order], np.asarray(places)[order]
+
+    def find(self, request_id: str) -> dict[str, Any] | None:
+        """Return the last line about a request's answer; None without one. Raises OSError."""
+        first, end = (int(np.searchsorted(self._keys, hash(request_id), side)) for side in ("left", "right"))
+        for place in reversed(self._places[first:end]):
+            offset, number = divmod(int(place), len(self._files))
+            with open(open_regular(self._files[number]), "rb") as file:
+                file.seek(offset)
+                line = parse_line(file.readline())  # {}: a run was killed in it
+            if line.get("request_id") == request_id:
+                return line
+        return None
 
 
 class Answers:
@@ -42,35 +85,42 @@ class Answers:
     """
 
     def __init__(self, output: Path, division: Division) -> None:
-        self._output = output
         name = "answers.jsonl" if division.world_size == 1 else f"answers-{division.rank}-of-{division.world_size}.jsonl"
         self._path = output / name
-        self._known = Finished()
         try:
             self._fd = open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644)
             with OnError(os.close, self._fd):
-                os.write(self._fd, b"\n")  # ends the line at which a run was killed
-                for line in _lines(output):
-                    self._known.note(line["row"], Status.DONE, line["identity"])
+                os.write(self._fd, b"\n")  # ends the line in which a run was killed
+                self._earlier = Index(output)
         except OSError as error:
             raise RunError(describe(f"{self._path} cannot be written, or other answers not be read", error)) from error
 
-    def has(self, row: int, identity: str) -> bool:
-        """Return True if the row has an answer."""
-        return self._known.has(row, identity)
+    def has(self, row: int, request_id: str) -> bool:
+        """Return True if an earlier run has stored the answer to a request.
 
-    def append(self, row: int, identity: str, answer: Answer) -> None:
+        If the row has moved in the dataset, the answer is stored again with its number.
+
+        Raises:
+            OSError, RunError: a file cannot be read, or not be written.
+        """
+        line = self._earlier.find(request_id)
+        if line is not None and line["row"] != row:
+            self._write({**line, "row": row})
+        return line is not None
+
+    def append(self, row: int, answer: Answer) -> None:
         """Store the answer to a row. Raises RunError."""
         prompt, output = list(answer.expected.prompt or ()), list(answer.expected.output or ())
-        line = {"row": row, "identity": identity, "prompt_tokens": len(prompt), "token_ids": prompt + output}
-        line |= {"output_token_ids": answer.output, "text": answer.text, "finish_reason": answer.finish_reason}
+        line = {"row": row, "request_id": answer.request_id, "prompt_tokens": len(prompt), "token_ids": prompt + output}
+        self._write({**line, "output_token_ids": answer.output, "text": answer.text, "finish_reason": answer.finish_reason})
+
+    def _write(self, line: dict[str, Any]) -> None:
         data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
         try:
             while data:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
             raise RunError(describe(f"{self._path} cannot be written", error)) from error
-        self._known.note(row, Status.DONE, identity)
 
     def close(self) -> None:
         """Close the file."""
@@ -89,7 +139,7 @@ def write_dataset(output: Path, marks: Sequence[int]) -> Path:
 
     Raises:
         ModuleNotFoundError: `datasets` is not installed.
-        OSError: a file cannot be read or written.
+        Exception: a file cannot be read or written; the cause is an OSError.
     """
     import datasets
 
@@ -100,53 +150,29 @@ def write_dataset(output: Path, marks: Sequence[int]) -> Path:
     with tempfile.TemporaryDirectory(dir=output, prefix=f".{DATASET}-") as work:
         new, old = Path(work) / "new", Path(work) / "old"
         rows = datasets.Dataset.from_generator(_records, features=features, cache_dir=work, gen_kwargs={"output": output, "marks": marks})
-        rows.with_format("torch").save_to_disk(new)
+        rows.save_to_disk(new)
+        state = new / "state.json"
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"_format_type": "torch"}))  # with_format would need torch here
         if folder.exists():
             os.rename(folder, old)
         os.rename(new, folder)
-        shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
 def _records(output: Path, marks: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield the training row of each row of the dataset."""
-    places = array("q", [-1]) * (2 * len(marks))  # for each row: file and offset of its answer
-    with ExitStack() as stack:
-        files = [stack.enter_context(open(path, "rb")) for path in _files(output)]
-        for number, file in enumerate(files):
-            offset = 0
-            for text in file:
-                line = _answer(text)
-                if line is not None and line["row"] < len(marks) and mark_of(line["identity"]) == marks[line["row"]]:
-                    places[2 * line["row"]], places[2 * line["row"] + 1] = number, offset
-                offset += len(text)
-        for row in range(len(marks)):
-            number, offset = places[2 * row], places[2 * row + 1]
-            if number < 0:
-                yield _NO_ANSWER
-            else:
-                files[number].seek(offset)
-                yield _record(parse_line(files[number].readline()))
+    index = Index(output)
+    for row, mark in enumerate(marks):
+        request_id = ""
+        with suppress(HiddenStatesError, FileNotFoundError, TimeoutError):
+            request_id = request_in(check(output / row_file(row), data=False).metadata)
+        line = index.find(request_id) if mark and mark_of(request_id) == mark else None
+        yield _NO_ANSWER if line is None else _record(line)
 
 
 def _record(line: dict[str, Any]) -> dict[str, Any]:
     """Return the training row of an answer. Only generated tokens have a loss."""
     ids, prompt = line["token_ids"], line["prompt_tokens"]
     mask = [0] * prompt + [1] * (len(ids) - prompt)
-    return {"input_ids": ids, "loss_mask": mask, "seq_len": len(ids), "text": line["text"], "finish_reason": line["finish_reason"]}
-
-
-def _files(output: Path) -> list[Path]:
-    return sorted(output.glob("answers*.jsonl"))
-
-
-def _lines(output: Path) -> Iterator[dict[str, Any]]:
-    for path in _files(output):
-        with open(open_regular(path), "rb") as file:
-            yield from filter(None, map(_answer, file))
-
-
-def _answer(text: bytes) -> dict[str, Any] | None:
-    """Return the line of an answer; None for anything else, such as half of one."""
-    line = parse_line(text)
-    return line if row_line({**line, "status": Status.DONE.value}) and isinstance(line.get("token_ids"), list) else None
+    texts = {name: line[name].encode(errors="replace").decode() for name in ("text", "finish_reason")}  # Arrow takes no lone surrogate
+    return {"input_ids": ids, "loss_mask": mask, "seq_len": len(ids), **texts}

@@ -43,6 +43,7 @@ class Answer(NamedTuple):
         text: that was generated.
         output: ids of all generated tokens. The last one has no row.
         finish_reason: why the text ends, as vLLM names it; "" if it does not.
+        request_id: of the request. The file's metadata has it, too.
     """
 
     expected: Expected
@@ -50,6 +51,7 @@ class Answer(NamedTuple):
     text: str = ""
     output: list[int] = []  # noqa: RUF012 (never changed)
     finish_reason: str = ""
+    request_id: str = ""
 
 
 def check_url(url: str) -> None:
@@ -84,7 +86,7 @@ class Client:
         except Exception as error:  # there is no common class of errors about proxies and certificates
             names = _CERTIFICATES if isinstance(error, OSError) else _PROXIES
             found = ", ".join(sorted(name for name in names if os.environ.get(name)))
-            raise InputError(f"{found}: {_words(error)}; correct or unset it") from error
+            raise InputError(f"{found}: {words(error)}; correct or unset it") from error
 
     async def __aenter__(self) -> Client:
         return self
@@ -124,18 +126,18 @@ class Client:
             RequestError: there is no answer, or it names no hidden states of this row.
             InputError: the server refuses the file's path, or needs a key.
         """
-        options = self._options
+        options, request_id = self._options, f"{identity}-{uuid.uuid4().hex[:12]}"
         body = {
             "model": model,
             "return_token_ids": True,
             **row.prompt(),
             **options.request,
-            "request_id": f"{identity}-{uuid.uuid4().hex[:12]}",
+            "request_id": request_id,
             "kv_transfer_params": {EXTRACT_KEY: True, OUTPUT_KEY: options.include_output, PATH_KEY: path},
         }
         if "seed" in body:  # the same for all rows would give all of them the same random numbers
             body["seed"] = (body["seed"] + int(identity[:15], 16)) % 2**63
-        answer = _read(url, await self.post(url, f"v1/{row.endpoint}", body), row, path)
+        answer = _read(url, await self.post(url, f"v1/{row.endpoint}", body), row, path)._replace(request_id=request_id)
         if not options.include_output:
             return answer._replace(expected=Expected(answer.expected.prompt, []))
         return answer
@@ -157,7 +159,7 @@ class Client:
         except openai.APIStatusError as error:
             raise _refused(where, error, is_row=body is not None) from error
         except (ValueError, RecursionError) as error:
-            raise RequestError(f"{where} answers no JSON: {shown(_words(error))}") from error
+            raise RequestError(f"{where} answers no JSON: {shown(words(error))}") from error
         if isinstance(answer, str):
             raise RequestError(f"{where} answers no JSON: {shown(answer)}")
         return answer
@@ -172,8 +174,8 @@ def _broken(where: str, error: openai.APIConnectionError) -> Exception:
         remedy = f"name it, or that of its authority, in {' or '.join(_CERTIFICATES)}, and the endpoint by a name that it has"
         return InputError(f"{where}: its certificate is not trusted: {cause.verify_message}; {remedy}")
     if _names_of_causes(error) & set(_NOT_SENT):
-        return RequestError(f"{where}: {_words(error)}", Failure.UNREACHED)
-    return RequestError(f"{where}: the connection broke: {_words(error)}", Failure.BROKEN)
+        return RequestError(f"{where}: {words(error)}", Failure.UNREACHED)
+    return RequestError(f"{where}: the connection broke: {words(error)}", Failure.BROKEN)
 
 
 def _refused(where: str, error: openai.APIStatusError, is_row: bool) -> Exception:
@@ -246,13 +248,13 @@ def _names_of_causes(error: BaseException | None) -> set[str]:
     return names
 
 
-def _words(error: BaseException | None) -> str:
+def words(error: BaseException | None) -> str:
     """Return the message of an error's deepest cause. The client's own message tells nothing."""
-    words = type(error).__name__
+    message = type(error).__name__
     while error is not None:
-        words = str(error) or words
+        message = str(error) or message
         error = error.__cause__ or error.__context__
-    return words
+    return message
 
 
 def shown(value: object) -> str:

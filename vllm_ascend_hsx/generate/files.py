@@ -24,7 +24,7 @@ from vllm_ascend_hsx.reader.lock_wait import wait_until_released
 SETTLE_S = 10.0  # for servers to finish or abort their writes
 _STOP_S = 1.0  # until a thread that waits for a server notices that the run is to end
 # The id of a request of `client`, within the id that vLLM makes of it (protocol/request_ids.py).
-_REQUEST_ID = re.compile(r"(?:[0-9]+_)?(?:chatcmpl|cmpl)-([0-9a-f]{32})-[0-9a-f]{12}(?:-.*)?")
+_REQUEST_ID = re.compile(r"(?:[0-9]+_)?(?:chatcmpl|cmpl)-([0-9a-f]{32}-[0-9a-f]{12})(?:-.*)?")
 _MOVED = re.compile(r"moved_([0-9]+)" + re.escape(DATA_SUFFIX))
 
 
@@ -228,6 +228,11 @@ class RowFiles:
 
 def identity_in(metadata: Mapping[str, str]) -> str:
     """Return the identity of the row that a file is of; "" if it is of no row of `hsx generate`."""
+    return request_in(metadata)[:32]
+
+
+def request_in(metadata: Mapping[str, str]) -> str:
+    """Return the id of the request that a file is of, as `client` sent it; "" if it sent none."""
     match = _REQUEST_ID.fullmatch(metadata.get("request_id", ""))
     return match[1] if match else ""
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Answer, Client
 from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint, reread
 from vllm_ascend_hsx.generate.errors import MAY_HAVE_FILE, Failure, InputError, Interrupted, RequestError, RunError, StoppedError
-from vllm_ascend_hsx.generate.files import RowFiles, RowLog
+from vllm_ascend_hsx.generate.files import RowFiles, RowLog, request_in
 from vllm_ascend_hsx.generate.ledger import REMEDY, State, Status
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.order import BLOCK_ROWS, RowOrder, Turn
@@ -31,8 +31,8 @@ GRACE_S = 2.0  # after a signal, for rows under way
 class AnswerLog(Protocol):
     """The answers of the target, of this run and earlier ones."""
 
-    def has(self, row: int, identity: str) -> bool: ...
-    def append(self, row: int, identity: str, answer: Answer) -> None: ...
+    def has(self, row: int, request_id: str) -> bool: ...
+    def append(self, row: int, answer: Answer) -> None: ...
 
 
 @dataclass(eq=False)
@@ -204,8 +204,6 @@ class Generation:
     def _find(self, work: Work) -> Examination | None:
         """Return the row's file if it is valid; wait for a server that is writing it."""
         work.problem = ""
-        if self._answers is not None and work.attempts == 0 and not self._answers.has(work.row.index, work.identity):
-            return None
         try:
             return self._check(work)
         except RequestError as error:
@@ -213,7 +211,13 @@ class Generation:
             return None
 
     def _check(self, work: Work) -> Examination:
-        return self._files.check(work.row.index, work.identity, work.expected, work.attempts > 0)
+        """Check the row's file, and that its answer is stored. Raises like `RowFiles.check`."""
+        found = self._files.check(work.row.index, work.identity, work.expected, work.attempts > 0)
+        request_id = request_in(found.metadata)
+        is_answered = work.answer is not None and work.answer.request_id == request_id
+        if self._answers is not None and not is_answered and not self._answers.has(work.row.index, request_id):
+            raise RequestError("its answer is not stored")
+        return found
 
     async def _attempt(self, work: Work) -> Examination:
         """Request the row at the best endpoint, and check its file. Raises like `_request`."""
@@ -323,7 +327,7 @@ class Generation:
 
     def _succeed(self, work: Work, found: Examination) -> None:
         if self._answers is not None and work.answer is not None:
-            self._answers.append(work.row.index, work.identity, work.answer)
+            self._answers.append(work.row.index, work.answer)
         reused = work.answer.reused if work.answer is not None else 0
         self._log_row(work, Status.DONE, tokens=found.tokens, reused=reused or None, bytes=found.file_bytes)
         self._errors_in_a_row = 0

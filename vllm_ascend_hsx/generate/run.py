@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_ascend_hsx.generate.answers import DATASET, Answers, write_dataset
-from vllm_ascend_hsx.generate.client import check_url
+from vllm_ascend_hsx.generate.client import check_url, words
 from vllm_ascend_hsx.generate.dataset import Checked, Dataset
 from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError
 from vllm_ascend_hsx.generate.generation import Generation
@@ -145,8 +145,8 @@ def _write_answers(plan: Plan) -> None:
             tell(console, f"{write_dataset(options.output, checked.identities)}: to train on, with the answers of all rows")
         except ModuleNotFoundError as error:
             remedy = f"it needs {error.name}: pip install 'vllm-ascend-hsx[data]', and call again"
-        except OSError as error:
-            remedy = describe("it cannot be written", error)
+        except Exception as error:  # noqa: BLE001 (`datasets` wraps the error of a full disk in its own)
+            remedy = f"{words(error)}; mend that, and call again"
     if remedy:
         tell(console, f"{options.output / DATASET} is not written: {remedy}", "yellow")
 

@@ -78,7 +78,7 @@ async def second_bos(client: Client, url: str, model: str, text: str, prompt: Se
     if len(prompt) < 2 or prompt[0] != prompt[1]:
         return ""
     first = await decode(client, url, model, prompt[:1])
-    if not first or not text.startswith(first):
+    if not first or not text.startswith(first) or text.startswith(first * 2):  # the text itself has both
         return ""
     return f"texts that begin with {first} get a second one; if a chat template has rendered them, add --no-special-tokens"
 
@@ -91,14 +91,20 @@ async def _spans(client: Client, url: str, model: str, row: Row, ids: list[int],
     for turn, message in enumerate(row.content):
         if message.get("role") != "assistant":
             continue
-        before = {**row.prompt(), "messages": row.content[:turn], "add_generation_prompt": True}
-        begin = await render(client, url, model, row.endpoint, before) if turn else []
-        after = {**row.prompt(), "messages": row.content[: turn + 1], "add_generation_prompt": False}
-        end = await render(client, url, model, row.endpoint, after)
+        is_open = turn + 1 == len(row.content) and row.prompt().get("continue_final_message", False)
+        before = {**row.prompt(), "messages": row.content[:turn], "add_generation_prompt": True, "continue_final_message": False}
+        after = {**before, "messages": row.content[: turn + 1], "add_generation_prompt": False, "continue_final_message": is_open}
+        try:
+            begin = await render(client, url, model, row.endpoint, before) if turn else []
+            end = await render(client, url, model, row.endpoint, after)
+        except RequestError as error:
+            if error.failure is not Failure.REFUSED:
+                raise
+            begin = end = [-1]  # no row begins with it
         if ids[: len(begin)] == begin and ids[: len(end)] == end:
             spans.append((len(begin), len(end)))
         else:
-            notes.append(f"message {turn} of row {row.index} is rendered differently within the conversation: its loss is not shown")
+            notes.append(f"message {turn} of row {row.index} is rendered differently where the conversation ends: its loss is not shown")
     return spans
 
 

@@ -11,7 +11,7 @@ import datasets
 import pytest
 import torch
 from generate_bench import Bench
-from generate_files import stored_ids
+from generate_files import HIDDEN, LAYER_IDS, Exchange, Seen, stored_ids
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,6 +99,136 @@ def test_ranks_have_files_of_their_own_and_one_rank_writes_the_dataset(bench: Be
     assert len(datasets.load_from_disk(bench.output / "training_data")) == 20
 
 
+def the_dataset_is_of_the_files(bench: Bench, rows: int = 3) -> None:
+    trained = datasets.load_from_disk(bench.output / "training_data")
+    assert [each["input_ids"].tolist() for each in trained] == [stored_ids(bench.output / f"hs_{row}.safetensors") for row in range(rows)]
+
+
+def test_a_row_whose_answer_was_lost_on_the_way_is_asked_for_again(bench: Bench) -> None:
+    """Its file is there, and nobody knows its text."""
+    bench.server.behave = lambda seen: "drop_complete" if (seen.row, seen.time) == (1, 1) else "ok"
+    code, printed = bench.run(*SAMPLED, records=RECORDS)
+    assert code == 0 and bench.server.asked == Counter({0: 1, 1: 2, 2: 1}), printed
+    assert set(answers_of(bench.output)) == {0, 1, 2}
+    the_dataset_is_of_the_files(bench)
+
+
+def test_an_answer_is_not_taken_for_that_of_a_later_request_for_its_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run was killed after a row was sampled again, and before the new answer was stored."""
+    assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
+    path = bench.output / "answers.jsonl"
+    first = path.read_bytes()
+    (bench.output / "hs_1.safetensors").unlink()
+    with monkeypatch.context() as other:
+        other.setattr(Seen, "output", [5, 5, 5, 5])
+        assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
+    path.write_bytes(first)
+    code, printed = bench.run(*SAMPLED, records=RECORDS)
+    assert code == 0 and "hs_1.safetensors: its answer is not stored; it is asked for again" in printed, printed
+    assert bench.server.asked == Counter({0: 1, 1: 3, 2: 1})
+    the_dataset_is_of_the_files(bench)
+
+
+def test_rows_that_moved_in_the_dataset_keep_their_answers(bench: Bench) -> None:
+    assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
+    before = answers_of(bench.output)
+    for _ in range(2):
+        assert bench.run(*SAMPLED, records=RECORDS[1:])[0] == 0
+        assert bench.server.asked == Counter(range(3))
+        assert [answers_of(bench.output)[row] for row in range(2)] == [before[row + 1] | {"row": row} for row in range(2)]
+        the_dataset_is_of_the_files(bench, rows=2)
+    assert len((bench.output / "answers.jsonl").read_text().split()) == 5, "each is stored again once"
+
+
+def test_of_two_answers_to_a_row_the_one_of_its_file_counts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The earlier one is in the file that is read last."""
+    assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
+    (bench.output / "hs_1.safetensors").unlink()
+    with monkeypatch.context() as other:
+        other.setattr(Seen, "output", [5, 5, 5, 5])
+        assert bench.run(*SAMPLED, "--world-size", 2, "--rank", 0, records=RECORDS)[0] == 0
+    assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
+    assert bench.server.asked == Counter({0: 1, 1: 2, 2: 1})
+    the_dataset_is_of_the_files(bench)
+
+
+def test_speculators_trains_on_all_rows_but_those_without_an_answer(bench: Bench) -> None:
+    """With its own loader, unmodified."""
+    from hs_connectors.transfer import FileTransfer
+    from speculators.models.eagle3.data import shift_batch
+    from speculators.train.dataloader import create_train_val_loaders
+
+    bench.server.behave = lambda seen: 400 if seen.row % 3 == 0 else "ok"
+    records = [{"token_ids": [row + 1, 50]} for row in range(24)]
+    assert bench.run(*SAMPLED, "--allow-failures", 8, records=records)[0] == 0
+    loaders = create_train_val_loaders(
+        data_path=str(bench.output / "training_data"),
+        total_seq_len=12,
+        hidden_states_dtype=torch.bfloat16,
+        transfer=FileTransfer(bench.output),
+        vllm_endpoint="",
+        on_missing="skip",
+        verifier_name_or_path="",
+        request_timeout=1,
+        max_retries=0,
+        generation_validation_retries=0,
+        max_consecutive_generation_failures=1,
+        hidden_size=HIDDEN,
+        num_target_layers=len(LAYER_IDS) - 1,
+        num_workers=0,
+        prefetch_factor=1,
+        preprocess=shift_batch,
+        train_data_ratio=0.5,
+    )
+    seen = []
+    for batch in (batch for loader in loaders for batch in loader):
+        for document in range(int(batch["document_ids"].max()) + 1):
+            mine = batch["document_ids"][0] == document
+            seen.append((batch["input_ids"][0, mine].tolist(), batch["loss_mask"][0, mine].tolist()))
+    # Without the first token, as it is trained.
+    assert [ids for ids, _ in sorted(seen)] == [[50, 7, 8, 9]] * 16 and all(mask == [0, 1, 1, 1] for _, mask in seen)
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "reason"),
+    [
+        ("datasets.arrow_writer.ArrowWriter.finalize", OSError(28, "No space left on device"), "No space left on device"),
+        ("datasets.Dataset.save_to_disk", OSError(28, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_a_dataset_that_cannot_be_written_does_not_fail_the_run(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, place: str, error: OSError, reason: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(place, fail)
+    code, printed = bench.run(*SAMPLED, records=RECORDS)
+    assert code == 0 and "training_data is not written: " in printed and f"{reason}; mend that, and call again" in printed, printed
+    assert not list(bench.output.glob("*training_data*")) and set(answers_of(bench.output)) == {0, 1, 2}
+
+
+def test_a_text_that_is_no_unicode_is_stored_with_marks_in_its_place(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = bench.server.answer
+
+    async def half_a_character(exchange: Exchange, path: str | None, **changes: Any) -> None:
+        choice = {"token_ids": exchange.seen.output, "text": "a\ud83d", "prompt_token_ids": exchange.seen.token_ids}
+        await answer(exchange, path, choices=[choice], **changes)
+
+    monkeypatch.setattr(bench.server, "answer", half_a_character)
+    code, printed = bench.run(*SAMPLED, records=RECORDS[:2])
+    assert code == 0, printed
+    assert datasets.load_from_disk(bench.output / "training_data")[0]["text"] == "a?"
+
+
+def test_the_dataset_is_written_where_torch_is_not_installed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.delitem(datasets.formatting._FORMAT_TYPES, "torch")
+        without.setitem(datasets.formatting._FORMAT_TYPES_ALIASES_UNAVAILABLE, "torch", ValueError("PyTorch needs to be installed"))
+        assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
+    the_dataset_is_of_the_files(bench)
+
+
 def test_without_datasets_the_answers_stay_and_the_extra_is_named(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     code, printed = bench.run(*SAMPLED, records=RECORDS)
@@ -112,22 +242,26 @@ def test_options_of_answers_are_refused_without_answers(bench: Bench) -> None:
         assert code == 2 and f"{option[0]}" in printed and "add --include-output or leave it out" in printed, printed
 
 
+def request_of(row: int, content: int) -> str:
+    return f"{content:032x}-{row:012x}"
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12), st.integers(0, 10**6))
 def test_answers_before_a_cut_are_known(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int]], cut: int) -> None:
     output = tmp_path_factory.mktemp("answers")
     stored = Answers(output, Division())
     ends = []
     for row, content in rows:
-        stored.append(row, f"{content + 1:032x}"[::-1], Answer(Expected([1, 2], [3]), 0, "text", [3, 4], "stop"))
+        stored.append(row, Answer(Expected([1, 2], [3]), 0, "a } text", [3, 4], "stop", request_of(row, content)))
         ends.append(stored._path.stat().st_size)
     stored.close()
     data = stored._path.read_bytes()
     stored._path.write_bytes(data[: cut % (len(data) + 1)])
-    known = {row: content for (row, content), end in zip(rows, ends, strict=True) if end - 1 <= cut % (len(data) + 1)}
+    known = {each for each, end in zip(rows, ends, strict=True) if end - 1 <= cut % (len(data) + 1)}
     again = Answers(output, Division())
     for row in range(10):
         for content in range(4):
-            assert again.has(row, f"{content + 1:032x}"[::-1]) == (known.get(row) == content)
+            assert again.has(row, request_of(row, content)) == ((row, content) in known)
     again.close()
 
 

@@ -199,7 +199,7 @@ def test_a_server_that_dies_and_does_not_come_back_ends_the_run(bench: Bench) ->
     bench.server.behave = lambda seen: "drop" if seen.row >= 3 else "ok"  # type: ignore[operator]
     code, printed = bench.run("--concurrency", 1, "--max-consecutive-errors", 3, records=40)
     assert code == 1
-    assert "is tried again in" in printed and "every server fails; 3 more errors end the run" in printed
+    assert "is tried again in" in printed and "every server fails; 2 more errors end the run" in printed
     assert "stopped: 3 errors in a row" in printed
     bench.check([0, 1, 2], records=40)
 
