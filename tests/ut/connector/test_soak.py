@@ -51,10 +51,10 @@ FORMAT = RowFormat(layer_ids=(3, 1), hidden_size=4, dtype="F32", model="tiny")
 DEVICE = torch.device("npu:0")
 CHECKED = 20  # of this many files one is read
 GROWTH = 2 << 20  # bytes of the process, in the last two thirds
-# glibc's initial threshold, in bytes: larger blocks have pages of their own. Left alone, it rises to
-# the largest block ever freed, up to 32 MiB. CPython rebuilds its table of interned strings (7.3 MiB
-# with vLLM) after some 33,000 requests, because pathlib interns the parts of paths. In the heap, the
-# former table would leave a gap, which looks like growth.
+# glibc's initial threshold, in bytes: larger blocks have pages of their own. Left alone, it rises
+# to the largest block ever freed, up to 32 MiB. CPython rebuilds its table of interned strings (7.3
+# MiB with vLLM) after some 33,000 requests, because pathlib interns the parts of paths. In the
+# heap, the former table would leave a gap that looks like growth.
 OWN_PAGES = 128 << 10
 
 # How a request ends, with its weight: "complete"; "output", with generated tokens; "aborted" in the
