@@ -13,10 +13,10 @@ from vllm_ascend_hsx.generate.progress import Progress
 
 BAD: dict[int, tuple[Any, str]] = {
     0: ({"token_ids": []}, "token_ids is empty; there is nothing to compute for it"),
-    15: ({"messages": [{"role": "user"}]}, "messages[0].content is missing or null"),
-    16: ({"token_ids": [3, -1]}, "token_ids[1] is -1; token ids are numbers from 0"),
-    150: ({"prompt": None}, "prompt is missing or null"),
-    299: ([1, 2], "it is not a JSON object"),
+    15: ({"messages": [{"role": "user"}]}, "messages[0].content is None; give the message's text"),
+    16: ({"token_ids": [3, -1]}, "token_ids[1] is -1; token ids are whole numbers from 0"),
+    150: ({"prompt": None}, "prompt is empty; there is nothing to compute for it"),
+    299: ([1, 2], "it is [1, 2]; give one JSON object per line"),
 }
 TOO_LONG, BROKEN = 77, 201
 RECORDS = [BAD[row][0] if row in BAD else record for row, record in enumerate(token_rows(300))]
