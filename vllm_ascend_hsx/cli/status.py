@@ -48,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(make_console(), runs, total)
     for each in problems:
         say(f"hsx status: {each['path']}: {each['problem']}", error=True)
-    if not runs and not problems:
-        say("hsx status: there is no ledger to read; name directories that were --output of `hsx generate`", error=True)
     return 2 if not runs else 1 if problems else 0
 
 

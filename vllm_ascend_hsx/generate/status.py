@@ -21,7 +21,6 @@ from vllm_ascend_hsx.generate.ledger import (
     VERSION,
     State,
     Status,
-    ledger_name,
     ledgers_in,
     read_lines,
     row_line,
@@ -95,7 +94,10 @@ def read_ledgers(directory: Path, now: float, problems: list[dict[str, str]]) ->
     """Return the ledgers in a directory by the time of their last run. Adds to the problems."""
     ledgers: list[LedgerLines] = []
     with _noted(problems, directory):
-        for path in ledgers_in(directory) or [directory / ledger_name(1, 0)]:  # the latter cannot be read
+        paths = ledgers_in(directory)
+        if not paths:
+            raise _LedgerError("it has no ledger; name a directory that was --output of `hsx generate`")
+        for path in paths:
             with _noted(problems, path):
                 ledgers.append(LedgerLines(path, now))
     return sorted(ledgers, key=lambda each: (each.begun, each.rank))

@@ -120,6 +120,7 @@ def test_slots_and_ring_are_those_of_the_plan(tmp_path: Path, ranks: int) -> Non
             staging_slots=2,
             ring_bytes=None,
             prompt_tokens=100,
+            prompts=1000,
             prefill_speed=500.0,
         )
     )
