@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 from vllm_ascend_hsx.demo.tiny_models import build_qwen3
 
 ROWS = 50
+TEXTS = 20  # the first rows are texts and chats
 MAX_TOKENS = 12
 TOLERANCE = 1e-4  # of float32 rows
 SAMPLED = ("--include-output", "--max-tokens", str(MAX_TOKENS), "--temperature", "1", "--top-p", "0.95", "--seed", "3")
@@ -40,9 +41,9 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def answers(serving: Serving) -> dict[int, dict[str, Any]]:
     """The lines of 50 sampled answers: to token ids, texts and chats."""
-    texts = [{"prompt": f"The ship number {row}"} for row in range(10)]
-    chats = [{"messages": [{"role": "user", "content": f"What is {row}?"}]} for row in range(10)]
-    records = [*texts, *chats, *({"token_ids": tokens(length)} for length in range(3, 3 + ROWS - 20))]
+    texts = [{"prompt": f"The ship number {row}"} for row in range(TEXTS // 2)]
+    chats = [{"messages": [{"role": "user", "content": f"What is {row}?"}]} for row in range(TEXTS // 2)]
+    records = [*texts, *chats, *({"token_ids": tokens(length)} for length in range(3, 3 + ROWS - TEXTS))]
     code, printed = serving.generate("answers", records, "--validate", *SAMPLED)
     assert code == 0, printed
     lines = map(json.loads, filter(str.strip, (serving.storage / "answers" / "answers.jsonl").read_text().splitlines()))
@@ -63,8 +64,11 @@ def test_text_ids_mask_and_rows_are_those_of_a_second_pass(serving: Serving, ans
         answer = line["token_ids"][line["prompt_tokens"] :]
         assert answer == line["output_token_ids"][:-1] and len(line["output_token_ids"]) <= MAX_TOKENS
         assert line["finish_reason"] == ("length" if len(line["output_token_ids"]) == MAX_TOKENS else "stop")
-        text = tokenizer.decode(line["output_token_ids"], skip_special_tokens=True)
-        assert line["text"] == text.rstrip("\ufffd") or line["text"] == text, "half a character at the end is not sent"
+        # vLLM sends no half of a character at the end. The text of an answer to a prompt that ends
+        # within a character, as random tokens do, begins with the end of the prompt.
+        text = tokenizer.decode(line["output_token_ids"], skip_special_tokens=True).rstrip("\ufffd")
+        sent = line["text"].rstrip("\ufffd")
+        assert sent == text or (row >= TEXTS and sent.endswith(text.lstrip("\ufffd")))
         assert torch.equal(trained[row]["loss_mask"], torch.tensor([0] * line["prompt_tokens"] + [1] * len(answer)))
 
 
