@@ -23,6 +23,8 @@ from transformers import AutoTokenizer
 
 from vllm_ascend_hsx.demo.tiny_models import build_qwen3
 
+pytestmark = pytest.mark.long
+
 ROWS = 50
 TEXTS = 20  # the first rows are texts and chats
 MAX_TOKENS = 12
@@ -79,7 +81,6 @@ def test_no_answer_is_asked_for_again(serving: Serving, answers: dict[int, dict[
     assert code == 0 and serving.ledger("answers") == before, printed
 
 
-@pytest.mark.long
 def test_unmodified_speculators_trains_on_them_without_conversion(serving: Serving, answers: dict[int, dict[str, Any]]) -> None:
     (text,) = blocks("generate.md", "train-on-answers")
     for name, value in {"MiniMaxAI/MiniMax-M2": serving.model, "/data/hidden_states": serving.storage / "answers"}.items():
