@@ -12,6 +12,7 @@ the loss mask of hs_i.safetensors.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -90,7 +91,9 @@ class Answers:
         try:
             self._fd = open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644)
             with OnError(os.close, self._fd):
-                os.write(self._fd, b"\n")  # ends the line in which a run was killed
+                size = os.fstat(self._fd).st_size
+                if size and os.pread(self._fd, 1, size - 1) != b"\n":
+                    os.write(self._fd, b"\n")  # ends the line in which a run was killed
                 self._earlier = Index(output)
         except OSError as error:
             raise RunError(describe(f"{self._path} cannot be written, or other answers not be read", error)) from error
@@ -128,7 +131,9 @@ class Answers:
 
 
 def write_dataset(output: Path, marks: Sequence[int]) -> Path:
-    """Write the answers of all ranks as a dataset. Replaces an earlier one.
+    """Write the answers of all ranks as a dataset. Replaces an earlier one of other answers.
+
+    The trainer keeps files of its own in the folder, such as the draft's vocabulary.
 
     Args:
         output: the directory of the answers.
@@ -147,9 +152,15 @@ def write_dataset(output: Path, marks: Sequence[int]) -> Path:
     texts = {name: datasets.Value("string") for name in ("text", "finish_reason")}
     features = datasets.Features({**numbers, "seq_len": datasets.Value("int64"), **texts})
     folder = output / DATASET
+    sizes = sorted((path.name, path.stat().st_size) for path in output.glob("answers*.jsonl"))
+    stamp = hashlib.blake2b(np.asarray(marks, np.uint64).tobytes() + repr(sizes).encode(), digest_size=16).hexdigest()
+    with suppress(OSError, ValueError):
+        if json.loads((folder / "dataset_info.json").read_text())["description"] == stamp:
+            return folder
     with tempfile.TemporaryDirectory(dir=output, prefix=f".{DATASET}-") as work:
         new, old = Path(work) / "new", Path(work) / "old"
         rows = datasets.Dataset.from_generator(_records, features=features, cache_dir=work, gen_kwargs={"output": output, "marks": marks})
+        rows.info.description = stamp
         rows.save_to_disk(new)
         state = new / "state.json"
         state.write_text(json.dumps(json.loads(state.read_text()) | {"_format_type": "torch"}))  # with_format would need torch here

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
+from documents import blocks
 from generate_bench import Bench
 from generate_files import HIDDEN, LAYER_IDS, Exchange, Seen, stored_ids
 from hypothesis import given
@@ -150,6 +152,26 @@ def test_of_two_answers_to_a_row_the_one_of_its_file_counts(bench: Bench, monkey
     assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
     assert bench.server.asked == Counter({0: 1, 1: 2, 2: 1})
     the_dataset_is_of_the_files(bench)
+
+
+def test_a_dataset_of_the_same_answers_is_left_as_it_is_with_the_files_of_the_trainer(bench: Bench) -> None:
+    vocabulary = bench.output / "training_data" / "d2t-8.npy"
+    for records, is_kept in ((RECORDS, False), (RECORDS, True), (RECORDS[:2], False), ([*RECORDS[:2], {"prompt": "d"}], False)):
+        assert bench.run(*SAMPLED, records=records)[0] == 0
+        assert vocabulary.exists() == is_kept
+        the_dataset_is_of_the_files(bench, rows=len(records))
+        vocabulary.touch()
+
+
+def test_the_document_s_command_counts_the_tokens_that_have_a_loss(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
+    (text,) = blocks("generate.md", "token-frequencies")
+    program, option, code, path = shlex.split(text)
+    assert (program, option) == ("python", "-c")
+    path = path.replace("/data/hidden_states", str(bench.output))
+    monkeypatch.setattr("sys.argv", ["-c", path])
+    exec(code, {})
+    assert torch.load(f"{path}/token_freq.pt") == {7: 3, 8: 3, 9: 3}
 
 
 def test_speculators_trains_on_all_rows_but_those_without_an_answer(bench: Bench) -> None:
