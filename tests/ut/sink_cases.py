@@ -176,6 +176,7 @@ class MooncakeCase(SinkCase):
         self._reader = reader
         self._options = mooncake_options(master)
         self._sinks: dict[RowFormat, MooncakeSink] = {}
+        self.test = ""  # before each name: the store outlives a test
 
     @contextmanager
     def serve(self, **changes: Any) -> Iterator[Sink]:
@@ -197,15 +198,18 @@ class MooncakeCase(SinkCase):
         return MooncakeSink(self._options.model_copy(update={"global_segment_size": segment}), row_format)
 
     def path(self, name: str) -> Path:
-        return Path(handle_of(name))
+        return Path(self._handle(name))
 
     def load(self, name: str, timeout: float = 0) -> HiddenStates:
-        return self._reader.load(handle_of(name), timeout)
+        return self._reader.load(self._handle(name), timeout)
 
     def traces(self, name: str) -> set[str]:
         assert isinstance(self.sink, MooncakeSink)
-        there = self.sink.client.exist(keys_of(handle_of(name)))
+        there = self.sink.client.exist(keys_of(self._handle(name)))
         return {what for what, is_there in zip(("rows", "reason", "manifest"), there, strict=True) if is_there}
+
+    def _handle(self, name: str) -> str:
+        return handle_of(f"{self.test}{name}")
 
     def held(self) -> int:
         assert isinstance(self.sink, MooncakeSink)

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from vllm_ascend_hsx.cli.arguments import Parser, non_empty_path
 from vllm_ascend_hsx.cli.output import say
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH
-from vllm_ascend_hsx.reader.members import remove_member
 from vllm_ascend_hsx.sinks.orphans import Cleaning, Done
 
 _SHOWN = 20  # names; further ones are only counted
@@ -71,10 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def report(problem: str) -> None:
         show(f"hsx clean: {problem}", error=True)
 
-    def hide(path: str) -> None:
-        remove_member(options.directory / path)
-
-    cleaning = Cleaning(dir_fd, dry_run=options.dry_run, tell=tell, report=report, hide=hide)
+    cleaning = Cleaning(dir_fd, dry_run=options.dry_run, tell=tell, report=report)
     try:
         with cleaning.noting(f"{options.directory} could not be read"):
             cleaning.run()

@@ -82,8 +82,6 @@ class Extraction:
         self._has_opened = False
         self._failure: str | None = None  # published in place of the file by the thread that takes the file
         self._file: SinkFile | None = None  # open, and not being ended
-        self._opened: SinkFile | None = None  # the same, and afterwards
-        self._later_failure: str | None = None
         self._writing = 0  # writes in flight
         self._closed_by_writer = False
 
@@ -100,7 +98,7 @@ class Extraction:
     def open(self, sink: Sink) -> None:
         """Open the file. If the request has failed meanwhile, leave the reason in its place."""
         if self._failure is not None:
-            leave_reason(sink, self.request_id, self.path, self._failure, self._arrived_ns)
+            leave_reason(sink, self.request_id, self.path, self._failure)
             self._let_writers_in()
             self._on_ended(self)
             return
@@ -114,8 +112,7 @@ class Extraction:
             self._on_ended(self)
         else:
             with self._mutex:
-                self._file, self._opened, failed = file, file, self._failure is not None
-                file.later_failure = self._later_failure
+                self._file, failed = file, self._failure is not None
                 file.placeholders, file.keeps_source = self._placeholders, self._keeps_source
             if failed:
                 self.stop()
@@ -212,13 +209,6 @@ class Extraction:
         if adapter_of(self._lora) != self._adapter:
             self.fail(f"its adapter {self._adapter.name!r} was loaded again, with other weights, before its last row", RELOADED)
 
-    def give_way(self, reason: str) -> None:
-        """Publish no rows from now on, because a later request of this name has failed."""
-        with self._mutex:
-            self._later_failure = reason
-            if self._opened is not None:
-                self._opened.later_failure = reason
-
     def give_up(self) -> bool:
         """Write no more rows, because the server stops. False: the request was decided before."""
         with self._mutex:
@@ -299,13 +289,13 @@ def _reason_of(error: Exception) -> str:
     return error.reason if isinstance(error, SinkError) else f"{type(error).__name__}: {error}"
 
 
-def leave_reason(sink: Sink, request_id: str, path: str, reason: str, arrived_ns: int | None) -> None:
+def leave_reason(sink: Sink, request_id: str, path: str, reason: str) -> None:
     """Leave the reason for readers of a request whose file was never opened. Blocks on storage.
 
-    See Sink.leave_reason.
+    Rows that are there by now stay.
     """
     try:
-        sink.leave_reason(request_id, path, reason, arrived_ns)
+        sink.open(request_id, path).fail(reason)
     except Exception as error:  # noqa: BLE001 - any error fails this request alone
         logger.error("request %r, %s: the reason of its failure could not be left there: %s", request_id, path, error)
 

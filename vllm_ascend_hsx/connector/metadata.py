@@ -38,7 +38,7 @@ class RequestStart:
         include_output: whether rows of generated tokens are extracted too.
         max_output_rows: most rows of generated tokens.
         arrived_ns: when the API server received it, in nanoseconds since the epoch; None if that is
-            not known. Of two requests for one path the later one's rows stay.
+            not known.
         lora: vllm.lora.request.LoRARequest of its adapter; None without one.
         placeholders: of the images in the prompt.
         number: of the request; no other one of this engine has it. The owner keeps its file open

@@ -26,6 +26,8 @@ from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.request_ids import split_id
 from vllm_ascend_hsx.sinks.destination import Destination
 
+_NOT_ENDED = "an earlier request of this id or name has not ended, because the storage does not answer"
+
 
 @dataclass
 class _Request:
@@ -39,9 +41,6 @@ class _Request:
     owner: int | None = None
     error: str | None = None
     decided: bool = False
-    ended: bool = False
-    # an ended request whose file has the same name and is not finished
-    predecessor: _Request | None = None
     reuse: Reuse | None = None  # None if rows are not reused
     num_rows: int = 0  # known once it has ended, or only its prompt is extracted
 
@@ -83,7 +82,8 @@ class ExtractionScheduler:
         self._refusals = RefusalLog()
         self._ended: list[RequestEnd] = []
         self._undecided: dict[str, _Request] = {}  # requests that have ended
-        self._writing: dict[str, _Request] = {}  # by path, until the file is finished
+        self._undecided_paths: dict[str, _Request] = {}  # the same by path
+        self._writing: dict[str, _Request] = {}  # by path: not ended, and not decided
         self._recorder = SchedulerRecorder()
         where = str(destination.directory or "the Mooncake store")
         self._admission = Admission(num_ranks, ring_bytes, row_bytes, where, self._recorder)
@@ -122,7 +122,6 @@ class ExtractionScheduler:
                 params.include_output,
                 int(request.arrival_time * 1e9),
                 placeholders_in(request),
-                predecessor=self._writing.get(path),
                 reuse=reuse,
                 num_rows=prompt_tokens,
             )
@@ -144,7 +143,7 @@ class ExtractionScheduler:
             return one_file_for_all(path)
         # The worker would detect this by the lock, if locks are enabled. Here it is known before
         # anything is computed.
-        if (other := self._writing.get(path)) is not None and not other.ended:
+        if path in self._writing:
             return path_in_use(path)
         return None if self._limits is None else self._limits.refusal(request.request_id, num_rows)
 
@@ -171,8 +170,6 @@ class ExtractionScheduler:
         assert self._reuse is not None and state.reuse is not None
         if state.owner is not None:
             return self._reuse.resume(state.reuse)
-        if state.predecessor is not None and not state.predecessor.decided:  # its rank is that one's
-            return 0
         return self._reuse.offer(state.reuse, request, state.prompt_tokens, block_size)
 
     def must_wait(self, request: Any, num_computed_tokens: int = 0) -> bool:
@@ -190,24 +187,18 @@ class ExtractionScheduler:
             return False
         # Workers report with steps, so a file may have been finished while the engine was idle. The
         # next step reports it. Until then an outcome could be attributed to the wrong request of
-        # this id.
-        if (same := self._undecided.get(request.request_id)) is not None:
-            assert same.owner is not None
-            if not self._loads[same.owner].state.stuck:
-                return True
-            self._admission.stop_holding(request.request_id)
-            self._let_go_of(self._requests.pop(request.request_id))
-            self._refuse(request.request_id, "an earlier request of this id has not ended, because the storage does not answer")
-            return False
-        if (before := state.predecessor) is not None and not before.decided:
+        # this id, and a name that is free by then would be refused.
+        if (before := self._undecided.get(request.request_id) or self._undecided_paths.get(state.path)) is not None:
             assert before.owner is not None
             if not self._loads[before.owner].state.stuck:
                 return True
-            rank = before.owner  # refuses it, and leaves the reason when that file has ended
-        elif state.reuse is not None and state.reuse.waits:
+            self._admission.stop_holding(request.request_id)
+            self._release_name(self._requests.pop(request.request_id))
+            self._refuse(request.request_id, _NOT_ENDED)
+            return False
+        if state.reuse is not None and state.reuse.waits:
             return True
-        else:
-            rank = self._rank_for(state, num_computed_tokens)
+        rank = self._rank_for(state, num_computed_tokens)
         return not self._admission.admit(request, rank, self._cost(state, num_computed_tokens))
 
     def build_metadata(self, scheduler_output: Any) -> HsxConnectorMetadata:
@@ -277,10 +268,12 @@ class ExtractionScheduler:
                 self._reuse.release_files_of(rank)
         for request_id, error in report.outcomes.items():
             request = self._undecided.pop(request_id, None) or self._requests.get(request_id)
+            if request is not None and self._undecided_paths.get(request.path) is request:
+                del self._undecided_paths[request.path]
             if request is not None and request.owner is not None and not request.decided:
                 request.decided, request.error = True, error
                 self._admission.end(request.owner, request.cost)
-                self._let_go_of(request)
+                self._release_name(request)
                 if self._reuse is not None and request.reuse is not None:
                     is_kept = request.reuse.number in report.sources
                     self._reuse.decide(request.reuse, request.owner, request.num_rows, is_kept)
@@ -312,11 +305,10 @@ class ExtractionScheduler:
         state = self._requests.pop(request_id, None)
         if state is None:
             return None
+        self._release_name(state)
         if state.owner is None:
             self._admission.stop_holding(request_id)
-            self._let_go_of(state)
             return None
-        state.ended = True
         aborted = request.status.name == "FINISHED_ABORTED"
         if self._stopping and aborted:
             return None
@@ -328,7 +320,7 @@ class ExtractionScheduler:
                 self._reuse.end(state.reuse, request, state.num_rows)
         self._ended.append(end)
         if not state.decided:
-            self._undecided[request_id] = state
+            self._undecided[request_id] = self._undecided_paths[state.path] = state
         answer = self._destination.answer(state.path, state.num_rows, state.include_output)
         if state.reuse is not None and state.reuse.tokens:
             answer[REUSED_KEY] = state.reuse.tokens
@@ -336,13 +328,9 @@ class ExtractionScheduler:
             answer[ERROR_KEY] = state.error
         return answer
 
-    def _let_go_of(self, request: _Request) -> None:
-        before, request.predecessor = request.predecessor, None
+    def _release_name(self, request: _Request) -> None:
         if self._writing.get(request.path) is request:
-            if before is not None and not before.decided:
-                self._writing[request.path] = before
-            else:
-                del self._writing[request.path]
+            del self._writing[request.path]
 
     def _rank_for(self, request: _Request, num_computed_tokens: int) -> int:
         """Return the rank that has the file of the first rows, or else the one that owes least."""

@@ -19,7 +19,7 @@ from vllm_ascend_hsx.connector.failure import WorkerFailure
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
 from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd, RequestStart, WorkerReport
 from vllm_ascend_hsx.connector.progress import RankProgress
-from vllm_ascend_hsx.connector.stats import ENGINE_FAILED, SILENT_STORAGE, HsxStats, StatsRecorder
+from vllm_ascend_hsx.connector.stats import ENGINE_FAILED, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
 from vllm_ascend_hsx.connector.threads import EVERY_POSITION, Job, ThreadPool
 from vllm_ascend_hsx.drafter.landing import DeviceError, HostChunk, Lander
@@ -32,7 +32,7 @@ from vllm_ascend_hsx.sinks.data_file import RowSource
 
 logger = logging.getLogger(__name__)
 
-NAME_IN_USE = "an earlier request of this name has not ended, because the storage is slow"
+NAME_IN_USE = "another request of this name has not ended, because the storage is slow"
 
 _MAX_REASONS = 10_000  # reasons of refused requests that wait for silent storage
 _JOB_BYTES = 1 << 20  # least bytes of a write job, if a chunk has them: outweighs the hand-over
@@ -90,9 +90,7 @@ class ExtractionWorker:
         self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._progress.backlog, write_rate, self._kept_files.space)
         self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
         self._not_ended: dict[str, Extraction] = {}  # by path
-        # Requests that were refused while another one of their name had not ended, and why.
-        self._reasons_after: dict[Extraction, list[tuple[RequestStart, str]]] = {}
-        self._ended = threading.Condition()  # guards the former two; notified when a file has ended
+        self._ended = threading.Condition()  # guards the former; notified when a file has ended
         self._opener = ThreadPool(1, "hsx-opener")
         self._writers = ThreadPool(num_writers(), "hsx-writer")
         self._failure = WorkerFailure()
@@ -140,7 +138,7 @@ class ExtractionWorker:
             self._refuse(start, *self._watch.failure)
             return None
         if start.path in self._not_ended:
-            self._refuse(start, NAME_IN_USE, SILENT_STORAGE)
+            self._refuse(start, NAME_IN_USE, REFUSED)
             return None
         row_bytes, told = (self._row_bytes, self._stored_row_bytes), (self._on_decided, self._on_ended, self._kept_files)
         extraction = Extraction(start, self._writers, self._sink.writes_side_by_side, row_bytes, *told, self._stats)
@@ -160,20 +158,12 @@ class ExtractionWorker:
         self._stats.failed(kind)
         logger.error("request %r, %s: %s", start.request_id, start.path, reason)
         self._progress.refuse(start.request_id, reason)
-        if kind == REFUSED:  # the other request of this id leaves what is to be found under its name
+        if kind == REFUSED:  # the other request of this id or name leaves what is to be found there
             return
-        with self._ended:
-            if self._reasons.pending + sum(map(len, self._reasons_after.values())) >= _MAX_REASONS:
-                logger.error("%s%s will not be there: %d others wait for the storage", start.path, ERROR_SUFFIX, _MAX_REASONS)
-                return
-            if (before := self._not_ended.get(start.path)) is not None:  # the name is free when that file has ended
-                self._reasons_after.setdefault(before, []).append((start, reason))
-                before.give_way(reason)
-                return
-        self._leave_reason(start, reason)
-
-    def _leave_reason(self, start: RequestStart, reason: str) -> None:
-        self._reasons.submit(partial(leave_reason, self._sink, start.request_id, start.path, reason, start.arrived_ns))
+        if self._reasons.pending >= _MAX_REASONS:
+            logger.error("%s%s will not be there: %d others wait for the storage", start.path, ERROR_SUFFIX, _MAX_REASONS)
+            return
+        self._reasons.submit(partial(leave_reason, self._sink, start.request_id, start.path, reason))
 
     def save(self) -> None:
         """Pass on the slot that this step filled last, if it filled one.
@@ -418,7 +408,4 @@ class ExtractionWorker:
     def _on_ended(self, extraction: Extraction) -> None:
         with self._ended:
             self._not_ended.pop(extraction.path, None)
-            refused = self._reasons_after.pop(extraction, [])
             self._ended.notify_all()
-        for start, reason in refused:
-            self._leave_reason(start, reason)

@@ -40,7 +40,7 @@ class Digest:
         while begin < end:
             block = os.pread(fd, min(_BLOCK, end - begin), begin)
             if not block:
-                raise OSError(f"the file ends at byte {begin}, before its rows do")
+                raise OSError(errno.EUCLEAN, f"the file was changed: it ends at byte {begin}, before its rows do")
             self.update(block)
             begin += len(block)
 

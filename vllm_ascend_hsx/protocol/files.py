@@ -12,6 +12,8 @@ _KINDS = {
     stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFLNK: "a symbolic link",
 }  # fmt: skip
+# Errors of link(2) on a filesystem without hard links.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 # Errors of a symbolic link that leads nowhere.
 LEADS_NOWHERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
@@ -143,6 +145,24 @@ def write_at(fd: int, data: memoryview, offset: int) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         data = data[written:]
         offset += written
+
+
+def link(source_fd: int, source: str, dir_fd: int, name: str) -> bool:
+    """Give a file another name; return False without hard links.
+
+    Raises FileExistsError if the name exists, and OSError.
+
+    Args:
+        source_fd, source: directory and name of the file.
+        dir_fd, name: directory and new name.
+    """
+    try:
+        os.link(source, name, src_dir_fd=source_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return False
+    return True
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:

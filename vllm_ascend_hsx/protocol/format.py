@@ -46,7 +46,6 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 _MAX_HEADER = 100_000_000  # safetensors' own limit (safetensors 0.8.0, MAX_HEADER_SIZE)
 _MAX_DIMENSIONS = 64  # numpy's limit
 _COUNT = re.compile("[0-9]{1,18}")
-_TIME = re.compile("[0-9]{1,19}")
 
 # Bytes per element of every dtype in files that can be read, by safetensors name.
 DTYPE_BYTES = {
@@ -267,12 +266,6 @@ def layer_ids_of(metadata: Mapping[str, str]) -> list[int] | None:
     if not isinstance(ids, list) or not all(map(is_count, ids)):
         raise FormatError(f"layer_ids={_short(text)} is not a list of layers")
     return ids
-
-
-def arrived_ns_of(metadata: Mapping[str, str]) -> int | None:
-    """Return when the request arrived, since the epoch; None if that is not known."""
-    text = metadata.get(ARRIVED, "")
-    return int(text) if _TIME.fullmatch(text) else None
 
 
 def num_prompt_tokens_of(metadata: Mapping[str, str]) -> int | None:

@@ -9,7 +9,6 @@ Consumers remove it.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import stat
@@ -17,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import OnError, read_bytes, write_at
+from vllm_ascend_hsx.protocol.files import OnError, link, read_bytes, write_at
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
@@ -27,9 +26,6 @@ _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
 # timeout, and another writer may hold the lock for hours.
 _PAUSES = (0.0, 0.0, 0.0, 0.001, 0.002, 0.004, 0.008, 0.016)
 _CONTENT_MAX = 16 << 20
-# Errors of link(2) on a filesystem without hard links. There, and where locks do not follow links,
-# the lock file gets its name some microseconds before it is locked.
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class LockHeldError(Exception):
@@ -171,7 +167,7 @@ class HeldLock:
     def _link(self, dir_fd: int, name: str, mode: int, by_link: bool) -> HeldLock | None:
         """Give this hidden lock its name, or else lock a new file of that name. None: it exists."""
         with suppress(FileExistsError):
-            if not by_link or not _link(self._dir_fd, self._name, dir_fd, name):
+            if not by_link or not link(self._dir_fd, self._name, dir_fd, name):
                 return HeldLock.create(dir_fd, name, mode)
             hidden_fd, hidden_name = self._dir_fd, self._name
             self._dir_fd, self._name = dir_fd, name
@@ -210,38 +206,28 @@ class HeldLock:
         return self
 
 
-def _link(source_fd: int, source: str, dir_fd: int, name: str) -> bool:
-    """Give a file another name; return False without hard links. Raises OSError."""
-    try:
-        os.link(source, name, src_dir_fd=source_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        return False
-    return True
-
-
 def locks_follow_links(dir_fd: int, name: str) -> bool:
     """Return whether a lock on a file is seen through a hard link to it.
 
     It is not on FUSE filesystems that make a node of each name (bindfs), nor where there are no
-    hard links. Raises OSError.
+    hard links. There a lock file gets its name some microseconds before it is locked. Raises
+    OSError.
 
     Args:
         dir_fd: the directory, in which a link is made and removed.
         name: a file in it that this process has locked.
     """
-    link = f"{name}.link"
-    if not _link(dir_fd, name, dir_fd, link):
+    other = f"{name}.link"
+    if not link(dir_fd, name, dir_fd, other):
         return False
     fd = -1
     try:
-        fd = os.open(link, _OPEN, dir_fd=dir_fd)
+        fd = os.open(other, _OPEN, dir_fd=dir_fd)
         return not flock_now(fd, fcntl.LOCK_SH)
     finally:
         if fd >= 0:
             unlock_and_close(fd)
-        os.unlink(link, dir_fd=dir_fd)
+        os.unlink(other, dir_fd=dir_fd)
 
 
 def flock_now(fd: int, kind: int) -> bool:

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,9 @@ from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.checksum import Digest
 from vllm_ascend_hsx.protocol.files import read_all
 from vllm_ascend_hsx.protocol.format import HIDDEN_STATES, PRODUCER, FormatError, layer_ids_of, read_header
-from vllm_ascend_hsx.protocol.names import path_refusal
+from vllm_ascend_hsx.protocol.names import INDEX, parse_shard_name, path_refusal
 from vllm_ascend_hsx.protocol.placeholders import PLACEHOLDERS
-from vllm_ascend_hsx.protocol.strict_json import LARGEST, is_count, parse
+from vllm_ascend_hsx.protocol.strict_json import is_count, parse
 from vllm_ascend_hsx.protocol.tar import BLOCK, end_of_member, is_headed, round_up
 
 # Most names; the others are examined in path_refusal.
@@ -25,8 +24,6 @@ SHARD_FORMAT_VERSION = "1"
 # A server seals a shard long before its index has as many bytes; what has more is not read.
 INDEX_MAX = 256 << 20
 REMOVED_MAX = 512 << 20  # bytes of the list of removed members: some five million
-# Of a Tombstone, with a name of one letter and a time of one digit, there are 47 bytes.
-_PLAUSIBLE = re.compile(rb"(?m)^.{40,}$")
 # Metadata of a member that differ between the members of a shard.
 _OF_ONE = (
     "format_version", "producer", "producer_version", "num_prompt_tokens", "num_output_tokens", "request_id", "arrived_ns",
@@ -36,9 +33,6 @@ _ENCODER = json.JSONEncoder(separators=(",", ":"))
 LONGEST_LINE = 16 << 20  # bytes; what is longer is no line of a server
 SEAL_AT = INDEX_MAX // 4  # bytes of an index at which its server seals the shard
 INDEX_LARGEST = SEAL_AT + LONGEST_LINE  # most bytes of an index that a server has written
-# No line has this time or a later one, in the year 2112: of a name that has such a line, no request
-# could be the latest.
-LATEST_NS = LARGEST - 10**17
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ class Member:
         tokens: its rows.
         request_id: as in the file's metadata.
         checksum: as in the file's metadata; empty if that has none.
-        time_ns: when it was published, since the epoch.
+        time_ns: when it was published, since the epoch, by the clock of its server.
     """
 
     name: str
@@ -70,10 +64,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """A line that hides the earlier members of a name."""
+    """A line in the list of removed members. It hides one member, whatever the order of lines.
+
+    Attributes:
+        name: of the member.
+        stem: stem of the names of its shard.
+        offset: of the member in the shard.
+    """
 
     name: str
-    time_ns: int
+    stem: str
+    offset: int
 
 
 def encode(line: Member | Tombstone) -> bytes:
@@ -86,24 +87,25 @@ def encode(line: Member | Tombstone) -> bytes:
 
 def decode(line: bytes) -> Member | Tombstone | None:
     """Read a line of an index; None if it is invalid, or its name cannot be that of a data file."""
-    if b'"name"' not in line:  # junk, by the megabyte, costs little
-        return None
     try:
         values = parse(line)
     except ValueError:
         return None
     if not isinstance(values, dict) or values.get("gone", True) is not True:
         return None
-    name, time_ns = values.get("name"), values.get("time_ns")
-    if not isinstance(name, str) or not is_count(time_ns) or time_ns >= LATEST_NS:
+    name, offset = values.get("name"), values.get("offset")
+    if not isinstance(name, str) or not is_count(offset):
         return None
     if not _PLAIN_NAME.fullmatch(name) and path_refusal(name) is not None:
         return None
     if "gone" in values:
-        return Tombstone(name, time_ns)
-    offset, size, tokens = (values.get(key) for key in ("offset", "size", "tokens"))
+        stem = values.get("stem")
+        if not isinstance(stem, str) or parse_shard_name(f"{stem}{INDEX}") is None:
+            return None
+        return Tombstone(name, stem, offset)
+    size, tokens, time_ns = (values.get(key) for key in ("size", "tokens", "time_ns"))
     request_id, checksum = (values.get(key, "") for key in ("request_id", "checksum"))
-    if not is_count(offset) or not is_count(size) or not is_count(tokens):
+    if not is_count(size) or not is_count(tokens) or not is_count(time_ns):
         return None
     if not isinstance(request_id, str) or not isinstance(checksum, str):
         return None
@@ -122,27 +124,10 @@ def split_lines(content: bytes) -> list[bytes]:
     return content.split(b"\n")[:-1]
 
 
-def plausible_lines(content: bytes) -> Iterator[re.Match[bytes]]:
-    """Yield the lines that are long enough to be decoded; shorter ones cost next to nothing.
-
-    `content` is empty or ends with a newline.
-    """
-    return _PLAUSIBLE.finditer(content, 0, len(content) - 1)
-
-
-def _each_line(content: bytes) -> Iterator[bytes]:
-    """Yield the lines that split_lines returns. A list of junk could fill the memory."""
-    begin = 0
-    while (end := content.find(b"\n", begin)) >= 0:
-        yield content[begin:end]
-        begin = end + 1
-
-
 def end_of_members(fd: int, index: bytes) -> int:
     """Return where the last member of the tar file `fd` ends, after checking it with its index.
 
-    What follows the first problem is not decoded: every server that starts in the directory may
-    call this with an index that nobody can seal.
+    What follows the first problem is not decoded.
 
     Raises:
         ValueError: if a line is invalid, or the members do not follow one another as the index
@@ -150,13 +135,12 @@ def end_of_members(fd: int, index: bytes) -> int:
         OSError: if the tar file cannot be read.
     """
     end = 0
-    for number, line in enumerate(map(decode, _each_line(index)), 1):
-        if line is None:
+    for number, line in enumerate(map(decode, split_lines(index)), 1):
+        if not isinstance(line, Member):
             raise ValueError(f"line {number} of its index cannot be used")
-        if isinstance(line, Member):
-            if not is_headed(fd, line.offset, line.name, line.size, end):
-                raise ValueError(f"its index has {line.name!r} at byte {line.offset}, and the tar file has not")
-            end = line.end
+        if not is_headed(fd, line.offset, line.name, line.size, end):
+            raise ValueError(f"its index has {line.name!r} at byte {line.offset}, and the tar file has not")
+        end = line.end
     if (size := os.fstat(fd).st_size) < end:
         raise ValueError(f"its index has members up to byte {end}, and the tar file has {size} bytes")
     return end
@@ -181,11 +165,6 @@ def check_end(fd: int, size: int, end: int, index: bytes) -> None:
     append = end_of_member(fd, end)
     if append is not None and size > append:
         raise ValueError(f"the tar file has members after byte {append} that its index has not")
-
-
-def age(line: Member | Tombstone) -> tuple[int, bool]:
-    """Return a sort key; a removal has its member's time and comes after it."""
-    return line.time_ns, isinstance(line, Tombstone)
 
 
 def shard_manifest(fd: int, index: bytes, sealed_by: str) -> dict[str, Any]:

@@ -275,10 +275,11 @@ def open_dir(
 def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     """Remove a request's file and its companions. Missing ones are not an error.
 
-    A member of a shard is only hidden: a line marks it as removed, and its bytes remain.
+    A member of a shard is only hidden: a line marks it as removed, and its bytes remain. A member
+    that gets the name later is not hidden.
 
-    The server keeps the lock file for other readers; so call this after `load`. When it has
-    returned, another request may be given the name.
+    The server keeps the lock file for other readers; so call this after `load`. A server refuses
+    a request that names a file which has rows, until this has returned.
 
     Args:
         path: as for `load`.
@@ -293,7 +294,7 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     with _absent(), suppress(NotAFileError):
         wait_until_released(_companion(path, LOCK_SUFFIX), _MOMENT_S)
     # The lock first: without it readers treat the data as complete; with a lock and no data they
-    # would report a dead server. The error last: it may be all that hides the data.
+    # would report a dead server.
     is_file = os.path.lexists(path)
     with _absent():
         os.unlink(_companion(path, LOCK_SUFFIX))

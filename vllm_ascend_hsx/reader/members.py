@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.files import open_regular
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH, SHARDS_MARK
-from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, age
+from vllm_ascend_hsx.protocol.shard_index import Member
 from vllm_ascend_hsx.reader.shards import Place, Shards, UnreadableIndexError
 
 _known: dict[str, Shards] = {}
@@ -27,51 +26,21 @@ def _shards_above(path: Path) -> Iterator[tuple[Shards, str]]:
     """Yield the shards that may contain the file `path`, each with its name in them."""
     whole = directory = os.path.abspath(path)
     for _ in range(MAX_DEPTH + 1):
-        below = directory
         directory, _, name = directory.rpartition("/")
         if not name:
             return
-        if _counts(directory, "" if below == whole else below):
+        # A directory whose members were listed is searched even if its mark is gone.
+        if directory in _known or os.path.lexists(f"{directory}/{SHARDS_MARK}"):
             yield shards_of(directory or "/"), whole[len(directory) + 1 :]
 
 
-def _counts(directory: str, folder: str) -> bool:
-    """Return whether a directory has shards that count for files in it, or below `folder` in it.
-
-    Users of a sticky directory such as /tmp may make shards in it, but not replace folders of
-    others. For files below a folder the mark must belong to the owner of the folder or of the
-    directory, to the reader, or to root.
-
-    Args:
-        folder: path of the folder, or "" for files directly in the directory.
-    """
-    owner = None
-    with suppress(OSError, ValueError):
-        owner = _owner(f"{directory}/{SHARDS_MARK}")
-    # A directory whose members were listed is searched even if its mark is gone.
-    if owner is None and directory not in _known:
-        return False
-    if not folder:
-        return True
-    with suppress(OSError):
-        status = os.stat(directory or "/")
-        trusted = not status.st_mode & stat.S_ISVTX or owner in (0, os.geteuid(), status.st_uid)
-        return trusted or owner == _owner(folder)
-    return False
-
-
-def _owner(path: str) -> int:
-    return os.lstat(path).st_uid
-
-
 def open_member(path: Path) -> Place | None:
-    """Open the newest member that `path` names in a directory above it, or return None.
+    """Open the member that `path` names in a directory above it, or return None.
 
     Raises OSError, among them UnreadableIndexError if there is none that this user may read.
     """
-    newest = _newest(path)
-    if newest is not None and isinstance(newest[1], Member):
-        tar, line = newest[0], newest[1]
+    if (found := _find(path)) is not None:
+        tar, line = found
         with suppress(FileNotFoundError):  # the shard was removed
             return Place(open_regular(tar), line.offset, line.size, line)
     return None
@@ -82,23 +51,26 @@ def is_named(path: Path) -> bool:
 
     Raises as `open_member`.
     """
-    return os.path.lexists(path) or ((newest := _newest(path)) is not None and isinstance(newest[1], Member))
+    return os.path.lexists(path) or _find(path) is not None
 
 
-def _newest(path: Path) -> tuple[Path, Member | Tombstone] | None:
-    """Return the newest line of `path` and its tar file, or None. Raises as `open_member`."""
-    lines, unreadable = [], None
+def _find(path: Path) -> tuple[Path, Member] | None:
+    """Return the tar file and the line of the member `path`, or None. Raises as `open_member`.
+
+    Servers may write in a directory and in a folder of it, and do not see each other's members. Of
+    two for one path readers take the one that was published last.
+    """
+    found, unreadable = [], None
     for shards, name in _shards_above(path):
         try:
             with suppress(FileNotFoundError):  # the directory was removed
-                if (newest := shards.newest(name)) is not None:
-                    lines.append(newest)
+                if (member := shards.find(name)) is not None:
+                    found.append(member)
         except UnreadableIndexError as error:
             unreadable = error
-    if not lines and unreadable is not None:
+    if not found and unreadable is not None:
         raise unreadable
-    # Servers may write in a directory and in a folder of it. Of two that are alike, the nearest.
-    return max(lines, key=lambda each: age(each[1]), default=None)
+    return max(found, key=lambda each: each[1].time_ns, default=None)
 
 
 def remove_member(path: Path, found: bool = False) -> None:

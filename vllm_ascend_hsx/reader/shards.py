@@ -17,16 +17,13 @@ from typing import NamedTuple
 from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, Naming, NotAFileError, open_regular, read_bytes, read_regular, write_at
 from vllm_ascend_hsx.protocol.format import TOKEN_IDS, Header, valid_unicode
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name, printable
-from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, REMOVED_MAX, Member, Tombstone, age, decode, encode, plausible_lines
+from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, REMOVED_MAX, Member, Tombstone, decode, encode
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.protocol.tar import is_headed
 
 logger = logging.getLogger(__name__)
 
 _BLOCK = 16 << 20
-# Bytes that are no lines: of all indexes of a directory, and of each that may have them even so.
-_UNUSABLE_MAX = 16 << 20
-_UNUSABLE_OF_ONE = 1 << 20
 # A name that appears within one tick of the filesystem's clock may leave the directory's mtime.
 _TICK_NS = 2_000_000_000
 _REMOVED = REMOVED.removesuffix(INDEX)
@@ -36,13 +33,12 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class UnreadableIndexError(PermissionError):
-    """What was asked for may be in an index that this user may not read, or not now."""
+    """What was asked for may be in an index that this user may not read."""
 
-    def __init__(self, path: Path, number: int = errno.EACCES) -> None:
+    def __init__(self, path: Path) -> None:
         remedy = "let this user read it (the server's option file_mode), or call as its owner"
-        if number == errno.EAGAIN:
-            remedy = "another process holds a lease on it (F_SETLEASE); try again when that has ended"
-        super().__init__(number, f"{os.strerror(number)}; rows may be in this index: {remedy}", os.fspath(path))
+        problem = f"{os.strerror(errno.EACCES)}; rows may be in this index: {remedy}"
+        super().__init__(errno.EACCES, problem, os.fspath(path))
 
 
 class Place(NamedTuple):
@@ -82,15 +78,13 @@ class _Index:
         identity: device and inode.
         position: bytes that were read, all of them whole lines.
         seen: size and time of the last change when it was read.
-        unusable: bytes that are no lines of servers or consumers.
         lines: lines that were read, also those that cannot be used.
-        sealed: True if all lines were read and none will follow, or the rest is left out.
+        sealed: True if all lines were read and none will follow.
     """
 
     identity: tuple[int, int] = (0, 0)
     position: int = 0
     seen: tuple[int, int] = (0, 0)
-    unusable: int = 0
     lines: int = 0
     sealed: bool = False
 
@@ -98,10 +92,12 @@ class _Index:
 class Shards:
     """The members of all shards in a directory. Thread-safe.
 
-    A member is found as soon as its line is in an index, whether the shard is sealed or not. Of
-    several lines for one name the newest counts. An index that another user keeps from being read
-    is passed over, and is an error only if what it may have is asked for. All methods raise OSError
-    if the directory, or an index for another reason, cannot be read.
+    A member is found as soon as its line is in an index, whether the shard is sealed or not. A
+    server refuses a name that has a member, so two members have one name only if their servers
+    could not see each other's. Readers take the one that was published last by its server's clock,
+    and `remove` hides both. An index that another user keeps from being read is passed over, and is
+    an error only if what it may have is asked for. All methods raise OSError if the directory, or
+    an index for another reason, cannot be read.
 
     Args:
         directory: the directory of the shards.
@@ -114,23 +110,13 @@ class Shards:
         self._reported: dict[tuple[str, object], int] = {}
         self._forget()
 
-    def newest(self, name: str) -> tuple[Path, Member | Tombstone] | None:
-        """Return the newest line of a name, a path below the directory, and its shard's tar file.
-
-        Raises UnreadableIndexError if there is no line, and an index may not be read.
-        """
-        with self._mutex:
-            self._refresh()
-            found = self._newest.get(name)
-            unreadable = next(iter(self._unreadable.values()), None)
-        if found is None and unreadable is not None:
-            raise UnreadableIndexError(*unreadable)
-        return None if found is None else (self.directory / f"{found[0]}{TAR}", found[1])
-
     def find(self, name: str) -> tuple[Path, Member] | None:
-        """Return the tar file and the line of a member, or None. Raises as `newest`."""
-        tar, line = self.newest(name) or (Path(), None)
-        return (tar, line) if isinstance(line, Member) else None
+        """Return the tar file and the line of the member that has a name, or None.
+
+        Raises UnreadableIndexError if no member ever had it, and an index may not be read.
+        """
+        found = max(self._all_of(name), key=_age, default=None)
+        return None if found is None else (self.directory / f"{found[0]}{TAR}", found[1])
 
     def members(self, on_unreadable: Callable[[OSError], None] | None = None) -> dict[str, Member]:
         """Return all members by name, sorted.
@@ -140,42 +126,53 @@ class Shards:
         """
         with self._mutex:
             self._refresh()
-            newest = sorted(self._newest.items())
+            found = {name: max(all_, key=_age)[1] for name in sorted(self._members) if (all_ := self._present(name))}
             unreadable = list(self._unreadable.values())
         for each in unreadable:
             if on_unreadable is None:
-                raise UnreadableIndexError(*each)
-            on_unreadable(UnreadableIndexError(*each))
-        found = {name: line for name, (_, line) in newest if isinstance(line, Member)}
+                raise UnreadableIndexError(each)
+            on_unreadable(UnreadableIndexError(each))
         # Servers write through no link, and `load` and `remove` of such a name would leave the
         # directory.
         linked = {folder for folder in {os.path.dirname(name) for name in found} if self._is_linked(folder)}
         return {name: line for name, line in found.items() if os.path.dirname(name) not in linked} if linked else found
 
     def remove(self, name: str) -> bool:
-        """Hide a member from all readers; its bytes stay in the shard. Return whether there is one.
+        """Hide the members of a name from all readers. Return whether there was one.
 
-        Several processes may do so at once. Raises OSError if the removal cannot be recorded, and
-        TimeoutError if another process holds the lock of the list. Also raises as `newest`.
+        Their bytes stay in their shards. Several processes may do so at once. Raises OSError if the
+        removal cannot be recorded, and TimeoutError if another process holds the lock of the list.
+        Also raises as `find`.
         """
-        if (found := self.find(name)) is None:
+        lines = [encode(Tombstone(name, stem, member.offset)) for stem, member in self._all_of(name)]
+        if not lines:
             return False
         fd = open_regular(self.directory / REMOVED, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
         try:
             with Naming(self.directory / REMOVED):
                 _lock(fd, self.directory / REMOVED)  # some filesystems do not append atomically
-                # Its own time hides the member whatever clocks say, and no later one of this name.
-                line = encode(Tombstone(name, found[1].time_ns))
                 size = os.fstat(fd).st_size
                 if size >= REMOVED_MAX:
                     problem = f"the list of removed members has {size} bytes, and readers take {REMOVED_MAX}; write to a new directory"
                     raise OSError(errno.EFBIG, problem, os.fspath(self.directory / REMOVED))
                 if size and os.pread(fd, 1, size - 1) != b"\n":  # end a torn line, which would spoil this one
-                    line = b"\n" + line
-                write_at(fd, memoryview(line), size)
+                    lines.insert(0, b"\n")
+                write_at(fd, memoryview(b"".join(lines)), size)
         finally:
             os.close(fd)
         return True
+
+    def _all_of(self, name: str) -> list[tuple[str, Member]]:
+        """Return the members of a name, each with the stem of its shard. Raises as `find`."""
+        with self._mutex:
+            self._refresh()
+            if name not in self._members and self._unreadable:
+                raise UnreadableIndexError(next(iter(self._unreadable.values())))
+            return self._present(name)
+
+    def _present(self, name: str) -> list[tuple[str, Member]]:
+        """Return the members of a name that were not removed. The caller holds the mutex."""
+        return [each for each in self._members.get(name, ()) if (each[0], each[1].offset) not in self._removed]
 
     def _is_linked(self, folder: str) -> bool:
         """Return whether a symbolic link is on the way to a folder below the directory."""
@@ -183,11 +180,11 @@ class Shards:
 
     def _forget(self) -> None:
         self._indexes: dict[str, _Index] = {}
-        self._unreadable: dict[str, tuple[Path, int]] = {}
-        self._newest: dict[str, tuple[str, Member | Tombstone]] = {}
+        self._unreadable: dict[str, Path] = {}
+        self._members: dict[str, tuple[tuple[str, Member], ...]] = {}  # by name, with their stems
+        self._removed: set[tuple[str, int]] = set()  # stem and offset
         self._listed: tuple[int, int, int] | None = None
         self._checked = 0
-        self._unusable = 0  # bytes of all indexes
 
     def _refresh(self) -> None:
         """Read new lines; read everything again if an index was removed, replaced or truncated."""
@@ -237,10 +234,10 @@ class Shards:
         self._unreadable.pop(stem, None)
         try:
             fd = open_regular(path)
-        except (PermissionError, BlockingIOError) as error:
+        except PermissionError:
             if stem == _REMOVED:  # without it, members that were removed would be there again
                 raise
-            self._unreadable[stem] = path, error.errno or errno.EACCES
+            self._unreadable[stem] = path
             return True
         except NotAFileError as error:
             self._report(stem, error.strerror, 0, error.reason)
@@ -268,62 +265,48 @@ class Shards:
                     if stem != _REMOVED:
                         return True
                     end = most  # what these lines have removed stays so
-                is_torn = index.position < index.seen[0] <= end and end - index.position < _BLOCK
-                if is_torn and b"\n" not in os.pread(fd, end - index.seen[0], index.seen[0]):
-                    end = index.position  # the last line is still being written
-                while index.position < end and not index.sealed:
-                    longest = _BLOCK if self._unusable <= _UNUSABLE_MAX else min(_BLOCK, _UNUSABLE_OF_ONE)
-                    block = read_bytes(fd, min(longest, end - index.position), index.position)
+                while index.position < end:
+                    block = read_bytes(fd, min(_BLOCK, end - index.position), index.position)
                     lines = block[: block.rfind(b"\n") + 1]
-                    if not lines and len(block) < longest:  # the last line is still being written
+                    if not lines and len(block) < _BLOCK:  # the last line is still being written
                         break
                     # A line longer than a block is skipped, except for its end, which is invalid.
-                    unusable = len(lines or block) - self._take(stem, index, lines)
+                    self._take(stem, index, lines)
                     index.position += len(lines or block)
                     index.lines += lines.count(b"\n")
-                    if stem == _REMOVED:
-                        continue
-                    self._unusable += unusable
-                    index.unusable += unusable
-                    if self._unusable > _UNUSABLE_MAX and index.unusable > _UNUSABLE_OF_ONE:
-                        index.sealed = True
-                        self._report(stem, identity, index.position, f"{path.name} is left out now: it has too much that is no line")
                 index.seen = seen
         finally:
             os.close(fd)
         return True
 
-    def _take(self, stem: str, index: _Index, lines: bytes) -> int:
-        """Take what can be used of whole lines. Return how many bytes that is."""
-        bad, first, end, used = lines.count(b"\n"), len(lines), 0, 0
-        for text in plausible_lines(lines):
-            if text.start() > end:  # a line before it is too short
-                first = min(first, end)
-            end = text.end() + 1
-            line = decode(text[0])
-            if line is None or (isinstance(line, Member) and stem == _REMOVED):
-                first = min(first, text.start())
-                continue
-            bad -= 1
-            used += end - text.start()
-            earlier = self._newest.get(line.name)
-            if earlier is None or age(earlier[1]) <= age(line):
-                self._newest[line.name] = (stem, line)
+    def _take(self, stem: str, index: _Index, lines: bytes) -> None:
+        """Take the lines that can be used."""
+        bad = []
+        for text in lines.split(b"\n")[:-1]:
+            line = decode(text)
+            if line is None or isinstance(line, Tombstone) != (stem == _REMOVED):
+                bad.append(text)
+            elif isinstance(line, Tombstone):
+                self._removed.add((line.stem, line.offset))
+            else:
+                self._members[line.name] = (*self._members.get(line.name, ()), (stem, line))
         if bad:
-            first = min(first, end)
-            problem = f"{stem}{INDEX}: {bad} lines from byte {index.position} on cannot be used"
+            problem = f"{stem}{INDEX}: {len(bad)} lines from byte {index.position} on cannot be used"
             # A link may lead to any file that this process may read, and none other may.
             if not (self.directory / f"{stem}{INDEX}").is_symlink():
-                quoted = lines[first : first + _QUOTED].partition(b"\n")[0].decode("utf-8", "replace")
-                problem += f", first {quoted!a}"
+                problem += f", first {bad[0][:_QUOTED].decode('utf-8', 'replace')!a}"
             self._report(stem, index.identity, index.position, problem)
-        return used
 
     def _report(self, stem: str, identity: object, position: int, problem: str) -> None:
         """Log a problem once, however often the index is read."""
         if self._reported.get((stem, identity), -1) < position:
             self._reported[stem, identity] = position
             logger.warning("%s: %s", printable(str(self.directory)), problem)
+
+
+def _age(found: tuple[str, Member]) -> tuple[int, str]:
+    """Return a sort key of a member with the stem of its shard: the newest comes last."""
+    return found[1].time_ns, found[0]
 
 
 def _lock(fd: int, path: Path) -> None:

@@ -14,6 +14,7 @@ from vllm_ascend_hsx.sinks.data_file import RowSource
 
 FilePath: TypeAlias = "str | os.PathLike[str]"
 REFUSED = "refused"  # a kind of failure: the request asks for something unsupported or in use
+NAME_USED = "this name already has rows: remove the file first, or name another one"
 # Published in place of every file that is incomplete when its server stops.
 SERVER_STOPPED = "the server stopped before all rows were written"
 
@@ -50,22 +51,13 @@ class SinkFile(ABC):
         keeps_source: whether `commit` sets `source`. Set before it.
         source: the published rows, open for requests that begin with the same tokens. None if the
             sink has none. The caller of `commit` must release it.
-        later_failure: why a later request of this name has failed, if one has. Its readers must
-            find this reason, so `commit` leaves it in place of the rows. Any thread may set it.
     """
 
     request_id: str
     path: FilePath
-    later_failure: str | None = None
     placeholders: Sequence[Placeholder] = ()
     keeps_source: bool = False
     source: RowSource | None = None
-
-    def give_way(self) -> None:
-        """Raise SinkError if a later request of this name has failed."""
-        if self.later_failure is not None:
-            reason = f"a later request of this name has failed: {self.later_failure}"
-            raise SinkError(self.request_id, self.path, reason, REFUSED)
 
     @abstractmethod
     def write(self, first: int, rows: Rows) -> None:
@@ -104,13 +96,15 @@ class SinkFile(ABC):
             num_prompt_tokens: number of prompt tokens among them.
 
         Raises:
-            SinkError: if it could not be published, or a later request has failed. The file has
-                ended, with the reason in its place.
+            SinkError: if it could not be published, or its name has rows by now, which stay. The
+                file has ended.
         """
 
     @abstractmethod
     def fail(self, reason: str, close: bool = True) -> None:
-        """Publish the reason in place of the data. Logs errors and raises none.
+        """Publish the reason in place of the data, unless there are rows of another request.
+
+        Logs errors and raises none.
 
         Args:
             reason: one sentence for the user who sent the request.
@@ -133,6 +127,8 @@ class SinkFile(ABC):
 class Sink(ABC):
     """Takes the rows of requests.
 
+    A name is used once: rows are never replaced. When they were removed, it may be used again.
+
     One thread calls `open` and `close`; any thread may call the methods of the files.
 
     Attributes:
@@ -152,35 +148,19 @@ class Sink(ABC):
     ) -> SinkFile:
         """Announce a request, so that readers of `path` wait. Cheap: moves no data.
 
+        The reason of an earlier request at the path is removed.
+
         Args:
             request_id: the request.
             path: path of the file to come.
             expected_tokens: least number of rows; the first write reserves their space.
-            arrived_ns: when the API server received the request, in nanoseconds since the epoch. A
-                request is refused if one that arrived later has published its path. None: it is not
-                known, and whatever is at the path is hidden.
+            arrived_ns: when the API server received the request, in nanoseconds since the epoch,
+                for the metadata; None if it is not known.
             adapter: that computes the rows, for the metadata.
 
         Raises:
-            SinkError: if the path cannot be used, or is being written.
+            SinkError: if the path cannot be used, is being written, or has rows (`NAME_USED`).
         """
-
-    def leave_reason(self, request_id: str, path: FilePath, reason: str, arrived_ns: int | None) -> None:
-        """Publish why a request has no file, perhaps long after it failed.
-
-        What a request that arrived earlier published at `path` is hidden; what one that arrived
-        later published there stays.
-
-        Args:
-            request_id: the request.
-            path: path of the file that will not come.
-            reason: one sentence for the user who sent the request.
-            arrived_ns: as for `open`.
-
-        Raises:
-            SinkError: if the path cannot be used, or is being written.
-        """
-        self.open(request_id, path).fail(reason)
 
     @abstractmethod
     def close(self) -> None:

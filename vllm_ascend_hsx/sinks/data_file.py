@@ -253,14 +253,14 @@ class DataFile:
             os.fdatasync(self.fd)
 
     def publish(self, storage: Storage, name: str) -> None:
-        """Move the complete file to its place, durably if required.
+        """Give the complete file its name, durably if required; the caller holds the name's lock.
 
-        Raises OSError: it has no name there.
+        Raises OSError: it is not there. FileExistsError: the name exists.
         """
         self.close()  # a network filesystem may report a failed write only now
         assert self._place is not None
         workspace, hidden = self._place
-        workspace.move(hidden, storage, name)
+        workspace.publish(hidden, storage, name)
         self._place = None
         if self._options.durable:
             with OnError(storage.unlink, name):  # a file that may not survive must not be visible

@@ -17,7 +17,8 @@ from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, OnError, describe
 from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.sinks.data_file import FileOptions, Filesystem
-from vllm_ascend_hsx.sinks.storage import Storage, is_in_memory, open_folder, reserve
+from vllm_ascend_hsx.sinks.member_names import MemberNames
+from vllm_ascend_hsx.sinks.storage import SpareDescriptors, Storage, is_in_memory, open_folder, reserve
 from vllm_ascend_hsx.sinks.workspace import Workspace
 
 OPTION = "shared_storage_path"
@@ -45,6 +46,8 @@ class Session:
     Attributes:
         filesystem: what the sink must know about it.
         storage, workspace: the directory, and the hidden one in which files are made.
+        members: the names of members in the directory.
+        spares: descriptors for the reasons of failed requests.
         token: part of the names of the hidden directory and of shards.
         users: the sink, and each request whose file is not closed; counted by the sink.
         tidy: False if a lock or a shard may be left.
@@ -66,6 +69,8 @@ class Session:
         with OnError(self.close):  # which raises nothing, so the reason is that of the block
             # As of the last look at its path; device and inode stay.
             self._directory_status = os.fstat(self.storage.fd)
+            self.members = MemberNames(self.storage.fd)
+            self.spares = SpareDescriptors(self.storage.fd)
             self.token = self._workspace.token
             self.workspace = Storage(self._workspace.fd, options.mode)
             self.filesystem = self._probe(options.io == "direct", memory)
@@ -178,6 +183,7 @@ class Session:
                     self._workspace.leave()
                     clean_up(self.storage.fd)
             finally:
+                self.spares.give_up()
                 self.storage.close()
         except OSError as error:
             problem = "the hidden directory of this server could not be removed"

@@ -74,8 +74,6 @@ class Cleaning:
         tell: called for each change with the path below the directory: of a file, or of the tar
             file of a shard.
         report: called with each problem.
-        hide: called with the path below the directory of a request whose error is about to be
-            removed, to hide the rows of an earlier one. Raises OSError: the error stays.
 
     Attributes:
         servers: number of dead servers.
@@ -92,14 +90,12 @@ class Cleaning:
         index_bytes: float = math.inf,
         tell: Callable[[Done, str], None] = lambda done, path: None,
         report: Callable[[str], None] = lambda problem: None,
-        hide: Callable[[str], None] = lambda path: None,
     ) -> None:
         self._dir_fd = dir_fd
         self._dry_run = dry_run
         self._index_bytes = index_bytes
         self._tell = tell
         self._report = report
-        self._hide = hide
         self._cleaned: set[str] = set()
         self.servers = self.hidden = self.locks = self.errors = 0
         self.shards = self.requests = self.problems = 0
@@ -253,7 +249,6 @@ class Cleaning:
             # Look again: no request of this name can begin now, but one may have failed since.
             if _modified(dir_fd, name) < before:
                 if not self._dry_run:
-                    self._hide(os.path.join(folder, data))
                     os.unlink(name, dir_fd=dir_fd)
                 self.errors += 1
                 self._tell("removed", os.path.join(folder, name))

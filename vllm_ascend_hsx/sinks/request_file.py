@@ -13,7 +13,7 @@ from typing import Protocol
 
 from vllm_ascend_hsx._version import __version__
 from vllm_ascend_hsx.protocol.files import describe, write_at
-from vllm_ascend_hsx.protocol.format import ARRIVED, PRODUCER, FileLayout
+from vllm_ascend_hsx.protocol.format import PRODUCER, FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, partial_name
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat, Rows, TokenIds
@@ -25,6 +25,8 @@ from vllm_ascend_hsx.sinks.storage import Storage
 
 logger = logging.getLogger(__name__)
 
+MOVED = "the storage directory or the folder of the file was moved or replaced before all rows were written; send the request again"
+
 
 class Owner(Protocol):
     """What a file needs of its sink; see DirectorySink."""
@@ -34,9 +36,6 @@ class Owner(Protocol):
 
     def make_data(self, file: RequestFile) -> DataFile: ...
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None: ...
-    def follow(self, file: RequestFile) -> RequestFile | None: ...
-    def hide_previous(self, file: RequestFile) -> Callable[[], None] | None: ...
-    def hide_from(self, file: RequestFile) -> None: ...
     def forget(self, file: RequestFile) -> None: ...
     def release(self, session: Session) -> None: ...
 
@@ -48,13 +47,12 @@ class RequestFile(SinkFile):
         session, storage: the sink's session, and the folder of the file.
         path, relative: path of the file, and the same relative to the directory.
         expected_tokens: least number of rows.
-        arrived_ns: when the request arrived, since the epoch; None if unknown.
+        arrived_ns: when the request arrived, for the metadata; None if unknown.
 
     Attributes:
         gid: group of its files; see Storage.group_in.
         adapter: that computes its rows.
         lock: held until the end, or None.
-        remove_previous: called at the end; see DirectorySink.hide_previous.
     """
 
     def __init__(
@@ -75,18 +73,16 @@ class RequestFile(SinkFile):
         self.session = session
         self.storage = storage
         self.expected_tokens = expected_tokens
-        self.arrived_ns = arrived_ns
+        self._arrived_ns = arrived_ns
         self.gid = -1
         self.adapter: Adapter = NO_ADAPTER
         self.lock: HeldLock | None = None
-        self.remove_previous: Callable[[], None] | None = None
         self._sink = sink
         self._row_bytes = sink.row_format.row_bytes
         self._encoder = encoder_for(sink.row_format)
         self._mutex = threading.Lock()  # guards the next two
         self._data: DataFile | None = None
         self._withdrawn = False
-        self._successor: RequestFile | None = None  # in the folder that its path leads to now
 
     @property
     def layout(self) -> FileLayout:
@@ -94,12 +90,7 @@ class RequestFile(SinkFile):
         row_format = self._sink.row_format
         if self.adapter != row_format.adapter:
             row_format = replace(row_format, adapter=self.adapter)
-        return FileLayout(row_format, self.request_id, self.arrived_ns, self.placeholders)
-
-    @property
-    def destination(self) -> RequestFile:
-        """The file that readers of the path see: this one, unless its directory was replaced."""
-        return self._successor or self
+        return FileLayout(row_format, self.request_id, self._arrived_ns, self.placeholders)
 
     def write(self, first: int, rows: Rows) -> None:
         data, count = rows_as_bytes(first, rows, self._row_bytes)
@@ -126,41 +117,24 @@ class RequestFile(SinkFile):
             data = self._made_data()
             scales = self._encoder.scales(len(token_ids)) if self._encoder else None
             data.complete(token_ids, num_prompt_tokens, scales)
-            # First: a request that fails here must have no rows in the former directory.
-            self._successor = self._sink.follow(self)
+            if not self.session.is_at_its_path(self.relative.rpartition("/")[0], self.storage):
+                raise self._error(MOVED)
             self._sink.publish(self, data, len(token_ids))
-            if self.later_failure is not None:  # readers wait for the lock and have not seen the rows
-                remove = self._sink.hide_previous(self.destination)
-                if remove is not None:
-                    self._attempt("remove its rows", remove)
-                self.give_way()
         except SinkError as error:
             self.fail(error.reason)
             raise
         except OSError as error:
-            problem = "the file could not be published"
-            if self._successor is not None:
-                problem = "the storage directory was replaced, and its rows cannot follow"
-            reason = self._describe(problem, error)
+            reason = self._describe("the file could not be published", error)
             self.fail(reason)
             raise self._error(reason) from error
-        for file in filter(None, (self._successor, self)):
-            file._end(keeps_lock=self._sink.keeps_locks)
-            file.close()
+        self._end(keeps_lock=self._sink.keeps_locks)
+        self.close()
 
     def fail(self, reason: str, close: bool = True) -> None:
         self._withdraw()
         if close:
             self._attempt("close its data", self._close_data)  # first: the reason may need its space
-        self._remove_previous()  # or that of the earlier file
-        self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
-        try:
-            successor = self._successor or self._sink.follow(self)
-        except Exception as error:
-            logger.error("%s", error, exc_info=not isinstance(error, SinkError))
-        else:
-            if successor is not None:
-                successor.fail(reason)
+        self._leave_reason(reason)
         self._end(keeps_lock=True)
         if close:
             self.close()
@@ -176,22 +150,16 @@ class RequestFile(SinkFile):
         self._sink.release(self.session)
 
     def refuse(self, reason: str) -> None:
-        """Publish the reason instead of opening the file.
-
-        No reader may take what an earlier request has left for the rows of this one: not where the
-        reason cannot be published, which may need its space, and not when the reason is removed.
-        """
-        self._attempt("hide what an earlier request has left", lambda: self._sink.hide_from(self))
-        self._remove_previous()
-        self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
+        """Publish the reason instead of opening the file."""
+        self._leave_reason(reason)
         if self.lock is not None:
             self._attempt("remove the lock", self.lock.remove)
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
 
     def withdraw(self) -> None:
-        """Leave what is at the path as it is, instead of opening the file."""
+        """Leave everything at the path as it is, instead of opening the file."""
         if self.lock is not None:
-            self._attempt("release the lock", self.lock.release)
+            self._attempt("release the lock", self.lock.release if self._sink.keeps_locks else self.lock.remove)
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
 
     def _made_data(self) -> DataFile:
@@ -223,7 +191,14 @@ class RequestFile(SinkFile):
         if self._data is not None:
             self._data.close()
 
+    def _leave_reason(self, reason: str) -> None:
+        self._attempt("close spare descriptors", self.session.spares.give_up)
+        self._attempt("publish the reason of the failure", lambda: self._write_reason(reason))
+        self._attempt("open spare descriptors", self.session.spares.refill)
+
     def _write_reason(self, reason: str) -> None:
+        if self.storage.has_name(self.name):  # rows of another request, which a reason would hide
+            return
         text = json.dumps(
             {
                 "request_id": self.request_id,
@@ -231,7 +206,6 @@ class RequestFile(SinkFile):
                 "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "producer": PRODUCER,
                 "producer_version": __version__,
-                **({} if self.arrived_ns is None else {ARRIVED: self.arrived_ns}),
             }
         )
         name = self.name + ERROR_SUFFIX
@@ -251,12 +225,6 @@ class RequestFile(SinkFile):
         self._sink.forget(self)  # first: a free lock lets the next request open the name
         if self.lock is not None:
             self._attempt("release the lock", self.lock.release if keeps_lock else self.lock.remove)
-        self._remove_previous()
-
-    def _remove_previous(self) -> None:
-        remove, self.remove_previous = self.remove_previous, None
-        if remove is not None:
-            self._attempt("remove the earlier file of this name", remove)
 
     def _attempt(self, what: str, action: Callable[[], None]) -> bool:
         """Return whether it succeeded; else log why not."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
+from vllm_ascend_hsx.sinks.directory import Session
 from vllm_ascend_hsx.sinks.file import DirectorySink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard_file import SessionShards
 
 _DEFAULTS = FileOptions()
 _SPARES = 16  # per session
@@ -24,7 +27,6 @@ class ShardSink(DirectorySink):
     """
 
     keeps_locks = False
-    makes_members = True
 
     def __init__(
         self,
@@ -36,24 +38,38 @@ class ShardSink(DirectorySink):
         shard_bytes: int,
         random_ids: bool = True,
     ) -> None:
+        self._shard_bytes = shard_bytes
+        self._shards: dict[Session, SessionShards] = {}
+        self._mutex_of_shards = threading.Lock()  # guards the former
         # Without the page cache, rows would go to the disk, back, and to the disk again.
         super().__init__(directory, row_format, replace(options, io="buffered"), memory, random_ids=random_ids)
         self._file_options = replace(self.options, durability="none")  # the shard is synced instead
-        self.shard_bytes = shard_bytes
 
     def make_data(self, file: RequestFile) -> DataFile:
-        session, hidden = file.session, self.shards_of(file.session).hidden_file()
+        session, hidden = file.session, self._shards_of(file.session).hidden_file()
         return DataFile(session.workspace, hidden, -1, file.layout, self._file_options, file.expected_tokens, session.filesystem)
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
-        shards = self.shards_of(file.session)
+        shards = self._shards_of(file.session)
         is_spare = data.size <= _LARGEST_SPARE and len(shards.spares) < _SPARES
         if not is_spare:
             data.withdraw()  # its descriptor keeps the bytes; nothing may fail after the index line
-        there = self.shards_of(file.destination.session)
-        with there.current(file.relative) as shard:
-            shard.append(data, file.relative, tokens, file.request_id, there.now_ns(self.may_be_member(file)))
+        with shards.current(file.relative) as shard:
+            shard.append(data, file.relative, tokens, file.request_id)
             with suppress(OSError):  # no more descriptors: then requests compute these rows anew
                 file.source = shard.source(data) if file.keeps_source else None
         if is_spare:
             shards.spares.append(data.detach())
+
+    def end_session(self, session: Session) -> None:
+        with self._mutex_of_shards:
+            shards = self._shards.pop(session, None)
+        if shards is not None:
+            shards.close(session.workspace if session.has_workspace else self._session.workspace)
+
+    def _shards_of(self, session: Session) -> SessionShards:
+        """Return the shards that this sink writes in a session."""
+        with self._mutex_of_shards:
+            if session not in self._shards:
+                self._shards[session] = SessionShards(session, self._shard_bytes, self.options.durable)
+            return self._shards[session]

@@ -26,7 +26,6 @@ from vllm_ascend_hsx.protocol.shard_index import (
     INDEX_LARGEST,
     SEAL_AT,
     Member,
-    Tombstone,
     check_end,
     decode,
     encode,
@@ -38,7 +37,6 @@ from vllm_ascend_hsx.protocol.shard_index import (
 from vllm_ascend_hsx.protocol.tar import END, headers
 from vllm_ascend_hsx.sinks.data_file import DataFile, RowSource, Spare
 from vllm_ascend_hsx.sinks.directory import Session
-from vllm_ascend_hsx.sinks.shard_clock import ShardClock
 from vllm_ascend_hsx.sinks.storage import Storage, copy_into
 
 logger = logging.getLogger(__name__)
@@ -103,7 +101,7 @@ class Shard:
             has_name(fd, self._stem + suffix, self._storage.fd) and os.fstat(fd).st_size >= size for fd, suffix, size in files
         )
 
-    def append(self, data: DataFile, name: str, tokens: int, request_id: str, time_ns: int) -> None:
+    def append(self, data: DataFile, name: str, tokens: int, request_id: str) -> None:
         """Append a complete, open file as a member and publish it.
 
         Raises OSError: no reader sees it, and earlier members are unchanged.
@@ -112,7 +110,7 @@ class Shard:
             self._cut()
         head = headers(self.end, name, data.size, self._storage.file_mode, int(time.time()))
         offset = self.end + len(head)
-        member = Member(name, offset, data.size, tokens, request_id, data.checksum, time_ns)
+        member = Member(name, offset, data.size, tokens, request_id, data.checksum, time.time_ns())
         try:
             write_at(self._fd, memoryview(head), self.end)
             copy_into(data.fd, data.size, self._fd, offset)
@@ -123,7 +121,7 @@ class Shard:
             with suppress(OSError):  # the next append tries again
                 self._cut()
             raise
-        self.add_line(member)
+        self._add_line(member)
         self.end, self._last = member.end, offset
         self.names.add(name)
 
@@ -136,7 +134,7 @@ class Shard:
         os.ftruncate(self._fd, self.end)
         self._is_cut = True
 
-    def add_line(self, line: Member | Tombstone) -> None:
+    def _add_line(self, line: Member) -> None:
         """Add a line to the index.
 
         Raises OSError if it is not written or synced; readers may see it until the shard is sealed.
@@ -211,7 +209,6 @@ class SessionShards:
         self._numbers = itertools.count()
         self._appending = threading.Lock()  # one append at a time; guards the rest
         self._shard: Shard | None = None
-        self._clock = ShardClock(session.storage.fd)
 
     def hidden_file(self) -> str | Spare:
         """Return a hidden file to overwrite, or the name of a new one."""
@@ -220,16 +217,12 @@ class SessionShards:
         except IndexError:
             return self._session.new_name("rows")
 
-    def now_ns(self, may_have_others: bool) -> int:
-        """Return the time of the next line; see ShardClock.next_ns. For a block of `current`."""
-        return self._clock.next_ns(may_have_others)
-
     @contextmanager
-    def current(self, member: str | None = None) -> Iterator[Shard]:
+    def current(self, member: str) -> Iterator[Shard]:
         """Lend the open shard; seal it afterwards if it is full or unsound. Raises OSError.
 
         Args:
-            member: name of the member that will be appended; None if none will.
+            member: name of the member that will be appended.
         """
         with self._appending:
             if self._shard is not None and (member in self._shard.names or not self._shard.is_there()):
@@ -259,7 +252,9 @@ class SessionShards:
         for _ in range(_ATTEMPTS):
             with suppress(FileExistsError):
                 name = shard_stem(session.token, next(self._numbers))
-                return Shard.create(session.storage, name, self._durable)
+                shard = Shard.create(session.storage, name, self._durable)
+                session.members.list_again()
+                return shard
         raise FileExistsError("the names of all new shards were taken by another process")
 
     def _seal(self, workspace: Storage) -> None:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import stat
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from vllm_ascend_hsx.protocol.files import OnError
+from vllm_ascend_hsx.protocol.files import OnError, describe, link, write_at
+
+logger = logging.getLogger(__name__)
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECT = os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_SPARES = 2
 _ATTEMPTS = 8  # to enter a directory; one is lost if another process removes it in between
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -129,6 +134,22 @@ class Storage:
         """
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=target.fd)
 
+    def publish(self, name: str, target: Storage, new_name: str) -> None:
+        """Move a file to a name in another directory that must not exist there.
+
+        Without hard links the name is looked for first, so the caller must hold its lock. Raises
+        FileExistsError if the name exists, and OSError.
+        """
+        if link(self.fd, name, target.fd, new_name):
+            try:
+                os.unlink(name, dir_fd=self.fd)
+            except OSError as error:  # the file is published; this name goes with its directory
+                logger.warning("%s: %s", new_name, describe("its hidden name could not be removed", error))
+        elif target.has_name(new_name):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new_name)
+        else:
+            self.move(name, target, new_name)
+
     def group_in(self, folder: os.stat_result) -> int:
         """Return the group that a file would get if it were made in a folder instead of here.
 
@@ -152,22 +173,38 @@ class Storage:
             return False
         return True
 
-    def has_file(self, name: str) -> bool:
-        """Return whether the name exists. Raises IsADirectoryError if it is a directory."""
-        try:
-            found = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        if stat.S_ISDIR(found.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-        return True
-
     def sync(self) -> None:
         """Make the names in this directory survive a power failure. Raises OSError."""
         os.fsync(self.fd)
 
     def close(self) -> None:
         os.close(self.fd)
+
+
+class SpareDescriptors:
+    """Two descriptors that are given up where a process has none left to leave a reason with.
+
+    One is for a folder, one for the reason. Thread-safe.
+
+    Args:
+        fd: any descriptor, which stays open.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._spares: deque[int] = deque()
+        self.refill()
+
+    def give_up(self) -> None:
+        """Close them. Raises OSError."""
+        with suppress(IndexError):  # another thread was faster
+            while self._spares:
+                os.close(self._spares.pop())
+
+    def refill(self) -> None:
+        """Have two again. Raises OSError: there are fewer."""
+        while len(self._spares) < _SPARES:
+            self._spares.append(os.dup(self._fd))
 
 
 def _group_of_files(status: os.stat_result) -> int:
@@ -231,9 +268,10 @@ def copy_into(source: int, size: int, target: int, offset: int, begin: int = 0) 
             copied = 0
         if copied == 0:
             block = os.pread(source, min(_BLOCK, size - position), begin + position)
-            copied = os.pwrite(target, block, offset + position)
-            if copied == 0:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if not block:
+                raise OSError(errno.EUCLEAN, f"the file was changed: it ends at byte {begin + position}, before its rows do")
+            copied = len(block)
+            write_at(target, memoryview(block), offset + position)
         position += copied
 
 

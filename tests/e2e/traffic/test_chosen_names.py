@@ -13,7 +13,8 @@ from harness import tokens
 from oracle import Oracle, Reference, Served
 from session import EngineSession, Request
 
-from vllm_ascend_hsx import load
+from vllm_ascend_hsx import load, remove
+from vllm_ascend_hsx.sinks.base import NAME_USED
 
 LAYER_IDS = (4, 1, 2)
 
@@ -56,9 +57,7 @@ def test_a_file_is_where_its_request_chose_it_to_be_and_holds_its_rows(session: 
     assert not [name for folder in ("train", "train/shard 0") for name in os.listdir(session.storage / folder) if name.startswith(".")]
 
 
-def test_of_two_requests_for_one_name_the_second_is_refused_and_a_later_one_replaces_the_file(
-    session: EngineSession, oracle: Oracle
-) -> None:
+def test_name_is_refused_while_it_is_written_and_until_its_rows_are_removed(session: EngineSession, oracle: Oracle) -> None:
     first, second = add(session, 100, "one/name.safetensors"), add(session, 20, "one/name.safetensors")
     session.settle()
     path = session.storage / "one" / "name.safetensors"
@@ -66,7 +65,13 @@ def test_of_two_requests_for_one_name_the_second_is_refused_and_a_later_one_repl
     assert "hidden_states_path" not in second.kv_transfer_params
     assert len(second.tokens) == 2
     assert verdict(oracle, path, first) == ""
-    later = add(session, 21, "one/name.safetensors")
+    third = add(session, 21, "one/name.safetensors")
+    session.settle()
+    assert third.kv_transfer_params == {"hidden_states_path": str(path), "hidden_states_error": NAME_USED}
+    assert len(third.tokens) == 2
+    assert verdict(oracle, path, first) == ""
+    remove(path)
+    later = add(session, 22, "one/name.safetensors")
     session.settle()
     assert verdict(oracle, path, later) == ""
 
@@ -87,8 +92,8 @@ def test_a_planted_link_fails_its_request_and_leads_nowhere(session: EngineSessi
     session.settle()
     assert "a directory on the way to it cannot be entered: Not a directory" in through.kv_transfer_params["hidden_states_error"]
     assert len(through.tokens) == 2
-    assert verdict(oracle, session.storage / "linked.safetensors", over) == ""
-    assert not (session.storage / "linked.safetensors").is_symlink()
+    assert over.kv_transfer_params["hidden_states_error"] == NAME_USED
+    assert (session.storage / "linked.safetensors").is_symlink()
     assert os.listdir(tmp_path) == []
 
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 from sink_harness import FORMAT, is_held, make_rows, token_ids
 
 from vllm_ascend_hsx.cli.main import main
-from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
-from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.reader.load import load
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
@@ -90,42 +87,6 @@ def test_errors_are_removed_with_their_locks_when_they_are_old_enough(storage: P
     (storage / "new.safetensors.lock").unlink()  # as the reader of speculators does
     assert main(["clean", str(storage), "--errors-older-than", "2h"]) == 0
     assert names(storage) == KEPT
-
-
-@pytest.mark.parametrize("make", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["files", "shards"])
-@pytest.mark.parametrize("clean", ["hsx clean", "remove"])
-def test_an_error_of_a_request_that_could_not_hide_earlier_rows_does_not_go_before_they_are_hidden(
-    make: Callable[..., FileSink | ShardSink], clean: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk had no room for the line that hides the member of a shard."""
-    with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
-        path = publish(sink, tmp_path, "used")
-
-    def is_full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def remove_error() -> bool:
-        age(Path(f"{path}.error"), 1)
-        if clean == "hsx clean":
-            return main(["clean", str(tmp_path), "--errors-older-than", "1h"]) == 0
-        try:
-            remove(path)
-        except OSError:
-            return False
-        return True
-
-    with make(tmp_path, FORMAT) as sink, monkeypatch.context() as patch:
-        patch.setattr("vllm_ascend_hsx.sinks.shard_file.Shard.add_line", is_full)
-        with pytest.raises(SinkError, match="ENOSPC"):
-            publish(sink, tmp_path, "used")
-    with monkeypatch.context() as patch:
-        patch.setattr("vllm_ascend_hsx.reader.shards.write_at", is_full)
-        assert not remove_error()
-    with pytest.raises(HiddenStatesError, match="ENOSPC"):
-        load(path, 0)
-    assert remove_error()
-    with pytest.raises(FileNotFoundError):
-        load(path, 0)
 
 
 def test_a_dry_run_says_what_would_be_removed_and_touches_nothing(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:

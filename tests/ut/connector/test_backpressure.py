@@ -188,7 +188,7 @@ def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome
     assert scheduler.on_finished(second) == {"hidden_states_path": start.path}
     scheduler.on_worker_report(WorkerReport({second.request_id: None}, {0: RankState(started=2)}))
     assert scheduler._admission._outstanding == [0]
-    assert (scheduler._undecided, scheduler._writing) == ({}, {})
+    assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
 
 
 def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting() -> None:
@@ -203,10 +203,10 @@ def test_a_request_that_gives_up_waiting_for_a_file_leaves_the_next_one_waiting(
         assert scheduler.on_finished(other) is None
     report(scheduler, started=1, backlog=1, stuck=True)
     scheduler.on_new_request(others[2])
-    assert not scheduler.must_wait(others[2])  # its rank refuses it, which is better than to wait for nobody knows how long
-    scheduler.on_finished(others[2])
+    assert not scheduler.must_wait(others[2])
+    assert "has not ended" in scheduler.on_finished(others[2])["hidden_states_error"]
     scheduler.on_worker_report(WorkerReport({"a": None}, {0: RankState(started=1)}))
-    assert (scheduler._undecided, scheduler._writing) == ({}, {})
+    assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
 
 
 def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_the_others_are() -> None:
@@ -234,36 +234,26 @@ def test_a_chosen_name_is_that_of_the_first_prompt_and_sample_on_whichever_rank_
             assert scheduler.extracts(f"{request_id}0"), "each has a name of its own"
 
 
-def test_a_name_that_a_stuck_rank_is_writing_is_refused_by_that_rank() -> None:
-    """It leaves the reason when the file has ended; the other rank does not know when that is."""
+@pytest.mark.parametrize("name", [None, "a.safetensors"], ids=["id", "name"])
+def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: str | None) -> None:
+    """The rank could not tell two requests of one id apart."""
     scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=2, ring_bytes=1000, allow_path=True)
-    first, second = (make_request(name, kv_transfer_params={"hidden_states_path": "a.safetensors"}) for name in "ab")
+    params = name and {"hidden_states_path": name}
+    first, second = make_request("r", kv_transfer_params=params), make_request("s" if name else "r", kv_transfer_params=params)
     scheduler.on_new_request(first)
     (start,) = schedule(scheduler, first).started
     scheduler.on_finished(first)
-    report(scheduler, rank=start.owner, started=1, backlog=1, stuck=True)
-    scheduler.on_new_request(second)
-    assert not scheduler.must_wait(second)
-    assert [each.owner for each in schedule(scheduler, second).started] == [start.owner]
-
-
-def test_a_request_whose_id_a_stuck_rank_is_writing_is_refused_and_generates() -> None:
-    """The rank could not tell the two apart."""
-    scheduler = ExtractionScheduler(InDirectory(Path("/data")), ROW_BYTES, num_ranks=1, ring_bytes=1000)
-    first, second = make_request("r"), make_request("r")
-    scheduler.on_new_request(first)
-    schedule(scheduler, first)
-    scheduler.on_finished(first)
     scheduler.on_new_request(second)
     assert scheduler.must_wait(second)
-    report(scheduler, started=1, backlog=1, stuck=True)
+    report(scheduler, rank=start.owner, started=1, backlog=1, stuck=True)
     assert not scheduler.must_wait(second)
     assert schedule(scheduler, second).started == []
-    scheduler.on_worker_report(WorkerReport({"r": None}, {0: RankState(started=1)}))
+    scheduler.on_worker_report(WorkerReport({"r": None}, {start.owner: RankState(started=1)}))
     assert scheduler.on_finished(second) == {
-        "hidden_states_error": "an earlier request of this id has not ended, because the storage does not answer"
+        "hidden_states_error": "an earlier request of this id or name has not ended, because the storage does not answer"
     }
-    assert (scheduler._undecided, scheduler._writing, scheduler._admission._outstanding) == ({}, {}, [0])
+    assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
+    assert scheduler._admission._outstanding == [0, 0]
 
 
 def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does() -> None:

@@ -351,18 +351,3 @@ def test_a_request_that_fails_keeps_nobody_waiting() -> None:
     assert engine.tries("second") is None
     engine.publish("twin", "the disk is full", kept=False)
     assert engine.tries("second") == 0
-
-
-def test_a_request_whose_name_is_in_use_has_no_rows_of_others() -> None:
-    """Its rank is that of the former request, and may not have them."""
-    engine = Engine()
-    engine.serve("source", "ab")
-    former = engine.add("one", "xy")
-    engine.start("one")
-    engine.scheduler.on_finished(former)
-    state = engine.scheduler._requests
-    engine.add("two", "ab")
-    state["two"].predecessor = engine.scheduler._undecided["one"]
-    assert engine.requests["two"].hsx_rows_at_hand(engine.requests["two"], BLOCK) == 0
-    engine.publish("one")
-    assert engine.start("two").prefix == Prefix(engine.started["source"].number, 2 * BLOCK)

@@ -131,15 +131,15 @@ def test_a_file_whose_publication_hangs_keeps_no_other_from_its_reason(
     engine: Engine, storage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publishing, go_on = threading.Event(), threading.Event()
-    move = Storage.move
+    publish = Storage.publish
 
     def hang(self: Storage, name: str, target: Storage, new_name: str) -> None:
         if new_name == "complete.safetensors":
             publishing.set()
             go_on.wait()
-        move(self, name, target, new_name)
+        publish(self, name, target, new_name)
 
-    monkeypatch.setattr(Storage, "move", hang)
+    monkeypatch.setattr(Storage, "publish", hang)
     monkeypatch.setattr(worker_module, "FAILURE_REPORT_TIMEOUT_S", 0.5)
     storage.set()
     compute(engine)

@@ -70,7 +70,7 @@ KINDS = {
     "write pwrite ENOSPC": 6,
     "commit pwrite EDQUOT": 3,
     "commit close EIO": 3,
-    "commit rename EROFS": 3,
+    "commit link EROFS": 3,
 }
 FAULTS = [kind for kind in KINDS if " " in kind]
 

@@ -143,6 +143,7 @@ def test_the_end_of_a_request_whose_file_is_decided_wakes_no_thread(engine: Engi
 def test_an_id_can_be_used_again_once_its_file_is_decided(engine: Engine) -> None:
     engine.step(started(engine.start("b", 5)), [("b", 0, 5)])
     engine.wait_until_decided("b")
+    engine.path("b").unlink()
     again = HsxConnectorMetadata(ended=[RequestEnd("b", False)], started=[engine.start("b", 7)])
     engine.step(again, [("b", 0, 7)])
     engine.close()

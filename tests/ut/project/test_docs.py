@@ -244,6 +244,8 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
             file.write(0, make_rows(0, 5))
             file.commit(token_ids(5), num_prompt_tokens=4)
         of_files.append(load(path, verify=True).metadata)
+        content = path.read_bytes()
+        path.unlink()
     plain, metadata = of_files
     assert keys("metadata") == list(metadata)
     of_some = ("quantization", "weights", "lora", "lora_weights", "basis", "arrived_ns", "placeholders")
@@ -251,7 +253,7 @@ def test_the_metadata_is_what_a_file_has(tmp_path: Path) -> None:
     assert "format version 2." in page("file-format.md") and metadata["format_version"] == "2"
     for key in ("format_version", "producer", "quantization", "checksum_algorithm"):
         assert f"| `{key}` | `{metadata[key]}`" in page("file-format.md")
-    assert int.from_bytes(path.read_bytes()[:8], "little") % 4096 == 4096 - 8
+    assert int.from_bytes(content[:8], "little") % 4096 == 4096 - 8
 
 
 @pytest.mark.parametrize("version", ["1", "2"])

@@ -45,11 +45,10 @@ def code(label: str) -> str:
 def test_the_page_names_the_keys_that_are_written(tmp_path: Path) -> None:
     with ShardSink(tmp_path, replace(FORMAT, quantization="fp8", weights="0a" * 16), shard_bytes=MIB) as sink:
         publish(sink, tmp_path, "a")
-        sink.open("chosen", tmp_path / "b.safetensors").discard()
-    (index,), (manifest,) = tmp_path.glob("*.jsonl"), tmp_path.glob("*.json")
-    lines = [json.loads(line) for line in index.read_text().splitlines()]
-    assert {key for line in lines for key in line} == keys("index")
-    assert lines[1].keys() == {"name", "time_ns", "gone"}
+        remove(tmp_path / "a-0123abcd.safetensors")
+    (index,), (manifest,) = tmp_path.glob("hsx-*-*.jsonl"), tmp_path.glob("*.json")
+    assert json.loads(index.read_text()).keys() == keys("index")
+    assert json.loads((tmp_path / "hsx-removed.jsonl").read_text()).keys() == keys("removed")
     assert json.loads(manifest.read_text()).keys() == keys("manifest")
 
 

@@ -195,6 +195,7 @@ def test_mutated_files(tmp_path: Path, request: pytest.FixtureRequest) -> None:
             file.write(0, make_rows(0, 3) & 0xBFFF)
             file.commit(token_ids(3), 2)
         contents.append(path.read_bytes())
+        path.unlink()
     contents.append(as_version_1(contents[0]))
     contents.append(save({"hidden_states": np.ones((3, 2, 4), np.float32), "token_ids": np.arange(3), "more": np.ones(5, np.int8)}))
 

@@ -93,6 +93,7 @@ def test_ids_that_differ_by_a_number_are_told_apart(tmp_path: Path, response_id:
             file.commit(token_ids(3), 2)
         with nullcontext() if request_id in its else pytest.raises(HiddenStatesError, match="another request"):
             load(path, response_id=response_id)
+        remove(path)
 
 
 @pytest.mark.parametrize("make_sink", [FileSink, partial(ShardSink, shard_bytes=1 << 20)], ids=["file", "shard"])

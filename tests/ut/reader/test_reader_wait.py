@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 from reader_harness import SOURCE, assert_rows, committed, written
-from sink_harness import open_fds, token_ids, wait_for_sleepers
+from sink_harness import FORMAT, make_rows, open_fds, token_ids, wait_for_sleepers
 
+from vllm_ascend_hsx.reader import load as load_module
 from vllm_ascend_hsx.reader import lock_wait
 from vllm_ascend_hsx.reader.load import HiddenStates, load
+from vllm_ascend_hsx.reader.shards import Place
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.shard import ShardSink
 
 READ_AND_REPORT = """
 import sys
@@ -103,8 +106,30 @@ def test_a_reader_that_gave_up_does_not_hold_up_the_next_request_of_that_name(si
     with pytest.raises(TimeoutError):
         load(file.path, 0.001)
     file.commit(token_ids(5), 5)
+    file.path.unlink()
     path = committed(sink, tmp_path, tokens=2)
     assert_rows(load(path, 30), 2)
+
+
+def test_member_that_is_published_between_two_looks_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of a shard drops its lock with its publication."""
+    path = tmp_path / "a.safetensors"
+    with ShardSink(tmp_path, FORMAT, shard_bytes=1 << 20) as sink:
+        file = sink.open("a", path, 2)
+        file.write(0, make_rows(0, 2))
+        stored, looks = load_module._stored, []
+
+        def look_and_publish(where: Path) -> Place | None:
+            found = stored(where)
+            if not looks:
+                file.commit(token_ids(2), 2)
+            looks.append(found)
+            return found
+
+        monkeypatch.setattr(load_module, "wait_until_released", lambda lock, timeout: None)
+        monkeypatch.setattr(load_module, "_stored", look_and_publish)
+        assert len(load(path, 10).token_ids) == 2
+        assert looks[0] is None and len(looks) == 2
 
 
 def test_a_forked_process_waits_with_a_thread_of_its_own(sink: FileSink, tmp_path: Path) -> None:

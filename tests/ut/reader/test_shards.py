@@ -106,21 +106,47 @@ def test_lines_that_are_torn_or_no_lines_are_passed_over(tmp_path: Path) -> None
     assert list(Shards(tmp_path).members()) == [path.name, path.name.replace("a-", "b-")]
 
 
-def test_of_several_lines_the_last_one_counts_in_whatever_shard(tmp_path: Path) -> None:
-    name = "x.safetensors"
+def test_removal_counts_for_its_member_alone_in_whatever_order_lines_are_read(tmp_path: Path) -> None:
+    name, stems = "x.safetensors", [f"hsx-0000000{number}-000000" for number in range(3)]
+    members = [Member(name, 512 * (number + 1), 1, 1, "", "", time) for number, time in enumerate((10, 30, 20))]
+    shards = Shards(tmp_path)
 
-    def line(kind: type, at: int, offset: int = 0) -> bytes:
-        return encode(Tombstone(name, at) if kind is Tombstone else Member(name, offset, 1, 1, "", "", at))
+    def found() -> int | None:
+        for each in (shards, Shards(tmp_path)):
+            place = each.find(name)
+        return None if place is None else place[1].offset
 
-    (tmp_path / "hsx-00000001-000000.jsonl").write_bytes(line(Member, 10, 1) + line(Tombstone, 30))
-    (tmp_path / "hsx-00000002-000000.jsonl").write_bytes(line(Member, 40, 2))
-    (tmp_path / "hsx-00000000-000000.jsonl").write_bytes(line(Member, 20, 3))
-    found = Shards(tmp_path).find(name)
-    assert found is not None
-    assert found[1].offset == 2
-    (tmp_path / "hsx-00000001-000001.jsonl").write_bytes(line(Tombstone, 41))
-    assert Shards(tmp_path).find(name) is None
-    assert decode(line(Tombstone, 5)) == Tombstone(name, 5)
+    (tmp_path / f"{stems[0]}.jsonl").write_bytes(encode(members[0]))
+    assert found() == 512
+    removed = tmp_path / "hsx-removed.jsonl"
+    removed.write_bytes(encode(Tombstone(name, stems[0], 512)))
+    assert found() is None
+    (tmp_path / f"{stems[1]}.jsonl").write_bytes(encode(members[1]))
+    (tmp_path / f"{stems[2]}.jsonl").write_bytes(encode(members[2]))
+    assert found() == 1024, "the newest"
+    for stem, offset, left in ((stems[0], 1024, 1024), (stems[1], 512, 1024), (stems[1], 1024, 1536), (stems[2], 1536, None)):
+        with removed.open("ab") as file:
+            file.write(encode(Tombstone(name, stem, offset)))
+        assert found() == left
+    assert Shards(tmp_path).members() == shards.members() == {}
+
+
+@pytest.mark.parametrize("changes", [{"stem": "../x"}, {"stem": 3}, {"offset": -1}, {"gone": False}, {"name": "../x.safetensors"}])
+def test_removal_that_names_no_member_cannot_be_used(changes: dict[str, Any]) -> None:
+    values = {"name": "x.safetensors", "stem": "hsx-00000001-000000", "offset": 1, "gone": True}
+    assert decode(json.dumps(values).encode()) == Tombstone("x.safetensors", "hsx-00000001-000000", 1)
+    assert decode(json.dumps(values | changes).encode()) is None
+
+
+def test_line_of_a_member_in_the_list_of_removed_ones_cannot_be_used_nor_the_reverse(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stem = "hsx-00000001-000000"
+    removal = encode(Tombstone("x.safetensors", stem, 1))
+    (tmp_path / f"{stem}.jsonl").write_bytes(encode(Member("x.safetensors", 1, 1, 1, "", "", 1)) + removal)
+    (tmp_path / "hsx-removed.jsonl").write_bytes(encode(Member("y.safetensors", 1, 1, 1, "", "", 1)))
+    assert list(Shards(tmp_path).members()) == ["x.safetensors"]
+    assert caplog.text.count("1 lines from byte 0 on cannot be used") == 2
 
 
 def test_shards_that_were_moved_or_taken_away_are_seen_so(storage: Path, tmp_path: Path) -> None:
@@ -234,22 +260,6 @@ def test_a_member_that_is_removed_is_seen_by_nobody_and_the_others_are(storage: 
     remove(path)  # again, and what was never there
     remove(storage / "never-there.safetensors")
     assert len((storage / "hsx-removed.jsonl").read_text().splitlines()) == 2
-
-
-def test_a_member_that_is_made_anew_after_its_removal_is_seen_whatever_the_consumers_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "hs_0.safetensors"
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
-        for tokens in (4, 5):
-            put(sink.open("x", path, tokens), tokens)
-            assert len(load(path, 0).token_ids) == tokens
-            if tokens == 4:
-                with monkeypatch.context() as patch:
-                    patch.setattr("time.time_ns", lambda: 1 << 62)
-                    remove(path)
-                with pytest.raises(FileNotFoundError):
-                    load(path, 0)
 
 
 def test_the_backend_of_speculators_reads_members(storage: Path, tmp_path: Path) -> None:

@@ -159,14 +159,27 @@ def cut_and_grow(path: Path) -> None:
     os.truncate(path, size)
 
 
-@pytest.mark.parametrize("change", [overwrite, cut_and_grow])
+def cut_in_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def cut_the_last_row(path: Path) -> None:
+    os.truncate(path, 4096 + 299 * FORMAT.row_bytes)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize("change", [overwrite, cut_and_grow, cut_in_half, cut_the_last_row, empty])
 def test_a_source_that_was_changed_in_place_fails_the_request(change: Callable[[Path], None], tmp_path: Path) -> None:
     with files(tmp_path) as sink:
         source = make_source(sink, tmp_path, 300)
         change(tmp_path / "source-0123abcd.safetensors")
         file = open_request(sink, tmp_path, "next", 300)
-        with pytest.raises(SinkError, match=r"rows \[0, 299\) could not be copied from the request that has them: .*changed after"):
+        with pytest.raises(SinkError, match=r"could not be copied from the request that has them: the file was changed.*EUCLEAN") as failed:
             file.copy(source, 299)
+        assert "rows [0, 299)" in failed.value.reason
         file.fail("as a test")
     source.release()
 
@@ -232,9 +245,10 @@ def test_a_request_that_is_not_kept_and_one_that_fails_leave_no_descriptor(kind:
         assert file.source is None
         failed = open_request(sink, tmp_path, "failed", 3)
         failed.keeps_source = True
-        failed.later_failure = "as a test"
-        with pytest.raises(SinkError):
-            put(failed, 3)
+        failed.write(0, finite_rows(0, 3))
+        tmp_path.rename(tmp_path.with_name(f"moved-{kind}"))
+        with pytest.raises(SinkError, match="was moved"):
+            failed.commit(token_ids(3), 3)
         assert failed.source is None
         assert len(os.listdir("/proc/self/fd")) <= len(before)
 

@@ -25,9 +25,10 @@ from vllm_ascend_hsx.protocol.rows import Adapter
 from vllm_ascend_hsx.reader.load import HiddenStates, HiddenStatesError
 from vllm_ascend_hsx.reader.mooncake import MooncakeReader
 from vllm_ascend_hsx.sinks import directory as directory_module
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, SinkError
+from vllm_ascend_hsx.sinks.base import NAME_USED, REFUSED, SERVER_STOPPED, SinkError
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+NUMBERS = itertools.count()  # of tests and examples: a name is used once
 pytestmark = pytest.mark.usefixtures("no_wait_for_the_disk")
 
 
@@ -45,6 +46,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SinkCase]:
     name = request.param
     if name in IN_A_STORE:
         case = request.getfixturevalue("in_a_store")(IN_A_STORE[name])
+        case.test = f"{next(NUMBERS)}-"
     else:
         case = (IN_A_DIRECTORY | QUANTIZED)[name](tmp_path)
     with case.serve():
@@ -104,13 +106,14 @@ def test_any_order_of_spans_with_repeats_and_rows_beyond_the_tokens_gives_the_ro
     covering = [(a, b, data.draw(st.integers(0, 3))) for a, b in itertools.pairwise(cuts)]
     writes = data.draw(st.permutations(writes + covering), "order")
     expected = np.zeros((40, *FORMAT.row_shape), np.uint16)
-    file = case.open("any", data.draw(st.sampled_from([0, tokens]), "expected"))  # the last draw: what is opened is ended
+    name = f"any-{next(NUMBERS)}"
+    file = case.open(name, data.draw(st.sampled_from([0, tokens]), "expected"))  # the last draw: what is opened is ended
     for first, last, version in writes:
         rows = expected[first:last] = finite_rows(first, last, version)
         file.write(first, memoryview(rows) if rows.size and version % 2 else rows)
     file.commit(token_ids(tokens), tokens)
-    assert case.has("any", expected[:tokens])
-    assert case.load("any").token_ids.tolist() == token_ids(tokens).tolist()
+    assert case.has(name, expected[:tokens])
+    assert case.load(name).token_ids.tolist() == token_ids(tokens).tolist()
 
 
 def test_many_threads_write_one_request(case: SinkCase) -> None:
@@ -158,15 +161,6 @@ def test_what_are_no_rows_is_the_callers_mistake_and_the_request_goes_on(case: S
 # What is left
 
 
-def test_no_rows_are_left_where_a_later_request_of_the_name_has_failed(case: SinkCase) -> None:
-    file = case.open("superseded")
-    file.write(0, finite_rows(0, 3))
-    file.later_failure = "the later one's reason"
-    with pytest.raises(SinkError, match="a later request of this name has failed: the later one's reason"):
-        file.commit(token_ids(3), 3)
-    assert "the later one's reason" in case.outcome("superseded")
-
-
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("rows", [0, 3])
 def test_nothing_is_seen_before_the_end_and_then_all_rows_or_the_reason_or_nothing(case: SinkCase, how: str, rows: int) -> None:
@@ -184,11 +178,9 @@ def test_nothing_is_seen_before_the_end_and_then_all_rows_or_the_reason_or_nothi
     assert case.traces("once") == {"commit": case.published, "fail": case.failed, "discard": set()}[how]
 
 
-@pytest.mark.parametrize("earlier", ENDS)
+@pytest.mark.parametrize("earlier", ["fail", "discard"])
 @pytest.mark.parametrize("later", ENDS)
-def test_a_name_is_used_again_and_what_an_earlier_request_left_never_answers_for_the_later_one(
-    case: SinkCase, earlier: str, later: str
-) -> None:
+def test_name_of_a_request_without_rows_is_used_again(case: SinkCase, earlier: str, later: str) -> None:
     """From `open` on: where the server dies then, this is what stays."""
     first = case.open("again")
     first.write(0, finite_rows(0, 5, version=1))
@@ -203,13 +195,22 @@ def test_a_name_is_used_again_and_what_an_earlier_request_left_never_answers_for
         assert case.has("again", finite_rows(0, 2, version=2))
 
 
+def test_name_with_rows_is_refused_and_its_rows_stay(case: SinkCase) -> None:
+    put(case.open("used"), 3)
+    for _ in range(2):
+        with pytest.raises(SinkError, match=NAME_USED) as refused:
+            case.open("used")
+        assert failure_kind(refused.value) == REFUSED
+    assert case.has("used", finite_rows(0, 3))
+    assert case.traces("used") == case.published
+
+
 def test_a_name_belongs_to_one_request_at_a_time(case: SinkCase) -> None:
     file = case.open("mine")
     with pytest.raises(SinkError, match="another request is writing"):
         case.open("mine")
     put(file, 2)
     assert case.has("mine", finite_rows(0, 2))
-    case.open("mine").discard()
 
 
 def test_no_end_keeps_memory_or_descriptors(case: SinkCase) -> None:

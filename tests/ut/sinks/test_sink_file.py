@@ -14,9 +14,9 @@ from sink_harness import FORMAT, bits, listing, make_rows, open_request, publish
 from tracing import trace
 
 from vllm_ascend_hsx.cli import verify
-from vllm_ascend_hsx.reader.load import HiddenStatesError, load
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
 from vllm_ascend_hsx.sinks import request_file as request_file_module
-from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.base import NAME_USED, SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
 
@@ -43,9 +43,10 @@ def test_rows_are_written_from_the_callers_memory_bit_for_bit_and_as_often_as_th
     assert os.stat(file.path).st_size == 4096 + 4 * (FORMAT.row_bytes + 8)
 
 
-def test_a_file_of_the_same_name_is_replaced_and_its_reader_keeps_the_old_one(sink: FileSink, tmp_path: Path) -> None:
+def test_reader_keeps_a_file_that_was_removed_and_written_again(sink: FileSink, tmp_path: Path) -> None:
     path = publish(sink, tmp_path, tokens=6, version=1)
     earlier, rows = load_file(path), bits(load_file(path)["hidden_states"]).copy()  # mapped by safetensors
+    remove(path)
     publish(sink, tmp_path, tokens=3, version=2)
     assert len(load(path).token_ids) == 3
     assert np.array_equal(bits(earlier["hidden_states"]), rows)
@@ -69,6 +70,9 @@ def test_without_a_lock_there_is_none_and_one_request_at_a_time_writes_a_file(tm
         put(file, 2)
         assert listing(tmp_path) == [path.name]
         assert len(load(path).token_ids) == 2
+        with pytest.raises(SinkError, match=NAME_USED):
+            sink.open("b", path)
+        path.unlink()
         sink.open("b", path).fail("x")
         assert listing(tmp_path) == [f"{path.name}.error"]
         put(sink.open("c", path), 2)

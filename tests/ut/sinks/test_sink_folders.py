@@ -44,8 +44,9 @@ def test_the_names_of_new_directories_are_on_the_disk_before_the_file_is_shown(t
     for durability, expected in (("none", []), ("fdatasync", [".", "a", "a/b"]), ("fdatasync", [".", "a", "a/b"])):
         with FileSink(tmp_path, FORMAT, FileOptions(durability=durability)) as sink:
             synced.clear()
-            put(sink.open("r", tmp_path / "a" / "b" / "r.safetensors"), 2)
+            path = put(sink.open("r", tmp_path / "a" / "b" / "r.safetensors"), 2)
             assert [each for each in synced if each in (".", "a", "a/b")] == expected
+            path.unlink()
 
 
 def test_files_of_one_name_in_different_directories_are_different_files(tmp_path: Path) -> None:

@@ -66,8 +66,8 @@ def test_a_durable_file_is_on_the_disk_before_it_has_its_name_and_its_name_befor
         file.write(0, Aligned(FORMAT, 2).rows)
         trace(monkeypatch, calls)
         file.commit(tokens(2), 2)
-        order = [call for call in calls.made if call in ("pwrite", "fdatasync", "rename", "fsync", "flock")]
-    assert order == ["pwrite", "pwrite", "fdatasync", "rename", "fsync", "flock"]
+        order = [call for call in calls.made if call in ("pwrite", "fdatasync", "link", "fsync", "flock")]
+    assert order == ["pwrite", "pwrite", "fdatasync", "link", "fsync", "flock"]
 
 
 def test_a_file_whose_name_may_be_lost_is_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,10 +6,8 @@ import json
 import mmap
 import os
 import random
-import re
 import subprocess
 import tarfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from sink_harness import (
-    ENDS,
     FORMAT,
     MIB,
     end,
@@ -38,10 +35,9 @@ from sink_harness import (
 from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import RowFormat
-from vllm_ascend_hsx.reader.load import load
+from vllm_ascend_hsx.reader.load import load, remove
 from vllm_ascend_hsx.reader.shards import Shards
 from vllm_ascend_hsx.sinks.data_file import FileOptions
-from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
 PAGES = RowFormat(layer_ids=(1, 2), hidden_size=512, dtype="BF16", model="tiny")  # 2,048 bytes a row
@@ -193,77 +189,6 @@ def test_two_servers_in_one_directory_have_shards_of_their_own(tmp_path: Path) -
 # Names
 
 
-@pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("kind", ["a member", "a file"])
-@pytest.mark.parametrize("request_id", ["cmpl-1", "another-0123abcd"])
-def test_neither_a_member_nor_a_file_of_an_earlier_server_answers_for_a_later_request(
-    tmp_path: Path, how: str, kind: str, request_id: str
-) -> None:
-    """For a name that a client chose, and for an id where ids are not made unique."""
-    path = tmp_path / "cmpl-1.safetensors"
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) if kind == "a member" else FileSink(tmp_path, FORMAT) as earlier:
-        put(earlier.open("cmpl-1", path, 2), 2)
-    assert np.array_equal(rows_of(path), finite_rows(0, 2))
-    Path(f"{path}.lock").unlink(missing_ok=True)
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
-        file = sink.open(request_id, path, 3)
-        assert member_bytes(tmp_path, path.name) is None, "from now on, until it is complete"
-        assert not path.exists()
-        file.write(0, finite_rows(0, 3, version=4))
-        end(file, how, 3)
-    assert (member_bytes(tmp_path, path.name) is not None) == (how == "commit")
-    if how == "commit":
-        assert np.array_equal(rows_of(path), finite_rows(0, 3, version=4))
-
-
-def test_an_earlier_requests_rows_are_not_the_answer_either_when_the_clock_was_set_back(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
-        put(sink.open("x", path, 2), 2)
-    (index,) = tmp_path.glob("*.jsonl")
-    ahead = time.time_ns() + 3600 * 10**9  # the first server's clock
-    index.write_bytes(re.sub(rb'"time_ns":\d+', b'"time_ns":%d' % ahead, index.read_bytes().splitlines(keepends=True)[-1]))
-    os.utime(index, ns=(ahead, ahead))
-    assert np.array_equal(rows_of(path), finite_rows(0, 2))
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
-        file = sink.open("y", path, 3)
-        assert member_bytes(tmp_path, path.name) is None
-        put(file, 3, version=1)
-    assert np.array_equal(rows_of(path), finite_rows(0, 3, version=1))
-
-
-def test_the_rows_of_the_later_request_are_the_answer_whichever_server_started_later(tmp_path: Path) -> None:
-    path = tmp_path / "x.safetensors"
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as older, ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as newer:
-        for version, sink in enumerate((older, newer, older)):
-            put(sink.open("x", path, 2), 2, version)
-            assert np.array_equal(rows_of(path), finite_rows(0, 2, version))
-
-
-@pytest.mark.parametrize("what", ["file time", "line"])
-def test_the_rows_of_the_later_request_are_the_answer_although_an_index_is_from_the_future(what: str, tmp_path: Path) -> None:
-    """Copies of a shard may have any file time; a line is ahead if its server's clock was."""
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
-        put(sink.open("other", tmp_path / "other.safetensors", 2), 2)
-    (index,) = tmp_path.glob("*.jsonl")
-    ahead = time.time_ns() + 3600 * 10**9
-    if what == "line":
-        index.write_bytes(re.sub(rb'"time_ns":\d+', b'"time_ns":%d' % ahead, index.read_bytes()))
-    else:
-        os.utime(index, ns=(ahead, ahead))
-
-    paths = [tmp_path / f"{name}.safetensors" for name in "abc"]
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as older, ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as newer:
-        for version, sink in enumerate((older, older, older, newer, newer, older)):
-            for path in paths if version < 3 else paths[::-1]:
-                put(sink.open("x", path, 2), 2, version)
-                assert np.array_equal(rows_of(path), finite_rows(0, 2, version))
-    with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as next_one:
-        for path in paths[::-1]:
-            put(next_one.open("x", path, 2), 2, 7)
-            assert np.array_equal(rows_of(path), finite_rows(0, 2, 7))
-
-
 def test_a_shards_name_that_is_taken_is_passed_over(sink: ShardSink, tmp_path: Path) -> None:
     (tmp_path / f"hsx-{sink.token}-000000.tar").mkdir()
     (tmp_path / f"hsx-{sink.token}-000001.jsonl").symlink_to("/etc/passwd")
@@ -295,11 +220,12 @@ def test_gnu_tar_and_webdataset_read_a_sealed_shard(tmp_path: Path) -> None:
     assert [sample["safetensors"] for sample in samples] == expected
 
 
-def test_a_name_that_is_used_again_goes_to_another_shard_so_that_webdataset_reads_each(tmp_path: Path) -> None:
+def test_a_name_whose_rows_were_removed_goes_to_another_shard_so_that_webdataset_reads_each(tmp_path: Path) -> None:
     import webdataset
 
     with ShardSink(tmp_path, FORMAT, shard_bytes=MIB) as sink:
         for name, tokens in (("a", 1), ("b", 2), ("a", 3), ("c", 4), ("a", 5)):
+            remove(tmp_path / f"{name}-0123abcd.safetensors")
             publish(sink, tmp_path, name, tokens)
     tars = sorted(str(path) for path in tmp_path.glob("*.tar"))
     keys = [[sample["__key__"] for sample in webdataset.WebDataset(tar, shardshuffle=False)] for tar in tars]

@@ -13,13 +13,15 @@ from typing import Any
 from vllm_ascend_hsx.protocol import names
 from vllm_ascend_hsx.protocol.format import FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone
+from vllm_ascend_hsx.protocol.shard_index import Member
 from vllm_ascend_hsx.protocol.tar import headers
 from vllm_ascend_hsx.sinks import orphans, workspace
 from vllm_ascend_hsx.sinks.data_file import DataFile, Spare
 from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.member_names import MemberNames
 from vllm_ascend_hsx.sinks.request_file import RequestFile
 from vllm_ascend_hsx.sinks.shard_file import SessionShards, Shard
+from vllm_ascend_hsx.sinks.storage import Storage
 
 
 def shown_before_it_is_complete() -> None:
@@ -54,8 +56,10 @@ def without_a_lock() -> None:
     HeldLock.acquire = lambda *args: NoLock()  # type: ignore[assignment,method-assign]
 
 
-def with_an_earlier_file_left_in_place() -> None:
-    FileSink.hide_previous = lambda *args: None  # type: ignore[method-assign]
+def without_a_look_for_rows_of_its_name() -> None:
+    """Open a name that has rows, and replace them."""
+    FileSink._require_unused = lambda *args: None  # type: ignore[method-assign]
+    Storage.publish = Storage.move  # type: ignore[method-assign]
 
 
 def without_the_checksum_of_rows_after_the_last_token() -> None:
@@ -111,12 +115,12 @@ def without_the_lock_of_the_server() -> None:
 def with_a_line_before_its_member_is_complete() -> None:
     append = Shard.append
 
-    def publish_and_append(self: Any, data: Any, name: str, tokens: int, request_id: str, time_ns: int) -> None:
+    def publish_and_append(self: Any, data: Any, name: str, tokens: int, request_id: str) -> None:
         offset = self.end + len(headers(self.end, name, data.size, 0, 0))
         index_end = self._index_end
-        self.add_line(Member(name, offset, data.size, tokens, request_id, data.checksum, time_ns - 1))
+        self._add_line(Member(name, offset, data.size, tokens, request_id, data.checksum, 0))
         self._index_end = index_end
-        append(self, data, name, tokens, request_id, time_ns)
+        append(self, data, name, tokens, request_id)
 
     Shard.append = publish_and_append  # type: ignore[method-assign]
 
@@ -131,9 +135,8 @@ def with_appends_side_by_side() -> None:
     SessionShards.__init__ = without_a_lock  # type: ignore[method-assign]
 
 
-def without_the_line_that_an_earlier_member_is_gone() -> None:
-    add = Shard.add_line
-    Shard.add_line = lambda self, line: None if isinstance(line, Tombstone) else add(self, line)  # type: ignore[method-assign]
+def without_a_look_for_members_of_its_name() -> None:
+    MemberNames.has = lambda self, name: False  # type: ignore[method-assign]
 
 
 def with_a_hidden_file_that_serves_two_requests_at_a_time() -> None:
@@ -158,7 +161,7 @@ ALONE: dict[str, Callable[[], None]] = _all(
     shown_before_it_is_complete,
     written_under_its_own_name,
     without_a_lock,
-    with_an_earlier_file_left_in_place,
+    without_a_look_for_rows_of_its_name,
     without_the_checksum_of_rows_after_the_last_token,
     whose_data_is_not_cut,
     without_the_lock_of_the_server,
@@ -168,7 +171,7 @@ MUTATIONS = ALONE | TOGETHER
 OF_SHARDS: dict[str, Callable[[], None]] = _all(
     with_a_line_before_its_member_is_complete,
     with_appends_side_by_side,
-    without_the_line_that_an_earlier_member_is_gone,
+    without_a_look_for_members_of_its_name,
     with_a_hidden_file_that_serves_two_requests_at_a_time,
 )
 # Shown by kills at each system call of a server with one request after the other.
@@ -178,9 +181,9 @@ IN_ORDER = {
         shown_before_it_is_complete,
         written_under_its_own_name,
         without_a_lock,
-        with_an_earlier_file_left_in_place,
+        without_a_look_for_rows_of_its_name,
         without_the_lock_of_the_server,
         with_a_line_before_its_member_is_complete,
-        without_the_line_that_an_earlier_member_is_gone,
+        without_a_look_for_members_of_its_name,
     )
 }

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -24,8 +25,9 @@ from sink_harness import is_held
 from tracing import trace
 
 from vllm_ascend_hsx.protocol.names import LOCK_SUFFIX
+from vllm_ascend_hsx.reader.load import remove
 from vllm_ascend_hsx.reader.lock_wait import wait_until_released
-from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.sinks.base import NAME_USED, SinkError
 from vllm_ascend_hsx.sinks.directory import check_directory
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.request_file import RequestFile
@@ -34,7 +36,7 @@ from vllm_ascend_hsx.sinks.shard import ShardSink
 NEVER = "never"  # such a request runs until its server stops
 
 # What a thread of a server is doing, and by which system call.
-CONTEXTS = ("nothing", "start", "open", "write", "commit", "fail", "discard", "close")
+CONTEXTS = ("nothing", "start", "open", "write", "commit", "fail", "discard", "close", "remove")
 CALLS = (
     "", "open", "close", "flock", "fstat", "stat", "fchmod", "rename", "unlink", "pwrite", "pread", "ftruncate", "fdatasync", "fsync",
     "reserve", "scandir", "makedirs", "lseek", "write", "dup", "copy_into", "link", "other",
@@ -84,7 +86,8 @@ class Server:
     Args:
         directory: where it publishes.
         number: the server's; settings and requests follow from it.
-        names: of the files that it writes, over and over, one request at a time.
+        names: of the files that it writes, over and over, one request at a time. It removes rows
+            that are in the way.
         contested: names that other servers write too.
         direct: whether the directory's filesystem has O_DIRECT.
         log_fd: gets a line for each thing that is begun or done.
@@ -147,8 +150,8 @@ class Server:
         """Serve these, one after the other: every such life makes the same system calls."""
         sink = self._start()
         for request_id in request_ids:
-            job = self._open(sink, request_id)
-            assert job is not None
+            while (job := self._open(sink, request_id)) is None:
+                continue  # the name had rows, which are removed by now
             for _ in self._serve(*job):
                 continue
         self._stop(sink)
@@ -178,6 +181,9 @@ class Server:
             expected = self._luck.choice([0, request.tokens])
             file = sink.open(request_id, self._directory / request.name, expected)
         except SinkError as error:
+            if error.reason == NAME_USED:
+                self._remove_rows(request)
+                return None
             if request.name not in self._contested or "another request or server is writing" not in error.reason:
                 raise
             self._free.put(request.name)
@@ -186,6 +192,17 @@ class Server:
             self._enter("nothing")
         self._log("opened", request_id)
         return file, request
+
+    def _remove_rows(self, request: Request) -> None:
+        """Remove rows as a consumer does, so that the name may be used again."""
+        self._log("refused", request.id)
+        self._log("remove", request.id)
+        self._enter("remove")
+        with suppress(TimeoutError):  # another server has opened the name
+            remove(self._directory / request.name)
+        self._enter("nothing")
+        self._log("removed", request.id)
+        self._free.put(request.name)
 
     def _work(self, index: int, jobs: queue.SimpleQueue[tuple[RequestFile, Request] | None]) -> None:
         """Serve requests, several at a time: a step of one, a step of another."""

@@ -34,6 +34,12 @@ def replay(events: list[list[str]], allowed: dict[str, set[State]], problems: li
         data, error = State("data", what, True), State("error", what, True)
         if event == "open":
             allowed[name] |= {state._replace(lock=True) for state in allowed[name]} | {WAITING}
+        elif event == "refused":
+            allowed[name] = {state for state in allowed[name] if state.kind == "data"}
+        elif event == "remove":  # the lock goes first
+            allowed[name] |= {state._replace(lock=False) for state in allowed[name]} | {EMPTY}
+        elif event == "removed":
+            allowed[name] = {EMPTY}
         elif event == "opened":
             allowed[name] = {WAITING}
             running[name] = what

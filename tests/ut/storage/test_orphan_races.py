@@ -92,7 +92,7 @@ def a_life(directory: Path, meanwhile: Callable[[], None] = lambda: None) -> Non
         meanwhile()
         assert is_held(directory / f"{DATA}.lock")
         file.commit(token_ids(2), 2)
-        commit(sink, directory)
+        open_file(sink, directory, "failed.safetensors").fail("this reason is replaced")
         open_file(sink, directory, "failed.safetensors").fail("x")
         open_file(sink, directory, "aborted.safetensors").discard()
     left = [DATA, f"{DATA}.lock", "failed.safetensors.error", "failed.safetensors.lock"]

@@ -41,15 +41,13 @@ def test_a_server_that_lives_has_a_workspace_whose_lock_is_held_and_that_goes_wi
     assert everything(tmp_path) == []
 
 
-@pytest.mark.parametrize("at", ["open", "rows", "rows over an earlier file", "reason", "lock over a reader's"])
+@pytest.mark.parametrize("at", ["open", "rows", "published", "reason", "lock over a reader's"])
 def test_what_a_server_leaves_that_is_killed_goes_with_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     def die(*args: object, **kwargs: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def serve() -> None:
         sink = FileSink(tmp_path, FORMAT)
-        if at == "rows over an earlier file":
-            commit(sink, tmp_path)
         if at == "lock over a reader's":
             sink.open("cmpl-1", tmp_path / DATA).fail("x")
             (tmp_path / f"{DATA}.error").unlink()
@@ -59,12 +57,16 @@ def test_what_a_server_leaves_that_is_killed_goes_with_the_next_start(tmp_path: 
         if at == "reason":
             os.rename = die
             file.fail("x")
+        if at == "published":  # and its hidden name not yet removed
+            os.unlink = die
+            file.commit(token_ids(2), 2)
 
     killed(serve)
-    assert len(everything(tmp_path)) == 2, "the workspace and a lock"
-    assert len(hidden(tmp_path)) == {"open": 0, "rows": 1, "rows over an earlier file": 2, "reason": 1, "lock over a reader's": 1}[at]
+    published = [DATA, f"{DATA}.lock"] if at == "published" else []
+    assert len(everything(tmp_path)) == 2 + (at == "published"), "the workspace, a lock, and what was published"
+    assert len(hidden(tmp_path)) == (at != "open")
     FileSink(tmp_path, FORMAT).close()
-    assert everything(tmp_path) == []
+    assert everything(tmp_path) == published
 
 
 def test_one_line_of_the_log_says_what_was_recovered(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +109,7 @@ def test_what_belongs_to_consumers_stays(tmp_path: Path) -> None:
 
 def test_what_belongs_to_a_server_that_lives_stays(tmp_path: Path) -> None:
     with FileSink(tmp_path, FORMAT) as sink:
-        commit(sink, tmp_path, "again.safetensors")
+        open_file(sink, tmp_path, "again.safetensors").fail("x")
         files = [open_file(sink, tmp_path, name) for name in ("again.safetensors", "rows.safetensors")]
         files.append(open_file(sink, tmp_path, "no-rows.safetensors", rows=0))
         before = everything(tmp_path)

@@ -27,11 +27,11 @@ from vllm_ascend_hsx.config import HsxConfig
 from vllm_ascend_hsx.protocol.api import ParamsError, ServerParams, read_params
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.names import file_name, workspace_name
-from vllm_ascend_hsx.reader.load import HiddenStatesError, load
-from vllm_ascend_hsx.sinks.base import SinkError
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
+from vllm_ascend_hsx.sinks.base import NAME_USED, SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
-from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.request_file import MOVED, RequestFile
 from vllm_ascend_hsx.sinks.storage import Storage
 
 ROOT = Path(__file__).parents[3]
@@ -122,7 +122,7 @@ def attacked(slot: str, where: Place, relative: str, token: str) -> Path | None:
         .filter(lambda attack: attack.slot != "storage" or (attack.step != "open" and attack.kind not in LINKS_TO_DIRECTORIES)),
         max_size=3,
     ),
-    earlier=st.sampled_from([None, "commit", "fail"]),
+    earlier=st.sampled_from([None, "discard", "fail"]),
     end=st.sampled_from(["commit", "fail", "discard", "close"]),
     options=st.builds(
         FileOptions,
@@ -161,7 +161,7 @@ def test_whatever_is_planted_in_the_directory_nothing_outside_is_touched_and_onl
             end_file(sink, file, end)
         except SinkError as error:
             assert attacks, "nobody is in its way"
-            assert re.search(r"\(E[A-Z]+\)$|another request|^shared_storage_path=", error.reason), error.reason
+            assert re.search(rf"\(E[A-Z]+\)$|another request|^shared_storage_path=|{NAME_USED}|{MOVED}", error.reason), error.reason
             return
         replaced = any(attack.slot.startswith("hidden") for attack in attacks)
         if end == "commit" and not replaced:  # who replaces what was written owns the result
@@ -181,7 +181,7 @@ def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(slot: str
         where.plant(target, kind)
         directory = kind in DIRECTORIES
         expected = {
-            "data": "EISDIR" if directory else None,
+            "data": NAME_USED,
             "lock": "EISDIR|ENOTEMPTY|EEXIST" if directory else None,
             "error": "EISDIR|EPERM" if directory else None,
             "hidden lock": "EISDIR" if directory else None,
@@ -208,7 +208,7 @@ def test_what_is_planted_under_a_name_is_replaced_or_fails_the_request(slot: str
             assert not (inside / "a.safetensors.lock").is_symlink()
             assert not os.path.lexists(inside / "a.safetensors.error")
         else:
-            assert re.search(rf"\(({expected})\)", outcome), outcome
+            assert re.search(rf"\(({expected})\)|^{NAME_USED}", outcome), outcome
         sink.open("beside", where.storage / "beside.safetensors").discard()
 
 
@@ -230,12 +230,12 @@ def test_what_is_replaced_between_any_two_system_calls_leads_nowhere(slot: str, 
 
         with place(checkpoint) as where, FileSink(where.storage, FORMAT) as sink:
             if slot != "folder":  # there the directories are made, too
-                put(sink.open("earlier", where.storage / relative), 2, version=1)
+                sink.open("earlier", where.storage / relative).fail("as a test")
             calls = 0
             try:
                 put(sink.open("r", where.storage / relative), 2)
             except SinkError as error:
-                assert re.search(r"\(E[A-Z]+\)$|another request", error.reason), error.reason
+                assert re.search(rf"\(E[A-Z]+\)$|another request|{NAME_USED}|{MOVED}", error.reason), error.reason
             made, calls = calls, -1
         if made <= turn:
             break
@@ -295,6 +295,7 @@ def test_a_hostile_id_is_in_the_file_as_it_is_and_the_file_can_be_read(tmp_path:
         put(sink.open(request_id, path), 2)
         states = load(path, 0)
         assert states.metadata["request_id"] == request_id.encode("utf-8", "backslashreplace").decode()
+        remove(path)
         sink.open(request_id, path).fail("the reason")
         with pytest.raises(HiddenStatesError, match="the reason"):
             load(path, 0)

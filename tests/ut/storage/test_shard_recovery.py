@@ -318,7 +318,7 @@ def test_recovery_reads_no_index_that_is_larger_than_a_server_makes_one(
     tar = leave_dead(tmp_path, ["hs_0"])
     index = tar.with_suffix(".jsonl")
     with index.open("ab") as file:
-        file.write(encode(Tombstone("x.safetensors", 1)) * 100)
+        file.write(encode(Tombstone("x.safetensors", tar.stem, 1)) * 100)
     monkeypatch.setattr(shard_file, "INDEX_LARGEST", index.stat().st_size - 1)
     monkeypatch.setattr(shard_file, "end_of_members", lambda *_: pytest.fail("it was read"))
     FileSink(tmp_path, FORMAT).close()

@@ -20,13 +20,12 @@ from vllm_ascend_hsx.protocol.mooncake.manifest import (
     MANIFEST_KEY_SUFFIX,
     PackedLayout,
     error_marker,
-    keys_of,
     manifest,
     packed_layout,
 )
 from vllm_ascend_hsx.protocol.mooncake.store import OPTION, MooncakeClient, MooncakeError, MooncakeOptions
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat, Rows, TokenIds
-from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, FilePath, Sink, SinkError, SinkFile
+from vllm_ascend_hsx.sinks.base import NAME_USED, REFUSED, SERVER_STOPPED, FilePath, Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import as_bytes, rows_as_bytes
 from vllm_ascend_hsx.sinks.encoder import Scales, encoder_for
 from vllm_ascend_hsx.sinks.mooncake.buffer_pool import BufferPool, BufferPoolFullError, PooledBuffer
@@ -57,10 +56,17 @@ class MooncakeFile(SinkFile):
         self._buffer = PooledBuffer(sink.buffer_pool)
 
     def begin(self, expected_tokens: int) -> None:
-        """Remove what an earlier request left, and reserve memory. Raises SinkError: it failed."""
+        """Remove what a failed request left, and reserve memory. Raises SinkError: it failed.
+
+        The data of a request without its manifest, or the reverse, are no rows: a process or the
+        consumer has ended in between.
+        """
+        failure, rows = self.handle + ERROR_KEY_SUFFIX, [self.handle, self.handle + MANIFEST_KEY_SUFFIX]
         try:
-            self._sink.client.remove(keys_of(self.handle))
-            self._reserve(packed_layout(self._format, expected_tokens).size)
+            self._sink.client.remove([failure])
+            if not (is_used := all(self._sink.client.exist(rows))):
+                self._sink.client.remove(rows)
+                self._reserve(packed_layout(self._format, expected_tokens).size)
         except MooncakeError as error:
             reason = f"what an earlier request left under its handle could not be removed: {error}"
             self._fail_to_begin(reason)
@@ -68,6 +74,9 @@ class MooncakeFile(SinkFile):
         except SinkError as error:
             self._fail_to_begin(error.reason)
             raise
+        if is_used:
+            self.discard()
+            raise SinkError(self.request_id, self.path, NAME_USED, REFUSED)
 
     def write(self, first: int, rows: Rows) -> None:
         data, count = rows_as_bytes(first, rows, self._format.row_bytes)
@@ -142,9 +151,8 @@ class MooncakeFile(SinkFile):
         client, retries = self._sink.client, self._sink.retries
         retries.run(partial(client.put_parts, self.handle, self._buffer.parts(layout.size)))
         try:
-            self.give_way()
             retries.run(partial(client.put, self.handle + MANIFEST_KEY_SUFFIX, content))
-        except (MooncakeError, SinkError):
+        except MooncakeError:
             self._attempt("remove data that has no manifest", lambda: client.remove([self.handle]))
             raise
         self._attempt("tidy up the store", lambda: self._sink.published.tidy(self.handle))
