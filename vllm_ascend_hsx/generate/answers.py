@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-import tempfile
+import shutil
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -28,7 +28,7 @@ import numpy as np
 from vllm_ascend_hsx.generate.client import Answer
 from vllm_ascend_hsx.generate.errors import RunError
 from vllm_ascend_hsx.generate.files import request_in
-from vllm_ascend_hsx.generate.ledger import Division, mark_of, parse_line, row_file
+from vllm_ascend_hsx.generate.ledger import mark_of, parse_line, rank_file, row_file
 from vllm_ascend_hsx.protocol.files import OnError, describe, open_regular
 from vllm_ascend_hsx.reader.check import check
 from vllm_ascend_hsx.reader.load import HiddenStatesError
@@ -79,15 +79,14 @@ class Answers:
 
     Args:
         output: the directory.
-        division: of the rows.
+        world_size, rank: as for `Options`.
 
     Raises:
         RunError: a file cannot be read or written.
     """
 
-    def __init__(self, output: Path, division: Division) -> None:
-        name = "answers.jsonl" if division.world_size == 1 else f"answers-{division.rank}-of-{division.world_size}.jsonl"
-        self._path = output / name
+    def __init__(self, output: Path, world_size: int = 1, rank: int = 0) -> None:
+        self._path = output / rank_file("answers", world_size, rank)
         try:
             self._fd = open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644)
             with OnError(os.close, self._fd):
@@ -157,16 +156,24 @@ def write_dataset(output: Path, marks: Sequence[int]) -> Path:
     with suppress(OSError, ValueError):
         if json.loads((folder / "dataset_info.json").read_text())["description"] == stamp:
             return folder
-    with tempfile.TemporaryDirectory(dir=output, prefix=f".{DATASET}-") as work:
-        new, old = Path(work) / "new", Path(work) / "old"
-        rows = datasets.Dataset.from_generator(_records, features=features, cache_dir=work, gen_kwargs={"output": output, "marks": marks})
+    work = output / f".{DATASET}"
+    shutil.rmtree(work, ignore_errors=True)  # of a run that was killed
+    new = work / "new"
+    try:
+        source = {"output": output, "marks": marks}
+        rows = datasets.Dataset.from_generator(
+            _records, features=features, cache_dir=str(work), gen_kwargs=source
+        )
         rows.info.description = stamp
         rows.save_to_disk(new)
         state = new / "state.json"
-        state.write_text(json.dumps(json.loads(state.read_text()) | {"_format_type": "torch"}))  # with_format would need torch here
+        # `with_format` would need torch here.
+        state.write_text(json.dumps(json.loads(state.read_text()) | {"_format_type": "torch"}))
         if folder.exists():
-            os.rename(folder, old)
+            os.rename(folder, work / "old")
         os.rename(new, folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return folder
 
 

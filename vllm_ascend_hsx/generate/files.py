@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_ascend_hsx.generate.errors import MAY_HAVE_FILE, Failure, InputError, RequestError, RunError, StoppedError
-from vllm_ascend_hsx.generate.ledger import State, Status, differences, row_file, row_of_file
+from vllm_ascend_hsx.generate.ledger import Ledger, differences, row_file, row_of_file
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.protocol.files import NotAFileError, describe
 from vllm_ascend_hsx.protocol.format import WEIGHTS
@@ -28,39 +28,22 @@ _REQUEST_ID = re.compile(r"(?:[0-9]+_)?(?:chatcmpl|cmpl)-([0-9a-f]{32}-[0-9a-f]{
 _MOVED = re.compile(r"moved_([0-9]+)" + re.escape(DATA_SUFFIX))
 
 
-class RowLog(Protocol):
-    """The log of a run and of earlier ones.
-
-    Attributes:
-        server: model, layers and weights of the rows; None if no row is known.
-    """
-
-    server: dict[str, Any] | None
-
-    def is_logged(self, row: int, identity: str) -> bool: ...
-    def is_done(self, row: int, identity: str) -> bool: ...
-    def append(self, row: int, status: Status, identity: str, **facts: Any) -> None: ...
-    def note_server(self, server: dict[str, Any]) -> None: ...
-    def note_state(self, state: State, reason: str | None = None) -> None: ...
-    def require_in_place(self) -> None: ...
-
-
 class RowFiles:
     """The files of one run. Methods block and may be called from several threads.
 
     Args:
         options: of the run.
-        log: has model, layers and weights of the rows, or receives them.
+        ledger: has model, layers and weights of the rows, or receives them.
 
     Attributes:
         stopped: set when the run is to end: then no method waits for a server any longer.
     """
 
-    def __init__(self, options: Options, log: RowLog) -> None:
+    def __init__(self, options: Options, ledger: Ledger) -> None:
         self._options = options
         self._output = options.output
         self._server_output = options.server_path(options.output)
-        self._log = log
+        self._ledger = ledger
         self._mutex = threading.Lock()
         self.stopped = threading.Event()
 
@@ -137,14 +120,14 @@ class RowFiles:
         """Compare a file's model, layers and weights with those of the first row."""
         server = server_of(found)
         with self._mutex:
-            if self._log.server is None:
-                self._log.note_server(server)
-            changes = differences(self._log.server, server)
+            if self._ledger.server is None:
+                self._ledger.note_server(server)
+            changes = differences(self._ledger.server, server)
         if not changes:
             return
         if is_asked:
             raise RequestError(f"{self._output} holds rows of another server: {changes}", Failure.FOREIGN)
-        if not self._log.is_done(row, identity):  # a server finished it after it was refused
+        if not self._ledger.is_done(row, identity):  # a server finished it after it was refused
             raise RequestError(f"it is of another server: {changes}")
         remedy = "nothing was changed: name the right --output, or remove the wrong files"
         raise InputError(f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}")
@@ -154,7 +137,7 @@ class RowFiles:
 
         Raises RunError if the output directory is another one now: the file is another run's.
         """
-        self._log.require_in_place()
+        self._ledger.require_in_place()
         try:
             with suppress(NotAFileError):  # of the lock
                 wait_until_released(self._lock(row), SETTLE_S)
@@ -196,7 +179,7 @@ class RowFiles:
         """
         for row in rows:
             with suppress(HiddenStatesError, TimeoutError, FileNotFoundError):
-                if self._log.server is not None and server_of(check(self.path(row), data=False)) != self._log.server:
+                if self._ledger.server is not None and server_of(check(self.path(row), data=False)) != self._ledger.server:
                     remove(self.path(row))
 
     def remove_companions(self) -> list[Path]:

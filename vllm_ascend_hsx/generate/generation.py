@@ -10,13 +10,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from vllm_ascend_hsx.generate.answers import Answers
 from vllm_ascend_hsx.generate.client import LONGEST_DELAY_S, Answer, Client
 from vllm_ascend_hsx.generate.endpoints import Balancer, Endpoint, reread
 from vllm_ascend_hsx.generate.errors import MAY_HAVE_FILE, Failure, InputError, Interrupted, RequestError, RunError, StoppedError
-from vllm_ascend_hsx.generate.files import RowFiles, RowLog, request_in
-from vllm_ascend_hsx.generate.ledger import REMEDY, State, Status
+from vllm_ascend_hsx.generate.files import RowFiles, request_in
+from vllm_ascend_hsx.generate.ledger import REMEDY, Ledger, State, Status
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.order import BLOCK_ROWS, RowOrder, Turn
 from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
@@ -26,13 +27,6 @@ from vllm_ascend_hsx.reader.check import Examination, Expected
 
 T = TypeVar("T")
 GRACE_S = 2.0  # after a signal, for rows under way
-
-
-class AnswerLog(Protocol):
-    """The answers of the target, of this run and earlier ones."""
-
-    def has(self, row: int, request_id: str) -> bool: ...
-    def append(self, row: int, answer: Answer) -> None: ...
 
 
 @dataclass(eq=False)
@@ -73,21 +67,21 @@ class Generation:
     Args:
         options: of the run.
         rows: to do.
-        log: of this run and earlier ones.
+        ledger: of this run.
         answers: of the target; None if no row has generated tokens.
         outcome: filled in here.
         progress: shows messages.
     """
 
     def __init__(
-        self, options: Options, rows: Iterator[Row], log: RowLog, answers: AnswerLog | None, outcome: Outcome, progress: Progress
+        self, options: Options, rows: Iterator[Row], ledger: Ledger, answers: Answers | None, outcome: Outcome, progress: Progress
     ) -> None:
         self.outcome = outcome
         self.progress = progress
         self._options = options
-        self._log = log
+        self._ledger = ledger
         self._answers = answers
-        self._files = RowFiles(options, log)
+        self._files = RowFiles(options, ledger)
         self._balancer = Balancer(options.endpoints, options.retry_delay)
         self._order = RowOrder(rows, BLOCK_ROWS if options.order == "prefix" else 1)
         self._mutex = threading.Lock()  # guards the order and counts of rows that were there
@@ -247,7 +241,7 @@ class Generation:
         is_trial = endpoint.is_on_trial
         if endpoint.model is None:
             endpoint.model = await self._unless_stopped(self._client.model(endpoint.url))
-        await self._in_pool(self._log.require_in_place)  # else it would replace another run's
+        await self._in_pool(self._ledger.require_in_place)  # else it would replace another run's
         work.endpoint, work.attempts = endpoint, work.attempts + 1
         self._asked.add(work.row.index)
         path = self._files.server_path(work.row.index)
@@ -310,7 +304,7 @@ class Generation:
                 self._is_waiting = True
                 left = self._options.errors_to_stop - self._errors_in_a_row
                 self.progress.say(f"every server fails; {left} more errors end the run (--max-consecutive-errors)")
-                self._log.note_state(State.WAITING, error.reason)
+                self._ledger.note_state(State.WAITING, error.reason)
 
     def _delay(self, work: Work, error: RequestError) -> float:
         """Return the seconds before the next attempt: exponential back-off with jitter."""
@@ -321,8 +315,8 @@ class Generation:
 
     def _pass(self, work: Work, found: Examination) -> None:
         """Count a row whose file existed. A killed run may not have logged it."""
-        if not self._log.is_logged(work.row.index, work.identity):
-            self._log.append(work.row.index, Status.FOUND, work.identity, tokens=found.tokens, bytes=found.file_bytes)
+        if not self._ledger.is_done(work.row.index, work.identity):
+            self._ledger.append(work.row.index, Status.FOUND, work.identity, tokens=found.tokens, bytes=found.file_bytes)
         self.outcome.before += 1
 
     def _succeed(self, work: Work, found: Examination) -> None:
@@ -333,7 +327,7 @@ class Generation:
         self._errors_in_a_row = 0
         if self._is_waiting:
             self._is_waiting = False
-            self._log.note_state(State.RUNNING)
+            self._ledger.note_state(State.RUNNING)
         if work.endpoint is not None:
             work.endpoint.proven = True
         self.outcome.done += 1
@@ -356,7 +350,7 @@ class Generation:
         self.outcome.requests += work.attempts
         seconds = round(time.monotonic() - work.started, 3)
         url = None if work.endpoint is None else work.endpoint.url
-        self._log.append(work.row.index, status, work.identity, seconds=seconds, attempts=work.attempts, endpoint=url, **facts)
+        self._ledger.append(work.row.index, status, work.identity, seconds=seconds, attempts=work.attempts, endpoint=url, **facts)
 
     def _count_error(self, problem: str) -> None:
         self._errors_in_a_row += 1
@@ -367,7 +361,7 @@ class Generation:
     async def _tidy(self) -> None:
         """Remove the leftovers of servers: locks and errors, and rows of another server."""
         try:
-            await self._in_pool(self._log.require_in_place)
+            await self._in_pool(self._ledger.require_in_place)
             self.outcome.left = await self._in_pool(self._files.remove_companions)
             await self._in_pool(self._files.remove_foreign, self._asked)
         except (OSError, RunError) as error:

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_ascend_hsx.generate.errors import InputError, RunError
 from vllm_ascend_hsx.protocol.files import OnError, describe, open_regular, sync_directory
@@ -65,19 +65,6 @@ class State(str, Enum):
     FINISHED = "finished"
 
 
-class Division(NamedTuple):
-    """The part of the rows that a run does.
-
-    Attributes:
-        world_size, rank: as for `Options`.
-        waits: wait for another run of the same rank, such as one whose machine has just died.
-    """
-
-    world_size: int = 1
-    rank: int = 0
-    waits: bool = False
-
-
 class Finished:
     """The rows that have their files, with the first 64 bits of their identities."""
 
@@ -96,7 +83,7 @@ class Finished:
 
 
 class Ledger:
-    """The ledger of this run, locked: a `files.RowLog`. Made by `open_ledger`.
+    """The ledger of this run, locked. Made by `open_ledger`.
 
     Attributes:
         path: of the file.
@@ -108,13 +95,8 @@ class Ledger:
         self.path = path
         self.server: dict[str, Any] | None = None
         self.finished = Finished()
-        self._own = Finished()
         self._fd = fd
         self._size = 0  # when the last line was written
-
-    def is_logged(self, row: int, identity: str) -> bool:
-        """Return whether this rank's ledger has a line for the file of a row."""
-        return self._own.has(row, identity)
 
     def is_done(self, row: int, identity: str) -> bool:
         """Return whether a ledger of the directory has a line for the file of a row."""
@@ -124,7 +106,6 @@ class Ledger:
         """Log the state of a row, without facts that are None. Raises RunError."""
         known = {key: value for key, value in facts.items() if value is not None}
         self._log({"row": row, "status": status.value, "identity": identity, **known})
-        self._own.note(row, status, identity)
         self.finished.note(row, status, identity)
 
     def note_run(self, rows: int, invalid: int) -> None:
@@ -141,7 +122,7 @@ class Ledger:
         self.server = server
         self._log({"server": server}, durable=True)
 
-    def take(self, line: dict[str, Any], is_own: bool) -> None:
+    def take(self, line: dict[str, Any]) -> None:
         """Take a line of an earlier run into account. Raises InputError: two servers differ."""
         if isinstance(server := line.get("server"), dict):
             if changes := differences(self.server or server, server):
@@ -149,8 +130,6 @@ class Ledger:
             self.server = server
         elif (known := row_line(line)) is not None:
             self.finished.note(*known)
-            if is_own:
-                self._own.note(*known)
 
     def beat(self) -> None:
         """Show `hsx status` that the run is alive, by the time of the ledger's last change."""
@@ -158,8 +137,19 @@ class Ledger:
             os.utime(self._fd)
 
     def require_in_place(self) -> None:
-        """Raise RunError if the output directory is another one now, or the ledger was cut off."""
-        require_in_place(self.path, self._fd)
+        """Raise RunError if the output directory is another one now, or the ledger was cut off.
+
+        Servers make a directory that is missing, so rows would go on in another one.
+        """
+        with suppress(OSError):
+            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
+                return self._require_size()
+        raise RunError(
+            f"{self.path.parent} was moved, removed or replaced during the run, so its rows are not all there; "
+            "put it back with what servers have written under this name since, and run the same command again"
+        )
+
+    def _require_size(self) -> None:
         before = self._size  # read first: another thread may be adding a line
         if (size := os.fstat(self._fd).st_size) < before:
             raise RunError(f"{self.path} was cut off during the run, from {before} to {size} bytes; put back what it had, or {REMEDY}")
@@ -184,23 +174,9 @@ def mark_of(identity: str) -> int:
     return int(identity[:16] or "0", 16)
 
 
-def require_in_place(path: Path, fd: int) -> None:
-    """Raise RunError if the output directory is no longer the one that an open ledger is in.
-
-    Servers make a directory that is missing, so rows would go on in another one.
-    """
-    with suppress(OSError):
-        if os.path.samestat(os.stat(path), os.fstat(fd)):
-            return
-    raise RunError(
-        f"{path.parent} was moved, removed or replaced during the run, so its rows are not all there; "
-        "put it back with what servers have written under this name since, and run the same command again"
-    )
-
-
-def ledger_name(world_size: int, rank: int) -> str:
-    """Return the name of a rank's ledger."""
-    return "ledger.jsonl" if world_size == 1 else f"ledger-{rank}-of-{world_size}.jsonl"
+def rank_file(stem: str, world_size: int, rank: int) -> str:
+    """Return the name of a rank's file, such as that of its ledger."""
+    return f"{stem}.jsonl" if world_size == 1 else f"{stem}-{rank}-of-{world_size}.jsonl"
 
 
 def ledgers_in(output: Path) -> list[Path]:
@@ -226,13 +202,14 @@ def files_of_rows(output: Path) -> Iterator[Path]:
             yield output / name
 
 
-def open_ledger(output: Path, request: Mapping[str, Any], division: Division) -> Ledger:
+def open_ledger(output: Path, request: Mapping[str, Any], world_size: int = 1, rank: int = 0, waits: bool = False) -> Ledger:
     """Open and lock the ledger of this rank; create it, and the output directory, if needed.
 
     Args:
         output: the directory.
         request: fields that all requests have.
-        division: of the rows.
+        world_size, rank: as for `Options`.
+        waits: wait for another run of the same rank, such as one whose machine has just died.
 
     Raises:
         InputError: the directory cannot be used or holds other rows, or another run of this rank
@@ -240,33 +217,34 @@ def open_ledger(output: Path, request: Mapping[str, Any], division: Division) ->
     """
     try:
         output.mkdir(parents=True, exist_ok=True)
-        return _open(output, {"ledger": VERSION, "request": dict(request)}, division)
+        header = {"ledger": VERSION, "request": dict(request), "world_size": world_size, "rank": rank, "id": uuid.uuid4().hex}
+        return _open(output / rank_file("ledger", world_size, rank), header, waits)
     except OSError as error:
         where = f"--output {output}: {error.strerror or error} ({error.filename or output})"
         raise InputError(f"{where}; name a directory that can be written") from error
 
 
-def _open(output: Path, common: dict[str, Any], division: Division) -> Ledger:
-    path = output / ledger_name(division.world_size, division.rank)
+def _open(path: Path, header: dict[str, Any], waits: bool) -> Ledger:
+    output = path.parent
     fd = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CREAT, 0o644)
     with OnError(os.close, fd):
-        _lock(path, fd, division)
+        _lock(path, fd, waits)
         first = os.pread(fd, LONGEST_LINE, 0)
         is_new = b"\n" not in first and is_cut_short(first)  # or the run that made it was killed at once
         with OnError(path.unlink if is_new else int):
-            _require_one_division(output, division.world_size)
+            _require_one_division(output, header["world_size"])
             if is_new:
                 os.ftruncate(fd, 0)
-                _write(fd, {**common, "world_size": division.world_size, "rank": division.rank, "id": uuid.uuid4().hex})
+                _write(fd, header)
                 os.fdatasync(fd)
                 sync_directory(output)
             ledger = Ledger(path, fd)
-            earlier = [each for each in ledgers_in(output) if _is_of(each, common) and not (is_new and each == path)]
+            earlier = [each for each in ledgers_in(output) if _is_of(each, header["request"]) and not (is_new and each == path)]
             if not earlier and next(files_of_rows(output), None) is not None:
                 raise InputError(f"--output {output} holds files of rows, and no ledger that says what they were made from; {REMEDY}")
             # By time: of two lines about a row in two ledgers the later one counts.
-            for line, each in heapq.merge(*map(_lines_at, earlier), key=_time_of):
-                ledger.take(line, is_own=each == path)
+            for line in heapq.merge(*map(read_lines, earlier), key=_time_of):
+                ledger.take(line)
         if os.pread(fd, 1, os.fstat(fd).st_size - 1) != b"\n":
             _write(fd, {})  # ends the line at which a run was killed
     return ledger
@@ -279,9 +257,9 @@ def differences(before: Any, now: dict[str, Any]) -> str:
     return ", ".join(f"{key} was {before.get(key)}, is {now.get(key)}" for key in keys)
 
 
-def _lock(path: Path, fd: int, division: Division) -> None:
+def _lock(path: Path, fd: int, waits: bool) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if division.waits else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BlockingIOError:
         remedy = "wait for its end, or divide the rows between the two with --world-size and --rank"
         raise InputError(f"{path} belongs to a run that is under way; {remedy}") from None
@@ -306,7 +284,7 @@ def _require_one_division(output: Path, world_size: int) -> None:
                 os.close(fd)
 
 
-def _is_of(path: Path, common: dict[str, Any]) -> bool:
+def _is_of(path: Path, request: dict[str, Any]) -> bool:
     """Return True if a ledger belongs to the same requests; False if it has no whole line.
 
     Raises InputError if it belongs to others.
@@ -318,7 +296,7 @@ def _is_of(path: Path, common: dict[str, Any]) -> bool:
         return False
     if header.get("ledger") != VERSION:
         raise InputError(f"{path} does not begin as a ledger of this version does; {REMEDY}")
-    if changes := differences(header.get("request"), common["request"]):
+    if changes := differences(header.get("request"), request):
         raise InputError(f"{path.parent} holds rows of requests of another kind: {changes} ({path.name}); {REMEDY}")
     return True
 
@@ -335,30 +313,18 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield parse_line(text)
 
 
-def _lines_at(path: Path) -> Iterator[tuple[dict[str, Any], Path]]:
-    return ((line, path) for line in read_lines(path))
+def _time_of(line: dict[str, Any]) -> float:
+    written = line.get("time")
+    return written if isinstance(written, int | float) else 0.0
 
 
-def _time_of(line: tuple[dict[str, Any], Path]) -> float:
-    time_of_line = line[0].get("time")
-    return time_of_line if isinstance(time_of_line, int | float) else 0.0
-
-
-class RowLine(NamedTuple):
-    """The facts of a line about a row that every reader needs."""
-
-    row: int
-    status: Status
-    identity: str
-
-
-def row_line(line: dict[str, Any]) -> RowLine | None:
-    """Return a line about a row; None for any other line."""
+def row_line(line: dict[str, Any]) -> tuple[int, Status, str] | None:
+    """Return row, status and identity of a line about a row; None for any other line."""
     row, status, identity = line.get("row"), line.get("status"), line.get("identity")
     if type(row) is not int or not 0 <= row < _MOST_ROWS or not isinstance(identity, str) or not _IDENTITY.fullmatch(identity):
         return None
     with suppress(ValueError):
-        return RowLine(row, Status(status), identity)
+        return row, Status(status), identity
     return None
 
 

@@ -17,7 +17,7 @@ from vllm_ascend_hsx.generate.client import check_url, words
 from vllm_ascend_hsx.generate.dataset import Checked, Dataset
 from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError
 from vllm_ascend_hsx.generate.generation import Generation
-from vllm_ascend_hsx.generate.ledger import Division, Ledger, State, Status, files_of_rows, open_ledger, row_file, row_of_file
+from vllm_ascend_hsx.generate.ledger import Ledger, State, Status, files_of_rows, open_ledger, row_file, row_of_file
 from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.progress import Outcome, Progress, show, tell
@@ -60,8 +60,7 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
         InputError: the output directory cannot be used.
     """
     options, dataset, checked, console = plan
-    division = Division(options.world_size, options.rank, options.waits_for_lock)
-    ledger = open_ledger(options.output, options.request, division)
+    ledger = open_ledger(options.output, options.request, options.world_size, options.rank, options.waits_for_lock)
     answers = None
     invalid = [each for each in checked.bad if options.is_ours(each.index)]
     outcome = Outcome(options.count_ours(len(checked.identities)) - len(invalid), len(invalid))
@@ -78,7 +77,7 @@ def do_here(plan: Plan, signals: Sequence[int] = SIGNALS) -> Outcome:
         ledger.note_run(len(checked.identities), len(checked.bad))
         for each in invalid:
             ledger.append(each.index, Status.INVALID, "", error=each.problem)
-        answers = Answers(options.output, division) if options.include_output else None
+        answers = Answers(options.output, options.world_size, options.rank) if options.include_output else None
         with Progress(console, outcome, beat) as progress:
             rows = dataset.rows(options.is_wanted)
             asyncio.run(_run_until_signal(Generation(options, rows, ledger, answers, outcome, progress), signals))

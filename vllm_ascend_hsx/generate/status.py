@@ -149,7 +149,8 @@ class LedgerLines:
             at = min(at, now) if type(at) in (int, float) and at > 0 else 0.0
             if (known := row_line(line)) is not None:
                 sizes = [each if type(each) is int and 0 < each < 1 << 53 else 0 for each in (line.get("tokens"), line.get("bytes"))]
-                read.extend((known.row, _STATUSES.index(known.status), int(known.identity[:12] or "0", 16), at, *sizes))
+                row, status, identity = known
+                read.extend((row, _STATUSES.index(status), int(identity[:12] or "0", 16), at, *sizes))
             elif isinstance(run, dict) and type(rows := run.get("rows")) is int and 0 < rows <= _MOST_ROWS:
                 self.rows, self.begun, self.state, self.reason, earlier = rows, at, State.RUNNING.value, "", len(read) // 6
             elif line.get("state") in list(State):

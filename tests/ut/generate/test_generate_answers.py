@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from vllm_ascend_hsx.generate import answers
 from vllm_ascend_hsx.generate.answers import Answers
 from vllm_ascend_hsx.generate.client import Answer
-from vllm_ascend_hsx.generate.ledger import Division
 from vllm_ascend_hsx.reader.check import Expected
 
 SAMPLED = ("--include-output", "--max-tokens", 4, "--temperature", 0.7, "--top-p", 0.9, "--top-k", 20, "--seed", 5)
@@ -230,6 +229,15 @@ def test_a_dataset_that_cannot_be_written_does_not_fail_the_run(
     assert not list(bench.output.glob("*training_data*")) and set(answers_of(bench.output)) == {0, 1, 2}
 
 
+def test_leftovers_of_a_killed_run_are_removed_with_the_next_dataset(bench: Bench) -> None:
+    leftover = bench.output / ".training_data" / "new" / "data.arrow"
+    leftover.parent.mkdir(parents=True)
+    leftover.touch()
+    assert bench.run(*SAMPLED, records=RECORDS)[0] == 0
+    assert not leftover.parent.parent.exists()
+    the_dataset_is_of_the_files(bench)
+
+
 def test_a_text_that_is_no_unicode_is_stored_with_marks_in_its_place(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = bench.server.answer
 
@@ -271,7 +279,7 @@ def request_of(row: int, content: int) -> str:
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=12), st.integers(0, 10**6))
 def test_answers_before_a_cut_are_known(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int]], cut: int) -> None:
     output = tmp_path_factory.mktemp("answers")
-    stored = Answers(output, Division())
+    stored = Answers(output)
     ends = []
     for row, content in rows:
         stored.append(row, Answer(Expected([1, 2], [3]), 0, "a } text", [3, 4], "stop", request_of(row, content)))
@@ -280,7 +288,7 @@ def test_answers_before_a_cut_are_known(tmp_path_factory: pytest.TempPathFactory
     data = stored._path.read_bytes()
     stored._path.write_bytes(data[: cut % (len(data) + 1)])
     known = {each for each, end in zip(rows, ends, strict=True) if end - 1 <= cut % (len(data) + 1)}
-    again = Answers(output, Division())
+    again = Answers(output)
     for row in range(10):
         for content in range(4):
             assert again.has(row, request_of(row, content)) == ((row, content) in known)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from vllm_ascend_hsx.generate import ledger as ledger_module
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Division, Ledger, State, Status, ledger_name, mark_of, open_ledger, row_file, row_of_file
+from vllm_ascend_hsx.generate.ledger import Ledger, State, Status, mark_of, open_ledger, rank_file, row_file, row_of_file
 
 REQUEST = {"max_tokens": 1, "temperature": 0.0}
 IDENTITY, OTHER = "0a" * 16, "b1" * 16  # of a row
@@ -24,7 +24,7 @@ SERVER = {"model": "tiny", "layer_ids": [1, 2], "layers": 2, "hidden_size": 8, "
 
 
 def opened(path: Path, request: Mapping[str, Any] = REQUEST, world_size: int = 1, rank: int = 0) -> Ledger:
-    return open_ledger(path, request, Division(world_size, rank))
+    return open_ledger(path, request, world_size, rank)
 
 
 def closed(path: Path, **options: Any) -> Ledger:
@@ -35,7 +35,7 @@ def closed(path: Path, **options: Any) -> Ledger:
 
 
 def logged(ledger: Ledger) -> list[int]:
-    return [row for row in range(20) if ledger.is_logged(row, IDENTITY)]
+    return [row for row in range(20) if ledger.is_done(row, IDENTITY)]
 
 
 def test_a_run_goes_on_with_what_the_earlier_ones_noted(tmp_path: Path) -> None:
@@ -115,11 +115,11 @@ def test_rows_of_something_else_are_not_mixed_with_these(
     tmp_path: Path, other: dict[str, Any], message: str, world_size: int
 ) -> None:
     closed(tmp_path, world_size=world_size)
-    before = (tmp_path / ledger_name(world_size, 0)).read_bytes()
+    before = (tmp_path / rank_file("ledger", world_size, 0)).read_bytes()
     for division in (1, 2):
         with pytest.raises(InputError, match=f"{message}.*; name another --output"):
             opened(tmp_path, other, division)
-    assert (tmp_path / ledger_name(world_size, 0)).read_bytes() == before
+    assert (tmp_path / rank_file("ledger", world_size, 0)).read_bytes() == before
     assert len(os.listdir(tmp_path)) == 1
 
 
@@ -127,15 +127,15 @@ def test_of_ranks_that_start_at_the_same_moment_none_mixes_its_rows_with_others(
     """Each has looked for other ledgers before any of them was there."""
     lock = ledger_module._lock
 
-    def other_rank_is_faster(path: Path, fd: int, division: Division) -> None:
+    def other_rank_is_faster(path: Path, fd: int, waits: bool) -> None:
         monkeypatch.setattr(ledger_module, "_lock", lock)
         closed(tmp_path, request=REQUEST | {"max_tokens": 2}, world_size=2, rank=1)
-        lock(path, fd, division)
+        lock(path, fd, waits)
 
     monkeypatch.setattr(ledger_module, "_lock", other_rank_is_faster)
     with pytest.raises(InputError, match="requests of another kind: max_tokens was 2, is 1"):
         opened(tmp_path, world_size=2, rank=0)
-    assert os.listdir(tmp_path) == [ledger_name(2, 1)], "the other rank can be started again"
+    assert os.listdir(tmp_path) == [rank_file("ledger", 2, 1)], "the other rank can be started again"
 
 
 def test_files_without_a_ledger_are_nobody_s(tmp_path: Path) -> None:
@@ -175,7 +175,8 @@ def test_runs_that_divide_the_rows_otherwise_are_not_under_way_together(
         closed(tmp_path, world_size=second[0], rank=second[1])
     one = opened(tmp_path, world_size=first[0], rank=first[1])
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    message = f"{ledger_name(*first)} belongs to a run that is under way, of another --world-size than {second[0]}.*; wait for its end"
+    ledger = rank_file("ledger", *first)
+    message = f"{ledger} belongs to a run that is under way, of another --world-size than {second[0]}.*; wait for its end"
     with pytest.raises(InputError, match=message):
         opened(tmp_path, world_size=second[0], rank=second[1])
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before, "it has no ledger that names it as a rank"
@@ -193,16 +194,16 @@ def test_of_two_divisions_that_start_at_the_same_moment_at_most_one_goes_on(tmp_
     lock = ledger_module._lock
     others: list[Ledger] = []
 
-    def other_division_is_faster(path: Path, fd: int, division: Division) -> None:
+    def other_division_is_faster(path: Path, fd: int, waits: bool) -> None:
         monkeypatch.setattr(ledger_module, "_lock", lock)
         with suppress(InputError):
             others.append(opened(tmp_path, world_size=2, rank=1))
-        lock(path, fd, division)
+        lock(path, fd, waits)
 
     monkeypatch.setattr(ledger_module, "_lock", other_division_is_faster)
     with pytest.raises(InputError, match="belongs to a run that is under way, of another --world-size than 1"):
         opened(tmp_path)
-    assert others and os.listdir(tmp_path) == [ledger_name(2, 1)]
+    assert others and os.listdir(tmp_path) == [rank_file("ledger", 2, 1)]
     others[0].close()
 
 

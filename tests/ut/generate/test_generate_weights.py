@@ -19,7 +19,7 @@ from test_generate_refusals import keep_lines, other_layers
 
 from vllm_ascend_hsx.generate import options
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Division, open_ledger
+from vllm_ascend_hsx.generate.ledger import open_ledger
 from vllm_ascend_hsx.generate.options import Options
 from vllm_ascend_hsx.generate.rows import Row
 from vllm_ascend_hsx.protocol.rows import NO_ADAPTER, Adapter, RowFormat
@@ -190,7 +190,7 @@ def test_ledgers_of_ranks_that_name_different_weights_are_refused_at_once(tmp_pa
     (tmp_path / "0" / "ledger-1-of-3.jsonl").write_bytes((tmp_path / "1/ledger-1-of-3.jsonl").read_bytes())
     for world_size, rank in ((3, 0), (3, 1), (3, 2), (1, 0)):
         with pytest.raises(InputError, match=f"0 holds rows of two servers: weights was {first}, is {second}.*name another --output"):
-            open_ledger(tmp_path / "0", REQUEST, Division(world_size, rank))
+            open_ledger(tmp_path / "0", REQUEST, world_size, rank)
 
 
 def leave(bench: Bench, *rows: int, weights: str = NEW, model: str = "tiny", sink: str = "files", texts: str = "") -> None:

@@ -30,7 +30,7 @@ from test_hostile_shards import BAD_LINES
 
 from vllm_ascend_hsx import HiddenStatesDataset, find, load, open_dir, remove
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Division, open_ledger
+from vllm_ascend_hsx.generate.ledger import open_ledger
 from vllm_ascend_hsx.protocol.checksum import stated_checksum
 from vllm_ascend_hsx.protocol.format import FormatError, metadata_of
 from vllm_ascend_hsx.protocol.mooncake.manifest import manifest, packed_layout, read_manifest
@@ -258,7 +258,7 @@ def test_mutated_shards(tmp_path: Path, request: pytest.FixtureRequest) -> None:
 
 def test_mutated_ledgers(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     asked = {"a": 1}
-    ledger = open_ledger(tmp_path, asked, Division())
+    ledger = open_ledger(tmp_path, asked)
     ledger.note_server({"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16"})
     ledger.close()
     path = tmp_path / "ledger.jsonl"
@@ -270,7 +270,7 @@ def test_mutated_ledgers(tmp_path: Path, request: pytest.FixtureRequest) -> None
         for name, world_size in (("ledger.jsonl", 1), ("ledger-1-of-2.jsonl", 2)):
             (tmp_path / name).write_bytes(content)
             with suppress(InputError):
-                ledger = open_ledger(tmp_path, asked, Division(world_size))
+                ledger = open_ledger(tmp_path, asked, world_size)
                 ledger.close()
                 assert isinstance(ledger.server, dict | None)
                 assert len(ledger.finished.marks) <= 1 << 28

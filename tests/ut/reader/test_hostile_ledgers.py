@@ -8,7 +8,7 @@ import pytest
 from hostile import DEEP, KINDS, plant_no_file, promptly
 
 from vllm_ascend_hsx.generate.errors import InputError
-from vllm_ascend_hsx.generate.ledger import Division, open_ledger
+from vllm_ascend_hsx.generate.ledger import open_ledger
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -16,7 +16,7 @@ from vllm_ascend_hsx.generate.ledger import Division, open_ledger
 def test_generate_refuses_a_ledger_that_is_no_regular_file(tmp_path: Path, kind: str, which: str) -> None:
     plant_no_file(tmp_path / which, kind)
     with pytest.raises(InputError, match=f"--output .*{which}"):
-        promptly(lambda: open_ledger(tmp_path, {}, Division()))
+        promptly(lambda: open_ledger(tmp_path, {}))
 
 
 def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_link_to_a_ledger_elsewhere_is_not_written_through(tmp_path: Path) -> 
     output.mkdir()
     (output / "ledger.jsonl").symlink_to(precious)
     with pytest.raises(InputError, match="--output"):
-        open_ledger(output, {}, Division())
+        open_ledger(output, {})
     assert precious.read_bytes() == b"no line"
 
 
@@ -40,7 +40,7 @@ IDENTITY = "0a" * 16
 def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Path) -> None:
     request = {"a": 1}
     server = {"model": "m", "layer_ids": [1], "layers": 1, "hidden_size": 8, "dtype": "bfloat16", "rotated": False, "lora": ""}
-    first = open_ledger(tmp_path, request, Division())
+    first = open_ledger(tmp_path, request)
     first.note_server(server)
     first.close()
     path = tmp_path / "ledger.jsonl"
@@ -50,23 +50,23 @@ def test_lines_of_a_ledger_that_make_no_sense_cost_themselves_alone(tmp_path: Pa
             file.write(line.encode() + b"\n")
         file.write(b'{"row":2,"status":"done","identity":"%b"}\n' % IDENTITY.encode())
     for world_size in (1, 2):
-        ledger = open_ledger(tmp_path, request, Division(world_size))
+        ledger = open_ledger(tmp_path, request, world_size)
         ledger.close()
         assert ledger.server == server
-        assert ledger.is_done(2, IDENTITY) and ledger.is_logged(2, IDENTITY) == (world_size == 1)
+        assert ledger.is_done(2, IDENTITY)
         assert len(ledger.finished.marks) == 3
     for line in ODD_LINES:
         path.write_bytes(line.encode() + b"\n" + whole)
         with pytest.raises(InputError, match="does not begin as a ledger"):
-            open_ledger(tmp_path, request, Division())
+            open_ledger(tmp_path, request)
 
 
 @pytest.mark.parametrize("other", ["{}", '{"layer_ids":[]}'])
 def test_a_line_about_another_server_is_refused_however_odd_it_is(tmp_path: Path, other: str) -> None:
-    first = open_ledger(tmp_path, {}, Division())
+    first = open_ledger(tmp_path, {})
     first.note_server({"model": "m", "layer_ids": [1]})
     first.close()
     with open(tmp_path / "ledger.jsonl", "ab") as file:
         file.write(b'{"server":%b}\n' % other.encode())
     with pytest.raises(InputError, match="holds rows of two servers: model was m, is None"):
-        open_ledger(tmp_path, {}, Division())
+        open_ledger(tmp_path, {})

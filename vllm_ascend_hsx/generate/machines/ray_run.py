@@ -24,7 +24,7 @@ from rich.console import Console
 from vllm_ascend_hsx.generate.dataset import Checked
 from vllm_ascend_hsx.generate.endpoints import Endpoint
 from vllm_ascend_hsx.generate.errors import InputError, Interrupted, RunError
-from vllm_ascend_hsx.generate.ledger import Division, ledger_name, open_ledger
+from vllm_ascend_hsx.generate.ledger import open_ledger, rank_file
 from vllm_ascend_hsx.generate.open_dataset import open_dataset
 from vllm_ascend_hsx.generate.options import RANK_ROWS, Options, RayCluster, read_endpoints
 from vllm_ascend_hsx.generate.progress import SHOWN_FAILURES, Outcome, Progress
@@ -83,7 +83,7 @@ def do_rank(options: Options, checked: Checked, begin: bytes) -> RankResult:
 
 def _require_same_storage(output: Path, begin: bytes) -> None:
     """Raise InputError if this machine has another output directory than the run."""
-    path = output / ledger_name(1, 0)
+    path = output / rank_file("ledger", 1, 0)
     problem = "it has another one of that name"
     try:
         with open(open_regular(path), "rb") as file:
@@ -205,7 +205,7 @@ class RayRun:
 def do_on_ray(plan: Plan) -> Outcome:
     """Do the rows on the cluster that the options name. Raises InputError."""
     options = plan.options
-    ledger = open_ledger(options.output, options.request, Division())
+    ledger = open_ledger(options.output, options.request)
     try:
         resume(options, ledger, plan.checked, plan.console)  # ranks cannot rename files
         with open(ledger.path, "rb") as file:

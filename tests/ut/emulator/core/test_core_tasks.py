@@ -448,16 +448,16 @@ def test_a_full_queue_blocks_a_record_and_all_of_python() -> None:
     core.hold(DEVICE)
     for _ in range(4095):
         event.record()
-    turns, stop = [0], threading.Event()
+    turns, began, stop = [0], threading.Event(), threading.Event()
 
     def run() -> None:
         while not stop.wait(0.001):
             turns[0] += 1
+            began.set()
 
     thread = threading.Thread(target=run)
     thread.start()
-    while not turns[0]:
-        time.sleep(0.001)
+    assert began.wait(60)
     before, started = turns[0], time.monotonic()
     core.release_after(DEVICE, 0.5)
     event.record()
