@@ -3,8 +3,9 @@
 On SIGTERM or SIGINT, vLLM 0.23.0 does this: the parent of the engine cores sends them SIGTERM and,
 after `--shutdown-timeout` (default: 0), SIGKILL to them and to all workers (v1/utils.py:571). An
 engine core that shuts down gives its workers 4 + 4 seconds (v1/executor/multiproc_executor.py:405).
-Several API servers, each a process, are stopped before the engine cores
-(entrypoints/cli/serve.py:380).
+
+Without a patch of this module, rows of an answered request are lost, or somebody waits forever.
+Requests in flight end as vLLM ends them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -31,19 +32,13 @@ from vllm_ascend_hsx.transfer_config import read_options
 ENGINES = "vllm.v1.engine.utils"
 ENGINE_CORE = "vllm.v1.engine.core"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
-COMPLETIONS = "vllm.entrypoints.openai.completion.serving"
-CHATS = "vllm.entrypoints.openai.chat_completion.serving"
 WHOLE_STEPS = "a signal to every process ends a server between steps"
 WRITTEN = "rows are written when a server stops"
-ANSWERED = "API servers answer the requests that the server's end cuts off"
-REFUSED = "a request that the server's end cuts off is answered by an error"
-STREAMED = "a stream that the server's end cuts off ends with an error"
+ANSWERED = "an API server that stops leaves no request unanswered"
 
 # Process.join calls poll(), which takes milliseconds in 31 bits; this leaves room for additions.
 _LONGEST_SHUTDOWN_S = 20 * LONGEST_S
 _VLLM_GRACE_S = 13.0  # the executor's 4 + 4 for its workers, and 5 for an engine core (v1/utils.py:581)
-_ANSWER_S = 5.0  # for API servers to pass on the engine cores' last answers, as in v1/utils.py:581
-_POLL_S = 0.05
 
 
 def stop_timeout(vllm_config: Any) -> float:
@@ -96,57 +91,27 @@ def wait_for_engines(original: Any, self: Any, timeout: float | None = None) -> 
     original(self, timeout=timeout)
 
 
-@patch("vllm.entrypoints.cli.serve", "wait_for_completion_or_failure", SINCE_0_23, why=ANSWERED)
-def stop_engines_before_api_servers(original: Any, api_server_manager: Any, engine_manager: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Have `vllm serve` stop several API servers after the engine cores, with time to answer.
-
-    Reason: it first sends the API servers SIGTERM and, without `--shutdown-timeout`, SIGKILL at
-    once, and only then stops the engine cores (entrypoints/cli/serve.py:380). Then no process could
-    answer the requests that these end.
-    """
-    if getattr(engine_manager, "_hsx_seconds", 0.0):
-        shut_down_api_servers = api_server_manager.shutdown
-
-        def shut_down_both(timeout: float | None = None) -> None:
-            for process in api_server_manager.processes:
-                process.terminate()  # see answer_and_shut_down
-            deadline = time.monotonic() + min(timeout or 0.0, _LONGEST_SHUTDOWN_S)
-            engine_manager.shutdown(timeout=timeout)
-            shut_down_api_servers(timeout=max(deadline - time.monotonic(), _ANSWER_S))
-
-        api_server_manager.shutdown = shut_down_both
-    original(api_server_manager, engine_manager, *args, **kwargs)
-
-
 uses("vllm.v1.engine.exceptions", "EngineDeadError", SINCE_0_23, takes="", keywords="suppress_context", why=ANSWERED)
 
 
 @patch("vllm.v1.engine.async_llm", "AsyncLLM.shutdown", SINCE_0_23, takes="self timeout", why=ANSWERED)
-def answer_and_shut_down(
+def fail_unanswered_requests(
     original: Any, self: Any, timeout: float | None = None, *, at_exit: Callable[[], bool] = sys.is_finalizing
 ) -> None:
-    """Make an API server that stops refuse new requests, and answer those that it has.
+    """Have an API server that stops refuse new requests, and fail those without an answer.
 
-    Reasons: one that did not start the engine cores disconnects from them at once
-    (v1/engine/core_client.py:648) and closes the connections of requests that they are about to
-    end, so it waits here, and its parent waits for it no longer than for the engine cores. One that
-    did start them accepts requests until they have ended; nobody would answer the last ones, and
-    the HTTP server waits for them forever (entrypoints/launcher.py:148).
+    Reason: it accepts requests until the engine cores have ended. Nobody would answer the last
+    ones, and the HTTP server waits for them forever (entrypoints/launcher.py:148).
 
     `at_exit` is bound here because `AsyncLLM.__del__` may call this when Python has cleared our
     globals. An engine whose start has failed has no core, or not even a configuration.
     """
     core = getattr(self, "engine_core", None)
     # The main thread runs the event loop that passes answers on.
-    if at_exit() or core is None or threading.current_thread() is threading.main_thread():
-        return original(self, timeout=timeout)
-    if not (seconds := stop_timeout(self.vllm_config)):
+    is_in_loop = threading.current_thread() is threading.main_thread()
+    if at_exit() or core is None or is_in_loop or not stop_timeout(self.vllm_config):
         return original(self, timeout=timeout)
     core.resources.engine_dead = True  # for new requests only: they are answered by an error
-    if core.resources.engine_manager is None:
-        deadline = time.monotonic() + min(timeout or 0.0, _LONGEST_SHUTDOWN_S) + seconds + _VLLM_GRACE_S
-        while self.output_processor.has_unfinished_requests() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)  # vLLM signals no event for it
     handler = getattr(self, "output_handler", None)  # of a start that failed there is none
     original(self, timeout=timeout)
     if handler is not None:
@@ -255,51 +220,3 @@ def shut_down_undisturbed(original: Any, self: Any) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
     original(self)
-
-
-_SEND_ERRORS = "EngineCoreProc._send_error_outputs_to_client"
-uses(ENGINE_CORE, _SEND_ERRORS, SINCE_0_23, takes="self req_ids client_index", why=REFUSED)
-
-
-@patch(ENGINE_CORE, "EngineCoreProc._send_abort_outputs_to_client", SINCE_0_23, why=REFUSED)
-def answer_with_errors(original: Any, self: Any, req_ids: list[str], client_index: int) -> None:
-    """Answer requests that a stopping engine core ends with HTTP 500 or an error event.
-
-    Reason: they are answered as if their client had aborted them (v1/engine/core.py:1313 and, for
-    later ones, 1379). The API server turns that into 200 with `finish_reason` "abort" and no
-    kv_transfer_params, like a server that extracts nothing.
-    """
-    if not self.is_running() and stop_timeout(self.vllm_config):
-        self._send_error_outputs_to_client(req_ids, client_index)
-    else:
-        original(self, req_ids, client_index)
-
-
-@patch(COMPLETIONS, "OpenAIServingCompletion.completion_stream_generator", SINCE_0_23, why=STREAMED)
-@patch(CHATS, "OpenAIServingChat.chat_completion_stream_generator", SINCE_0_23, why=STREAMED)
-def end_stream_with_error(original: Any, self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """Have a stream that fails before its first token end with an error.
-
-    Reason: without text and tokens it takes the end of the request for a chunk of its prompt, and
-    skips it (entrypoints/openai/completion/serving.py:369,
-    entrypoints/openai/chat_completion/serving.py:649). A completion's stream is then only `[DONE]`;
-    `/v1/messages`, which reads a chat's stream, ends with `end_turn`.
-    """
-
-    # vllm-ascend wraps some of these generators with *args, before or after this patch, so the
-    # results are found by their type.
-    def checked(value: Any) -> Any:
-        return _without_errors(self, value) if isinstance(value, AsyncIterator) else value
-
-    named = {key: checked(value) for key, value in kwargs.items()}
-    chunks: AsyncIterator[Any] = original(self, *map(checked, args), **named)
-    return chunks
-
-
-async def _without_errors(serving: Any, results: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for result in results:
-        # A completion's result comes with the index of its prompt.
-        output = result[1] if isinstance(result, tuple) else result
-        for each in output.outputs:
-            serving._raise_if_error(each.finish_reason, output.request_id)
-        yield result

@@ -7,6 +7,7 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -21,6 +22,14 @@ from vllm_ascend_hsx.generate.show import render
 from vllm_ascend_hsx.generate.status import FOUND, MADE, LedgerLines, read_ledgers
 
 SAMPLE = 32  # rows that say how large the others are
+
+
+class Stored(NamedTuple):
+    """The files that the ledgers of an output directory name: number, tokens, and bytes."""
+
+    files: int
+    tokens: int
+    bytes: int
 
 
 def show_sizes(console: Console, options: Options, dataset: Dataset, checked: Checked) -> None:
@@ -38,24 +47,29 @@ def show_sizes(console: Console, options: Options, dataset: Dataset, checked: Ch
     Raises:
         OSError: the free space cannot be read.
     """
-    ledgers, rows = read_ledgers(options.output, time.time(), []), len(checked.identities) - len(checked.bad)
-    there, free = _rows_there(checked, ledgers), free_space(options.output)
-    told = [(np.count_nonzero(each.tokens), each.tokens.sum(), each.bytes.sum()) for each in ledgers]
-    files, stored, num_bytes = np.array(told).reshape(-1, 3).sum(axis=0).tolist()
-    if files and (checked.characters or options.include_output):
-        tokens, source = round(rows * stored / files), f"estimate: {stored / files:,.0f} a row, as in the {files:,.0f} files of ledgers"
-    else:
-        tokens, source = _tokens(options, dataset, checked, rows)
-    left, per_token = tokens * (rows - there) / max(rows, 1), num_bytes / stored if stored else options.bytes_per_token
-    last = [each for each in ledgers if each.size == ledgers[-1].size and each.times.size]
-    rate = options.rate or sum(each.tokens[each.codes == MADE].sum() / max(each.times.max() - each.begun, 1.0) for each in last)
-    size = f"{decimal(round(left * per_token))}, {per_token:,.0f} bytes a token" if per_token else "unknown; give --bytes-per-token"
+    ledgers = read_ledgers(options.output, time.time(), [])
+    stored, free = _stored(ledgers), free_space(options.output)
+    rows = len(checked.identities) - len(checked.bad)
+    present = _rows_present(checked, ledgers)
+    tokens, source = _tokens(options, dataset, checked, rows, stored)
+    tokens_left = tokens * (rows - present) / max(rows, 1)
+    bytes_per_token = stored.bytes / stored.tokens if stored.tokens else options.bytes_per_token
+    rate = options.rate or _last_rate(ledgers)
+
+    size, is_too_large = "unknown; give --bytes-per-token", False
+    if bytes_per_token:
+        bytes_left = tokens_left * bytes_per_token
+        size = f"{decimal(round(bytes_left))}, {bytes_per_token:,.0f} bytes a token"
+        is_too_large = bytes_left > free
+    duration_left = "unknown; give --rate"
+    if rate:
+        duration_left = f"{duration(tokens_left / rate)} at {rate:,.0f} tokens/s"
     for line in (
-        f"rows: {rows:,}, of which {there:,} are there",
+        f"rows: {rows:,}, of which {present:,} are there",
         f"tokens: {tokens:,} ({source})",
         f"size of the rows to come: {size}",
-        f"free space: {decimal(free)}{', too little' if left * (per_token or 0) > free else ''}",
-        f"time for the rows to come: {f'{duration(left / rate)} at {rate:,.0f} tokens/s' if rate else 'unknown; give --rate'}",
+        f"free space: {decimal(free)}{', too little' if is_too_large else ''}",
+        f"time for the rows to come: {duration_left}",
     ):
         tell(console, line)
 
@@ -81,7 +95,12 @@ def free_space(directory: Path) -> int:
     return shutil.disk_usage(next(each for each in (directory, *directory.absolute().parents) if each.exists())).free
 
 
-def _rows_there(checked: Checked, ledgers: list[LedgerLines]) -> int:
+def _stored(ledgers: list[LedgerLines]) -> Stored:
+    files = sum(int(np.count_nonzero(each.tokens)) for each in ledgers)
+    return Stored(files, int(sum(each.tokens.sum() for each in ledgers)), int(sum(each.bytes.sum() for each in ledgers)))
+
+
+def _rows_present(checked: Checked, ledgers: list[LedgerLines]) -> int:
     """Return the number of rows of the dataset that ledgers name as done or found."""
     marks = np.zeros(len(checked.identities))
     for each in ledgers:
@@ -90,15 +109,31 @@ def _rows_there(checked: Checked, ledgers: list[LedgerLines]) -> int:
     return int(np.count_nonzero((marks == np.array(checked.identities, np.uint64) >> 16) & (marks > 0)))
 
 
-def _tokens(options: Options, dataset: Dataset, checked: Checked, rows: int) -> tuple[int, str]:
-    """Return the number of tokens of `rows` rows, and how it is known, without the ledgers."""
-    ratio, source = 0.25, "estimate: a token for 4 characters, as no server renders the texts" if checked.characters else "of all token ids"
+def _last_rate(ledgers: list[LedgerLines]) -> float:
+    """Return the tokens per second of the last run, all ranks together; 0 if there was none."""
+    rate = 0.0
+    for each in ledgers:
+        if each.size == ledgers[-1].size and each.times.size:
+            tokens = each.tokens[each.codes == MADE].sum()
+            rate += float(tokens) / max(each.times.max() - each.begun, 1.0)
+    return rate
+
+
+def _tokens(options: Options, dataset: Dataset, checked: Checked, rows: int, stored: Stored) -> tuple[int, str]:
+    """Return the number of tokens of `rows` rows, and how it is known."""
+    if stored.files and (checked.characters or options.include_output):
+        per_row = stored.tokens / stored.files
+        return round(rows * per_row), f"estimate: {per_row:,.0f} a row, as in the {stored.files:,} files of ledgers"
+    tokens, source = checked.tokens, "of all token ids"
     if checked.characters:
+        ratio, source = 0.25, "estimate: a token for 4 characters, as no server renders the texts"
         with suppress(InputError, RequestError, ZeroDivisionError):
-            ratio, source = asyncio.run(_rendered(options, dataset, checked)), "estimate: as a server renders some of the texts"
-    generated = rows * (options.max_tokens or 0)
-    tokens = checked.tokens + round(ratio * checked.characters) + generated
-    return tokens, f"{source}; at most, with --max-tokens generated tokens for each row" if generated else source
+            ratio = asyncio.run(_rendered(options, dataset, checked))
+            source = "estimate: as a server renders some of the texts"
+        tokens += round(ratio * checked.characters)
+    if generated := rows * (options.max_tokens or 0):
+        source += "; at most, with --max-tokens generated tokens for each row"
+    return tokens + generated, source
 
 
 async def _rendered(options: Options, dataset: Dataset, checked: Checked) -> float:
@@ -109,5 +144,5 @@ async def _rendered(options: Options, dataset: Dataset, checked: Checked) -> flo
         requests = (render(client, url, options.model or "", row.endpoint, row.prompt()) for row in sample)
         answers = await asyncio.gather(*requests, return_exceptions=True)
     # Without rows that are too long, for example.
-    told = [(len(ids), len(str(row.content))) for row, ids in zip(sample, answers, strict=True) if isinstance(ids, list)]
-    return sum(tokens for tokens, _ in told) / sum(characters for _, characters in told)
+    rendered = [(len(ids), len(str(row.content))) for row, ids in zip(sample, answers, strict=True) if isinstance(ids, list)]
+    return sum(tokens for tokens, _ in rendered) / sum(characters for _, characters in rendered)

@@ -91,6 +91,7 @@ def test_an_engine_that_measures_its_memory_loses_what_the_plan_says(tiny_qwen3:
     assert abs(ours["kv_bytes"] / plain["kv_bytes"] - planned["kept_at_least"]) <= block_bytes / plain["kv_bytes"]
 
 
+@pytest.mark.long
 def test_the_presets_are_configurations_of_which_vllm_makes_what_plan_and_benchmark_assume(tmp_path: Path) -> None:
     directories = {str(tmp_path / name): name for name in CONFIGS}
     for directory, name in directories.items():

@@ -185,6 +185,7 @@ def test_rows_and_placeholders_are_right_when(
     playing.check()
 
 
+@pytest.mark.long
 def test_a_video_is_refused_with_the_reason_and_the_request_generates(stages: Stages, references: dict[str, VisionReference]) -> None:
     """Given as its embeddings, because the emulated set-up cannot read videos."""
     stage = stage_of(stages, references, "qwen2_5_vl")

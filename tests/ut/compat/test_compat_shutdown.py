@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import signal
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from multiprocessing.connection import wait
@@ -98,76 +96,39 @@ def test_a_manager_that_nobody_has_shut_down_gives_the_time_too_and_only_once(ma
     assert others is None
 
 
-# Several API servers
-
-
-@pytest.mark.parametrize("timeout", [0, 30, None, 10**400])
-@pytest.mark.parametrize("kv_transfer_config", [ALONE, OTHER], ids=["ours", "another"])
-def test_api_servers_are_stopped_behind_the_engine_cores_and_have_time_to_answer(
-    manager: Any, kv_transfer_config: Any, timeout: float | None
-) -> None:
-    process = SimpleNamespace(terminate=lambda: manager.ended.append("SIGTERM"))
-    api_servers = SimpleNamespace(processes=[process], shutdown=lambda timeout=None: manager.ended.append(("API servers", timeout)))
-    waited: list[Any] = []
-    serve_module = SimpleNamespace(wait_for_completion_or_failure=lambda *args, **kwargs: waited.append((args, kwargs)))
-    apply(serve_module, patches.stop_engines_before_api_servers)
-    engines = start(manager, config(kv_transfer_config))
-    serve_module.wait_for_completion_or_failure(api_server_manager=api_servers, engine_manager=engines, coordinator=None)
-    assert waited == [((api_servers, engines), {"coordinator": None})]
-    api_servers.shutdown(timeout=timeout)
-    engines.shutdown(timeout=timeout)
-    if kv_transfer_config is OTHER:
-        assert manager.ended == [("API servers", timeout), timeout]
-        return
-    signalled, given_to_engines, (_, given_to_api_servers) = manager.ended
-    assert signalled == "SIGTERM", "before they wait for the engine cores"
-    assert given_to_engines > PATIENCE
-    assert given_to_api_servers >= max(5, min(timeout or 0, LONGEST_S) - 5)
-
-
-def test_engines_of_other_machines_change_nothing_for_api_servers() -> None:
-    serve_module = SimpleNamespace(wait_for_completion_or_failure=lambda *args: None)
-    apply(serve_module, patches.stop_engines_before_api_servers)
-    api_servers = SimpleNamespace(shutdown=(shutdown := object()))
-    serve_module.wait_for_completion_or_failure(api_servers, None)
-    assert api_servers.shutdown is shutdown
+# API servers
 
 
 @pytest.mark.parametrize(
-    ("kv_transfer_config", "engine_manager", "in_thread", "waits", "answers"),
-    [
-        (ALONE, None, True, True, True),
-        (ALONE, None, False, False, False),
-        (ALONE, object(), True, False, True),
-        (OTHER, None, True, False, False),
-    ],
-    ids=["engines of another process", "in the event loop's thread", "engines of its own", "another connector"],
+    ("kv_transfer_config", "in_thread", "is_ours"),
+    [(ALONE, True, True), (ALONE, False, False), (OTHER, True, False)],
+    ids=["ours", "in the event loop's thread", "another connector"],
 )
-def test_an_api_server_that_stops_answers_all_that_it_has_and_waits_for_engines_that_are_not_its_own(
-    kv_transfer_config: Any, engine_manager: Any, in_thread: bool, waits: bool, answers: bool
+def test_api_server_that_stops_refuses_new_requests_and_fails_the_rest(
+    kv_transfer_config: Any, in_thread: bool, is_ours: bool
 ) -> None:
-    unfinished, asked, told = [True, True, False], [], []
+    asked, errors = [], []
     loop = SimpleNamespace(call_soon_threadsafe=lambda call, error: call(error))
 
     class AsyncLLM:
         def __init__(self) -> None:
             self.vllm_config = config(kv_transfer_config)
-            self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=engine_manager, engine_dead=False))
-            self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: unfinished.pop(0), propagate_error=told.append)
+            self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_dead=False))
+            self.output_processor = SimpleNamespace(propagate_error=errors.append)
             self.output_handler = SimpleNamespace(get_loop=lambda: loop)
 
         def shutdown(self, timeout: float | None = None) -> None:
-            assert not told, "the engines' own answers come first"
-            asked.append((timeout, len(unfinished), self.engine_core.resources.engine_dead))
+            assert not errors, "the engines' own answers come first"
+            asked.append((timeout, self.engine_core.resources.engine_dead))
 
-    apply(SimpleNamespace(AsyncLLM=AsyncLLM), patches.answer_and_shut_down)
+    apply(SimpleNamespace(AsyncLLM=AsyncLLM), patches.fail_unanswered_requests)
     if in_thread:
         with ThreadPoolExecutor(1) as executor:
             executor.submit(AsyncLLM().shutdown, 7).result()
     else:
         AsyncLLM().shutdown(timeout=7)
-    assert asked == [(7, 0 if waits else 3, answers)], "new requests are refused"
-    assert [type(error).__name__ for error in told] == ["EngineDeadError"] * answers
+    assert asked == [(7, is_ours)], "new requests are refused"
+    assert [type(error).__name__ for error in errors] == ["EngineDeadError"] * is_ours
 
 
 AT_EXIT = """
@@ -186,7 +147,7 @@ class AsyncLLM:
     def __del__(self):
         self.shutdown()
 
-apply(SimpleNamespace(AsyncLLM=AsyncLLM), shutdown.answer_and_shut_down)
+apply(SimpleNamespace(AsyncLLM=AsyncLLM), shutdown.fail_unanswered_requests)
 # As by a traceback of a start that failed. Python clears modules that something still refers to,
 # and sys last.
 sys.kept = (AsyncLLM(), shutdown, transfer_config)
@@ -203,27 +164,9 @@ def test_an_engine_that_outlives_our_modules_at_exit_is_shut_down_without_an_err
 def test_an_api_server_that_fails_as_it_starts_is_shut_down_as_upstream_does(attributes: dict[str, Any]) -> None:
     seen: list[float | None] = []
     made = SimpleNamespace(AsyncLLM=type("AsyncLLM", (), {"shutdown": lambda self, timeout=None: seen.append(timeout), **attributes}))
-    apply(made, patches.answer_and_shut_down)
+    apply(made, patches.fail_unanswered_requests)
     made.AsyncLLM().shutdown(timeout=3)
     assert seen == [3]
-
-
-def test_an_api_server_does_not_wait_for_answers_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    AsyncLLM = type("AsyncLLM", (), {"shutdown": lambda self, timeout=None: None})
-    apply(SimpleNamespace(AsyncLLM=AsyncLLM), patches.answer_and_shut_down)
-    made: Any = AsyncLLM()
-    made.vllm_config = config()
-    made.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=None))
-    made.output_processor = SimpleNamespace(has_unfinished_requests=lambda: True)
-    made.output_handler = None  # no request has come
-    clock = itertools.count(step=10)
-    passed: list[float] = []
-    monkeypatch.setattr("time.monotonic", lambda: passed.append(now := next(clock)) or float(now))
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    thread = threading.Thread(target=made.shutdown, args=(30,))
-    thread.start()
-    threading.Thread.join(thread)
-    assert PATIENCE + 30 < passed[-1] < PATIENCE + 30 + 40
 
 
 # The executor
