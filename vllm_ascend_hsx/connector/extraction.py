@@ -6,15 +6,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
+from functools import partial
 
 import numpy as np
 import torch
 
 from vllm_ascend_hsx.compat.adapters import adapter_of
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
+from vllm_ascend_hsx.connector.lane import Lane
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, RELOADED, StatsRecorder, failure_kind
-from vllm_ascend_hsx.connector.threads import EVERY_POSITION, SpanSet, ThreadPool, WriteOrder, describe_missing
+from vllm_ascend_hsx.connector.threads import Job, SpanSet, ThreadPool, describe_missing
 from vllm_ascend_hsx.protocol.rows import TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import RowSource
@@ -22,21 +25,33 @@ from vllm_ascend_hsx.sinks.data_file import RowSource
 logger = logging.getLogger(__name__)
 
 
+class State(Enum):
+    """The state of a request. It is decided once: it then is ENDING or FAILED."""
+
+    OPENING = "its file is not open"
+    OPEN = "its file is open"
+    ENDING = "no more rows come; its file is published or removed"
+    FAILED = "a reason takes the place of its file"
+
+
 class Extraction:
     """An owned request. It keeps what SinkFile demands of its caller.
 
-    It is decided once: complete, failed or aborted. Then its file is ended once, by the thread that
-    takes it out of `_file`: the one that decided, a writer if that one must not wait for storage,
-    or the one that stops the worker. A failure does not wait for writes in flight; the last of them
-    closes the file.
+    All work on its file passes through a lane: the opening, the copy of a prefix, writes, and the
+    end. The opening holds the lane until the file is open, or the request has failed. The first
+    write, a write of recomputed rows, the copy and the end run alone. The end enters the lane
+    behind the last row, so no thread has to count writes.
 
-    The opener calls `open`. Writers call `write`, `copy` and `end`, as far as `order` lets them:
-    not before its file is open, or it has failed. Any thread may call the other methods.
+    A failure does not wait in the lane, because storage may hang in a write. Its reason is
+    published at once. Only the closing of the file enters the lane.
+
+    The opener calls `open`. The lander calls `enter` and `enter_end`. Writers run the jobs that
+    have entered: `write`, `copy`, `complete` and `end`. Any thread may call the other methods.
 
     Args:
         start: the scheduler's message.
         writers: threads that work on its file.
-        side_by_side: whether several of them may write at the same time.
+        shares: whether several of them may write at the same time.
         row_bytes: bytes of one token, in memory and as stored.
         on_decided: called once, with the error, or None for a file that is complete or was
             discarded after an abort.
@@ -49,7 +64,7 @@ class Extraction:
         self,
         start: RequestStart,
         writers: ThreadPool,
-        side_by_side: bool,
+        shares: bool,
         row_bytes: tuple[int, int],
         on_decided: Callable[[Extraction, str | None], None],
         on_ended: Callable[[Extraction], None],
@@ -57,8 +72,8 @@ class Extraction:
         stats: StatsRecorder,
     ) -> None:
         self.request_id = start.request_id
-        self.order = WriteOrder(side_by_side)
-        self.order.begin(EVERY_POSITION, list)  # the opening
+        self._lane = Lane(shares)
+        self._lane.enter_if_empty()  # for the opening
         self._writers = writers
         self.path = start.path
         self._prompt = start.token_ids
@@ -75,52 +90,64 @@ class Extraction:
         self._on_ended = on_ended
         self._kept_files = kept_files
         self._stats = stats
+        self._entered = SpanSet()  # rows whose writes have entered the lane; for the lander
         self._mutex = threading.Lock()  # guards everything below
-        self._written = SpanSet()
         self._landed_at = time.perf_counter()
-        self._decided = False
-        self._has_opened = False
-        self._failure: str | None = None  # published in place of the file by the thread that takes the file
+        self._state = State.OPENING
+        self._failure = ""  # published in place of the file by the thread that takes the file
         self._file: SinkFile | None = None  # open, and not being ended
-        self._writing = 0  # writes in flight
-        self._closed_by_writer = False
 
     @property
     def is_decided(self) -> bool:
         """True if it is complete, failed or aborted, though its file may not have ended yet."""
-        return self._decided
+        return self._state in (State.ENDING, State.FAILED)
 
     @property
-    def has_opened(self) -> bool:
-        """True if its file is open, or it has failed."""
-        return self._has_opened
+    def is_opening(self) -> bool:
+        """True if its file is not open, and it has not failed."""
+        return self._state is State.OPENING
 
     def open(self, sink: Sink) -> None:
         """Open the file. If the request has failed meanwhile, leave the reason in its place."""
-        if self._failure is not None:
+        if self.is_decided:
             leave_reason(sink, self.request_id, self.path, self._failure)
-            self._let_writers_in()
             self._on_ended(self)
             return
         try:
             file = sink.open(self.request_id, self.path, len(self._prompt), self._arrived_ns, self._adapter)
         except Exception as error:  # noqa: BLE001 - whatever it is concerns this request alone
-            with self._mutex:
-                undecided, self._decided = not self._decided, True
-            if undecided:
+            if self._set_failed(_reason_of(error)):
                 self._report(_reason_of(error), failure_kind(error))
             self._on_ended(self)
+            return
+        file.placeholders, file.keeps_source = self._placeholders, self._keeps_source
+        with self._mutex:
+            self._file, opens = file, self._state is State.OPENING
+            if opens:
+                self._state = State.OPEN
+        if opens:
+            self._writers.submit(*self._lane.leave())
         else:
-            with self._mutex:
-                self._file, failed = file, self._failure is not None
-                file.placeholders, file.keeps_source = self._placeholders, self._keeps_source
-            if failed:
-                self.stop()
-        finally:
-            self._let_writers_in()
+            self.stop()
 
-    def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> int:
-        """Write rows. The last rows of a prompt complete its file.
+    def enter(self, positions: tuple[int, int], job: Job) -> bool:
+        """Have a job write or copy rows of these positions. True: the caller may run it now."""
+        first, end = positions
+        spans = self._entered.spans
+        alone = not spans or first < spans[-1][1]  # the first one, or rows that were recomputed
+        self._entered.add(first, end)
+        return self._lane.enter(job, alone)
+
+    def is_complete(self) -> bool:
+        """Return True if the file needs no more rows than those that have entered the lane."""
+        return not self._include_output and not self._entered.missing(len(self._prompt))
+
+    def enter_end(self, job: Job) -> bool:
+        """Have a job end the file, after all others. True: the caller may run it now."""
+        return self._lane.enter(job, alone=True)
+
+    def write(self, first: int, rows: memoryview, landed_at: float, check: torch.Tensor | None = None) -> tuple[int, list[Job]]:
+        """Write rows, and leave the lane.
 
         Args:
             first: token position of the first row.
@@ -129,7 +156,8 @@ class Extraction:
             check: the same rows [rows, layers, hidden] if they must be finite.
 
         Returns:
-            Number of rows written: 0 if the request is decided or the write failed.
+            Number of rows written: 0 if the request is decided or the write failed. Jobs that the
+            caller must run now.
         """
         count = len(rows) // self._row_bytes
 
@@ -140,69 +168,58 @@ class Extraction:
             file.write(first, rows)
             self._stats.wrote(count * self._stored_row_bytes, time.perf_counter() - began)
 
-        return self._store(first, count, write, landed_at)
+        is_written, jobs = self._store(write, landed_at)
+        return count if is_written else 0, jobs
 
-    def copy(self, source: RowSource, num_rows: int) -> None:
+    def copy(self, source: RowSource, num_rows: int) -> list[Job]:
         """Copy the first rows from another request's file, as `write` does."""
-        self._store(0, num_rows, lambda file: file.copy(source, num_rows))
+        return self._store(lambda file: file.copy(source, num_rows))[1]
 
-    def _store(self, first: int, count: int, write: Callable[[SinkFile], None], landed_at: float = 0.0) -> int:
-        """Write `count` rows; return how many were written. The last ones complete the file."""
+    def _store(self, write: Callable[[SinkFile], None], landed_at: float = 0.0) -> tuple[bool, list[Job]]:
         with self._mutex:
-            file = None if self._decided else self._file
-            if file is None:
-                return 0
-            self._writing += 1
-        failure = None
+            self._landed_at = max(self._landed_at, landed_at)
+            file = self._file if self._state is State.OPEN else None
+        if file is None:
+            return False, self._lane.leave()
         try:
             write(file)
         except Exception as error:  # noqa: BLE001 - any error fails this request alone
-            count, failure = 0, error
-        with self._mutex:
-            self._writing -= 1
-            self._written.add(first, first + count)
-            self._landed_at = max(self._landed_at, landed_at)
-            # The last write in flight commits. Another one may be writing recomputed rows.
-            done = not self._include_output and not self._writing and not self._written.missing(len(self._prompt))
-            taken = self._claim() if done or failure is not None else None
-            unused = self._closed_by_writer and not self._writing
-        if unused:
-            file.close()
-        elif taken is not None and failure is not None:
-            self._fail_file(taken, failure)
-        elif taken is not None:
-            self._commit(taken, self._prompt)
-        return count
+            jobs = self._lane.leave()
+            if self._set_failed(_reason_of(error)):
+                jobs += self._publish_failure()
+                self._report(_reason_of(error), failure_kind(error))
+            return False, jobs
+        return True, self._lane.leave()
 
-    def end(self, end: RequestEnd) -> None:
-        """End the file: no more rows will come, and no write is in flight."""
-        token_ids = np.concatenate([self._prompt, end.output_token_ids])
-        with self._mutex:
-            file, missing = self._claim(), self._written.missing(len(token_ids))
-        if file is None:
-            return
-        if end.aborted:
-            file.discard()
-            self._on_ended(self)
-            self._stats.aborted()
-            self._on_decided(self, None)
-        elif missing:
-            spans = describe_missing(missing, len(token_ids))
-            reason = f"the request ended without rows of token positions {spans}"
-            self._fail_file(file, SinkError(self.request_id, self.path, reason, MISSING_ROWS))
-        else:
-            self._commit(file, token_ids)
+    def complete(self) -> list[Job]:
+        """Publish the rows of the prompt, alone in the lane, and leave it; see `write`."""
+        if (file := self._take_to_end()) is not None:
+            self._commit(file, self._prompt)
+        return self._lane.leave()
+
+    def end(self, end: RequestEnd) -> list[Job]:
+        """End the file, alone in the lane, because no more rows come; leave it; see `write`."""
+        if (file := self._take_to_end()) is not None:
+            token_ids = np.concatenate([self._prompt, end.output_token_ids])
+            missing = self._entered.missing(len(token_ids))
+            if end.aborted:
+                file.discard()
+                self._on_ended(self)
+                self._stats.aborted()
+                self._on_decided(self, None)
+            elif missing:
+                spans = describe_missing(missing, len(token_ids))
+                reason = f"the request ended without rows of token positions {spans}"
+                self._fail_file(file, SinkError(self.request_id, self.path, reason, MISSING_ROWS))
+            else:
+                self._commit(file, token_ids)
+        return self._lane.leave()
 
     def fail(self, reason: str, kind: str) -> None:
         """Decide that the request failed; a writer leaves the reason in place of the file."""
-        with self._mutex:
-            if self._decided:
-                return
-            self._decided, self._failure, opened = True, reason, self._file is not None
-        self._let_writers_in()  # they free the memory of its rows
-        self._report(reason, kind)
-        if opened:
-            self._writers.submit(self.stop)
+        if self._set_failed(reason):
+            self._report(reason, kind)
+            self._writers.submit(self._publish_failure)
 
     def fail_if_reloaded(self) -> None:
         """Fail if its adapter has other weights than when it began. Its last row is yet to come."""
@@ -211,54 +228,57 @@ class Extraction:
 
     def give_up(self) -> bool:
         """Write no more rows, because the server stops. False: the request was decided before."""
-        with self._mutex:
-            undecided, self._decided = not self._decided, True
-            self._failure = self._failure or SERVER_STOPPED
-        return undecided
+        return self._set_failed(SERVER_STOPPED)
 
     def stop(self) -> None:
         """Leave the reason in place of the file, unless another thread ends it.
 
         Call `fail` or `give_up` first.
         """
-        with self._mutex:
-            file, self._file = self._file, None
-        if file is not None:
-            assert self._failure is not None
-            self._leave_reason(file, self._failure)
+        self._writers.submit(*self._publish_failure())
 
-    def _let_writers_in(self) -> None:
-        """End the opening, once; what waited for it can start."""
+    def _set_failed(self, reason: str) -> bool:
+        """Decide that the request failed. False: it was decided before."""
         with self._mutex:
-            if self._has_opened:
-                return
-            self._has_opened = True
-        if jobs := self.order.done(EVERY_POSITION):
-            self._writers.submit(*jobs)
+            before = self._state
+            if self.is_decided:
+                return False
+            self._state, self._failure = State.FAILED, reason
+        if before is State.OPENING:
+            self._writers.submit(*self._lane.leave())  # they free the memory of its rows
+        return True
 
-    def _claim(self) -> SinkFile | None:
-        """Decide, and take the file. None: it was decided before. The caller holds the mutex."""
-        if self._decided:
-            return None
-        self._decided = True
-        file, self._file = self._file, None
-        return file
+    def _take_to_end(self) -> SinkFile | None:
+        """Decide, and take the file. None: it was decided before."""
+        with self._mutex:
+            if self._state is not State.OPEN:
+                return None
+            file, self._file, self._state = self._file, None, State.ENDING
+            return file
+
+    def _publish_failure(self) -> list[Job]:
+        """Leave the reason of a failure in place of the file, once. Writes may hang meanwhile."""
+        with self._mutex:
+            file = self._file if self._state is State.FAILED else None
+            if file is None:
+                return []
+            self._file = None
+        idle = self._lane.enter_if_empty()
+        file.fail(self._failure, close=idle)
+        self._on_ended(self)
+        if idle:
+            return self._lane.leave()
+        close = partial(self._close, file)
+        return close() if self._lane.enter(close, alone=True) else []
+
+    def _close(self, file: SinkFile) -> list[Job]:
+        file.close()
+        return self._lane.leave()
 
     def _fail_file(self, file: SinkFile, error: Exception) -> None:
-        self._leave_reason(file, _reason_of(error))
-        self._report(_reason_of(error), failure_kind(error))
-
-    def _leave_reason(self, file: SinkFile, reason: str) -> None:
-        """Fail a file that was taken. No write begins anymore, and those in flight may hang."""
-        with self._mutex:
-            idle = not self._writing
-        file.fail(reason, close=idle)
-        if not idle:
-            with self._mutex:
-                self._closed_by_writer, idle = True, not self._writing
-            if idle:
-                file.close()
+        file.fail(_reason_of(error))
         self._on_ended(self)
+        self._report(_reason_of(error), failure_kind(error))
 
     def _commit(self, file: SinkFile, token_ids: TokenIds) -> None:
         try:

@@ -1,12 +1,11 @@
 """Threads that open and write files, so that slow storage delays neither a step nor the exit.
 
-For one file: the order in which its rows are written, and which of them are.
+For one file: the positions of its rows.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -18,8 +17,6 @@ from typing import TypeAlias
 logger = logging.getLogger(__name__)
 
 Job: TypeAlias = "Callable[[], Iterable[Job] | None]"
-Positions = tuple[int, float]  # [first, end) of token positions
-EVERY_POSITION: Positions = (0, math.inf)
 _NAMED = 8  # missing spans that an error names; it counts the others
 
 
@@ -116,53 +113,6 @@ class ThreadPool:
                 self._last_end = time.monotonic()
                 if not self._pending:
                     self._changed.notify_all()
-
-
-class WriteOrder:
-    """Make work on rows [first, end) wait for all earlier work on any of them, running or waiting.
-
-    Other work may run at the same time. A request computes its rows in order, so several threads
-    can write its chunks. Only after a preemption does it recompute rows that may still be on their
-    way to the file.
-
-    Args:
-        side_by_side: whether work on different rows may run at the same time. If not, jobs run one
-            after the other.
-    """
-
-    def __init__(self, side_by_side: bool = True) -> None:
-        self._side_by_side = side_by_side
-        self._mutex = threading.Lock()
-        self._running: list[Positions] = []
-        self._waiting: deque[tuple[Positions, Job]] = deque()
-
-    def begin(self, rows: Positions, job: Job) -> bool:
-        """Return True if the caller may run `job` now.
-
-        Otherwise a later call of `done` returns it.
-        """
-        with self._mutex:
-            if self._collide(rows, self._running) or self._collide(rows, [each for each, _ in self._waiting]):
-                self._waiting.append((rows, job))
-                return False
-            self._running.append(rows)
-            return True
-
-    def done(self, rows: Positions) -> list[Job]:
-        """Record that the job on `rows` has ended. Return the jobs that the caller must run now."""
-        with self._mutex:
-            self._running.remove(rows)
-            ready: list[Job] = []
-            while self._waiting and not self._collide(self._waiting[0][0], self._running):
-                waited_for, job = self._waiting.popleft()
-                self._running.append(waited_for)
-                ready.append(job)
-            return ready
-
-    def _collide(self, rows: Positions, others: list[Positions]) -> bool:
-        if not self._side_by_side:
-            return bool(others)
-        return any(rows[0] < other[1] and other[0] < rows[1] for other in others)
 
 
 class SpanSet:

@@ -21,7 +21,7 @@ from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd,
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.connector.stats import ENGINE_FAILED, HsxStats, StatsRecorder
 from vllm_ascend_hsx.connector.storage_watch import StorageWatch
-from vllm_ascend_hsx.connector.threads import EVERY_POSITION, Job, ThreadPool
+from vllm_ascend_hsx.connector.threads import Job, ThreadPool
 from vllm_ascend_hsx.drafter.landing import DeviceError, HostChunk, Lander
 from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import ALL_ROWS, Span
@@ -149,7 +149,7 @@ class ExtractionWorker:
         self._progress.begin(extraction, len(start.token_ids), start.max_output_rows, copied_rows)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         if start.prefix and (source := self._kept_files.retain(start.prefix.source)):
-            extraction.order.begin((0, copied_rows), partial(self._copy, extraction, source, copied_rows))
+            extraction.enter((0, copied_rows), partial(self._copy, extraction, source, copied_rows))
         if self._failure.reason is not None:  # since this step began
             extraction.fail(self._failure.reason, ENGINE_FAILED)
         return extraction
@@ -338,7 +338,7 @@ class ExtractionWorker:
         """Wait for this step's new files. Fail those not open in time."""
         done = self._watch.wait_for_files(self._opener)
         for extraction in self._opening:
-            if not done and not extraction.has_opened:
+            if not done and extraction.is_opening:
                 extraction.fail(*self._watch.failure)
         self._opening = []
 
@@ -353,11 +353,13 @@ class ExtractionWorker:
         parts: list[tuple[Extraction, Span]] = []
         num_bytes = 0
         for span in chunk.spans:
-            part: tuple[Extraction, Span] = (chunk.requests[span.request_id], span)
-            if not part[0].order.begin(span.positions, partial(self._write, chunk, [part])):
-                continue
-            parts.append(part)
-            num_bytes += span.num_rows * self._row_bytes
+            extraction = chunk.requests[span.request_id]
+            part: tuple[Extraction, Span] = (extraction, span)
+            if extraction.enter(span.positions, partial(self._write, chunk, [part])):
+                parts.append(part)
+                num_bytes += span.num_rows * self._row_bytes
+            if extraction.is_complete():
+                self._enter_end(extraction, extraction.complete)
             if num_bytes >= _JOB_BYTES:
                 self._writers.submit(partial(self._write, chunk, parts))
                 parts, num_bytes = [], 0
@@ -365,40 +367,46 @@ class ExtractionWorker:
             self._writers.submit(partial(self._write, chunk, parts))
 
     def _end(self, extraction: Extraction, end: RequestEnd) -> None:
-        job = partial(self._end_file, extraction, end)
-        if not extraction.is_decided and extraction.order.begin(EVERY_POSITION, job):
+        if not extraction.is_decided:
+            self._enter_end(extraction, partial(extraction.end, end))
+
+    def _enter_end(self, extraction: Extraction, end: Callable[[], list[Job]]) -> None:
+        job = partial(self._end_file, end)
+        if extraction.enter_end(job):
             self._writers.submit(job)
 
     # Writer threads
 
     def _write(self, chunk: HostChunk, parts: list[tuple[Extraction, Span]]) -> list[Job]:
         rate, num_rows = self._progress.write_rate, sum(span.num_rows for _, span in parts)
-        written = 0
+        written, jobs = 0, []
         rate.begin(num_rows * self._row_bytes)
         try:
             for extraction, span in parts:
                 check = chunk.rows[span.row : span.row + span.num_rows] if self._check_finite else None
-                count = extraction.write(span.first, chunk.read(span), chunk.landed_at, check)
+                count, ready = extraction.write(span.first, chunk.read(span), chunk.landed_at, check)
                 written += count * self._row_bytes
+                jobs += ready
         finally:
             rate.end(written)
             chunk.release([span for _, span in parts])
             self._progress.left_memory(num_rows, parts)
-        return [job for extraction, span in parts for job in extraction.order.done(span.positions)]
+        return jobs
 
     def _copy(self, extraction: Extraction, source: RowSource, num_rows: int) -> list[Job]:
         self._progress.write_rate.begin(0)
         with self._progress.finishing():
-            extraction.copy(source, num_rows)
+            jobs = extraction.copy(source, num_rows)
         source.release()
         self._progress.write_rate.end(0)
-        return extraction.order.done((0, num_rows))
+        return jobs
 
-    def _end_file(self, extraction: Extraction, end: RequestEnd) -> None:
+    def _end_file(self, end: Callable[[], list[Job]]) -> list[Job]:
         self._progress.write_rate.begin(0)
         with self._progress.finishing():
-            extraction.end(end)
+            jobs = end()
         self._progress.write_rate.end(0)
+        return jobs
 
     # Any thread
 

@@ -41,7 +41,8 @@ class SinkFile(ABC):
     """The rows of one request on their way to `path`.
 
     A file keeps no record of its life. Its caller (`connector/extraction.py`) guarantees:
-    * Writes in flight at the same time are of different positions. Several threads may write.
+    * The first write or copy is alone. Later ones that are in flight at the same time are of
+      different positions. Several threads may write.
     * One call ends the file: `commit`, `fail` or `discard`.
     * No write is in flight when the file ends, unless `fail` is told so: storage may hang in one.
     * Each position of the tokens has been written when `commit` is called.
@@ -71,7 +72,7 @@ class SinkFile(ABC):
                 for positions [first, first + count).
 
         Raises:
-            SinkError: if they could not be stored, or `fail` was called before.
+            SinkError: if they could not be stored.
             ValueError: if they are not contiguous or not whole rows, or the position is negative.
         """
 
@@ -81,7 +82,7 @@ class SinkFile(ABC):
         Only for sinks whose files have a `source`.
 
         Raises:
-            SinkError: if they could not be copied, or `fail` was called before.
+            SinkError: if they could not be copied.
         """
         raise NotImplementedError
 

@@ -130,7 +130,8 @@ class RowSource:
 class DataFile:
     """A file under a hidden name, until it is published or withdrawn.
 
-    Several threads may call `write` for different rows; the other methods belong to one thread.
+    Several threads may call `write` for different rows, except for the first write. The other
+    methods belong to one thread.
 
     Args:
         workspace, hidden: hidden directory and name of the file, or a spare file to overwrite.
@@ -164,16 +165,14 @@ class DataFile:
         self._options = options
         self._filesystem = filesystem
         self._expected_size = layout.file_size(expected_tokens) if expected_tokens else 0
-        self._mutex = threading.Lock()  # guards the next two
         self._reserved = False
-        self._end = 0  # of what was written
         self._checksum = Checksums(layout.data_start) if options.checksum == "crc32c" else None
         self._direct_fd = -1
         self._scales: Scales | None = None
         self._place: tuple[Storage, str] | None  # its directory and its name there; None if it has left
         if isinstance(hidden, Spare):
             self._place = workspace, hidden.name
-            self._end, self.fd = hidden.size, hidden.fd  # `complete` cuts the rest off
+            self.fd = hidden.fd  # `complete` cuts off the bytes after the file
             return
         self._place = workspace, hidden
         self.fd = workspace.create(hidden, gid)
@@ -187,7 +186,7 @@ class DataFile:
         The first write reserves space for all expected rows. Raises OSError.
         """
         offset = self._layout.row_offset(first)
-        self._make_room(offset + data.nbytes)
+        self._reserve()
         is_direct = self._direct_fd >= 0 and is_aligned(data, offset, self._filesystem)
         fd = self._direct_fd if is_direct else self.fd
         if self._checksum is None:
@@ -208,7 +207,7 @@ class DataFile:
         Raises OSError.
         """
         begin, end = self._layout.data_start, self._layout.row_offset(num_rows)
-        self._make_room(end)
+        self._reserve()
         if self._checksum is not None:
             self._checksum.begin_write(begin, end - begin)
         source.copy_to(self.fd, begin, end - begin)
@@ -247,7 +246,7 @@ class DataFile:
         write_at(self.fd, tail, end)
         write_at(self.fd, memoryview(header), 0)
         self.size = self._layout.file_size(tokens)
-        if max(self._end, self._expected_size) > self.size:
+        if os.fstat(self.fd).st_size > self.size:
             os.ftruncate(self.fd, self.size)
         if self._options.durable:
             os.fdatasync(self.fd)
@@ -278,6 +277,7 @@ class DataFile:
         if self._place is not None:
             storage, name = self._place
             storage.unlink(name)
+            self._place = None
 
     def close(self) -> None:
         """Close the file if it is open.
@@ -292,16 +292,16 @@ class DataFile:
             if fds[1] >= 0:
                 os.close(fds[1])
 
-    def _make_room(self, end: int) -> None:
-        with self._mutex:
-            self._end = max(self._end, end)
-            if not self._reserved and self._expected_size and self._filesystem.reserves:
-                reserve(self.fd, self._expected_size)
-                if self._direct_fd >= 0:
-                    # ext4 writes rows after a reserved, unwritten page at half the speed: 4 MiB in
-                    # 4 ms instead of 2.
-                    write_at(self._direct_fd, memoryview(mmap.mmap(-1, self._layout.data_start)), 0)
-            self._reserved = True
+    def _reserve(self) -> None:
+        if self._reserved:
+            return
+        self._reserved = True
+        if self._expected_size and self._filesystem.reserves:
+            reserve(self.fd, self._expected_size)
+            if self._direct_fd >= 0:
+                # ext4 writes rows after a reserved, unwritten page at half the speed: 4 MiB in
+                # 4 ms instead of 2.
+                write_at(self._direct_fd, memoryview(mmap.mmap(-1, self._layout.data_start)), 0)
 
 
 def is_aligned(data: memoryview, offset: int, filesystem: Filesystem) -> bool:

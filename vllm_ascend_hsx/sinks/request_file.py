@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timezone
 from typing import Protocol
 
 from vllm_ascend_hsx._version import __version__
-from vllm_ascend_hsx.protocol.files import describe, write_at
+from vllm_ascend_hsx.protocol.files import OnError, describe, write_at
 from vllm_ascend_hsx.protocol.format import PRODUCER, FileLayout
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX, partial_name
@@ -80,9 +79,7 @@ class RequestFile(SinkFile):
         self._sink = sink
         self._row_bytes = sink.row_format.row_bytes
         self._encoder = encoder_for(sink.row_format)
-        self._mutex = threading.Lock()  # guards the next two
-        self._data: DataFile | None = None
-        self._withdrawn = False
+        self._data: DataFile | None = None  # made by the first write, which runs alone
 
     @property
     def layout(self) -> FileLayout:
@@ -163,32 +160,26 @@ class RequestFile(SinkFile):
         self._attempt("close the directory", lambda: self.session.leave(self.storage))
 
     def _made_data(self) -> DataFile:
-        """Return its hidden file, made by the first call.
-
-        Raises SinkError if it cannot be made, or `fail` was called before.
-        """
-        with self._mutex:
-            if self._withdrawn:
-                raise self._error("the file has failed")
-            if self._data is None:
-                try:
-                    self._data = self._sink.make_data(self)
-                except OSError as error:
-                    reason = self._describe("the file of its rows could not be created", error)
-                    raise self._error(reason) from error
-            return self._data
+        """Return its hidden file, made by the first call. Raises SinkError: it cannot be made."""
+        if self._data is None:
+            try:
+                self._data = self._sink.make_data(self)
+            except OSError as error:
+                reason = self._describe("the file of its rows could not be created", error)
+                raise self._error(reason) from error
+        return self._data
 
     def _withdraw(self) -> None:
         source, self.source = self.source, None
         if source is not None:
             source.release()
-        with self._mutex:
-            self._withdrawn = True
-            if self._data is not None:
-                self._attempt("remove its rows", self._data.withdraw)
+        if self._data is not None:
+            self._attempt("remove its rows", self._data.withdraw)
 
     def _close_data(self) -> None:
         if self._data is not None:
+            with OnError(self._data.close):
+                self._data.withdraw()  # the first write may have made it after a failure
             self._data.close()
 
     def _leave_reason(self, reason: str) -> None:

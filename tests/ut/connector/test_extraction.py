@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +36,21 @@ class StrictFile(SinkFile):
         self.may_commit.set()
         self._mutex = threading.Lock()
         self._writing: list[range] = []
+        self._has_rows = False
         self._written: set[int] = set()
 
     def write(self, first: int, rows: Rows) -> None:
         span = range(first, first + rows.nbytes // ROW)
         with self._mutex:
             self._require(not self.closed, "written after it was closed")
+            self._require(self._has_rows or not self._writing, "the first write is not alone")
             self._require(not any(set(span) & set(other) for other in self._writing), "rows of one position in flight twice")
             self._writing.append(span)
         self.write_begun.set()
         if first == 0:
             assert self.may_write.wait(10)
         with self._mutex:
+            self._has_rows = True
             self._writing.remove(span)
             self._written |= set(span)
 
@@ -97,6 +101,7 @@ class Life:
     def __init__(self, writers: ThreadPool) -> None:
         self.file = StrictFile()
         self.decided: list[str | None] = []
+        self.lander = threading.Lock()  # one thread lets jobs enter
         self.ended = threading.Semaphore(0)
         start = RequestStart("r", "r.safetensors", 0, np.arange(TOKENS, dtype=np.int64), False)
         stats = StatsRecorder(0, lambda: 0.0, lambda: 0, lambda: None)
@@ -108,17 +113,33 @@ class Life:
         return self
 
     def write(self, first: int, last: int) -> int:
-        return self.extraction.write(first, memoryview(bytes((last - first) * ROW)), 0.0)
+        """Write rows as the worker does: in this thread, or in a writer when the lane is free.
 
-    def write_in_turn(self, first: int, last: int) -> None:
-        """As the worker does: in this thread, or in a writer once the file is open."""
+        Return how many this thread wrote.
+        """
+        written: list[int] = []
 
         def job() -> list[Job]:
-            self.write(first, last)
-            return self.extraction.order.done((first, last))
+            count, jobs = self.extraction.write(first, memoryview(bytes((last - first) * ROW)), 0.0)
+            written.append(count)
+            return jobs
 
-        if self.extraction.order.begin((first, last), job):
-            assert job() == []
+        with self.lander:
+            enters = self.extraction.enter((first, last), job)
+            if self.extraction.is_complete():
+                assert not self.extraction.enter_end(self.extraction.complete)
+        if not enters:
+            return 0
+        run(job)
+        return written[0]
+
+    def end(self, aborted: bool) -> None:
+        """End the request, when all of its rows have entered the lane."""
+        job = partial(self.extraction.end, RequestEnd("r", aborted=aborted))
+        with self.lander:
+            enters = self.extraction.enter_end(job)
+        if enters:
+            run(job)
 
     def stop(self) -> None:
         self.extraction.give_up()
@@ -135,6 +156,13 @@ class Life:
         assert len(self.decided) <= 1
 
 
+def run(job: Job) -> None:
+    """Run a job, and those that it returns, as a thread of a pool does."""
+    ready = [job]
+    while ready:
+        ready += ready.pop(0)() or ()
+
+
 def in_thread(action: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=action)
     thread.start()
@@ -148,19 +176,33 @@ def writers() -> Iterator[ThreadPool]:
     assert pool.close(10)
 
 
-def test_the_last_write_in_flight_commits_even_if_the_rows_were_complete_before(writers: ThreadPool) -> None:
+def test_a_file_is_published_after_the_last_of_its_writes(writers: ThreadPool) -> None:
+    life = Life(writers).open()
+    life.write(4, 6)
+    life.file.may_write.clear()
+    first = in_thread(lambda: life.write(0, 4))
+    assert life.file.write_begun.wait(10)
+    life.write(6, 8)
+    assert life.file.ends == []
+    life.file.may_write.set()
+    first.join()
+    assert writers.wait(10)
+    life.check("commit")
+    assert life.decided == [None]
+
+
+def test_rows_that_are_computed_again_are_written_alone(writers: ThreadPool) -> None:
     life = Life(writers).open()
     life.write(0, 6)
     life.file.write_begun.clear()
     life.file.may_write.clear()
     again = in_thread(lambda: life.write(0, 4))
     assert life.file.write_begun.wait(10)
-    life.write(6, 8)
-    assert life.file.ends == []
+    assert life.write(6, 8) == 0, "it waits, although it is of other rows"
     life.file.may_write.set()
     again.join()
+    assert writers.wait(10)
     life.check("commit")
-    assert life.decided == [None]
 
 
 @pytest.mark.parametrize("stops", [False, True], ids=["fails", "server stops"])
@@ -215,7 +257,7 @@ def test_a_fault_that_is_no_sink_error_fails_its_file(writers: ThreadPool, monke
     assert life.decided == ["RuntimeError: a mistake"]
 
 
-def test_whoever_meets_a_file_is_ended_once_and_closed_by_the_last(writers: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_ends_once_and_is_closed_behind_its_last_write(writers: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = set()
     for turn in range(150):
         life = Life(writers)
@@ -224,7 +266,7 @@ def test_whoever_meets_a_file_is_ended_once_and_closed_by_the_last(writers: Thre
         barrier = threading.Barrier(5)
         actions: list[Callable[[], object]] = [
             life.open,
-            *(lambda span=span, life=life: life.write_in_turn(*span) for span in ((0, 3), (3, 8))),
+            *(lambda span=span, life=life: life.write(*span) for span in ((0, 3), (3, 8))),
             (lambda life=life: life.extraction.fail("late", "slow_storage")) if turn % 2 else (lambda: None),
             life.stop if turn % 3 == 0 else (lambda: None),
         ]
@@ -232,7 +274,7 @@ def test_whoever_meets_a_file_is_ended_once_and_closed_by_the_last(writers: Thre
         for thread in threads:
             thread.join(10)
         assert writers.wait(10)
-        life.extraction.end(RequestEnd("r", aborted=turn % 7 == 0))
+        life.end(aborted=turn % 7 == 0)
         life.stop()  # else a failure whose writer has not got there
         life.check("commit", "discard", "late", "no room", SERVER_STOPPED)
         ends.add(life.file.ends[0])

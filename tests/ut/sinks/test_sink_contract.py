@@ -119,9 +119,10 @@ def test_any_order_of_spans_with_repeats_and_rows_beyond_the_tokens_gives_the_ro
 def test_many_threads_write_one_request(case: SinkCase) -> None:
     tokens, threads, step = 17_000, 8, 50  # in Mooncake, of many chunks
     file, rows = case.open("wide"), finite_rows(0, tokens)
+    file.write(0, rows[:step])  # alone
 
     def write(rank: int) -> None:
-        for first in range(rank * step, tokens, threads * step):
+        for first in range((rank + 1) * step, tokens, threads * step):
             file.write(first, rows[first : first + step])
 
     run_threads(*(lambda rank=rank: write(rank) for rank in range(threads)))
