@@ -62,6 +62,19 @@ class Naming:
             error.filename = os.fspath(self._path)
 
 
+def open_name(path: str | os.PathLike[str], flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    """As os.open, but once more if the file was replaced on another machine (ESTALE).
+
+    The second call looks up the name anew.
+    """
+    try:
+        return os.open(path, flags, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno != errno.ESTALE:
+            raise
+    return os.open(path, flags, mode, dir_fd=dir_fd)
+
+
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
     """Return a descriptor of a regular file.
 
@@ -91,7 +104,7 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
             raise
         raise FileNotFoundError(errno.ENOENT, error.strerror, os.fspath(path)) from error
     # Non-blocking all the same: another process may replace the file between the two calls.
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    fd = open_name(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=dir_fd)
     with OnError(os.close, fd), Naming(path):
         _require_regular(path, os.fstat(fd))
     return fd

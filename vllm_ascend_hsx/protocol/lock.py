@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import OnError, link, read_bytes, write_at
+from vllm_ascend_hsx.protocol.files import OnError, link, open_name, read_bytes, write_at
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
@@ -36,12 +36,15 @@ class HeldLock:
     """An exclusive flock on the file `name` in the directory open at `dir_fd`.
 
     Call `release` or `remove` exactly once.
+
+    Attributes:
+        fd: the lock file.
     """
 
     def __init__(self, dir_fd: int, name: str, fd: int) -> None:
         self._dir_fd = dir_fd
         self._name = name
-        self._fd = fd
+        self.fd = fd
         self._status: os.stat_result | None = None  # of the open file, whose device and inode stay
 
     @classmethod
@@ -92,7 +95,7 @@ class HeldLock:
             FileExistsError: if the name exists.
             OSError: if it cannot be created, or its filesystem has no flock.
         """
-        fd = os.open(name, _CREATE, mode, dir_fd=dir_fd)
+        fd = open_name(name, _CREATE, mode, dir_fd=dir_fd)
         held = cls(dir_fd, name, fd)
         with OnError(held.remove):
             if flock_now(fd, fcntl.LOCK_EX) and has_name(fd, name, dir_fd):
@@ -109,7 +112,7 @@ class HeldLock:
         Raises OSError if it cannot be opened.
         """
         try:
-            fd = os.open(name, _OPEN, dir_fd=dir_fd)
+            fd = open_name(name, _OPEN, dir_fd=dir_fd)
         except FileNotFoundError:
             return None
         held = None
@@ -123,22 +126,22 @@ class HeldLock:
 
     def is_named(self) -> bool:
         """Return whether the lock file still has its name. Raises OSError."""
-        self._status = self._status or os.fstat(self._fd)
+        self._status = self._status or os.fstat(self.fd)
         return _is_named(self._name, self._status, self._dir_fd)
 
     def append(self, line: bytes) -> None:
         """Append to the lock file, all of the line or nothing. Raises OSError."""
-        size = os.fstat(self._fd).st_size
-        with OnError(os.ftruncate, self._fd, size):
-            write_at(self._fd, memoryview(line), size)
+        size = os.fstat(self.fd).st_size
+        with OnError(os.ftruncate, self.fd, size):
+            write_at(self.fd, memoryview(line), size)
 
     def content(self) -> bytes:
         """Return the content, limited to what a server would write. Raises OSError."""
-        return read_bytes(self._fd, min(os.fstat(self._fd).st_size, _CONTENT_MAX), 0)
+        return read_bytes(self.fd, min(os.fstat(self.fd).st_size, _CONTENT_MAX), 0)
 
     def release(self) -> None:
         """Wake the readers. The lock file is kept."""
-        unlock_and_close(self._fd)
+        unlock_and_close(self.fd)
 
     def remove(self) -> None:
         """Remove the lock file if it still has its name, and wake the readers."""
@@ -152,10 +155,10 @@ class HeldLock:
     @classmethod
     def _create_hidden(cls, workspace_fd: int, name: str, mode: int, gid: int) -> HeldLock:
         try:
-            fd = os.open(name, _CREATE, mode, dir_fd=workspace_fd)
+            fd = open_name(name, _CREATE, mode, dir_fd=workspace_fd)
         except FileExistsError:  # planted, or left by this server when it could not be removed
             os.unlink(name, dir_fd=workspace_fd)
-            fd = os.open(name, _CREATE, mode, dir_fd=workspace_fd)
+            fd = open_name(name, _CREATE, mode, dir_fd=workspace_fd)
         hidden = cls(workspace_fd, name, fd)
         with OnError(hidden.remove):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -178,7 +181,7 @@ class HeldLock:
     def _take_over(self, dir_fd: int, name: str) -> HeldLock | None:
         """Lock the file `name`, or replace it by this hidden lock. None: it is held or has gone."""
         try:
-            fd = os.open(name, _OPEN, dir_fd=dir_fd)
+            fd = open_name(name, _OPEN, dir_fd=dir_fd)
         except FileNotFoundError:
             return None
         except OSError:  # a symbolic link, a socket, or no permission: replace it
@@ -222,7 +225,7 @@ def locks_follow_links(dir_fd: int, name: str) -> bool:
         return False
     fd = -1
     try:
-        fd = os.open(other, _OPEN, dir_fd=dir_fd)
+        fd = open_name(other, _OPEN, dir_fd=dir_fd)
         return not flock_now(fd, fcntl.LOCK_SH)
     finally:
         if fd >= 0:

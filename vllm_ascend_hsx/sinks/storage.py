@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from vllm_ascend_hsx.protocol.files import OnError, describe, link, write_at
+from vllm_ascend_hsx.protocol.files import OnError, describe, link, open_name, write_at
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Storage:
         made = False
         for _ in range(_ATTEMPTS):
             try:
-                fd = os.open(name, DIRECTORY, dir_fd=self.fd)
+                fd = open_name(name, DIRECTORY, dir_fd=self.fd)
             except FileNotFoundError:
                 with suppress(FileExistsError):
                     os.mkdir(name, 0o700, dir_fd=self.fd)
@@ -95,7 +95,7 @@ class Storage:
 
         Its group is `gid`, or if that is -1, that of files made in this directory. Raises OSError.
         """
-        fd = os.open(name, _CREATE, self.file_mode, dir_fd=self.fd)
+        fd = open_name(name, _CREATE, self.file_mode, dir_fd=self.fd)
         with OnError(self.unlink, name), OnError(os.close, fd):
             if gid >= 0:
                 os.fchown(fd, -1, gid)
@@ -121,7 +121,7 @@ class Storage:
 
         Raises OSError if the filesystem has no O_DIRECT, or the name is now another file (ESTALE).
         """
-        direct_fd = os.open(name, _DIRECT, dir_fd=self.fd)
+        direct_fd = open_name(name, _DIRECT, dir_fd=self.fd)
         with OnError(os.close, direct_fd):
             if not os.path.sameopenfile(fd, direct_fd):
                 raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), name)
@@ -219,7 +219,7 @@ def open_folder(dir_fd: int, folder: str) -> Iterator[int]:
     """
     name, _, below = folder.partition("/")
     try:
-        fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
+        fd = open_name(name, DIRECTORY, dir_fd=dir_fd)
     except FileNotFoundError:
         yield -1
         return

@@ -107,7 +107,7 @@ def test_a_commit_that_removed_the_lock_file_would_break_readers(tmp_path: Path,
 
 def _remove_and_release(held: HeldLock) -> None:
     os.unlink(held._name, dir_fd=held._dir_fd)
-    lock_module.unlock_and_close(held._fd)
+    lock_module.unlock_and_close(held.fd)
 
 
 @pytest.mark.parametrize("end", ["fail", "discard"])

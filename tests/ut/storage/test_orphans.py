@@ -16,6 +16,7 @@ from sink_harness import FORMAT, MIB, dead_workspace, finite_rows, is_held, kill
 from tracing import Calls, Traced, trace
 
 from vllm_ascend_hsx.cli.clean import main as clean
+from vllm_ascend_hsx.protocol import files as files_module
 from vllm_ascend_hsx.protocol import lock as lock_module
 from vllm_ascend_hsx.protocol.errors import UserError
 from vllm_ascend_hsx.protocol.lock import HeldLock
@@ -304,7 +305,7 @@ def test_a_fault_while_cleaning_is_logged_and_the_next_start_goes_on(
     before = open_fds()
     with monkeypatch.context() as patch:
         patch.setattr("vllm_ascend_hsx.sinks.file.remove_orphans", remove_orphans)
-        for module in (orphans, lock_module, workspace_module):
+        for module in (orphans, files_module, lock_module, workspace_module):
             patch.setattr(module, "os", Traced(os, Calls(errno.EACCES, failing, when=lambda: cleaning)))
         with FileSink(tmp_path, FORMAT) as sink:
             assert "EACCES" in caplog.text
