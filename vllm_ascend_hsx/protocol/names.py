@@ -10,6 +10,7 @@ DATA_SUFFIX = ".safetensors"
 LOCK_SUFFIX = ".lock"
 ERROR_SUFFIX = ".error"
 PARTIAL_SUFFIX = ".partial"
+SERVER_LOCK = "lock"  # in a server's hidden directory
 TAR, INDEX, MANIFEST = ".tar", ".jsonl", ".json"  # a shard and the files beside it
 # A directory with shards has a file of this name: a reader that misses a file need not list the
 # directory to know that there are none.

@@ -35,6 +35,7 @@ from vllm_ascend_hsx.protocol.request_ids import belongs_to
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
+from vllm_ascend_hsx.reader.other_machines import OtherMachines
 from vllm_ascend_hsx.reader.shards import Place, member_problem
 from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, model_dtype, read_tensor
 
@@ -43,11 +44,17 @@ if TYPE_CHECKING:
 
 # Seconds in which another reader, which may try an exclusive lock, has let go of it.
 _MOMENT_S = 0.05
+_POLL_S = 0.5  # seconds between two looks for a file whose lock does not reach this machine
 _NOTHING = (
     "there are no hidden states, lock or error; was the request refused (see hidden_states_error in its response) "
     f"or aborted, did its server die, or were shards copied without {SHARDS_MARK}?"
 )
 _DIED = "the server died before the file was complete, or its storage took no reason: it left an unheld lock file and no data"
+_OUT_OF_REACH = (
+    "there is no file yet, its lock is free here, and so is that of a server on {}: locks do not reach the server's "
+    "machine, or it has just died. Mount the directory on both with flock and without localflock (Lustre), or with "
+    "local_lock=none and without nolock (NFS); `hsx doctor --out` names the mount option"
+)
 
 
 class HiddenStatesError(Exception):
@@ -127,7 +134,8 @@ def load(
     """Wait until the file of a request is complete, and load it.
 
     Sleeps until the server releases the file's lock: the file is complete, the request failed, or
-    the server died. A file without a lock is complete.
+    the server died. A file without a lock is complete. Locks of a server on another machine may not
+    reach this one. Therefore the file is waited for while such a server has a heartbeat.
 
     Args:
         path: the path from the response (`kv_transfer_params["hidden_states_path"]`).
@@ -148,7 +156,7 @@ def load(
             file is invalid or another request's, or it cannot be verified or differs from its
             checksum.
         ValueError: if the timeout is not a number of seconds.
-        TimeoutError: if the server is still writing.
+        TimeoutError: if the server is still writing, or may be on another machine.
         FileNotFoundError: if nothing is there: a wrong path, an aborted request, or a removed file.
         OSError: if the file, or an index that may have it, cannot be read, or memory is short.
     """
@@ -195,9 +203,11 @@ def open_stored(path: Path, timeout: float | None) -> Place:
     """Wait until a request is complete, and open its file or shard. Raises like `load`."""
     lock_path = _companion(path, LOCK_SUFFIX)
     deadline = deadline_after(timeout)
+    others: OtherMachines | None = None
     try:
         while True:
-            wait_until_released(lock_path, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            wait_until_released(lock_path, left)
             place = _stored(path)
             if place is None and not os.path.exists(lock_path):
                 place = _stored(path)  # it may have been published in between, and its lock removed
@@ -205,8 +215,14 @@ def open_stored(path: Path, timeout: float | None) -> Place:
                     raise FileNotFoundError(errno.ENOENT, _NOTHING, str(path))
             if place is not None:
                 return place
+            others = others or OtherMachines(path)
+            machine = others.living()  # first: no request may begin after the decision
             if is_left_over(lock_path, partial(is_decided, path)):
-                raise HiddenStatesError(path, _DIED)
+                if machine is None:
+                    raise HiddenStatesError(path, _DIED)
+                if left == 0:
+                    raise TimeoutError(f"{path}: {_OUT_OF_REACH.format(machine)}")
+                time.sleep(_POLL_S if left is None else min(_POLL_S, left))
             # Between two checks a server has started or finished the file.
     except NotAFileError as error:
         raise HiddenStatesError(path, error.reason) from error

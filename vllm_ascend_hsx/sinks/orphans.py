@@ -4,6 +4,8 @@
 * Unsealed shards with its token are sealed.
 * A free lock file without data or error is an orphan: of a dead server, or of a consumer that has
   removed the data.
+* A workspace of another machine is an orphan only if it has also had no heartbeat for some minutes.
+  Until then lock files without data stay, too: nothing tells which server made them.
 
 Every decision about a lock is carried out while that lock is held, because the next server, or
 another process that cleans up, may want the same name at the same time. Data, errors and their
@@ -25,11 +27,11 @@ import numpy as np
 
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, INDEX, LOCK_SUFFIX, TAR, token_of_workspace, workspace_name
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, INDEX, LOCK_SUFFIX, MAX_DEPTH, TAR, token_of_workspace, workspace_name
 from vllm_ascend_hsx.protocol.shard_index import INDEX_LARGEST
 from vllm_ascend_hsx.sinks.shard_file import recover_shard, unsealed_shards
 from vllm_ascend_hsx.sinks.storage import open_folder
-from vllm_ascend_hsx.sinks.workspace import Workspace
+from vllm_ascend_hsx.sinks.workspace import OutOfReachError, Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,8 @@ class Cleaning:
         self._tell = tell
         self._report = report
         self._cleaned: set[str] = set()
+        self._keeps_locks = False  # once a server was found that locks may not reach
+        self._has_looked_above = False
         self.servers = self.hidden = self.locks = self.errors = 0
         self.shards = self.requests = self.problems = 0
         self.first_problem = ""
@@ -204,7 +208,11 @@ class Cleaning:
     def _remove_locks(self, dir_fd: int, folder: str) -> list[str]:
         """Remove the locks without data in an open folder, once; return its workspaces' tokens."""
         tokens, lonely = _look(dir_fd)
-        if lonely and folder not in self._cleaned:
+        self._keeps_locks = self._keeps_locks or _any_out_of_reach(dir_fd, tokens)
+        if lonely and not self._has_looked_above:
+            self._has_looked_above = True
+            self._keeps_locks = self._keeps_locks or self._is_below_another()
+        if lonely and not self._keeps_locks and folder not in self._cleaned:
             with os.scandir(dir_fd) as entries:
                 names = (each.name for each in entries if each.name.endswith(_DATA_LOCK))
                 locks = [name for name in names if hash(name.removesuffix(LOCK_SUFFIX)) in lonely]
@@ -213,6 +221,14 @@ class Cleaning:
                     self._remove_lock(dir_fd, folder, name)
         self._cleaned.add(folder)
         return tokens
+
+    def _is_below_another(self) -> bool:
+        """Return whether the directory is below that of a server which locks may not reach."""
+        for depth in range(1, MAX_DEPTH + 1):
+            with suppress(OSError), open_folder(self._dir_fd, "/".join([".."] * depth)) as dir_fd:
+                if _any_out_of_reach(dir_fd, _look(dir_fd)[0]):
+                    return True
+        return False
 
     def _remove_lock(self, dir_fd: int, folder: str, name: str) -> None:
         held = HeldLock.adopt(dir_fd, name)
@@ -281,6 +297,20 @@ def _look(dir_fd: int) -> tuple[list[str], set[int]]:
                 decided.append(hash(name.removesuffix(ERROR_SUFFIX)))
     lonely = np.setdiff1d(np.frombuffer(locked, np.int64), np.frombuffer(decided, np.int64))
     return tokens, set(lonely.tolist())
+
+
+def _any_out_of_reach(dir_fd: int, tokens: list[str]) -> bool:
+    """Return whether one of the servers with these tokens may live although its lock is free."""
+    for token in tokens:
+        try:
+            workspace = Workspace.adopt(dir_fd, token, remove_empty=False)
+        except OutOfReachError:
+            return True
+        except OSError:  # noted when it is cleaned up
+            continue
+        if workspace is not None:
+            workspace.leave()
+    return False
 
 
 def _errors(dir_fd: int) -> list[str]:

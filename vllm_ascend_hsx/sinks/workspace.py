@@ -6,23 +6,31 @@ import errno
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
+from vllm_ascend_hsx.protocol.files import OnError, open_name
+from vllm_ascend_hsx.protocol.heartbeat import BEAT_S, beat_elsewhere, host_line, is_recent
 from vllm_ascend_hsx.protocol.lock import HeldLock, locks_follow_links
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, path_refusal, workspace_name
+from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, SERVER_LOCK, path_refusal, workspace_name
 from vllm_ascend_hsx.sinks.storage import DIRECTORY
 
-LOCK = "lock"
+LOCK = SERVER_LOCK
 _ATTEMPTS = 8  # to make one; one is lost if a cleaning process takes it before it is locked
+
+
+class OutOfReachError(OSError):
+    """The lock of a server on another machine is free here, but its heartbeat is recent."""
 
 
 class Workspace:
     """A hidden directory in which files are made, to be renamed to their place.
 
     The kernel releases the lock however the server dies: a directory whose lock is free is an
-    orphan. The lock file names the folders in which the server has made locks of requests, one per
-    line.
+    orphan. A server on another machine, which the lock may not reach, must also have had no
+    heartbeat for some minutes. The lock file names the machine, and then the folders in which the
+    server has made locks of requests, one per line.
 
     Attributes:
         token: part of its name.
@@ -37,6 +45,8 @@ class Workspace:
         self._parent_fd = parent_fd
         self._lock = lock
         self._folders: set[str] = set()
+        self._heart: threading.Thread | None = None
+        self._left = threading.Event()
         self.locks_follow_links = False
 
     @classmethod
@@ -65,7 +75,7 @@ class Workspace:
         name = workspace_name(token, use_lock)
         mode = stat.S_IMODE(os.fstat(parent_fd).st_mode) | stat.S_IRWXU
         os.mkdir(name, mode, dir_fd=parent_fd)
-        fd = os.open(name, DIRECTORY, dir_fd=parent_fd)
+        fd = open_name(name, DIRECTORY, dir_fd=parent_fd)
         made = None
         try:
             if (os.fstat(fd).st_mode ^ mode) & 0o777:  # the umask
@@ -74,6 +84,8 @@ class Workspace:
             if lock is not None or not use_lock:
                 made = cls(parent_fd, name, token, fd, lock)
                 made.locks_follow_links = use_lock and locks_follow_links(fd, LOCK)
+                if lock is not None:
+                    made._start_heartbeat(lock)
             return made
         except OSError:
             with suppress(OSError):
@@ -93,15 +105,17 @@ class Workspace:
         `remove_empty` removes an empty directory without a lock: its server died before it made
         one, or is about to make another directory.
 
-        Raises OSError if the directory cannot be opened, or has files and no lock. Somebody has
-        removed the lock, so nothing shows whether the server lives.
+        Raises:
+            OutOfReachError: if the server may live on a machine that its lock does not reach.
+            OSError: if the directory cannot be opened, or has files and no lock. Somebody has
+                removed the lock, so nothing shows whether the server lives.
         """
         name = workspace_name(token)
         try:
-            fd = os.open(name, DIRECTORY, dir_fd=parent_fd)
+            fd = open_name(name, DIRECTORY, dir_fd=parent_fd)
         except FileNotFoundError:
             return None
-        lock = None
+        adopted = None
         try:
             lock = HeldLock.adopt(fd, LOCK)
             if lock is None and LOCK not in (files := os.listdir(fd)):
@@ -110,9 +124,13 @@ class Workspace:
                     raise OSError(errno.ENOLCK, problem)
                 if remove_empty:
                     _remove_empty(name, parent_fd)
-            return None if lock is None else cls(parent_fd, name, token, fd, lock)
+            if lock is not None:
+                with OnError(lock.release):
+                    _require_no_heartbeat(lock, fd)
+                adopted = cls(parent_fd, name, token, fd, lock)
+            return adopted
         finally:
-            if lock is None:
+            if adopted is None:
                 os.close(fd)
 
     def is_locked(self) -> bool:
@@ -145,6 +163,7 @@ class Workspace:
 
     def remove(self) -> None:
         """Remove the directory with all its files, and close it. Raises OSError: it stays."""
+        self._stop_heartbeat()
         try:
             for name in self.files():
                 with suppress(FileNotFoundError):
@@ -163,11 +182,41 @@ class Workspace:
 
     def leave(self) -> None:
         """Close the directory and leave its files to the next server."""
+        self._stop_heartbeat()
         try:
             if self._lock is not None:
                 self._lock.release()
         finally:
             os.close(self.fd)
+
+    def _start_heartbeat(self, lock: HeldLock) -> None:
+        """Name this machine in the lock file, and touch the file every BEAT_S seconds."""
+
+        def beat() -> None:
+            while not self._left.wait(BEAT_S):
+                with suppress(OSError):  # storage that hangs or fails; other servers see no heartbeat
+                    os.utime(lock.fd)
+
+        with suppress(OSError):  # no space: without the name, the lock alone decides
+            lock.append(host_line(lock.fd))
+        self._heart = threading.Thread(target=beat, name="hsx-heartbeat", daemon=True)
+        self._heart.start()
+
+    def _stop_heartbeat(self) -> None:
+        self._left.set()
+        if self._heart is not None:
+            self._heart.join()  # it must not touch a descriptor that is closed
+
+
+def _require_no_heartbeat(lock: HeldLock, workspace_fd: int) -> None:
+    """Raise OutOfReachError if the server of a free lock may live on another machine."""
+    beat = beat_elsewhere(lock.fd)
+    if beat is not None and is_recent(beat, workspace_fd):
+        problem = (
+            f"its lock is free here, but its server had a heartbeat on {beat.machine} a few minutes ago: "
+            "it has just died, or locks do not reach this machine"
+        )
+        raise OutOfReachError(errno.ENOLCK, problem)
 
 
 def _remove_empty(name: str, parent_fd: int) -> None:

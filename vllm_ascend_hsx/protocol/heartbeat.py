@@ -1,0 +1,78 @@
+"""The heartbeat of a server, for machines that its locks do not reach.
+
+Lustre with localflock, NFS with nolock, and some other filesystems grant a flock on each machine
+alone. A server therefore names its machine in its lock file, and touches that file while it lives.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_ascend_hsx.protocol.names import printable
+
+BEAT_S = 30.0  # seconds between two heartbeats
+# A server whose heartbeat is older is dead. Longer than the largest storage_timeout_s: storage that
+# hangs stops the heartbeat, too.
+RECENT_S = 300.0
+_HOST = ".host="  # a folder below the storage directory cannot have such a name
+_LINE = 256  # most bytes of the line, and of what is read of it
+
+
+class Beat(NamedTuple):
+    """The last heartbeat of a server.
+
+    Attributes:
+        machine: name of its machine.
+        at_ns: modification time of its lock file, by the clock of the filesystem.
+    """
+
+    machine: str
+    at_ns: int
+
+
+@cache
+def boot_id() -> str:
+    """Return an id of the running kernel, which its containers share."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def host_line(fd: int) -> bytes:
+    """Return the line that names the machine of a server in its lock file, open at `fd`."""
+    return f"{_host(fd)} {socket.gethostname()}"[: _LINE - 1].encode() + b"\n"
+
+
+def beat_elsewhere(fd: int) -> Beat | None:
+    """Return the heartbeat of a server that the lock file open at `fd` says nothing about.
+
+    Returns None if the server sees the file through the kernel and the mount of this process, or
+    names no machine. Then its lock decides whether it lives.
+
+    Raises OSError.
+    """
+    line = os.pread(fd, _LINE, 0).partition(b"\n")[0].decode(errors="replace")
+    host, _, machine = line.partition(" ")
+    if not host.startswith(_HOST) or host == _host(fd):
+        return None
+    return Beat(printable(machine), os.fstat(fd).st_mtime_ns)
+
+
+def is_recent(beat: Beat, workspace_fd: int) -> bool:
+    """Return whether a server was alive within the last RECENT_S seconds.
+
+    Touches the server's hidden directory to read the clock of the filesystem. Raises OSError.
+    """
+    os.utime(workspace_fd)
+    return os.fstat(workspace_fd).st_mtime_ns - beat.at_ns < RECENT_S * 1e9
+
+
+def _host(fd: int) -> str:
+    # Two mounts of one filesystem have two device numbers. A flock on the one may not be seen on
+    # the other, also on one machine.
+    return f"{_HOST}{boot_id()}:{os.fstat(fd).st_dev}"
