@@ -20,6 +20,7 @@ from vllm_ascend_hsx.reader.load import remove
 from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.file import FileSink
+from vllm_ascend_hsx.sinks.mounts import kind_of, mount_of, mounted_locks
 
 TOPIC = "storage"
 WRITTEN = 256 << 20  # bytes of the file whose write is timed
@@ -52,6 +53,8 @@ def check_storage(
         way = ", ".join(("with locks" if options.use_lock else "without locks", options.io, f"durability {options.durability}"))
         yield Finding(TOPIC, "directory", "ok", f"{directory}{was}: files can be made there, {way}")
         yield _filesystem(directory, root)
+        if options.use_lock and (local := mounted_locks(directory, root)):
+            yield Finding(TOPIC, "locks", "note", local.problem, local.remedy)
         try:
             free = _free(directory)
             yield _space(directory, free, row_format)
@@ -67,14 +70,8 @@ def check_storage(
 
 def filesystem_of(directory: Path, root: Path = Path("/")) -> str:
     """Return a directory's filesystem, such as "ext4", from mountinfo (proc_pid_mountinfo(5))."""
-    path = os.path.realpath(directory)
-    best, kind = -1, "unknown"
-    for line in (root / "proc/self/mountinfo").read_text().splitlines():
-        mount, _, rest = line.partition(" - ")
-        point = mount.split()[4].encode().decode("unicode_escape")  # a space in it is \040
-        if len(point) >= best and (path == point or path.startswith(point.rstrip("/") + "/")):
-            best, kind = len(point), rest.split()[0]  # a later mount at the same point is on top
-    return kind
+    line = mount_of(directory, root)
+    return kind_of(line) if line else "unknown"
 
 
 def _filesystem(directory: Path, root: Path) -> Finding:

@@ -18,6 +18,7 @@ from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.sinks.data_file import FileOptions, Filesystem
 from vllm_ascend_hsx.sinks.member_names import MemberNames
+from vllm_ascend_hsx.sinks.mounts import mounted_locks
 from vllm_ascend_hsx.sinks.storage import SpareDescriptors, Storage, is_in_memory, open_folder, reserve
 from vllm_ascend_hsx.sinks.workspace import Workspace
 
@@ -254,6 +255,8 @@ class Session:
 def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) -> Filesystem:
     """Create the directory if necessary, and try in it what a request will need.
 
+    Logs a warning if locks may not reach other machines.
+
     Args:
         path: the directory, as for Session.
         use_lock: refuse a filesystem without flock.
@@ -263,6 +266,8 @@ def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) 
         UserError: if a file cannot be published there.
     """
     io: Literal["direct", "buffered"] = "direct" if direct else "buffered"
+    if use_lock and (local := mounted_locks(path)):
+        logger.warning("%s: %s. %s", path, local.problem, local.remedy)
     session = Session(path, FileOptions(use_lock=use_lock, io=io))
     try:
         session.try_file()

@@ -1,0 +1,77 @@
+"""The mount of a storage directory, and whether its locks hold on each machine alone."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_LUSTRE = "Mount it with flock and without localflock on every machine that shares it."
+_NFS = "Mount it with local_lock=none and without nolock on every machine that shares it."
+_TRY = (
+    "Try it: run `flock FILE sleep 60` on one machine and `flock -n FILE true; echo $?` on another, with one FILE in this "
+    "directory. 1 means that locks reach the other machine, 0 that they do not."
+)
+
+
+class LocalLocks(NamedTuple):
+    """Why locks of a mount may not reach other machines.
+
+    Attributes:
+        problem: the filesystem and the option.
+        remedy: one or two sentences.
+    """
+
+    problem: str
+    remedy: str
+
+
+def local_locks(line: str) -> LocalLocks | None:
+    """Return why locks may hold on each machine alone, or None if nothing is known against them.
+
+    Args:
+        line: of mountinfo (proc_pid_mountinfo(5)).
+
+    Raises IndexError if the line has fewer fields.
+    """
+    kind, options = kind_of(line), {*line.split()[5].split(","), *line.split()[-1].split(",")}
+    wrong, remedy = "", _LUSTRE
+    if kind == "lustre":
+        wrong = "with localflock" if "localflock" in options else "" if "flock" in options else "without flock"
+    elif kind == "nfs":  # version 3; nfs4 has no such options
+        local = options & {"nolock", "local_lock=flock", "local_lock=all"}
+        wrong, remedy = "with " + " and ".join(sorted(local)) if local else "", _NFS
+    elif kind in ("gpfs", "fuse") or kind.startswith("fuse."):
+        return LocalLocks(f"{kind} may keep locks on each machine alone", _TRY)
+    return LocalLocks(f"{kind} is mounted {wrong}: locks hold on each machine alone", remedy) if wrong else None
+
+
+def mounted_locks(directory: Path, root: Path = Path("/")) -> LocalLocks | None:
+    """As `local_locks`, of a directory's mount. Returns None if that is unknown."""
+    with suppress(OSError, IndexError):
+        return local_locks(mount_of(directory, root))
+    return None
+
+
+def kind_of(line: str) -> str:
+    """Return the filesystem, such as "ext4", of a line of mountinfo. Raises IndexError."""
+    return line.partition(" - ")[2].split()[0]
+
+
+def mount_of(directory: Path, root: Path = Path("/")) -> str:
+    """Return the line of mountinfo of a directory's mount, or "" if there is none.
+
+    Args:
+        directory: links on the way to it are followed.
+        root: directory that contains /proc.
+
+    Raises OSError, or IndexError for a line with fewer fields.
+    """
+    path = os.path.realpath(directory)
+    best, found = -1, ""
+    for line in (root / "proc/self/mountinfo").read_text().splitlines():
+        point = line.split()[4].encode().decode("unicode_escape")  # a space in it is \040
+        if len(point) >= best and (path == point or path.startswith(point.rstrip("/") + "/")):
+            best, found = len(point), line  # a later mount at the same point is on top
+    return found
