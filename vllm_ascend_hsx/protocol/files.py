@@ -62,7 +62,9 @@ class Naming:
             error.filename = os.fspath(self._path)
 
 
-def open_name(path: str | os.PathLike[str], flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+def open_name(
+    path: str | os.PathLike[str], flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+) -> int:
     """As os.open, but once more if the file was replaced on another machine (ESTALE).
 
     The second call looks up the name anew.

@@ -51,9 +51,10 @@ _NOTHING = (
 )
 _DIED = "the server died before the file was complete, or its storage took no reason: it left an unheld lock file and no data"
 _OUT_OF_REACH = (
-    "there is no file yet, its lock is free here, and so is that of a server on {}: locks do not reach the server's "
-    "machine, or it has just died. Mount the directory on both with flock and without localflock (Lustre), or with "
-    "local_lock=none and without nolock (NFS); `hsx doctor --out` names the mount option"
+    "there is no file yet, its lock is free here, and so is that of a server on {}: locks do not "
+    "reach the server's machine, or it has just died. Mount the directory on both with flock and "
+    "without localflock (Lustre), or with local_lock=none and without nolock (NFS); `hsx doctor "
+    "--out` names the mount option"
 )
 
 

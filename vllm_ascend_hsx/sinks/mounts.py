@@ -7,11 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+_ALONE = "locks hold on each machine alone"
 _LUSTRE = "Mount it with flock and without localflock on every machine that shares it."
 _NFS = "Mount it with local_lock=none and without nolock on every machine that shares it."
 _TRY = (
-    "Try it: run `flock FILE sleep 60` on one machine and `flock -n FILE true; echo $?` on another, with one FILE in this "
-    "directory. 1 means that locks reach the other machine, 0 that they do not."
+    "Try it: run `flock FILE sleep 60` on one machine and `flock -n FILE true; echo $?` on "
+    "another, with one FILE in this directory. 1 means that locks reach the other machine, 0 that "
+    "they do not."
 )
 
 
@@ -36,15 +38,16 @@ def local_locks(line: str) -> LocalLocks | None:
     Raises IndexError if the line has fewer fields.
     """
     kind, options = kind_of(line), {*line.split()[5].split(","), *line.split()[-1].split(",")}
-    wrong, remedy = "", _LUSTRE
-    if kind == "lustre":
-        wrong = "with localflock" if "localflock" in options else "" if "flock" in options else "without flock"
-    elif kind == "nfs":  # version 3; nfs4 has no such options
-        local = options & {"nolock", "local_lock=flock", "local_lock=all"}
-        wrong, remedy = "with " + " and ".join(sorted(local)) if local else "", _NFS
-    elif kind in ("gpfs", "fuse") or kind.startswith("fuse."):
+    local = " and ".join(sorted(options & {"nolock", "local_lock=flock", "local_lock=all"}))
+    if kind == "lustre" and "localflock" in options:
+        return LocalLocks(f"lustre is mounted with localflock: {_ALONE}", _LUSTRE)
+    if kind == "lustre" and "flock" not in options:
+        return LocalLocks(f"lustre is mounted without flock: {_ALONE}", _LUSTRE)
+    if kind == "nfs" and local:  # version 3; nfs4 has no such options
+        return LocalLocks(f"nfs is mounted with {local}: {_ALONE}", _NFS)
+    if kind in ("gpfs", "fuse") or kind.startswith("fuse."):
         return LocalLocks(f"{kind} may keep locks on each machine alone", _TRY)
-    return LocalLocks(f"{kind} is mounted {wrong}: locks hold on each machine alone", remedy) if wrong else None
+    return None
 
 
 def mounted_locks(directory: Path, root: Path = Path("/")) -> LocalLocks | None:

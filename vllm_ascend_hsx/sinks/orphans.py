@@ -27,7 +27,16 @@ import numpy as np
 
 from vllm_ascend_hsx.protocol.files import describe
 from vllm_ascend_hsx.protocol.lock import HeldLock
-from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, INDEX, LOCK_SUFFIX, MAX_DEPTH, TAR, token_of_workspace, workspace_name
+from vllm_ascend_hsx.protocol.names import (
+    DATA_SUFFIX,
+    ERROR_SUFFIX,
+    INDEX,
+    LOCK_SUFFIX,
+    MAX_DEPTH,
+    TAR,
+    token_of_workspace,
+    workspace_name,
+)
 from vllm_ascend_hsx.protocol.shard_index import INDEX_LARGEST
 from vllm_ascend_hsx.sinks.shard_file import recover_shard, unsealed_shards
 from vllm_ascend_hsx.sinks.storage import open_folder

@@ -194,7 +194,7 @@ class Workspace:
 
         def beat() -> None:
             while not self._left.wait(BEAT_S):
-                with suppress(OSError):  # storage that hangs or fails; other servers see no heartbeat
+                with suppress(OSError):  # storage that fails
                     os.utime(lock.fd)
 
         with suppress(OSError):  # no space: without the name, the lock alone decides
@@ -213,8 +213,8 @@ def _require_no_heartbeat(lock: HeldLock, workspace_fd: int) -> None:
     beat = beat_elsewhere(lock.fd)
     if beat is not None and is_recent(beat, workspace_fd):
         problem = (
-            f"its lock is free here, but its server had a heartbeat on {beat.machine} a few minutes ago: "
-            "it has just died, or locks do not reach this machine"
+            f"its lock is free here, but its server had a heartbeat on {beat.machine} a few "
+            "minutes ago: it has just died, or locks do not reach this machine"
         )
         raise OutOfReachError(errno.ENOLCK, problem)
 

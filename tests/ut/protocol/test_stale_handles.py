@@ -47,7 +47,9 @@ def adopt(directory: Path, fd: int) -> None:
 USES: dict[str, Callable[[Path, int], object]] = {
     "a reader opens a file": lambda directory, fd: os.close(open_regular(directory / "lock")),
     "a reader reads a file": lambda directory, fd: read_regular(directory / "lock"),
-    "a server opens a file": lambda directory, fd: os.close(open_name("lock", os.O_RDONLY, dir_fd=fd)),
+    "a server opens a file": lambda directory, fd: os.close(
+        open_name("lock", os.O_RDONLY, dir_fd=fd)
+    ),
     "a server makes a file": lambda directory, fd: os.close(Storage(fd, 0o640).create("new")),
     "a server enters a folder": enter,
     "a server looks into a folder": look,
@@ -56,7 +58,9 @@ USES: dict[str, Callable[[Path, int], object]] = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_stale_name_is_opened_once_more_and_no_further_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str) -> None:
+def test_a_stale_name_is_opened_once_more_and_no_further_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use: str
+) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "lock").touch()
     fd = os.open(tmp_path, DIRECTORY)

@@ -16,16 +16,31 @@ NFS = "vers=3,rsize=1048576,hard,proto=tcp,sec=sys,mountproto=udp"
 LOCAL = "locks hold on each machine alone"
 TABLE = {
     "lustre flock": ("lustre 10.0.0.1@tcp:/fs rw,flock,lazystatfs", None),
-    "lustre localflock": ("lustre 10.0.0.1@tcp:/fs rw,localflock,lazystatfs", f"lustre is mounted with localflock: {LOCAL}"),
-    "lustre, neither": ("lustre 10.0.0.1@tcp:/fs rw,lazystatfs", f"lustre is mounted without flock: {LOCAL}"),
+    "lustre localflock": (
+        "lustre 10.0.0.1@tcp:/fs rw,localflock,lazystatfs",
+        f"lustre is mounted with localflock: {LOCAL}",
+    ),
+    "lustre, neither": (
+        "lustre 10.0.0.1@tcp:/fs rw,lazystatfs",
+        f"lustre is mounted without flock: {LOCAL}",
+    ),
     "nfs": (f"nfs host:/export rw,{NFS},local_lock=none,addr=10.0.0.1", None),
-    "nfs local flock": (f"nfs host:/export rw,{NFS},local_lock=flock", f"nfs is mounted with local_lock=flock: {LOCAL}"),
+    "nfs local flock": (
+        f"nfs host:/export rw,{NFS},local_lock=flock",
+        f"nfs is mounted with local_lock=flock: {LOCAL}",
+    ),
     "nfs local posix": (f"nfs host:/export rw,{NFS},local_lock=posix", None),
-    "nfs nolock": (f"nfs host:/export rw,{NFS},nolock,local_lock=all", f"nfs is mounted with local_lock=all and nolock: {LOCAL}"),
+    "nfs nolock": (
+        f"nfs host:/export rw,{NFS},nolock,local_lock=all",
+        f"nfs is mounted with local_lock=all and nolock: {LOCAL}",
+    ),
     "nfs4": ("nfs4 host:/ rw,vers=4.2,local_lock=none", None),
     "gpfs": ("gpfs /dev/gpfs0 rw,relatime", "gpfs may keep locks on each machine alone"),
     "fuse": ("fuse /dev/fuse rw,user_id=0", "fuse may keep locks on each machine alone"),
-    "fuse.sshfs": ("fuse.sshfs host:/ rw,user_id=0", "fuse.sshfs may keep locks on each machine alone"),
+    "fuse.sshfs": (
+        "fuse.sshfs host:/ rw,user_id=0",
+        "fuse.sshfs may keep locks on each machine alone",
+    ),
     "a disk by FUSE": ("fuseblk /dev/sdb1 rw,user_id=0", None),
     "ext4": ("ext4 /dev/sda rw,errors=remount-ro", None),
 }
@@ -42,12 +57,17 @@ def mountinfo(root: Path, *lines: str) -> Path:
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_a_mount_whose_locks_stay_on_its_machine_is_named_with_its_option_and_the_remedy(case: str) -> None:
+def test_a_mount_whose_locks_stay_on_its_machine_is_named_with_its_option_and_the_remedy(
+    case: str,
+) -> None:
     mount, problem = TABLE[case]
     found = local_locks(line_of(mount))
     assert (found and found.problem) == problem
     if found is not None:
-        remedy = {"lustre": "with flock and without localflock", "nfs": "local_lock=none and without nolock"}.get(mount.split()[0])
+        remedy = {
+            "lustre": "with flock and without localflock",
+            "nfs": "local_lock=none and without nolock",
+        }.get(mount.split()[0])
         assert (remedy or "`flock -n FILE true; echo $?`") in found.remedy
 
 
@@ -55,7 +75,9 @@ def test_an_option_of_the_mount_point_counts_like_one_of_the_filesystem() -> Non
     assert local_locks("36 35 0:98 / /data rw,flock - lustre mgs:/fs rw") is None
 
 
-def test_the_mount_of_a_directory_is_the_innermost_and_unknown_without_mountinfo(tmp_path: Path) -> None:
+def test_the_mount_of_a_directory_is_the_innermost_and_unknown_without_mountinfo(
+    tmp_path: Path,
+) -> None:
     inner = line_of(TABLE["lustre localflock"][0], "/data/rows")
     root = mountinfo(tmp_path, line_of("ext4 /dev/sda rw", "/"), line_of("ext4 /dev/sdb rw"), inner)
     assert mount_of(Path("/data/rows/today"), root) == inner
@@ -69,9 +91,15 @@ def test_the_mount_of_a_directory_is_the_innermost_and_unknown_without_mountinfo
 def test_a_server_that_starts_names_the_mount_option_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(directory_module, "mounted_locks", lambda path: LocalLocks("nfs is mounted with nolock", "Mount it without."))
+    monkeypatch.setattr(
+        directory_module,
+        "mounted_locks",
+        lambda path: LocalLocks("nfs is mounted with nolock", "Mount it without."),
+    )
     check_directory(tmp_path)
-    assert [record.getMessage() for record in caplog.records] == [f"{tmp_path}: nfs is mounted with nolock. Mount it without."]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path}: nfs is mounted with nolock. Mount it without."
+    ]
     check_directory(tmp_path, use_lock=False)
     assert len(caplog.records) == 1
 
@@ -79,6 +107,10 @@ def test_a_server_that_starts_names_the_mount_option_once(
 @pytest.mark.parametrize("use_lock", [True, False])
 def test_the_doctor_names_the_mount_option(tmp_path: Path, use_lock: bool) -> None:
     root = mountinfo(tmp_path / "root", line_of(TABLE["lustre localflock"][0], "/"))
-    found = check_storage(tmp_path / "rows", FileOptions(use_lock=use_lock), num_bytes=1 << 20, root=root)
+    found = check_storage(
+        tmp_path / "rows", FileOptions(use_lock=use_lock), num_bytes=1 << 20, root=root
+    )
     locks = [each for each in found if each.name == "locks"]
-    assert [(each.verdict, each.found) for each in locks] == ([("note", TABLE["lustre localflock"][1])] if use_lock else [])
+    assert [(each.verdict, each.found) for each in locks] == (
+        [("note", TABLE["lustre localflock"][1])] if use_lock else []
+    )

@@ -86,9 +86,15 @@ def no_flock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(code: str, *arguments: object, **environ: object) -> subprocess.Popen[str]:
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **{name: str(value) for name, value in environ.items()}}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        **{name: str(value) for name, value in environ.items()},
+    }
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], env=variables, text=True, **pipes)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)], env=variables, text=True, **pipes
+    )
 
 
 @pytest.fixture
@@ -152,14 +158,19 @@ def test_a_file_of_a_server_on_another_machine_is_waited_for(
 def test_a_reader_whose_time_is_over_says_that_locks_do_not_reach_the_servers_machine(
     server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
 ) -> None:
-    with run(READER, tmp_path, 1, 3, LD_PRELOAD=no_flock) as reader:  # longer than a server is alive without heartbeats
+    with run(
+        READER, tmp_path, 1, 3, LD_PRELOAD=no_flock
+    ) as reader:  # longer than a server is alive without heartbeats
         output = reader.communicate()[0]
     assert "TimeoutError" in output
     assert f"server on {socket.gethostname()}: locks do not reach the server's machine" in output
     server.kill()
     server.wait()
     with run(READER, tmp_path, 1, 60, LD_PRELOAD=no_flock) as reader:
-        assert "HiddenStatesError" in (output := reader.communicate()[0]) and "the server died" in output
+        assert (
+            "HiddenStatesError" in (output := reader.communicate()[0])
+            and "the server died" in output
+        )
 
 
 def test_a_server_of_another_machine_is_cleaned_up_after_some_minutes_without_a_heartbeat(
@@ -219,7 +230,9 @@ def test_a_server_on_another_mount_of_this_machine_is_one_on_another_machine(
     assert everything(tmp_path) == before
 
 
-def test_a_heartbeat_touches_the_lock_until_the_server_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_touches_the_lock_until_the_server_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(workspace, "BEAT_S", 0.01)
     with FileSink(tmp_path, FORMAT) as sink:
         lock = tmp_path / workspace_name(sink.token) / LOCK
@@ -236,7 +249,9 @@ def test_a_heartbeat_that_storage_delays_for_as_long_as_a_step_waits_is_recent()
     assert heartbeat.RECENT_S > LONGEST_WAIT_S + heartbeat.BEAT_S
 
 
-def test_a_full_disk_does_not_keep_a_server_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_does_not_keep_a_server_from_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def is_full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
