@@ -266,10 +266,10 @@ def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) 
         UserError: if a file cannot be published there.
     """
     io: Literal["direct", "buffered"] = "direct" if direct else "buffered"
-    if use_lock and (local := mounted_locks(path)):
-        logger.warning("%s: %s. %s", path, local.problem, local.remedy)
     session = Session(path, FileOptions(use_lock=use_lock, io=io))
     try:
+        if use_lock and (local := mounted_locks(path)):
+            logger.warning("%s: %s. %s", path, local.problem, local.remedy)
         session.try_file()
         return session.filesystem
     finally:
