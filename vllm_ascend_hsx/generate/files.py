@@ -75,7 +75,7 @@ class RowFiles:
             found = self._examine(row, identity, expected, is_asked)
         except RequestError as error:
             if error.failure not in MAY_HAVE_FILE:
-                self._remove(row, error)
+                self.discard(row, error)
             raise
         if is_asked:
             with suppress(OSError):  # the row is right; `remove_companions` tries again, and reports it
@@ -132,10 +132,11 @@ class RowFiles:
         remedy = "nothing was changed: name the right --output, or remove the wrong files"
         raise InputError(f"{found.path} is a row of another server than the ledger says: {changes}; {remedy}")
 
-    def _remove(self, row: int, wrong: RequestError) -> None:
-        """Remove a wrong file, once no server writes it; `wrong` says if that fails.
+    def discard(self, row: int, wrong: RequestError) -> None:
+        """Remove a wrong file, once no server writes it: a server would refuse its name.
 
-        Raises RunError if the output directory is another one now: the file is another run's.
+        `wrong` says if that fails. Raises RunError if the output directory is another one now,
+        because the file is another run's.
         """
         self._ledger.require_in_place()
         try:

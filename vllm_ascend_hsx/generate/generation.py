@@ -210,7 +210,9 @@ class Generation:
         request_id = request_in(found.metadata)
         is_answered = work.answer is not None and work.answer.request_id == request_id
         if self._answers is not None and not is_answered and not self._answers.has(work.row.index, request_id):
-            raise RequestError("its answer is not stored")
+            error = RequestError("its answer is not stored")
+            self._files.discard(work.row.index, error)
+            raise error
         return found
 
     async def _attempt(self, work: Work) -> Examination:

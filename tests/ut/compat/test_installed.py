@@ -100,9 +100,9 @@ LINE = "    return _KV_CONNECTOR_AGENT is not None\n"
 CHANGES = [
     Change(
         "vllm/v1/engine/core.py",
-        "def _send_error_outputs_to_client(",
-        "def _send_errors(",
-        "_send_error_outputs_to_client: it is not there",
+        "def _handle_shutdown(",
+        "def _handle_end(",
+        "_handle_shutdown: it is not there",
     ),
     Change(
         "vllm/v1/engine/utils.py",
