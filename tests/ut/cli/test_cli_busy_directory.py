@@ -100,7 +100,8 @@ def test_what_a_server_writes_at_the_moment_is_not_bad(tmp_path: Path, capsys: p
     write(tmp_path, "stays", rows_of(5))
     with FileSink(tmp_path, FORMAT) as sink:
         path = write(tmp_path, "a", rows_of(3))
-        under_way = sink.open("b", path)  # the server replaces the file
+        path.unlink()
+        under_way = sink.open("b", path)
         path.write_bytes(b"half")
         assert verify.main([str(tmp_path), "--jobs", "1"]) == 0
         said = capsys.readouterr().out

@@ -224,6 +224,20 @@ def test_reason_is_not_left_beside_rows_that_appeared_meanwhile(tmp_path: Path) 
     assert not Path(f"{tmp_path / CHOSEN}.error").exists()
 
 
+def test_name_that_cannot_be_looked_for_gets_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(names: MemberNames, name: str) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with shard_sink(tmp_path) as sink:
+        put(sink.open(REQUEST, tmp_path / CHOSEN), 2)
+        with monkeypatch.context() as failing:
+            failing.setattr(MemberNames, "has", fail)
+            with pytest.raises(SinkError, match="EIO"):
+                sink.open("other", tmp_path / CHOSEN)
+        assert tokens_at(tmp_path / CHOSEN) == 2, "a reason would hide the rows"
+        assert os.listdir(tmp_path / "folder") == []
+
+
 # Names that the server makes
 
 
