@@ -80,15 +80,15 @@ def _build_worker(settled: ServerSettings, staging: StagingCache, device: torch.
 
 
 @contextmanager
-def _each_rename(tell: Callable[[], None]) -> Iterator[None]:
-    """Call `tell` after each rename of a file, which makes it visible."""
-    move = Storage.move
+def _each_publication(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` after each file has its name, which makes it visible."""
+    publish = Storage.publish
 
-    def move_and_tell(storage: Storage, name: str, target: Storage, new_name: str) -> None:
-        move(storage, name, target, new_name)
+    def publish_and_tell(storage: Storage, name: str, target: Storage, new_name: str) -> None:
+        publish(storage, name, target, new_name)
         tell()
 
-    with patch.object(Storage, "move", move_and_tell):
+    with patch.object(Storage, "publish", publish_and_tell):
         yield
 
 
@@ -157,7 +157,7 @@ class Pipeline:
         self._on_host = on_host
         self._watched = ExitStack()
         if on_published is not None:
-            self._watched.enter_context(_each_rename(on_published))
+            self._watched.enter_context(_each_publication(on_published))
         self._condition = threading.Condition()
         self._decided: dict[str, str | None] = {}
         self._awaited: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -212,6 +213,7 @@ def _writes(sink: Sink, where: Path, rows: npt.NDArray[np.uint8], load: Load) ->
             for first in range(0, load.tokens, step):
                 file.write(first, rows[first : first + step])
             file.commit(np.zeros(load.tokens, np.int64), load.tokens)
+            os.unlink(file.path)  # the next round writes the name again
 
     return lambda: cost_of(write)
 
