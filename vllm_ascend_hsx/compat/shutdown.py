@@ -107,9 +107,13 @@ def fail_unanswered_requests(
     globals. An engine whose start has failed has no core, or not even a configuration.
     """
     core = getattr(self, "engine_core", None)
-    # The main thread runs the event loop that passes answers on.
-    is_in_loop = threading.current_thread() is threading.main_thread()
-    if at_exit() or core is None or is_in_loop or not stop_timeout(self.vllm_config):
+    if (
+        at_exit()
+        or core is None
+        # The main thread runs the event loop that passes answers on.
+        or threading.current_thread() is threading.main_thread()
+        or not stop_timeout(self.vllm_config)
+    ):
         return original(self, timeout=timeout)
     core.resources.engine_dead = True  # for new requests only: they are answered by an error
     handler = getattr(self, "output_handler", None)  # of a start that failed there is none
