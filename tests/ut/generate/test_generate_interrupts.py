@@ -18,7 +18,7 @@ from killed_runs import DeadlyServer, Runs
 
 from vllm_ascend_hsx.generate.generation import GRACE_S
 
-INSTANTS = depth(20, share=5)
+INSTANTS = depth(20, share=10)
 ROWS = 12 * INSTANTS
 LATE = 0.08  # of the answers come when the run has given up waiting for them
 

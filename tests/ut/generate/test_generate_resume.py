@@ -47,7 +47,7 @@ DEATHS = st.builds(Death, st.sampled_from(["asked", "begun", "written", "answere
 )
 
 
-@settings(max_examples=depth(32))
+@settings(max_examples=depth(32, share=10))
 @given(deaths=st.lists(DEATHS, min_size=1, max_size=3), kind=st.sampled_from(sorted(SINKS)))
 def test_killed_at_any_instants_and_started_again_the_directory_is_that_of_an_undisturbed_run(deaths: list[Death], kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +61,7 @@ def test_killed_before_any_system_call_of_its_own_it_leaves_nothing_that_the_nex
         assert runs.run() == 0
         calls = int(runs.log.with_suffix(".calls").read_text())
     assert calls > 45
-    for call in range(1, calls, 1 if is_long() else 16):
+    for call in range(1, calls, 1 if is_long() else 32):
         folder = tmp_path / str(call)
         folder.mkdir()
         runs = Runs(folder, kind)

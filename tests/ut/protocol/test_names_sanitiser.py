@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_ascend_hsx.generate.ledger import ledger_name
+from vllm_ascend_hsx.generate.ledger import rank_file
 from vllm_ascend_hsx.protocol.names import (
     COMPANION_ROOM,
     DATA_SUFFIX,
@@ -143,8 +143,8 @@ def test_a_name_from_elsewhere_is_refused_with_the_reason(name: str, words: str)
         SHARDS_MARK,
         REMOVED,
         *(shard_stem("0123abcd", 0) + suffix for suffix in (TAR, INDEX, MANIFEST)),
-        ledger_name(1, 0),
-        ledger_name(4, 2),
+        rank_file("ledger", 1, 0),
+        rank_file("ledger", 4, 2),
         *("x.safetensors" + suffix for suffix in ("", LOCK_SUFFIX, ERROR_SUFFIX)),
     ],
 )
