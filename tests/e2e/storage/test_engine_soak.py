@@ -36,7 +36,7 @@ FAULTS = {
     "lock-flock-ENOLCK": LOCK,
     "data-open-EACCES": DATA,
     "data-pwrite-ENOSPC": DATA,
-    "data-rename-EROFS": DATA,
+    "data-link-EROFS": DATA,
     "data-close-EIO": DATA,
 }
 
