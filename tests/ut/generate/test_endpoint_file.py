@@ -97,7 +97,7 @@ BROKEN = {
     "empty": (lambda path: write(path, "# nobody\n"), "it lists no server"),
     "half-written": (lambda path: write(path, "http://127.0.0.1:1\nhtt"), "htt: give the URL of a server"),
     "no-host": (lambda path: write(path, "http://:1"), "there is no such host or port"),
-    "no-text": (lambda path: path.write_bytes(b"\xff\xfe"), "it is not UTF-8 text"),
+    "no-text": (lambda path: replace(path, lambda new: new.write_bytes(b"\xff\xfe")), "it is not UTF-8 text"),
     "directory": (lambda path: replace(path, lambda new: new.symlink_to(path.parent)), "it is a directory"),
     "fifo": (lambda path: replace(path, os.mkfifo), "it is a FIFO"),
 }
