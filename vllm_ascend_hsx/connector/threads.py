@@ -1,6 +1,6 @@
 """Threads that open and write files, so that slow storage delays neither a step nor the exit.
 
-For one file: the positions of its rows.
+Also the set of a file's token positions (`SpanSet`).
 """
 
 from __future__ import annotations

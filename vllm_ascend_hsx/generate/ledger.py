@@ -141,15 +141,14 @@ class Ledger:
 
         Servers make a directory that is missing, so rows would go on in another one.
         """
+        is_in_place = False
         with suppress(OSError):
-            if os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
-                return self._require_size()
-        raise RunError(
-            f"{self.path.parent} was moved, removed or replaced during the run, so its rows are not all there; "
-            "put it back with what servers have written under this name since, and run the same command again"
-        )
-
-    def _require_size(self) -> None:
+            is_in_place = os.path.samestat(os.stat(self.path), os.fstat(self._fd))
+        if not is_in_place:
+            raise RunError(
+                f"{self.path.parent} was moved, removed or replaced during the run, so its rows are not all there; "
+                "put it back with what servers have written under this name since, and run the same command again"
+            )
         before = self._size  # read first: another thread may be adding a line
         if (size := os.fstat(self._fd).st_size) < before:
             raise RunError(f"{self.path} was cut off during the run, from {before} to {size} bytes; put back what it had, or {REMEDY}")

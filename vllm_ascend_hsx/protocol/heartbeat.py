@@ -49,12 +49,13 @@ def host_line(fd: int) -> bytes:
 
 
 def beat_elsewhere(fd: int) -> Beat | None:
-    """Return the heartbeat of a server that the lock file open at `fd` says nothing about.
+    """Return the heartbeat of a server on another machine or mount, or None. Raises OSError.
 
-    Returns None if the server sees the file through the kernel and the mount of this process, or
-    names no machine. Then its lock decides whether it lives.
+    With None, the server's lock decides whether it lives: it locks the file through the same kernel
+    and mount as this process, or its lock file names no machine.
 
-    Raises OSError.
+    Args:
+        fd: the server's lock file.
     """
     line = os.pread(fd, _LINE, 0).partition(b"\n")[0].decode(errors="replace")
     host, _, machine = line.partition(" ")
@@ -73,6 +74,6 @@ def is_recent(beat: Beat, workspace_fd: int) -> bool:
 
 
 def _host(fd: int) -> str:
-    # Two mounts of one filesystem have two device numbers. A flock on the one may not be seen on
-    # the other, also on one machine.
+    # Two mounts of one filesystem have two device numbers. Even on one machine, a flock through
+    # one mount may not be seen through the other.
     return f"{_HOST}{boot_id()}:{os.fstat(fd).st_dev}"

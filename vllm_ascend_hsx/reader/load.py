@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 
 # Seconds in which another reader, which may try an exclusive lock, has let go of it.
 _MOMENT_S = 0.05
-_POLL_S = 0.5  # seconds between two looks for a file whose lock does not reach this machine
+# Seconds between two looks for a file whose lock does not reach this machine. No event does:
+# inotify does not report changes that other machines make.
+_POLL_S = 0.5
 _NOTHING = (
     "there are no hidden states, lock or error; was the request refused (see hidden_states_error in its response) "
     f"or aborted, did its server die, or were shards copied without {SHARDS_MARK}?"
@@ -136,7 +138,7 @@ def load(
 
     Sleeps until the server releases the file's lock: the file is complete, the request failed, or
     the server died. A file without a lock is complete. Locks of a server on another machine may not
-    reach this one. Therefore the file is waited for while such a server has a heartbeat.
+    reach this one. Then `load` waits while that server has a heartbeat.
 
     Args:
         path: the path from the response (`kv_transfer_params["hidden_states_path"]`).
@@ -295,8 +297,8 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     A member of a shard is only hidden: a line marks it as removed, and its bytes remain. A member
     that gets the name later is not hidden.
 
-    The server keeps the lock file for other readers; so call this after `load`. A server refuses
-    a request that names a file which has rows, until this has returned.
+    Call this after `load`: the server keeps the lock file for other readers. When it has returned,
+    another request may have the name.
 
     Args:
         path: as for `load`.

@@ -15,11 +15,12 @@ from vllm_ascend_hsx.protocol.names import MAX_DEPTH, SERVER_LOCK, token_of_work
 
 
 class OtherMachines:
-    """Servers of other machines whose own locks are free here, so that they died or are not seen.
+    """Servers on other machines whose own locks look free here.
 
-    A lock file does not say which server made it. So while one of these servers may live, a lock
-    that is free does not say that its server died. The clocks of two machines are not compared: a
-    server lives if its heartbeat changes.
+    Each of them has died, or its locks do not reach this machine. The lock file of a request does
+    not name its server. While one of these servers may live, a free lock does not show that the
+    request's server died. A server lives if its heartbeat changes. Clocks of two machines are not
+    compared.
 
     Args:
         path: a request's file. Its server's hidden directory is beside it, or in a directory above.
@@ -32,9 +33,9 @@ class OtherMachines:
         self._since = 0.0
 
     def living(self) -> str | None:
-        """Return a machine whose server may live, or None if there was no heartbeat for RECENT_S.
+        """Return a machine whose server may live, or None if no heartbeat changed for RECENT_S.
 
-        The first call takes them all for alive.
+        The first call assumes that all of them live.
         """
         beats = [beat for lock in self._locks if (beat := _beat(lock)) is not None]
         if beats != self._beats:

@@ -21,6 +21,7 @@ from vllm_ascend_hsx.sinks.data_file import DataFile, FileOptions
 from vllm_ascend_hsx.sinks.directory import Session
 from vllm_ascend_hsx.sinks.orphans import remove_orphans
 from vllm_ascend_hsx.sinks.request_file import RequestFile
+from vllm_ascend_hsx.sinks.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ class DirectorySink(Sink):
         return self._random_ids and file.relative == file_name(file.request_id) and _RANDOM_ID.fullmatch(file.request_id) is not None
 
     def _require_unused(self, file: RequestFile) -> None:
-        """Raise SinkError if the name of a request has rows; OSError."""
+        """Raise SinkError if the name of a request has rows, and OSError."""
         directory = file.session.storage
         is_member = directory.has_name(SHARDS_MARK) and file.session.members.has(file.relative)
         if is_member or file.storage.has_name(file.name):
@@ -181,17 +182,8 @@ class DirectorySink(Sink):
             reason, cause = describe(problem, error), error
         if cause is not None and not session.is_at_its_path():
             raise SinkError(request_id, path, reason) from cause
-        folders = relative.split("/")[:-1]
         try:
-            try:
-                storage = session.enter(folders, self.options.durable)
-            except OSError as error:
-                if error.errno not in _NO_DESCRIPTORS:
-                    raise
-                session.spares.give_up()
-                storage = session.enter(folders, self.options.durable)
-                with suppress(OSError):
-                    session.spares.refill()  # one at least is left, for the reason
+            storage = self._enter(session, relative.split("/")[:-1])
         except OSError as error:
             problem = describe("a directory on the way to it cannot be entered", error)
             raise SinkError(request_id, path, reason or problem) from cause or error
@@ -220,6 +212,22 @@ class DirectorySink(Sink):
         with self._mutex:
             session.users += 1
         return file
+
+    def _enter(self, session: Session, folders: list[str]) -> Storage:
+        """Open the folder of a file, even if the process has no descriptors left. Raises OSError.
+
+        Spare descriptors are given up then.
+        """
+        try:
+            return session.enter(folders, self.options.durable)
+        except OSError as error:
+            if error.errno not in _NO_DESCRIPTORS:
+                raise
+        session.spares.give_up()
+        storage = session.enter(folders, self.options.durable)
+        with suppress(OSError):
+            session.spares.refill()  # one at least is left, for the reason
+        return storage
 
     def _refuse(self, file: RequestFile, reason: str) -> None:
         """Leave the reason in place of a file that cannot be opened. SinkError: there are rows."""

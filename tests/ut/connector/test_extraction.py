@@ -191,6 +191,21 @@ def test_a_file_is_published_after_the_last_of_its_writes(writers: ThreadPool) -
     assert life.decided == [None]
 
 
+def test_first_write_runs_alone() -> None:
+    pool, other_thread_is_free = ThreadPool(2, "test-writer"), threading.Event()
+    life = Life(pool)
+    life.file.may_write.clear()
+    life.write(0, 3)
+    life.write(3, 8)
+    life.open()
+    assert life.file.write_begun.wait(10)
+    pool.submit(other_thread_is_free.set)
+    assert other_thread_is_free.wait(10)
+    life.file.may_write.set()
+    assert pool.close(10)
+    life.check("commit")
+
+
 def test_rows_that_are_computed_again_are_written_alone(writers: ThreadPool) -> None:
     life = Life(writers).open()
     life.write(0, 6)

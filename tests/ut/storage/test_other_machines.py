@@ -63,11 +63,16 @@ FileSink(Path(sys.argv[1]), RowFormat((1,), 8, "BF16")).close()
 sys.exit([clean([sys.argv[1]]), clean([sys.argv[1] + "/day"])] != [1, 0])
 """
 READER = """
-import sys
+import sys, time
 from vllm_ascend_hsx.reader import other_machines
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 other_machines.RECENT_S = float(sys.argv[2])
-print("reading", flush=True)
+sleep = time.sleep
+def announce(seconds):
+    print("waiting", flush=True)
+    time.sleep = sleep
+    sleep(seconds)
+time.sleep = announce
 try:
     print(len(load(sys.argv[1] + "/day/cmpl-1.safetensors", float(sys.argv[3])).token_ids))
 except (HiddenStatesError, TimeoutError) as error:
@@ -149,8 +154,7 @@ def test_a_file_of_a_server_on_another_machine_is_waited_for(
 ) -> None:
     with run(READER, tmp_path, heartbeat.RECENT_S, 60, LD_PRELOAD=no_flock) as reader:
         assert reader.stdout is not None
-        assert reader.stdout.readline() == "reading\n"
-        time.sleep(1)
+        assert reader.stdout.readline() == "waiting\n"
         finish(server)
         assert reader.communicate()[0] == "2\n"
 
@@ -233,15 +237,23 @@ def test_a_server_on_another_mount_of_this_machine_is_one_on_another_machine(
 def test_a_heartbeat_touches_the_lock_until_the_server_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    beat, utime = threading.Event(), os.utime
+
+    def note(path: int | Path, *times: object) -> None:
+        utime(path, *times)  # type: ignore[arg-type]
+        if isinstance(path, int):
+            beat.set()
+
     monkeypatch.setattr(workspace, "BEAT_S", 0.01)
+    monkeypatch.setattr(os, "utime", note)
     others = set(threading.enumerate())  # of sinks that other tests have left open
     with FileSink(tmp_path, FORMAT) as sink:
         lock = tmp_path / workspace_name(sink.token) / LOCK
         no_heartbeat(tmp_path)
-        deadline = time.monotonic() + 30
-        while time.time() - lock.stat().st_mtime > heartbeat.RECENT_S:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        for _ in range(2):  # the first one may have begun before
+            beat.clear()
+            assert beat.wait(30)
+        assert time.time() - lock.stat().st_mtime < heartbeat.RECENT_S
     mine = set(threading.enumerate()) - others
     assert not [thread for thread in mine if thread.name == "hsx-heartbeat"]
     no_heartbeat(tmp_path)
