@@ -78,12 +78,20 @@ class Arena:
         self._phases: Counter[str] = Counter()
         self._shared = mmap.mmap(-1, Reader.SIZE)
 
-    def run(self, kills: int) -> dict[str, object]:
-        """Kill servers; return counts of events, "phases" (of killed threads) and "problems"."""
+    def run(self, kills: int, events: Sequence[str] = (), each: int = 0) -> dict[str, object]:
+        """Kill servers; return counts of events, "phases" (of killed threads) and "problems".
+
+        How far a server gets before a random kill depends on the machine's load. The run therefore
+        goes on until each of `events` has happened `each` times, for up to three times `kills`.
+        """
+        def goes_on() -> bool:
+            done = self._counts["kills"]
+            return done < kills or (done < 3 * kills and min((self._counts[event] for event in events), default=each) < each)
+
         reader, reader_log = self._fork_reader()
         try:
             lives = [self._fork_next(slot) for slot in range(self._together)]
-            while self._counts["kills"] < kills and not self.problems:
+            while goes_on() and not self.problems:
                 life = self._next(lives)
                 self._end(life)
                 if not self.problems:
