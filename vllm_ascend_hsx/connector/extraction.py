@@ -18,6 +18,7 @@ from vllm_ascend_hsx.connector.lane import Lane
 from vllm_ascend_hsx.connector.metadata import RequestEnd, RequestStart
 from vllm_ascend_hsx.connector.stats import MISSING_ROWS, NOT_FINITE, RELOADED, StatsRecorder, failure_kind
 from vllm_ascend_hsx.connector.threads import Job, SpanSet, ThreadPool, describe_missing
+from vllm_ascend_hsx.drafter.spans import Span
 from vllm_ascend_hsx.protocol.rows import TokenIds
 from vllm_ascend_hsx.sinks.base import SERVER_STOPPED, Sink, SinkError, SinkFile
 from vllm_ascend_hsx.sinks.data_file import RowSource
@@ -84,7 +85,7 @@ class Extraction:
         self._keeps_source = start.keeps_source
         self.number = start.number
         self.is_kept = False  # whether its file was given to `kept_files`
-        self._include_output = start.include_output
+        self.include_output = start.include_output
         self._row_bytes, self._stored_row_bytes = row_bytes
         self._on_decided = on_decided
         self._on_ended = on_ended
@@ -138,9 +139,13 @@ class Extraction:
         self._entered.add(first, end)
         return self._lane.enter(job, alone)
 
+    def completes(self, span: Span) -> bool:
+        """Return True if no rows come after those of the span."""
+        return not self.include_output and span.first + span.num_rows == len(self._prompt)
+
     def is_complete(self) -> bool:
         """Return True if the file needs no more rows than those that have entered the lane."""
-        return not self._include_output and not self._entered.missing(len(self._prompt))
+        return not self.include_output and not self._entered.missing(len(self._prompt))
 
     def enter_end(self, job: Job) -> bool:
         """Have a job end the file, after all others. True: the caller may run it now."""

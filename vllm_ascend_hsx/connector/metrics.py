@@ -42,6 +42,7 @@ REQUESTS_HELD = _Series("requests_held", "requests_held", "New requests that are
 BY_RANK = (
     _Series("ring_fill_ratio", "ring_fill", "Largest share of the pinned ring in use between two steps, by tensor-parallel rank."),
     _Series("backlog_bytes", "backlog_bytes", "Bytes of hidden states computed but not yet written, by tensor-parallel rank."),
+    _Series("batch_bytes", "batch_bytes", "Of those bytes, rows that wait to be written together, by tensor-parallel rank."),
     _Series(
         "storage_bytes_per_second",
         "write_rate",

@@ -177,22 +177,23 @@ class RankProgress:
 
     Attributes:
         backlog: bytes of rows that were computed but are not yet in their files.
+        collected: of the backlog, rows that wait for others to be written with them.
         owed: rows that running requests have yet to write.
         write_rate, step_rate: rates of storage and engine.
     """
 
     def __init__(self, row_bytes: int, num_writers: int) -> None:
-        self.backlog = 0
+        self.backlog = self.collected = 0
         self.owed: OwedRows[Extraction] = OwedRows()
         self.write_rate = WriteRate(num_writers)
         self.step_rate = StepRate()
         self._row_bytes = row_bytes
-        self._mutex = threading.Lock()  # guards what follows, `backlog` and `owed`
+        self._mutex = threading.Lock()  # guards what follows, `backlog`, `collected` and `owed`
         self._decided: list[tuple[Extraction, str | None]] = []
         self._refused: dict[str, str] = {}
         self._num_started = 0
         self._staged_bytes = 0  # by the current step
-        self._landed_bytes = 0  # of the backlog, those in host memory: the storage has to take them
+        self._landed_bytes = 0  # of the backlog, those that the storage has to take
         self._finishing = 0  # files that are being finished after all their rows were written
         self._answered_at = 0.0
         self._reported = RankState()
@@ -222,11 +223,25 @@ class RankProgress:
             self._staged_bytes += num_bytes
             self.backlog += num_bytes
 
+    def collect(self, num_rows: int) -> None:
+        """Record rows that wait for others to be written with them."""
+        with self._mutex:
+            self.collected += num_rows * self._row_bytes
+
+    def end_batch(self, num_bytes: int) -> None:
+        """Record that collected rows are to be written. From here on the storage delays them."""
+        with self._mutex:
+            self.collected -= num_bytes
+            self._landed(num_bytes)
+
     def landed(self, num_rows: int) -> None:
         """Record rows that have arrived in host memory. From here on the storage delays them."""
         with self._mutex:
-            self._occupy()
-            self._landed_bytes += num_rows * self._row_bytes
+            self._landed(num_rows * self._row_bytes)
+
+    def _landed(self, num_bytes: int) -> None:
+        self._occupy()
+        self._landed_bytes += num_bytes
 
     def left_memory(self, num_rows: int, parts: Sequence[tuple[Extraction, Span]] = ()) -> None:
         """Record landed rows that were written or lost. Those of `parts` are no longer owed."""
@@ -272,7 +287,7 @@ class RankProgress:
             staged, self._staged_bytes = self._staged_bytes, 0
             self.step_rate.stepped(staged)
             state = RankState(
-                backlog=self.backlog,
+                backlog=self.backlog - self.collected,
                 prompt_owed=self.owed.prompt * self._row_bytes,
                 output_owed=self.owed.output * self._row_bytes,
                 generating=self.owed.generating,

@@ -59,8 +59,8 @@ class HsxStats(KVConnectorStats):
     def gauge(self, name: str) -> Mapping[str, float]:
         """Return a gauge by rank, for the ranks that reported one.
 
-        Names: "ring_fill" (0 to 1), "backlog_bytes", "write_rate" (bytes per second),
-        "requests_held", "kept_files", "kept_bytes".
+        Names: "ring_fill" (0 to 1), "backlog_bytes", "batch_bytes", "write_rate" (bytes per
+        second), "requests_held", "kept_files", "kept_bytes".
         """
         keys = ((*key.split(), value) for key, value in self._part("gauges").items())
         return {rank: value for gauge, rank, value in keys if gauge == name}
@@ -128,31 +128,23 @@ class StatsRecorder:
 
     Args:
         rank: tensor-parallel rank.
-        ring_fill: returns the largest share of the pinned ring in use since its last call, from 0
-            to 1.
-        backlog: returns the bytes of rows that were computed but are not yet in their files.
+        gauges: returns gauges by name. `take` returns stats when one has changed; at first all are 0.
         write_rate: returns the bytes per second that storage takes, None if unknown.
-        kept: returns how many files are kept open for other requests, and the bytes of those that
-            consumers have removed.
     """
 
     def __init__(
         self,
         rank: int,
-        ring_fill: Callable[[], float],
-        backlog: Callable[[], int],
+        gauges: Callable[[], Mapping[str, float]] = dict,
         write_rate: Callable[[], float | None] = lambda: None,
-        kept: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._rank = rank
-        self._ring_fill = ring_fill
-        self._backlog = backlog
+        self._gauges = gauges
         self._write_rate = write_rate
-        self._kept = kept
         self._lock = threading.Lock()  # guards everything below
         self._sums: dict[str, Counter[str]] = {part: Counter() for part in _SUMS}
         self._must_send = False
-        self._taken_gauges: tuple[float, int, int, int] = (0.0, 0, 0, 0)
+        self._taken_gauges: Mapping[str, float] = {}
 
     def copied(self, num_bytes: int, seconds: float) -> None:
         """Record a chunk that reached pinned memory `seconds` after its copy was issued."""
@@ -192,16 +184,16 @@ class StatsRecorder:
 
         None if nothing has changed.
         """
-        gauges = (float(self._ring_fill()), int(self._backlog()), *self._kept())
+        gauges = self._gauges()
+        not_zero = {name: value for name, value in gauges.items() if value}
         with self._lock:
-            if not self._must_send and not any(self._sums.values()) and gauges == self._taken_gauges:
+            if not self._must_send and not any(self._sums.values()) and not_zero == self._taken_gauges:
                 return None
             taken, self._sums = self._sums, {part: Counter() for part in _SUMS}
-            self._must_send, self._taken_gauges = False, gauges
+            self._must_send, self._taken_gauges = False, not_zero
         # msgpack does not accept other integer types, such as numpy's.
         data: dict[str, Any] = {part: {key: int(value) for key, value in sums.items()} for part, sums in taken.items()}
-        shown: dict[str, float | None] = dict(zip(("ring_fill", "backlog_bytes", "kept_files", "kept_bytes"), gauges, strict=True))
-        shown["write_rate"] = self._write_rate()
+        shown = {**gauges, "write_rate": self._write_rate()}
         data["gauges"] = {f"{name} {self._rank}": value for name, value in shown.items() if value is not None}
         return HsxStats(data=data)
 

@@ -14,6 +14,7 @@ import torch
 
 from vllm_ascend_hsx.compat.adapters import loaded_weights
 from vllm_ascend_hsx.config import FAILURE_REPORT_TIMEOUT_S
+from vllm_ascend_hsx.connector.batches import Batch, Batches
 from vllm_ascend_hsx.connector.extraction import Extraction, leave_reason
 from vllm_ascend_hsx.connector.failure import WorkerFailure
 from vllm_ascend_hsx.connector.kept_files import KeptFiles
@@ -86,8 +87,7 @@ class ExtractionWorker:
         self._kept_files = KeptFiles(self._reasons.submit)
         self._count_writers: Callable[[], int] | None = num_writers  # None after the first step
         self._progress = RankProgress(ring.row_bytes, num_writers())
-        write_rate = self._progress.write_rate.value
-        self._stats = StatsRecorder(rank, ring.take_peak_fill, lambda: self._progress.backlog, write_rate, self._kept_files.space)
+        self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate.value)
         self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
         self._not_ended: dict[str, Extraction] = {}  # by path
         self._ended = threading.Condition()  # guards the former; notified when a file has ended
@@ -96,9 +96,20 @@ class ExtractionWorker:
         self._failure = WorkerFailure()
         staging.wait_for_slot = self._wait_for_slot
         staging.pass_on = self._pass_on
+        self._batches = Batches(self._progress, ring.num_rows * ring.row_bytes, self._enter_batch)
         self._lander = Lander(ring, device, self._deliver, self._on_device_error)
 
     # Main thread
+
+    def _gauges(self, ring: PinnedRing) -> dict[str, float]:
+        kept_files, kept_bytes = self._kept_files.space()
+        return {
+            "ring_fill": ring.take_peak_fill(),
+            "backlog_bytes": self._progress.backlog,
+            "batch_bytes": self._progress.collected,
+            "kept_files": kept_files,
+            "kept_bytes": kept_bytes,
+        }
 
     def start_step(self, metadata: HsxConnectorMetadata) -> None:
         """End finished requests, and open the files of new ones.
@@ -118,7 +129,7 @@ class ExtractionWorker:
         for ended in metadata.ended:
             self._staging.wanted.pop(ended.request_id, None)
             extraction = self._owned.pop(ended.request_id, None)
-            if extraction is not None and not extraction.is_decided:
+            if extraction is not None and (extraction.include_output or not extraction.is_decided):
                 self._lander.then(partial(self._end, extraction, ended))
         if self._weights != loaded_weights():
             self._weights = dict(loaded_weights())
@@ -288,6 +299,7 @@ class ExtractionWorker:
         try:
             # The writers end after the last chunk, when the last file is open. If they ended
             # earlier, the lander would wait forever for memory that they do not release.
+            self._lander.then(self._batches.flush_all)
             self._lander.then(self._opener.wait)
             self._lander.then(self._writers.end)
             if self._lander.close(left()) and self._writers.join(left()) and self._reasons.close(left()):
@@ -348,11 +360,12 @@ class ExtractionWorker:
         self._fail_all(f"the device failed: {error}")
 
     def _deliver(self, chunk: HostChunk) -> None:
-        self._progress.landed(len(chunk.rows))
         self._stats.copied(len(chunk.rows) * self._row_bytes, chunk.landed_at - chunk.issued_at)
+        spans = self._batches.collect(chunk)
+        self._progress.landed(sum(span.num_rows for span in spans))
         parts: list[tuple[Extraction, Span]] = []
         num_bytes = 0
-        for span in chunk.spans:
+        for span in spans:
             extraction = chunk.requests[span.request_id]
             part: tuple[Extraction, Span] = (extraction, span)
             if extraction.enter(span.positions, partial(self._write, chunk, [part])):
@@ -366,7 +379,13 @@ class ExtractionWorker:
         if parts:
             self._writers.submit(partial(self._write, chunk, parts))
 
+    def _enter_batch(self, batch: Batch) -> None:
+        job = partial(self._write, batch, [(batch.extraction, batch.span)])
+        if batch.extraction.enter(batch.span.positions, job):
+            self._writers.submit(job)
+
     def _end(self, extraction: Extraction, end: RequestEnd) -> None:
+        self._batches.flush(extraction)
         if not extraction.is_decided:
             self._enter_end(extraction, partial(extraction.end, end))
 
@@ -377,7 +396,7 @@ class ExtractionWorker:
 
     # Writer threads
 
-    def _write(self, chunk: HostChunk, parts: list[tuple[Extraction, Span]]) -> list[Job]:
+    def _write(self, chunk: HostChunk | Batch, parts: list[tuple[Extraction, Span]]) -> list[Job]:
         rate, num_rows = self._progress.write_rate, sum(span.num_rows for _, span in parts)
         written, jobs = 0, []
         rate.begin(num_rows * self._row_bytes)

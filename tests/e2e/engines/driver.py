@@ -172,6 +172,7 @@ class Driver:
         """Wait until all rows so far are written, or their files have failed."""
         worker = self._halves()["worker"]
         copied = threading.Event()
+        worker._lander.then(worker._batches.flush_all)
         worker._lander.then(copied.set)
         copied.wait()
         worker._writers.wait()
@@ -322,6 +323,7 @@ class Driver:
             "pinned_rows": ring.num_rows - ring.free_rows,
             "staging_slots": sum(not slot.issued.is_set() for slot in worker._staging.slots),
             "sink_files": len(worker._sink._files),
+            "rows": worker._progress.backlog + worker._progress.collected,
         }
         if (reuse := halves["scheduler"]._reuse) is not None:
             index = reuse._index

@@ -104,7 +104,7 @@ class Life:
         self.lander = threading.Lock()  # one thread lets jobs enter
         self.ended = threading.Semaphore(0)
         start = RequestStart("r", "r.safetensors", 0, np.arange(TOKENS, dtype=np.int64), False)
-        stats = StatsRecorder(0, lambda: 0.0, lambda: 0, lambda: None)
+        stats = StatsRecorder(0)
         told = lambda _, error: self.decided.append(error), lambda _: self.ended.release(), KeptFiles(lambda _: None)
         self.extraction = Extraction(start, writers, True, (ROW, ROW), *told, stats)
 

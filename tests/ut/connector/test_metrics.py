@@ -48,7 +48,8 @@ def take(recorder: StatsRecorder) -> HsxStats:
 
 def busy(rank: int) -> HsxStats:
     """Stats of a rank that did a bit of everything."""
-    recorder = StatsRecorder(rank, lambda: 0.25 * (rank + 1), lambda: 100 * (rank + 1), lambda: 1e6 * (rank + 1), lambda: (3, 30))
+    gauges = {"ring_fill": 0.25 * (rank + 1), "backlog_bytes": 100 * (rank + 1), "batch_bytes": 10 * (rank + 1)}
+    recorder = StatsRecorder(rank, lambda: {**gauges, "kept_files": 3, "kept_bytes": 30}, lambda: 1e6 * (rank + 1))
     recorder.copied(1000, 0.002)
     recorder.wrote(900, 0.004)
     recorder.published(1100, 0.0007)
@@ -99,6 +100,8 @@ EXPECTED = {
     "ring_fill_ratio tp_rank=1": 0.5,
     "backlog_bytes tp_rank=0": 100,
     "backlog_bytes tp_rank=1": 200,
+    "batch_bytes tp_rank=0": 10,
+    "batch_bytes tp_rank=1": 20,
     "storage_bytes_per_second tp_rank=0": 1e6,
     "storage_bytes_per_second tp_rank=1": 2e6,
     "kept_files tp_rank=0": 3,
@@ -153,7 +156,7 @@ nanoseconds = st.one_of(st.integers(0, 20_000_000_000), st.sampled_from([round(b
 def test_histograms_are_those_of_the_single_observations(steps: list[list[int]]) -> None:
     registry, reference = CollectorRegistry(), Histogram("reference", "", buckets=BUCKETS, registry=None)
     metrics = make_metrics(registry)
-    recorder = StatsRecorder(0, lambda: 0.0, lambda: 0)
+    recorder = StatsRecorder(0)
     for step in steps:
         for value in step:
             recorder.wrote(0, value / 1e9)

@@ -24,17 +24,8 @@ from vllm_ascend_hsx.sinks.base import SinkError
 Event = Callable[[StatsRecorder], None]
 
 
-class Gauges:
-    """What a worker's ring and backlog are now."""
-
-    def __init__(self) -> None:
-        self.ring_fill = 0.0
-        self.backlog = 0
-
-
-def make_recorder(rank: int = 0, gauges: Gauges | None = None) -> StatsRecorder:
-    gauges = gauges or Gauges()
-    return StatsRecorder(rank, lambda: gauges.ring_fill, lambda: gauges.backlog)
+def make_recorder(rank: int = 0, gauges: dict[str, float] | None = None) -> StatsRecorder:
+    return StatsRecorder(rank, lambda: dict(gauges or {}))
 
 
 def one_of_each(recorder: StatsRecorder) -> None:
@@ -62,15 +53,15 @@ def test_what_was_recorded_is_taken_once() -> None:
 
 
 def test_a_gauge_that_changed_is_taken_without_any_event() -> None:
-    gauges = Gauges()
+    gauges = {"ring_fill": 0.0, "backlog_bytes": 0.0}
     recorder = make_recorder(2, gauges)
     assert recorder.take() is None
-    gauges.ring_fill, gauges.backlog = 0.25, 4096
+    gauges.update(ring_fill=0.25, backlog_bytes=4096)
     stats = recorder.take()
     assert stats is not None
     assert (stats.gauge("ring_fill"), stats.gauge("backlog_bytes")) == ({"2": 0.25}, {"2": 4096})
     assert recorder.take() is None
-    gauges.ring_fill, gauges.backlog = 0.0, 0
+    gauges.update(ring_fill=0.0, backlog_bytes=0)
     stats = recorder.take()
     assert stats is not None
     assert (stats.gauge("ring_fill"), stats.gauge("backlog_bytes")) == ({"2": 0.0}, {"2": 0})
@@ -136,7 +127,7 @@ def intervals(draw: st.DrawFn) -> list[HsxStats]:
     for rank, ring_fill, backlog, happened in draw(
         st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1), num_bytes, st.lists(events, max_size=8)), min_size=1, max_size=6)
     ):
-        recorder = StatsRecorder(rank, lambda fill=ring_fill: fill, lambda value=backlog: value)
+        recorder = StatsRecorder(rank, lambda fill=ring_fill, value=backlog: {"ring_fill": fill, "backlog_bytes": value})
         for name, arguments in happened:
             getattr(recorder, name)(*arguments)
         found.append(recorder.take() or HsxStats())
@@ -213,9 +204,7 @@ def test_empty_stats_are_empty_and_say_zero() -> None:
 
 
 def test_the_log_line_has_the_numbers_of_the_interval() -> None:
-    gauges = Gauges()
-    gauges.ring_fill = 0.5
-    recorder = make_recorder(0, gauges)
+    recorder = make_recorder(0, {"ring_fill": 0.5})
     for _ in range(100):
         recorder.wrote(10_000_000, 0.005)
         recorder.published(10_000_000, 0.0008)

@@ -30,7 +30,7 @@ def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_
         def silent_for(self) -> float:
             return 0.0
 
-    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     watch = StorageWatch(30.0, "wait", "/data", progress, stats)
     load, cost = RankLoad(1000, 10), Cost(20, 0)
 
@@ -61,7 +61,7 @@ def test_a_step_that_waited_for_files_is_followed_by_a_rest_and_then_by_one_new_
 def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
-    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     waits, fails = (StorageWatch(30.0, option, "/data", progress, stats) for option in ("wait", "fail"))
     now = 100.0
     assert progress.silent_for() == 0.0, "nobody has asked it for anything"
@@ -128,7 +128,7 @@ def test_a_step_does_not_wait_for_each_rank_in_turn(peer_is_stuck: bool, seconds
         now += timeout
         return False
 
-    watch = StorageWatch(30.0, "wait", "/data", RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0))
+    watch = StorageWatch(30.0, "wait", "/data", RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0))
     watch.peer_is_stuck = peer_is_stuck
     assert not watch.wait(never, lambda: now)
     assert now == seconds
@@ -141,7 +141,7 @@ def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(
 ) -> None:
     """Then no step waits for it again, and those of other ranks wait for a second."""
     opener = HungOpener(monkeypatch, until=100.0)
-    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     watch = StorageWatch(4.0, slow_storage, "/data", progress, stats)
     assert not watch.is_stuck
     assert not watch.wait_for_files(opener)  # type: ignore[arg-type]
@@ -157,7 +157,7 @@ def test_storage_that_opens_no_file_in_time_is_stuck_until_it_does(
 def test_a_step_that_fails_slow_files_waits_no_longer_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its wait is not taken for the length of a step, by which the next one would wait."""
     opener = HungOpener(monkeypatch)
-    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     progress.step_rate = StepRate(lambda: opener.now)
     watch = StorageWatch(4.0, "fail", "/data", progress, stats)
     waits = []
@@ -197,7 +197,7 @@ class HungOpener:
 @pytest.mark.parametrize(("hang", "rest"), [(2.05, 6.0), (29.0, 30.0), (33.0, 30.0)])
 def test_the_rest_after_a_hang_is_no_longer_than_a_step_may_wait(hang: float, rest: float, monkeypatch: pytest.MonkeyPatch) -> None:
     opener = HungOpener(monkeypatch, until=hang)
-    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0, lambda: 0.0, lambda: 0)
+    progress, stats = RankProgress(row_bytes=10, num_writers=1), StatsRecorder(0)
     watch = StorageWatch(30.0, "wait", "/data", progress, stats)
     watch.wait_for_files(opener)  # type: ignore[arg-type]
     ended = opener.now

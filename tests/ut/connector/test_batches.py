@@ -1,0 +1,214 @@
+"""Rows that come one per step are written together and in order, and take bounded memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worker_harness import FORMAT, NOTHING, Engine, ended, started
+
+from vllm_ascend_hsx.connector import batches
+from vllm_ascend_hsx.connector.metadata import HsxConnectorMetadata, RequestEnd
+from vllm_ascend_hsx.protocol.rows import Rows
+from vllm_ascend_hsx.sinks.request_file import RequestFile
+
+BATCH_ROWS = 4
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "BATCH_BYTES", BATCH_ROWS * FORMAT.row_bytes)
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Each write: request id, first position, number of rows."""
+    found: list[tuple[str, int, int]] = []
+    original = RequestFile.write
+
+    def write(file: RequestFile, first: int, rows: Rows) -> None:
+        found.append((file.request_id, first, memoryview(rows).nbytes // FORMAT.row_bytes))
+        original(file, first, rows)
+
+    monkeypatch.setattr(RequestFile, "write", write)
+    return found
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    engine = Engine(tmp_path / "out", ring_rows=64)
+    yield engine
+    engine.worker.close()
+
+
+def settle(engine: Engine) -> None:
+    """Wait until all rows are collected or written."""
+    engine.worker.drain_copies()
+    assert engine.worker._writers.wait(30)
+
+
+def decode(engine: Engine, request_id: str, first: int, end: int) -> None:
+    """Generate tokens, one per step; each step is copied by itself."""
+    for position in range(first, end):
+        engine.step(NOTHING, [(request_id, position, 1)])
+        engine.worker.drain_copies()
+
+
+def test_rows_of_generated_tokens_are_written_in_batches(engine: Engine, writes: list[tuple[str, int, int]]) -> None:
+    engine.step(started(engine.start("a", 3, include_output=True)), [("a", 0, 3)])
+    decode(engine, "a", 3, 13)
+    engine.step(ended("a", output=range(3, 13)), [])
+    engine.close()
+    assert writes == [("a", 0, 3), ("a", 3, 4), ("a", 7, 4), ("a", 11, 2)]
+    engine.assert_file_is_right("a", 13)
+    assert stats_bytes(engine) == 13 * FORMAT.row_bytes
+
+
+def stats_bytes(engine: Engine) -> int:
+    stats = engine.worker.take_stats()
+    assert stats is not None
+    return stats.counter("written_bytes")
+
+
+def test_the_last_row_of_a_prompt_is_written_at_once(engine: Engine, writes: list[tuple[str, int, int]]) -> None:
+    engine.step(started(engine.start("a", 3)), [])
+    decode(engine, "a", 0, 3)
+    engine.wait_until_decided("a")
+    assert writes == [("a", 0, 2), ("a", 2, 1)]
+    engine.assert_file_is_right("a", 3)
+
+
+def test_rows_that_are_computed_again_are_written_after_their_batch(engine: Engine, writes: list[tuple[str, int, int]]) -> None:
+    engine.values = {("a", position): -1.0 for position in range(5)}
+    engine.step(started(engine.start("a", 1, include_output=True)), [("a", 0, 1)])
+    decode(engine, "a", 1, 3)
+    engine.values = {}
+    engine.step(NOTHING, [("a", 0, 2)])  # preempted: it starts again
+    decode(engine, "a", 2, 5)
+    decode(engine, "a", 0, 1)  # preempted again, with a single row
+    engine.step(ended("a", output=range(1, 5)), [])
+    engine.close()
+    assert writes == [("a", 0, 3), ("a", 0, 2), ("a", 2, 3), ("a", 0, 1)]
+    engine.assert_file_is_right("a", 5)
+
+
+def test_collected_rows_free_the_ring_and_are_not_work_of_the_storage(engine: Engine) -> None:
+    engine.step(started(engine.start("a", 1, include_output=True)), [])
+    decode(engine, "a", 0, 2)
+    settle(engine)
+    progress = engine.worker._progress
+    assert (progress.backlog, progress.collected) == (2 * FORMAT.row_bytes, 2 * FORMAT.row_bytes)
+    assert progress.silent_for() == 0.0
+    assert engine.ring.free_rows == engine.ring.num_rows
+    engine.step(NOTHING, [])
+    assert engine.last_report.ranks[0].backlog == 0
+    engine.step(ended("a", output=range(1, 2)), [])
+    engine.close()
+    assert (progress.backlog, progress.collected) == (0, 0)
+
+
+def test_batches_are_written_when_half_of_the_ring_waits(tmp_path: Path, writes: list[tuple[str, int, int]]) -> None:
+    engine = Engine(tmp_path / "out", ring_rows=16)
+    names = ["a", "b", "c"]
+    engine.step(started(*(engine.start(name, 1, include_output=True) for name in names)), [])
+    for position in range(2):
+        engine.step(NOTHING, [(name, position, 1) for name in names])
+        settle(engine)
+    assert writes == []  # two rows of each request
+    engine.step(NOTHING, [(name, 2, 1) for name in names])
+    settle(engine)
+    assert sorted(writes) == sorted([(name, first, count) for name in names for first, count in ((0, 2), (2, 1))])
+    assert engine.worker._progress.collected == 0
+    engine.step(HsxConnectorMetadata(ended=[RequestEnd(name, False, np.arange(1, 3)) for name in names]), [])
+    engine.close()
+    for name in names:
+        engine.assert_file_is_right(name, 3)
+
+
+def test_rows_wait_in_the_ring_and_not_in_batches_while_storage_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    original = RequestFile.write
+
+    def hang(file: RequestFile, first: int, rows: Rows) -> None:
+        assert go_on.wait(30)
+        original(file, first, rows)
+
+    monkeypatch.setattr(RequestFile, "write", hang)
+    engine = Engine(tmp_path / "out", ring_rows=8)
+    engine.step(started(engine.start("a", 1, include_output=True)), [])
+    decode(engine, "a", 0, 10)
+    assert engine.worker._progress.collected == 0
+    assert engine.ring.num_rows - engine.ring.free_rows == 7  # the other three were collected
+    go_on.set()
+    engine.step(ended("a", output=range(1, 10)), [])
+    engine.close()
+    engine.assert_file_is_right("a", 10)
+
+
+@pytest.mark.parametrize("end", ["aborted", "failed", "server stops"])
+def test_a_request_that_gets_no_file_leaves_no_rows_in_memory(engine: Engine, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    engine.step(started(engine.start("a", 3, include_output=True)), [("a", 0, 3)])
+    decode(engine, "a", 3, 5)
+    if end == "failed":
+        settle(engine)
+        engine.worker._owned["a"].fail("the test says so", "other")
+        decode(engine, "a", 5, 6)
+    if end != "server stops":
+        engine.step(ended("a", aborted=True), [])
+    engine.close()
+    assert engine.visible() == (set() if end == "aborted" else {"a.safetensors.error"})
+    assert (engine.worker._progress.backlog, engine.worker._progress.collected) == (0, 0)
+    assert not engine.worker._batches._open
+    assert engine.ring.free_rows == engine.ring.num_rows
+
+
+def test_a_row_of_a_batch_that_is_not_finite_fails_its_file(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(ring_rows=64, check_finite=True)
+    engine.values = {("a", 2): float("nan")}
+    engine.step(started(engine.start("a", 1, include_output=True)), [])
+    decode(engine, "a", 0, 4)
+    engine.close()
+    assert "the row of token position 2 is not finite in layer 0" in str(engine.outcomes["a"])
+
+
+@settings(max_examples=60)
+@given(ring_rows=st.integers(6, 40), data=st.data())
+def test_files_are_right_whatever_is_decoded_preempted_and_aborted(
+    tmp_path_factory: pytest.TempPathFactory, ring_rows: int, data: st.DataObject
+) -> None:
+    engine = Engine(tmp_path_factory.mktemp("run") / "out", ring_rows=ring_rows)
+    prompts = {f"r{index}": data.draw(st.integers(1, 6)) for index in range(data.draw(st.integers(1, 4)))}
+    totals = {name: tokens + data.draw(st.integers(0, 12)) for name, tokens in prompts.items()}
+    aborted = {name for name in prompts if data.draw(st.integers(0, 4)) == 0}
+    metadata = started(*(engine.start(name, tokens, include_output=True) for name, tokens in prompts.items()))
+    done = dict.fromkeys(prompts, 0)
+    while done:
+        spans = []
+        for name in done:
+            if data.draw(st.integers(0, 15)) == 0:
+                done[name] = 0  # preempted
+            again = totals[name] - done[name]  # a preempted request computes what it had generated at once
+            count = min(again, data.draw(st.integers(1, 3))) if done[name] == 0 else 1
+            spans.append((name, done[name], count))
+            done[name] += count
+        engine.step(metadata, spans)
+        ends = [name for name in done if done[name] == totals[name]]
+        metadata = HsxConnectorMetadata(
+            ended=[RequestEnd(name, name in aborted, np.arange(prompts[name], totals[name])) for name in ends]
+        )
+        done = {name: rows for name, rows in done.items() if name not in ends}
+    engine.step(metadata, [])
+    engine.close()
+    assert engine.outcomes == dict.fromkeys(prompts)
+    assert engine.visible() == {f"{name}.safetensors" for name in prompts if name not in aborted}
+    for name in prompts.keys() - aborted:
+        engine.assert_file_is_right(name, totals[name])
+    assert engine.ring.free_rows == engine.ring.num_rows
+    assert (engine.worker._progress.backlog, engine.worker._progress.collected) == (0, 0)
