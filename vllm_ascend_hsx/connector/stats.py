@@ -128,7 +128,7 @@ class StatsRecorder:
 
     Args:
         rank: tensor-parallel rank.
-        gauges: returns gauges by name. `take` returns stats when one has changed; at first all are 0.
+        gauges: returns gauges by name. `take` returns stats when one has changed from 0.
         write_rate: returns the bytes per second that storage takes, None if unknown.
     """
 
