@@ -25,20 +25,16 @@ class WorkerFailure:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._mutex = threading.Lock()  # guards `reason`
         self._end_of_grace = threading.Timer(_GRACE_S, _end_process)
         self._end_of_grace.daemon = True
 
-    def set(self, reason: str) -> bool:
-        """Record a failure. Return False if there was an earlier one."""
-        with self._mutex:
-            if self.reason is not None:
-                return False
-            self.reason = reason
+    def set(self, reason: str) -> None:
+        """Record the first failure. The caller lets no other thread do so at the same time."""
+        assert self.reason is None
+        self.reason = reason
         logger.critical("no file can be completed: %s", reason)
         if multiprocessing.parent_process() is not None:
             self._end_of_grace.start()
-        return True
 
     def vllm_ends_worker(self) -> None:
         """Leave the end of the process to vLLM, which has begun with it."""

@@ -90,7 +90,7 @@ class ExtractionWorker:
         self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate.value)
         self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
         self._not_ended: dict[str, Extraction] = {}  # by path
-        self._ended = threading.Condition()  # guards the former; notified when a file has ended
+        self._ended = threading.Condition()  # guards the former and `_failure`; notified when a file has ended
         self._opener = ThreadPool(1, "hsx-opener")
         self._writers = ThreadPool(num_writers(), "hsx-writer")
         self._failure = WorkerFailure()
@@ -233,9 +233,10 @@ class ExtractionWorker:
         self._fail_all(f"the engine failed: {type(error).__name__}: {error}")
 
     def _fail_all(self, reason: str) -> None:
-        if not self._failure.set(reason):
-            return
         with self._ended:
+            if self._failure.reason is not None:
+                return
+            self._failure.set(reason)
             not_ended = list(self._not_ended.values())
         for extraction in not_ended:
             extraction.fail(reason, ENGINE_FAILED)

@@ -28,8 +28,7 @@ class Fp8PerToken:
 
     def __init__(self, row_format: RowFormat) -> None:
         self._row_format = row_format
-        self._mutex = threading.Lock()  # guards the next one, which is replaced when it grows
-        self._scales = np.zeros(0, np.float32)
+        self._scales: list[tuple[int, Scales]] = []  # of each write, by its first position
 
     def encode(self, first: int, data: memoryview) -> memoryview:
         """Quantise rows from token position `first` on, and keep their scales.
@@ -43,19 +42,14 @@ class Fp8PerToken:
 
     def keep(self, first: int, scales: Scales) -> None:
         """Keep the scales, float32 [rows], of rows from token position `first` on."""
-        with self._mutex:
-            end = first + len(scales)
-            if end > len(self._scales):
-                grown = np.zeros(max(end, 2 * len(self._scales)), np.float32)
-                grown[: len(self._scales)] = self._scales
-                self._scales = grown
-            self._scales[first:end] = scales
+        self._scales.append((first, scales))
 
     def scales(self, tokens: int) -> Scales:
         """Return float32 [tokens], the scale last computed for each position."""
-        with self._mutex:
-            assert tokens <= len(self._scales), f"{tokens} scales of {len(self._scales)} rows"
-            return self._scales[:tokens].copy()
+        joined = np.zeros(tokens, np.float32)
+        for first, scales in self._scales:
+            joined[first : first + len(scales)] = scales[: max(0, tokens - first)]
+        return joined
 
 
 def encoder_for(row_format: RowFormat) -> Fp8PerToken | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,17 +39,16 @@ class ShardSink(DirectorySink):
     ) -> None:
         self._shard_bytes = shard_bytes
         self._shards: dict[Session, SessionShards] = {}
-        self._mutex_of_shards = threading.Lock()  # guards the former
         # Without the page cache, rows would go to the disk, back, and to the disk again.
         super().__init__(directory, row_format, replace(options, io="buffered"), memory, random_ids=random_ids)
         self._file_options = replace(self.options, durability="none")  # the shard is synced instead
 
     def make_data(self, file: RequestFile) -> DataFile:
-        session, hidden = file.session, self._shards_of(file.session).hidden_file()
+        session, hidden = file.session, self._shards[file.session].hidden_file()
         return DataFile(session.workspace, hidden, -1, file.layout, self._file_options, file.expected_tokens, session.filesystem)
 
     def publish(self, file: RequestFile, data: DataFile, tokens: int) -> None:
-        shards = self._shards_of(file.session)
+        shards = self._shards[file.session]
         is_spare = data.size <= _LARGEST_SPARE and len(shards.spares) < _SPARES
         if not is_spare:
             data.withdraw()  # its descriptor keeps the bytes; nothing may fail after the index line
@@ -62,14 +60,9 @@ class ShardSink(DirectorySink):
             shards.spares.append(data.detach())
 
     def end_session(self, session: Session) -> None:
-        with self._mutex_of_shards:
-            shards = self._shards.pop(session, None)
-        if shards is not None:
-            shards.close(session.workspace if session.has_workspace else self._session.workspace)
+        self._shards.pop(session).close(session.workspace if session.has_workspace else self._session.workspace)
 
-    def _shards_of(self, session: Session) -> SessionShards:
-        """Return the shards that this sink writes in a session."""
-        with self._mutex_of_shards:
-            if session not in self._shards:
-                self._shards[session] = SessionShards(session, self._shard_bytes, self.options.durable)
-            return self._shards[session]
+    def _new_session(self) -> Session:
+        session = super()._new_session()
+        self._shards[session] = SessionShards(session, self._shard_bytes, self.options.durable)
+        return session
