@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks import ROOT
 from vllm_ascend_hsx.doctor.storage import filesystem_of
 
-PARTS = ("host", "latency", "engine", "step", "slow_storage", "conversations", "capacity")
+PARTS = ("host", "latency", "engine", "step", "decode", "slow_storage", "conversations", "capacity")
 
 
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from benchmarks import machine, report
     from benchmarks.goals import Results
     from benchmarks.kv_cache import capacity
-    from benchmarks.pipeline import conversations, engine, host_path, latency, per_step, slow_storage
+    from benchmarks.pipeline import conversations, decoding, engine, host_path, latency, per_step, slow_storage
     from benchmarks.pipeline.ours import ring_bytes
     from benchmarks.pipeline.rows import MINIMAX_M2, Source, npu
 
@@ -83,6 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
     steps = None
     if "step" in arguments.parts:
         steps = per_step.run(per_step.QUICK if arguments.quick else per_step.FULL, arguments.memory, device, show)
+    decode = None
+    if "decode" in arguments.parts:
+        rows = Source(MINIMAX_M2, max(2048, *decoding.FULL.in_flight), device)
+        decode = decoding.run(decoding.QUICK if arguments.quick else decoding.FULL, rows, arguments.memory, show)
     engines = None
     if "engine" in arguments.parts:
         engines = engine.run(engine.QUICK if arguments.quick else engine.FULL, arguments.memory, show)
@@ -100,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
         logging.getLogger("vllm").setLevel(logging.WARNING)  # it tells of every plan
         capacities = capacity.run(show)
     loads = (load, machine.load_average())
-    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps, slow, capacities, talk)
+    results = Results(machine.describe(), loads, ring_bytes(), cells, refusals, latencies, engines, steps, slow, capacities, talk, decode)
     report.show(console, results)
     if before is not None:
         results = report.merge(results, before, arguments.parts)

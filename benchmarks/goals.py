@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.kv_cache import capacity
-from benchmarks.pipeline import conversations, engine, latency, per_step, slow_storage
+from benchmarks.pipeline import conversations, decoding, engine, latency, per_step, slow_storage
 from benchmarks.pipeline.host_path import (
     COPIED,
     DIRECT,
@@ -42,6 +42,7 @@ class Results:
     slow_storage: slow_storage.Result | None
     capacity: capacity.Result | None
     conversations: conversations.Result | None
+    decode: decoding.Result | None = None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rich.table import Table
 from benchmarks import cost, words
 from benchmarks.goals import MIB, Results, judge
 from benchmarks.kv_cache import capacity
-from benchmarks.pipeline import conversations, engine, latency, per_step, slow_storage
+from benchmarks.pipeline import conversations, decoding, engine, latency, per_step, slow_storage
 from benchmarks.pipeline.engine import OFF
 from benchmarks.pipeline.host_path import COPIED, DIRECT, DURABLY, OURS, PINNED, RAW, VLLM, Cell
 from benchmarks.pipeline.rows import MINIMAX_M2, STEP_TOKENS
@@ -43,6 +43,8 @@ def tables(results: Results) -> list[TABLE]:
         shown.append(engine_table(results.engine))
     if results.step is not None:
         shown.append(step_table(results.step))
+    if results.decode is not None:
+        shown.append(decode_table(results.decode))
     if results.slow_storage is not None:
         shown.append(slow_storage_table(results.slow_storage))
     if results.conversations is not None:
@@ -128,6 +130,17 @@ def step_table(result: per_step.Result) -> TABLE:
         for cell in result.cells
     ]
     return "main thread, µs of CPU time per step", ["tokens", "in flight", "all begin", "all go on", "nothing is extracted"], rows
+
+
+def decode_table(result: decoding.Result) -> TABLE:
+    rows = [
+        [str(cell.in_flight)]
+        + [f"{seconds * 1e6:.1f}" for seconds in (cell.row, cell.raw, cell.joined)]
+        + [f"{seconds * 1e3:.1f}" for seconds in (cell.step_off, cell.step)]
+        for cell in result.cells
+    ]
+    headings = ["requests", "ours, µs", "raw write of a row, µs", "of joined rows, µs", "step without, ms", "step, ms"]
+    return "CPU time of a row of generated tokens", headings, rows
 
 
 def slow_storage_table(result: slow_storage.Result) -> TABLE:
@@ -245,6 +258,8 @@ def markdown(results: Results, others: Mapping[str, Results]) -> str:
         parts += ["## Engine", _engine_words(results.engine), found.pop(engine_table(results.engine)[0])]
     if results.step is not None:
         parts += ["## Main thread", _step_words(results.step), found.pop(step_table(results.step)[0])]
+    if results.decode is not None:
+        parts += ["## Generated tokens", _decode_words(results.decode), found.pop(decode_table(results.decode)[0])]
     if results.slow_storage is not None:
         table = found.pop(slow_storage_table(results.slow_storage)[0])
         parts += ["## Slow storage", _slow_storage_words(results.slow_storage), table]
@@ -288,6 +303,11 @@ def _latency_words(result: latency.Result) -> str:
 
 def _engine_words(result: engine.Result) -> str:
     return f"{result.model}.\n{words.ENGINE.format(off=OFF, starts=result.starts, rounds=result.rounds)}"
+
+
+def _decode_words(result: decoding.Result) -> str:
+    scale = result.scale
+    return words.DECODE.format(python=scale.python_s * 1e3, steps=scale.steps, rounds=scale.rounds)
 
 
 def _slow_storage_words(result: slow_storage.Result) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.pipeline.conversations import COUNTER, RELEASE, SOURCE
+from benchmarks.pipeline.decoding import DEVICE_S, JOINED_BYTES
 from benchmarks.pipeline.host_path import COPIED, DURABLY, PINNED
 from benchmarks.pipeline.peers import BLOCK_TOKENS, PIECE, VLLM_THREADS
 from benchmarks.pipeline.rows import MINIMAX_M2, STEP_TOKENS
@@ -112,6 +113,13 @@ them, while an emulated NPU does it in this thread. A linear fit of the cells: *
 step, {request:.1f} µs for each request in it, {begins:.1f} µs for each that begins**. Of a step,
 {launches:.0f} µs are calls of the device, here the emulator: its stream, events and one launch. A
 prompt that is 1,000 tokens longer adds {slope:+.1f} µs to a step."""
+
+DECODE = f"""\
+Requests that each get one row of MiniMax-M2 per step. The main thread spends {{python:g}} ms of each
+step in Python, as a scheduler and a runner do, and then waits {DEVICE_S * 1e3:g} ms for the device, so the
+writers compete with it for the GIL. Without extraction, ours and raw writes take turns, {{rounds}}
+rounds of {{steps}} steps. CPU time is that of all threads until the files are published, less that of
+the steps without extraction. The limits are os.pwrite of one row, and of {JOINED_BYTES >> 10} KiB of rows."""
 
 SLOW_STORAGE = f"""\
 One request that is not extracted streams its tokens while {{in_flight}} extracted prompts of

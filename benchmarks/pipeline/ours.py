@@ -186,6 +186,12 @@ class Pipeline:
         """Until the files have all rows that were saved."""
         _settle(self.worker)
 
+    def end(self, request_ids: Iterable[str], tokens: int) -> None:
+        """End requests that have `tokens` rows, one of them of the prompt."""
+        output = token_ids(tokens)[1:]
+        self._ended += [RequestEnd(request_id, False, output) for request_id in request_ids]
+        self.start([])
+
     def wait_for(self, request_ids: Iterable[str]) -> None:
         """Until the files are published; the requests end, as in an engine, with the next step."""
         wanted = set(request_ids)
@@ -313,9 +319,9 @@ class MainThread:
         self._worker.close()
 
 
-def start_of(request_id: str, path: Path, tokens: int) -> RequestStart:
-    """What the scheduler says of a request of which only the prompt is wanted."""
-    return RequestStart(request_id, str(path), 0, token_ids(tokens))
+def start_of(request_id: str, path: Path, tokens: int, max_output_rows: int = 0) -> RequestStart:
+    """What the scheduler says of a request; without output rows only the prompt is wanted."""
+    return RequestStart(request_id, str(path), 0, token_ids(tokens), max_output_rows > 0, max_output_rows)
 
 
 class Ours(Contestant):

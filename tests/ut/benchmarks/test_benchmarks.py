@@ -18,7 +18,7 @@ from benchmarks import __main__ as command
 from benchmarks import goals, measure, report
 from benchmarks.kv_cache import capacity
 from benchmarks.kv_cache.server_config import EngineOptions
-from benchmarks.pipeline import conversations, engine, host_path, latency, peers, per_step, shards, slow_storage
+from benchmarks.pipeline import conversations, decoding, engine, host_path, latency, peers, per_step, shards, slow_storage
 from benchmarks.pipeline.host_path import COPIED, DURABLY, OURS, PINNED, RAW, VLLM, Cell, Figures
 from benchmarks.pipeline.ours import Ours, Pipeline
 from benchmarks.pipeline.rows import TINY, Load, Source
@@ -90,6 +90,7 @@ def results(host: list[Cell], source: Source, tmp_path_factory: pytest.TempPathF
             30 << 30,
             [capacity.Cell("small", "hsx", 128, 9, 1152, 0.99), capacity.Cell("small", "upstream", 0, 0, 0, 0.0, "Error: no")],
         ),
+        decode=decoding.run(decoding.Scale(in_flight=(3,), steps=12, rounds=2, python_s=0.0001), source, place, quiet),
     )
 
 

@@ -1,0 +1,166 @@
+"""Part (h), rows of generated tokens: CPU time of a row that comes alone, and what a step takes."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.pipeline.ours import Pipeline, SourceSlot, start_of
+from benchmarks.pipeline.rows import Source, Step
+from vllm_ascend_hsx.drafter.spans import Span
+
+OFF, OURS, RAW = "no extraction", "ours", "raw write"
+# Waits for the device, in which other threads run.
+DEVICE_S = 0.0005
+# A raw write of this many bytes is the limit of one that stores many rows.
+JOINED_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        in_flight: requests that each get one row per step.
+        steps: of a round.
+        rounds: in each of which all contestants take turns.
+        python_s: seconds of Python in a step, as of a scheduler and a runner.
+    """
+
+    in_flight: tuple[int, ...] = (16, 256)
+    steps: int = 100
+    rounds: int = 5
+    python_s: float = 0.008
+
+
+FULL = Scale()
+QUICK = Scale(in_flight=(64,), steps=30, rounds=3)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Medians of the rounds, in seconds.
+
+    Attributes:
+        in_flight: requests.
+        row: CPU time of all threads for a row, less that of a step without extraction.
+        raw, joined: CPU time of os.pwrite for a row: one at a time, and many in one call.
+        step, step_off: length of a step with and without extraction.
+    """
+
+    in_flight: int
+    row: float
+    raw: float
+    joined: float
+    step: float
+    step_off: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """All cells, and how much was measured."""
+
+    cells: list[Cell]
+    scale: Scale
+
+
+def run(scale: Scale, source: Source, directory: Path, show: Callable[[str], None]) -> Result:
+    """Measure, with files on the directory's filesystem."""
+    loops = _loops(scale.python_s)
+    cells = []
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)))
+        pipeline = stack.enter_context(closing(Pipeline(source, place, with_copy=False)))
+        for in_flight in scale.in_flight:
+            rounds = [_round(scale, loops, source, pipeline, place, in_flight, turn) for turn in range(scale.rounds + 1)]
+            cells.append(_median(in_flight, rounds[1:]))  # the first one warms up
+            show(f"{in_flight} requests that generate: {cells[-1].row * 1e6:.0f} µs of CPU time per row")
+    return Result(cells, scale)
+
+
+def _median(in_flight: int, rounds: list[Cell]) -> Cell:
+    names = ("row", "raw", "joined", "step", "step_off")
+    return Cell(in_flight, **{name: statistics.median(getattr(cell, name) for cell in rounds) for name in names})
+
+
+def _round(scale: Scale, loops: int, source: Source, pipeline: Pipeline, directory: Path, in_flight: int, turn: int) -> Cell:
+    off_cpu, off_step = _steps(scale, loops, source, None, directory, in_flight, turn)
+    cpu, step = _steps(scale, loops, source, pipeline, directory, in_flight, turn)
+    rows = in_flight * scale.steps
+    joined_rows = min(scale.steps, max(1, JOINED_BYTES // source.row_format.row_bytes))
+    raw, joined = (_raw(source, directory, in_flight, scale.steps, count) for count in (1, joined_rows))
+    return Cell(in_flight, (cpu - off_cpu) / rows, raw, joined, step, off_step)
+
+
+def _steps(
+    scale: Scale, loops: int, source: Source, pipeline: Pipeline | None, directory: Path, in_flight: int, turn: int
+) -> tuple[float, float]:
+    """Return the CPU time of all steps, until the files are published, and the median step."""
+    ids = [f"cmpl-{turn}-0-{index:08x}" for index in range(in_flight)]
+    starts = [start_of(each, directory / f"{each}.safetensors", 1, max_output_rows=scale.steps - 1) for each in ids]
+    spans = [tuple(Span(each, step, 1, row) for row, each in enumerate(ids)) for step in range(scale.steps)]
+    slots = [SourceSlot(source, Step(0, each)) for each in spans] if pipeline else []
+    lengths = []
+    cpu = time.process_time()
+    for step in range(scale.steps):
+        began = time.perf_counter()
+        if pipeline is not None:
+            pipeline.start([] if step else starts)
+        _python(loops)
+        if pipeline is not None:
+            if step >= pipeline.staging_slots:
+                slots[step - pipeline.staging_slots].issued.wait()
+            pipeline.save(slots[step])
+        time.sleep(DEVICE_S)
+        lengths.append(time.perf_counter() - began)
+    if pipeline is not None:
+        pipeline.end(ids, scale.steps)
+        pipeline.wait_for(ids)
+    cpu = time.process_time() - cpu
+    for path in directory.glob("*.safetensors*"):
+        path.unlink()
+    return cpu, statistics.median(lengths[2:])
+
+
+def _raw(source: Source, directory: Path, in_flight: int, steps: int, count: int) -> float:
+    """Return the CPU time per row of writes of `count` rows."""
+    files = [os.open(directory / f"raw-{index}", os.O_CREAT | os.O_RDWR) for index in range(in_flight)]
+    row_bytes, calls = source.row_format.row_bytes, steps // count
+    data = [source.bytes_of(index, count) for index in range(min(in_flight, source.tokens - count + 1))]
+    began = time.process_time()
+    for call in range(calls):
+        for index, fd in enumerate(files):
+            os.pwrite(fd, data[index % len(data)], call * count * row_bytes)
+    cpu = time.process_time() - began
+    for index, fd in enumerate(files):
+        os.close(fd)
+        (directory / f"raw-{index}").unlink()
+    return cpu / (in_flight * calls * count)
+
+
+def _python(loops: int) -> int:
+    """Hold the GIL as Python code does."""
+    total, kept = 0, {}
+    for index in range(loops):
+        kept[index & 255] = total
+        total += len(kept) + index % 7
+    return total
+
+
+def _loops(seconds: float) -> int:
+    """Return how many loops take about so long, on a machine without other load."""
+    loops = 20_000
+    fastest = min(_timed(loops) for _ in range(9))
+    return max(1, int(loops * seconds / fastest))
+
+
+def _timed(loops: int) -> float:
+    began = time.perf_counter()
+    _python(loops)
+    return time.perf_counter() - began
