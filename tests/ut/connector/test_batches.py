@@ -115,14 +115,14 @@ def test_collected_rows_free_the_ring_and_are_not_work_of_the_storage(engine: En
 def test_batches_are_written_when_half_of_the_ring_waits(tmp_path: Path, writes: list[tuple[str, int, int]]) -> None:
     engine = Engine(tmp_path / "out", ring_rows=16)
     names = ["a", "b", "c"]
-    engine.step(started(*(engine.start(name, 1, include_output=True) for name in names)), [])
+    engine.step(started(*(engine.start(name, 1, include_output=True) for name in [*names, "pauses"])), [("pauses", 0, 1)])
     for position in range(2):
         engine.step(NOTHING, [(name, position, 1) for name in names])
         settle(engine)
-    assert writes == []  # two rows of each request
+    assert writes == []  # two rows of each request, and one
     engine.step(NOTHING, [(name, 2, 1) for name in names])
     settle(engine)
-    assert sorted(writes) == sorted([(name, first, count) for name in names for first, count in ((0, 2), (2, 1))])
+    assert sorted(writes) == sorted([*((name, first, count) for name in names for first, count in ((0, 2), (2, 1))), ("pauses", 0, 1)])
     assert engine.worker._progress.collected == 0
     engine.step(HsxConnectorMetadata(ended=[RequestEnd(name, False, np.arange(1, 3)) for name in names]), [])
     engine.close()
@@ -162,6 +162,8 @@ def test_a_request_that_gets_no_file_leaves_no_rows_in_memory(engine: Engine, mo
         decode(engine, "a", 5, 6)
     if end != "server stops":
         engine.step(ended("a", aborted=True), [])
+        settle(engine)
+        assert not engine.worker._batches._open
     engine.close()
     assert engine.visible() == (set() if end == "aborted" else {"a.safetensors.error"})
     assert (engine.worker._progress.backlog, engine.worker._progress.collected) == (0, 0)
