@@ -103,7 +103,7 @@ def _steps(
 ) -> tuple[float, float]:
     """Return the CPU time of all steps, until the files are published, and the median step."""
     ids = [f"cmpl-{turn}-0-{index:08x}" for index in range(in_flight)]
-    starts = [start_of(each, directory / f"{each}.safetensors", 1, max_output_rows=scale.steps - 1) for each in ids]
+    starts = [start_of(each, directory / f"{each}.safetensors", 1, include_output=True) for each in ids]
     spans = [tuple(Span(each, step, 1, row) for row, each in enumerate(ids)) for step in range(scale.steps)]
     slots = [SourceSlot(source, Step(0, each)) for each in spans] if pipeline else []
     lengths = []

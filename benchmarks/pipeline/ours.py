@@ -319,9 +319,9 @@ class MainThread:
         self._worker.close()
 
 
-def start_of(request_id: str, path: Path, tokens: int, max_output_rows: int = 0) -> RequestStart:
-    """What the scheduler says of a request; without output rows only the prompt is wanted."""
-    return RequestStart(request_id, str(path), 0, token_ids(tokens), max_output_rows > 0, max_output_rows)
+def start_of(request_id: str, path: Path, tokens: int, include_output: bool = False) -> RequestStart:
+    """What the scheduler says of a request."""
+    return RequestStart(request_id, str(path), 0, token_ids(tokens), include_output)
 
 
 class Ours(Contestant):

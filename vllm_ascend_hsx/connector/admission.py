@@ -42,14 +42,11 @@ class Cost(NamedTuple):
 
 
 class RankLoad:
-    """What a rank has yet to write, as known to the scheduler.
+    """The debt of one rank. New requests are held while it would exceed the ring.
 
-    The sources are its last report and the requests started since.
-
-    A fluid model predicts whether memory suffices. Rows of prompts arrive at P bytes per second,
-    and those of generated tokens at D, one row per step and request. Storage takes W. Of F bytes
-    that arrive at rate P, F * (1 - W / P) are in memory when the last one has arrived. Unknown
-    rates are assumed to be the worst: W is 0, and P and D are infinite.
+    The debt is the computed rows that are not written, and a share of the prompt rows to come:
+    1 - W / P, where storage takes W bytes per second and prompts make P. Storage writes the rest
+    while they come. The share is 1 until both rates are known, and 0 if storage is fast enough.
 
     Args:
         ring_bytes: memory for rows that wait to be written.
@@ -57,6 +54,7 @@ class RankLoad:
 
     Attributes:
         state: the rank's last report.
+        unfinished: bytes of the requests that are not decided, written or not.
     """
 
     def __init__(self, ring_bytes: int, row_bytes: int) -> None:
@@ -64,7 +62,9 @@ class RankLoad:
         self._row_bytes = row_bytes
         self._unreported: deque[Cost] = deque()
         self._promised: list[Cost] = []
+        self._generating = 0
         self.state = RankState()
+        self.unfinished = 0
 
     def report(self, state: RankState) -> None:
         """Record the state that the rank has reported."""
@@ -78,54 +78,46 @@ class RankLoad:
         Only `start` makes it certain that the request begins.
         """
         self._promised.append(cost)
+        self._generating += cost.output > 0
+        self.unfinished += sum(cost)
 
     def start(self, costs: list[Cost]) -> None:
-        """Add requests that begin, and drop all other admitted ones."""
+        """Record which admitted requests begin. `end` removes the others."""
         self._promised = []
         self._unreported.extend(costs)
 
+    def end(self, cost: Cost) -> None:
+        """Remove a request that was admitted and makes no more rows."""
+        self._generating -= cost.output > 0
+        self.unfinished -= sum(cost)
+
     @property
-    def owed(self) -> int:
-        """Bytes that started requests may still make or have not written."""
-        return self._future()[0] + self._future()[1] + self.state.backlog
+    def coming(self) -> int:
+        """Bytes of the prompts' rows that are not computed."""
+        return self.state.coming + sum(cost.prompt for cost in (*self._unreported, *self._promised))
 
     def admits(self, cost: Cost) -> bool:
-        """Return whether memory suffices if this request is added.
+        """Return whether a request may begin.
 
-        A request larger than the memory runs once all others need no more and half of the memory is
-        free. To wait until all memory is free would leave storage idle until the first rows arrive.
+        A request larger than the ring begins when half of the ring is free. To wait until all of it
+        is free would leave storage idle until the first rows arrive. Requests that generate make a
+        row per step for a long time: only as many run as storage can follow, and at least one.
         """
-        if self.state.quiet or (self.state.opens_slowly and (self._unreported or self._promised)):
-            return False
-        prompt, output, generating = self._future()
-        backlog = self.state.backlog
-        peak = backlog + self._stays(prompt + cost.prompt, output + cost.output, generating + bool(cost.output))
-        if peak <= self._ring_bytes:
-            return True
-        too_large = self._stays(*cost, bool(cost.output)) > self._ring_bytes
-        return too_large and backlog <= self._ring_bytes / 2 and not self._stays(prompt, output, generating)
-
-    def _future(self) -> tuple[int, int, int]:
-        """Return the bytes to come, of prompts and of output, and how many requests generate."""
-        state, waiting = self.state, [*self._unreported, *self._promised]
-        prompt = state.prompt_owed - state.backlog
-        output = state.output_owed + min(prompt, 0)
-        return (
-            max(prompt, 0) + sum(cost.prompt for cost in waiting),
-            max(output, 0) + sum(cost.output for cost in waiting),
-            state.generating + sum(cost.output > 0 for cost in waiting),
-        )
-
-    def _stays(self, prompt: int, output: int, generating: int) -> float:
-        """Return how many of the bytes to come are in memory at most."""
         state = self.state
-        steps = state.step_rate and state.step_rate * generating * self._row_bytes
-        return prompt * self._surplus(state.prompt_rate) + output * self._surplus(steps)
+        if state.quiet or (state.opens_slowly and (self._unreported or self._promised)):
+            return False
+        share = self._unwritten_share(state.prompt_rate)
+        if cost.output and self._generating:
+            row_rate = state.step_rate and state.step_rate * self._row_bytes * (self._generating + 1)
+            if self._unwritten_share(row_rate or state.prompt_rate):
+                return False
+        own = share * cost.prompt
+        debt = state.backlog + share * self.coming
+        return debt + (own if own <= self._ring_bytes else self._ring_bytes / 2) <= self._ring_bytes
 
-    def _surplus(self, coming: float | None) -> float:
-        if coming is None:
-            return 1.0
-        return max(0.0, 1 - (self.state.write_rate or 0.0) / coming) if coming else 0.0
+    def _unwritten_share(self, rate: float | None) -> float:
+        """Return the share of rows that storage cannot write while they come at `rate`."""
+        return max(0.0, 1 - (self.state.write_rate or 0.0) / rate) if rate else 1.0
 
 
 class Admission:
@@ -145,7 +137,6 @@ class Admission:
         self.loads = tuple(RankLoad(ring_bytes, row_bytes) for _ in range(num_ranks))
         self._where = where
         self._recorder = recorder
-        self._outstanding = [0] * num_ranks
         self._promised: dict[str, tuple[int, Cost]] = {}  # requests admitted since the last step
         self._held: list[_Place] = []  # sorted
         self._places: dict[str, _Place] = {}  # the same, by request
@@ -197,7 +188,6 @@ class Admission:
         """Admit a request without asking."""
         self.loads[rank].promise(cost)
         self._promised[request_id] = rank, cost
-        self._outstanding[rank] += sum(cost)
 
     def start(self, started: Collection[str]) -> dict[str, tuple[int, Cost]]:
         """Record which admitted requests start in this step; return their ranks and costs.
@@ -216,7 +206,7 @@ class Admission:
 
     def end(self, rank: int, cost: Cost) -> None:
         """Record that a request that was admitted or has started makes no more rows."""
-        self._outstanding[rank] -= sum(cost)
+        self.loads[rank].end(cost)
 
     @property
     def stuck(self) -> frozenset[int]:
@@ -224,9 +214,9 @@ class Admission:
         return frozenset(rank for rank, load in enumerate(self.loads) if load.state.stuck)
 
     def least_loaded(self) -> int:
-        """Return the rank that owes least, of those whose storage answers if there are any."""
-        states = [load.state for load in self.loads]
-        return min(range(len(states)), key=lambda rank: (states[rank].stuck, states[rank].quiet, self._outstanding[rank]))
+        """Return the rank with least unfinished bytes, of those whose storage answers if any."""
+        keys = [(load.state.stuck, load.state.quiet, load.unfinished) for load in self.loads]
+        return keys.index(min(keys))
 
     def _warn(self) -> None:
         load = self.loads[self.least_loaded()]
@@ -238,7 +228,7 @@ class Admission:
             self._reminder.seconds,
             len(self._held),
             self._where,
-            load.owed / _MIB,
+            (load.state.backlog + load.coming) / _MIB,
             load.state.backlog / _MIB,
             (load.state.write_rate or 0) / _MIB,
         )

@@ -36,7 +36,6 @@ class RequestStart:
         owner: tensor-parallel rank that copies and writes them.
         token_ids: int64 [rows], the prompt: one row for each.
         include_output: whether rows of generated tokens are extracted too.
-        max_output_rows: most rows of generated tokens.
         arrived_ns: when the API server received it, in nanoseconds since the epoch; None if that is
             not known.
         lora: vllm.lora.request.LoRARequest of its adapter; None without one.
@@ -52,7 +51,6 @@ class RequestStart:
     owner: int
     token_ids: np.ndarray
     include_output: bool = False
-    max_output_rows: int = 0
     arrived_ns: int | None = None
     lora: Any = None
     placeholders: tuple[Placeholder, ...] = ()
@@ -119,9 +117,7 @@ class RankState:
 
     Attributes:
         backlog: rows that were computed but are not yet in their files.
-        prompt_owed, output_owed: rows of prompts and of generated tokens that running requests have
-            not written, computed or not.
-        generating: number of requests that owe rows of generated tokens.
+        coming: rows of the running requests' prompts that are not computed.
         started: number of requests that the rank has been given. The other numbers cover exactly
             these.
         write_rate: bytes per second that storage takes.
@@ -134,9 +130,7 @@ class RankState:
     """
 
     backlog: int = 0
-    prompt_owed: int = 0
-    output_owed: int = 0
-    generating: int = 0
+    coming: int = 0
     started: int = 0
     write_rate: float | None = field(default=None, compare=False)
     prompt_rate: float | None = field(default=None, compare=False)

@@ -1,4 +1,4 @@
-"""What a rank has yet to write, how fast storage takes it, and how fast the engine makes more."""
+"""Rows that a rank has yet to write, how fast storage takes them, and how fast more are made."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.metadata import RankState
 from vllm_ascend_hsx.drafter.spans import Span
-
-Key = TypeVar("Key", bound=Hashable)
 
 _FORGET_S = 1.0  # time constant, in seconds of full load, with which old writes fade
 _WINDOW = 4  # steps of a moving average; an engine launches one or two steps ahead of its device
@@ -25,7 +21,7 @@ _LONGEST_S = 1.0
 
 
 class WriteRate:
-    """Bytes per second that storage takes while all writers are busy. Thread-safe.
+    """Bytes per second that storage takes while all writers are busy. Not thread-safe.
 
     It is the rate of one thread, added up over all threads, so a light load does not make storage
     look slow.
@@ -38,36 +34,30 @@ class WriteRate:
     def __init__(self, num_writers: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self.num_writers = num_writers
         self._clock = clock
-        self._lock = threading.Lock()
         self._bytes = 0.0
         self._busy = 0.0  # thread seconds
         self._running: dict[int, tuple[float, int]] = {}  # start time and bytes, by thread
 
     def begin(self, num_bytes: int) -> None:
         """Record that the calling thread starts to write `num_bytes`."""
-        with self._lock:
-            self._running[threading.get_ident()] = self._clock(), num_bytes
+        self._running[threading.get_ident()] = self._clock(), num_bytes
 
     def end(self, num_bytes: int) -> None:
         """Record that the calling thread has written `num_bytes`."""
-        with self._lock:
-            since, _ = self._running.pop(threading.get_ident())
-            seconds = self._clock() - since
-            keep = math.exp(-seconds / (_FORGET_S * self.num_writers))
-            self._bytes = self._bytes * keep + num_bytes
-            self._busy = self._busy * keep + seconds
+        since, _ = self._running.pop(threading.get_ident())
+        seconds = self._clock() - since
+        keep = math.exp(-seconds / (_FORGET_S * self.num_writers))
+        self._bytes = self._bytes * keep + num_bytes
+        self._busy = self._busy * keep + seconds
 
     def value(self) -> float | None:
         """Return the rate, or None before the first write. A long-running write lowers it."""
-        with self._lock:
-            if not self._bytes:
-                return None
-            usual = self._bytes / max(self._busy, 1e-9)
-            if not self._running:
-                return usual * self.num_writers
-            now = self._clock()
-            running = [min(usual, size / max(now - since, 1e-9)) for since, size in self._running.values() if size]
-            return usual * (self.num_writers - len(running)) + sum(running)
+        if not self._bytes:
+            return None
+        usual = self._bytes / max(self._busy, 1e-9)
+        now = self._clock()
+        running = [min(usual, size / max(now - since, 1e-9)) for since, size in self._running.values() if size]
+        return usual * (self.num_writers - len(running)) + sum(running)
 
 
 class StepRate:
@@ -120,54 +110,6 @@ def _peak(known: float | None, seen: float) -> float:
     return seen if known is None else max(seen, known * _DECAY)
 
 
-@dataclass
-class _Debt:
-    prompt_end: int
-    prompt: int = 0
-    output: int = 0
-
-
-class OwedRows(Generic[Key]):
-    """Upper bounds of the rows that running requests have yet to write. Not thread-safe.
-
-    Attributes:
-        prompt: rows of prompts.
-        output: rows of generated tokens.
-        generating: number of requests that owe rows of generated tokens.
-    """
-
-    def __init__(self) -> None:
-        self.prompt = self.output = self.generating = 0
-        self._debts: dict[Key, _Debt] = {}
-
-    def begin(self, request: Key, prompt_rows: int, output_rows: int, copied_rows: int = 0) -> None:
-        """Add a request that starts. Its first `copied_rows` do not pass through memory."""
-        self._debts[request] = _Debt(prompt_rows)
-        self._add(self._debts[request], prompt_rows - copied_rows, output_rows)
-
-    def wrote(self, request: Key, first: int, end: int) -> None:
-        """Subtract rows [first, end), which have left the memory. Ignore a request that ended."""
-        debt = self._debts.get(request)
-        if debt is not None:
-            of_prompt = max(0, min(end, debt.prompt_end) - first)
-            of_output = end - first - of_prompt
-            self._add(debt, -min(of_prompt, debt.prompt), -min(of_output, debt.output))
-
-    def end(self, request: Key) -> None:
-        """Subtract all that the request still owes."""
-        debt = self._debts.pop(request, None)
-        if debt is not None:
-            self._add(debt, -debt.prompt, -debt.output)
-
-    def _add(self, debt: _Debt, prompt: int, output: int) -> None:
-        self.generating -= debt.output > 0
-        debt.prompt += prompt
-        debt.output += output
-        self.generating += debt.output > 0
-        self.prompt += prompt
-        self.output += output
-
-
 class RankProgress:
     """Progress of one rank, as its scheduler needs it. Thread-safe.
 
@@ -178,17 +120,16 @@ class RankProgress:
     Attributes:
         backlog: bytes of rows that were computed but are not yet in their files.
         collected: of the backlog, rows that wait for others to be written with them.
-        owed: rows that running requests have yet to write.
-        write_rate, step_rate: rates of storage and engine.
+        step_rate: rates of the engine.
     """
 
     def __init__(self, row_bytes: int, num_writers: int) -> None:
         self.backlog = self.collected = 0
-        self.owed: OwedRows[Extraction] = OwedRows()
-        self.write_rate = WriteRate(num_writers)
         self.step_rate = StepRate()
         self._row_bytes = row_bytes
-        self._mutex = threading.Lock()  # guards what follows, `backlog`, `collected` and `owed`
+        self._mutex = threading.Lock()  # guards what follows, `backlog` and `collected`
+        self._write_rate = WriteRate(num_writers)
+        self._coming: dict[Extraction, int] = {}  # prompt rows that are not computed
         self._decided: list[tuple[Extraction, str | None]] = []
         self._refused: dict[str, str] = {}
         self._num_started = 0
@@ -198,11 +139,11 @@ class RankProgress:
         self._answered_at = 0.0
         self._reported = RankState()
 
-    def begin(self, request: Extraction, prompt_rows: int, output_rows: int, copied_rows: int = 0) -> None:
-        """Record a request that starts; see OwedRows.begin."""
+    def begin(self, request: Extraction, prompt_rows: int) -> None:
+        """Record a request that starts, and the rows of its prompt that will be computed."""
         with self._mutex:
             self._num_started += 1
-            self.owed.begin(request, prompt_rows, output_rows, copied_rows)
+            self._coming[request] = prompt_rows
 
     def refuse(self, request_id: str, reason: str) -> None:
         """Record a request that was refused when it should have started."""
@@ -213,13 +154,16 @@ class RankProgress:
     def decide(self, request: Extraction, error: str | None) -> None:
         """Record that a request is complete or aborted (None), or why it failed."""
         with self._mutex:
-            self.owed.end(request)
+            self._coming.pop(request, None)
             self._decided.append((request, error))
 
-    def staged(self, num_rows: int) -> None:
-        """Record rows of a step."""
+    def staged(self, num_rows: int, parts: Iterable[tuple[Extraction, Span]] = ()) -> None:
+        """Record rows of a step. Those of `parts` are no longer to come."""
         num_bytes = num_rows * self._row_bytes
         with self._mutex:
+            for request, span in parts if self._coming else ():
+                if (coming := self._coming.pop(request, 0) - span.num_rows) > 0:
+                    self._coming[request] = coming
             self._staged_bytes += num_bytes
             self.backlog += num_bytes
 
@@ -243,14 +187,27 @@ class RankProgress:
         self._occupy()
         self._landed_bytes += num_bytes
 
-    def left_memory(self, num_rows: int, parts: Sequence[tuple[Extraction, Span]] = ()) -> None:
-        """Record landed rows that were written or lost. Those of `parts` are no longer owed."""
+    def begin_write(self, num_rows: int) -> None:
+        """Record that the calling thread writes landed rows."""
+        with self._mutex:
+            self._write_rate.begin(num_rows * self._row_bytes)
+
+    def end_write(self, num_rows: int, written: int) -> None:
+        """Record that the rows have left the memory; `written` of them were written."""
         with self._mutex:
             self._answered_at = time.monotonic()
+            self._write_rate.end(written * self._row_bytes)
             self.backlog -= num_rows * self._row_bytes
             self._landed_bytes -= num_rows * self._row_bytes
-            for request, span in parts:
-                self.owed.wrote(request, *span.positions)
+
+    def write_rate(self) -> float | None:
+        """Return the bytes per second that storage takes, or None before the first write."""
+        with self._mutex:
+            return self._write_rate.value()
+
+    def resize_writers(self, num_writers: int) -> None:
+        """Record the number of writing threads, before the first write."""
+        self._write_rate.num_writers = num_writers
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
@@ -258,10 +215,12 @@ class RankProgress:
         with self._mutex:
             self._occupy()
             self._finishing += 1
+            self._write_rate.begin(0)
         try:
             yield
         finally:
             with self._mutex:
+                self._write_rate.end(0)
                 self._answered_at = time.monotonic()
                 self._finishing -= 1
 
@@ -288,11 +247,9 @@ class RankProgress:
             self.step_rate.stepped(staged)
             state = RankState(
                 backlog=self.backlog - self.collected,
-                prompt_owed=self.owed.prompt * self._row_bytes,
-                output_owed=self.owed.output * self._row_bytes,
-                generating=self.owed.generating,
+                coming=sum(self._coming.values()) * self._row_bytes,
                 started=self._num_started,
-                write_rate=self.write_rate.value(),
+                write_rate=self._write_rate.value(),
                 prompt_rate=self.step_rate.bytes_per_s,
                 step_rate=self.step_rate.steps_per_s,
                 quiet=quiet,

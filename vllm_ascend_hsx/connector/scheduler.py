@@ -34,7 +34,6 @@ class _Request:
     path: str
     prompt_tokens: int
     cost: Cost
-    max_output_rows: int
     include_output: bool
     arrived_ns: int
     placeholders: tuple[Placeholder, ...]
@@ -118,7 +117,6 @@ class ExtractionScheduler:
                 path,
                 prompt_tokens,
                 Cost(prompt_tokens * self._row_bytes, output_rows * self._row_bytes),
-                output_rows,
                 params.include_output,
                 int(request.arrival_time * 1e9),
                 placeholders_in(request),
@@ -232,7 +230,6 @@ class ExtractionScheduler:
             rank,
             np.asarray(new.prompt_token_ids, dtype=np.int64),
             request.include_output,
-            request.max_output_rows,
             request.arrived_ns,
             new.lora_request,
             request.placeholders,

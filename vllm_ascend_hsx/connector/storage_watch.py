@@ -213,6 +213,6 @@ class StorageWatch:
             self._stall.seconds,
             self._where,
             self._progress.backlog / _MIB,
-            (self._progress.write_rate.value() or 0) / _MIB,
+            (self._progress.write_rate() or 0) / _MIB,
         )
         self._stall.logged()

@@ -87,7 +87,7 @@ class ExtractionWorker:
         self._kept_files = KeptFiles(self._reasons.submit)
         self._count_writers: Callable[[], int] | None = num_writers  # None after the first step
         self._progress = RankProgress(ring.row_bytes, num_writers())
-        self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate.value)
+        self._stats = StatsRecorder(rank, lambda: self._gauges(ring), self._progress.write_rate)
         self._watch = StorageWatch(storage_timeout, slow_storage, where, self._progress, self._stats)
         self._not_ended: dict[str, Extraction] = {}  # by path
         self._ended = threading.Condition()  # guards the former and `_failure`; notified when a file has ended
@@ -157,7 +157,7 @@ class ExtractionWorker:
         with self._ended:
             self._not_ended[start.path] = extraction
         copied_rows = start.prefix.num_rows if start.prefix else 0
-        self._progress.begin(extraction, len(start.token_ids), start.max_output_rows, copied_rows)
+        self._progress.begin(extraction, len(start.token_ids) - copied_rows)
         self._staging.wanted[start.request_id] = ALL_ROWS if start.include_output else len(start.token_ids)
         if start.prefix and (source := self._kept_files.retain(start.prefix.source)):
             extraction.enter((0, copied_rows), partial(self._copy, extraction, source, copied_rows))
@@ -192,7 +192,7 @@ class ExtractionWorker:
             # The request has all its rows. From here on it costs nothing.
             if span.first + span.num_rows == self._staging.wanted[span.request_id]:
                 del self._staging.wanted[span.request_id]
-        self._progress.staged(slot.num_rows)
+        self._progress.staged(slot.num_rows, ((slot.requests[span.request_id], span) for span in slot.spans))
         self._lander.submit(slot)
 
     def drain_copies(self) -> None:
@@ -243,7 +243,7 @@ class ExtractionWorker:
 
     def _resize_writers(self, num_writers: int) -> None:
         self._writers.resize(num_writers)
-        self._progress.write_rate.num_writers = num_writers
+        self._progress.resize_writers(num_writers)
         num_cpus = len(os.sched_getaffinity(0))
         logger.info("rank %d: %d writers, on the %d CPUs of this process", self._rank, num_writers, num_cpus)
 
@@ -398,35 +398,28 @@ class ExtractionWorker:
     # Writer threads
 
     def _write(self, chunk: HostChunk | Batch, parts: list[tuple[Extraction, Span]]) -> list[Job]:
-        rate, num_rows = self._progress.write_rate, sum(span.num_rows for _, span in parts)
-        written, jobs = 0, []
-        rate.begin(num_rows * self._row_bytes)
+        num_rows, written, jobs = sum(span.num_rows for _, span in parts), 0, []
+        self._progress.begin_write(num_rows)
         try:
             for extraction, span in parts:
                 check = chunk.rows[span.row : span.row + span.num_rows] if self._check_finite else None
                 count, ready = extraction.write(span.first, chunk.read(span), chunk.landed_at, check)
-                written += count * self._row_bytes
+                written += count
                 jobs += ready
         finally:
-            rate.end(written)
             chunk.release([span for _, span in parts])
-            self._progress.left_memory(num_rows, parts)
+            self._progress.end_write(num_rows, written)
         return jobs
 
     def _copy(self, extraction: Extraction, source: RowSource, num_rows: int) -> list[Job]:
-        self._progress.write_rate.begin(0)
         with self._progress.finishing():
             jobs = extraction.copy(source, num_rows)
         source.release()
-        self._progress.write_rate.end(0)
         return jobs
 
     def _end_file(self, end: Callable[[], list[Job]]) -> list[Job]:
-        self._progress.write_rate.begin(0)
         with self._progress.finishing():
-            jobs = end()
-        self._progress.write_rate.end(0)
-        return jobs
+            return end()
 
     # Any thread
 

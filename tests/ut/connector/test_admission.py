@@ -1,19 +1,18 @@
-"""What is admitted fits: into memory, in a model, and into the limits of an API request."""
+"""Admitted rows fit into the ring and into the limits of an API request."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
-from depth import depth
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from vllm_ascend_hsx.connector.admission import Cost, RankLoad, RefusalLog, RequestLimits
 from vllm_ascend_hsx.connector.metadata import RankState
-from vllm_ascend_hsx.connector.progress import OwedRows, StepRate, WriteRate
+from vllm_ascend_hsx.connector.progress import RankProgress, StepRate, WriteRate
 from vllm_ascend_hsx.connector.storage_watch import Reminder
+from vllm_ascend_hsx.drafter.spans import Span
 
 
 class Clock:
@@ -22,52 +21,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-class OwedLife(RuleBasedStateMachine):
-    """Requests begin, write rows in any order, some twice, and end; missing rows are the model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.owed: OwedRows[str] = OwedRows()
-        self.missing: dict[str, tuple[int, set[int]]] = {}
-
-    @rule(name=st.sampled_from("abc"), prompt=st.integers(1, 8), output=st.integers(0, 8))
-    def begin(self, name: str, prompt: int, output: int) -> None:
-        if name not in self.missing:
-            self.owed.begin(name, prompt, output)
-            self.missing[name] = prompt, set(range(prompt + output))
-
-    @rule(name=st.sampled_from("abc"), data=st.data())
-    def write(self, name: str, data: st.DataObject) -> None:
-        if name in self.missing and (rows := self.missing[name][1]):
-            first = min(rows)
-            end = data.draw(st.integers(first + 1, max(rows) + 1))
-            self.owed.wrote(name, first, end)
-            rows -= set(range(first, end))
-
-    @rule(name=st.sampled_from("abc"))
-    def write_again(self, name: str) -> None:
-        if name in self.missing and not self.missing[name][1]:
-            self.owed.wrote(name, 0, self.missing[name][0])
-
-    @rule(name=st.sampled_from("abc"))
-    def end(self, name: str) -> None:
-        self.owed.end(name)
-        self.missing.pop(name, None)
-        self.owed.wrote(name, 0, 3)
-
-    @invariant()
-    def what_is_owed_is_what_is_missing(self) -> None:
-        prompts = [sum(row < prompt for row in rows) for prompt, rows in self.missing.values()]
-        outputs = [sum(row >= prompt for row in rows) for prompt, rows in self.missing.values()]
-        assert (self.owed.prompt, self.owed.output) == (sum(prompts), sum(outputs))
-        assert self.owed.generating == sum(map(bool, outputs))
-        assert set(self.owed._debts) == set(self.missing)
-
-
-OwedLife.TestCase.settings = settings(max_examples=depth(100), stateful_step_count=30)
-TestOwedLife = OwedLife.TestCase
 
 
 @settings(max_examples=50)
@@ -110,7 +63,7 @@ def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
                 running.pop(0)
         load.report(late)
         whole = int(backlog)
-        late = RankState(backlog=whole, prompt_owed=whole + sum(running), started=begun, **rates)
+        late = RankState(backlog=whole, coming=sum(running), started=begun, **rates)
         if not waiting and not running:
             return
     pytest.fail(f"{len(waiting)} prompts were never admitted")
@@ -121,20 +74,69 @@ def test_prompts_that_are_admitted_have_room_and_all_of_them_are_admitted(
     [
         (RankState(), Cost(80, 0), True),
         (RankState(), Cost(81, 0), False),
-        (RankState(), Cost(50, 31), False),
-        (RankState(step_rate=10.0, write_rate=5.0), Cost(40, 70), True),  # half of the output stays
-        (RankState(step_rate=10.0, write_rate=5.0), Cost(50, 70), False),
-        (RankState(step_rate=10.0, write_rate=20.0), Cost(80, 99), True),  # written as fast as it is made
+        (RankState(backlog=30), Cost(101, 0), True),  # larger than the ring, of which half is free
+        (RankState(backlog=31), Cost(101, 0), False),
+        (RankState(coming=50, started=1), Cost(50, 0), True),
+        (RankState(coming=50, started=1), Cost(51, 0), False),
+        (RankState(prompt_rate=10.0, write_rate=5.0, backlog=60), Cost(60, 0), True),  # storage writes half while they come
+        (RankState(prompt_rate=10.0, write_rate=5.0, backlog=60), Cost(61, 0), False),
+        (RankState(prompt_rate=10.0, write_rate=10.0, backlog=100), Cost(1000, 0), True),
+        (RankState(prompt_rate=10.0, write_rate=10.0, backlog=101), Cost(1, 0), False),
         (RankState(quiet=True), Cost(1, 0), False),
     ],
 )
-def test_a_request_is_admitted_if_its_rows_and_those_of_others_fit_and_storage_answers(
+def test_a_request_is_admitted_if_the_debt_fits_into_the_ring_and_storage_answers(
     state: RankState, request_cost: Cost, admitted: bool
 ) -> None:
     load = RankLoad(ring_bytes=100, row_bytes=1)
-    load.report(state)
     load.promise(Cost(20, 0))
+    if state.started:
+        load.start([Cost(20, 0)])
+    load.report(state)
     assert load.admits(request_cost) == admitted
+
+
+@pytest.mark.parametrize(
+    ("state", "admitted"),
+    [
+        (RankState(), False),
+        (RankState(write_rate=100.0), False),
+        (RankState(write_rate=100.0, step_rate=10.0), True),  # two requests of 5 bytes in 10 steps a second
+        (RankState(write_rate=99.0, step_rate=10.0), False),
+        (RankState(write_rate=99.0, step_rate=10.0, prompt_rate=99.0), False),
+        (RankState(write_rate=99.0, prompt_rate=99.0), True),  # no request has generated for long
+    ],
+)
+def test_a_second_request_generates_if_storage_takes_the_rows_of_both(state: RankState, admitted: bool) -> None:
+    load = RankLoad(ring_bytes=1000, row_bytes=5)
+    load.report(state)
+    assert load.admits(Cost(5, 5000)), "one may always generate"
+    load.promise(Cost(5, 5000))
+    assert load.admits(Cost(5, 5)) == admitted
+    assert load.admits(Cost(5, 0)), "its prompt alone fits"
+    load.end(Cost(5, 5000))
+    assert load.admits(Cost(5, 5))
+
+
+def test_prompt_rows_come_until_they_are_computed_or_their_request_is_decided() -> None:
+    progress = RankProgress(row_bytes=10, num_writers=1)
+    one, two = object(), object()
+    progress.begin(one, 5)  # type: ignore[arg-type]
+    progress.begin(two, 7)  # type: ignore[arg-type]
+
+    def coming() -> int:
+        news = progress.end_step(quiet=False, stuck=False, opens_slowly=False, needs_space=False)
+        assert news is not None
+        return news[0].coming
+
+    assert coming() == 120
+    progress.staged(4, [(one, Span("one", 0, 3, 0)), (two, Span("two", 0, 1, 3))])  # type: ignore[list-item]
+    assert coming() == 80
+    progress.staged(3, [(one, Span("one", 3, 3, 0))])  # type: ignore[list-item]
+    assert coming() == 60, "the last row is of a generated token"
+    progress.decide(two, "broken")  # type: ignore[arg-type]
+    progress.staged(1, [(two, Span("two", 1, 1, 0))])  # type: ignore[list-item]
+    assert coming() == 0
 
 
 # Rates

@@ -65,7 +65,7 @@ def test_what_storage_writes_while_rows_come_needs_no_memory(rates: dict[str, fl
     for request in (running, asking):
         scheduler.on_new_request(request)
     schedule(scheduler, running)
-    report(scheduler, **{"started": 1, "prompt_owed": 640 + rates.get("backlog", 0)} | rates)
+    report(scheduler, **{"started": 1, "coming": 640} | rates)
     assert scheduler.must_wait(asking) == waits
 
 
@@ -77,24 +77,23 @@ def test_generated_rows_count_at_the_speed_at_which_they_come() -> None:
         running, asking = (make_request(name, 1, kv_transfer_params={"include_output_tokens": True}, max_tokens=501) for name in "ab")
         for request in (running, asking):
             scheduler.on_new_request(request)
-        (start,) = schedule(scheduler, running).started
-        assert start.max_output_rows == 500
-        report(scheduler, started=1, output_owed=500 * ROW_BYTES, generating=1, write_rate=write_rate, **rates)
+        schedule(scheduler, running)
+        report(scheduler, started=1, write_rate=write_rate, **rates)
         assert scheduler.must_wait(asking) == waits
 
 
-def test_a_request_larger_than_the_memory_runs_when_nothing_else_needs_it_and_is_not_overtaken() -> None:
+def test_a_request_larger_than_the_ring_begins_when_half_of_it_is_free_and_is_not_overtaken() -> None:
     scheduler = make_scheduler(num_ranks=1)
     first, large, small = make_request("first", 5), make_request("large", 50, arrival_time=1.0), make_request("small", 1, arrival_time=2.0)
     for request in (first, large, small):
         scheduler.on_new_request(request)
     schedule(scheduler, first)
-    report(scheduler, started=1, prompt_owed=320)
+    report(scheduler, started=1, coming=320, backlog=320)
     assert [scheduler.must_wait(request) for request in (small, large)] == [False, True]
     schedule(scheduler)
     assert [scheduler.must_wait(request) for request in (small, large)] == [True, True]
     schedule(scheduler)
-    report(scheduler, started=1, prompt_owed=320, backlog=320)
+    report(scheduler, started=1, backlog=320)
     assert [scheduler.must_wait(request) for request in (small, large, small)] == [True, False, True]
 
 
@@ -187,7 +186,7 @@ def test_a_request_waits_for_the_file_of_its_predecessor_but_ignores_the_outcome
     (start,) = schedule(scheduler, second).started
     assert scheduler.on_finished(second) == {"hidden_states_path": start.path}
     scheduler.on_worker_report(WorkerReport({second.request_id: None}, {0: RankState(started=2)}))
-    assert scheduler._admission._outstanding == [0]
+    assert scheduler._loads[0].unfinished == 0
     assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
 
 
@@ -253,7 +252,7 @@ def test_id_or_name_that_a_stuck_rank_is_writing_is_refused_and_generates(name: 
         "hidden_states_error": "an earlier request of this id or name has not ended, because the storage does not answer"
     }
     assert (scheduler._undecided, scheduler._undecided_paths, scheduler._writing) == ({}, {}, {})
-    assert scheduler._admission._outstanding == [0, 0]
+    assert [load.unfinished for load in scheduler._loads] == [0, 0]
 
 
 def test_a_rank_whose_storage_does_not_answer_gets_no_request_while_that_of_another_does() -> None:

@@ -231,7 +231,7 @@ def test_only_computed_rows_count_as_bytes_to_be_written() -> None:
     engine.rank(first.owner, started=1)
     engine.add("second", "abc")
     engine.start("second")
-    assert engine.scheduler._loads[first.owner].owed == ROW_BYTES
+    assert engine.scheduler._loads[first.owner].coming == ROW_BYTES
 
 
 def test_a_preempted_request_has_the_rows_that_it_started_with() -> None:

@@ -215,7 +215,7 @@ def test_an_error_that_is_known_in_time_is_in_the_response() -> None:
     assert scheduler.on_finished(request)["hidden_states_error"] == "No space left on device"
 
 
-def test_owners_are_the_ranks_with_least_outstanding_bytes() -> None:
+def test_owners_are_the_ranks_with_least_unfinished_bytes() -> None:
     scheduler = make_scheduler(num_ranks=3)
     requests = [make_request(f"r{i}", num_tokens) for i, num_tokens in enumerate((50, 10, 20, 5, 30))]
     for request in requests:
@@ -279,8 +279,8 @@ class SchedulerLife(RuleBasedStateMachine):
         assert self.scheduler.on_finished(self.waiting.pop()) is None
 
     @invariant()
-    def outstanding_bytes_are_those_of_undecided_requests(self) -> None:
-        assert sum(self.scheduler._admission._outstanding) == sum(self.undecided.values()) * ROW_BYTES
+    def unfinished_bytes_are_those_of_undecided_requests(self) -> None:
+        assert sum(load.unfinished for load in self.scheduler._loads) == sum(self.undecided.values()) * ROW_BYTES
         assert len(self.scheduler._requests) == len(self.waiting) + len(self.running)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import pytest
@@ -80,7 +81,8 @@ def test_storage_is_silent_only_while_there_is_something_to_write_and_nothing_is
     now = 102.0
     assert [watch.is_stuck for watch in (waits, fails)] == [False, True]
     assert fails.failure == ("the storage did not answer for 2 s", "silent_storage")
-    progress.left_memory(1)
+    progress.begin_write(1)
+    progress.end_write(1, 1)
     now = 131.75
     assert not waits.is_stuck
     now = 132.0
@@ -104,15 +106,24 @@ def test_storage_that_hangs_while_a_file_is_finished_is_silent(monkeypatch: pyte
     monkeypatch.setattr(storage_watch.time, "monotonic", lambda: now)
     progress = RankProgress(row_bytes=10, num_writers=1)
     now = 100.0
-    with progress.finishing():
-        now = 101.0
-        progress.staged(1)
+
+    def finish() -> None:
+        nonlocal now
         with progress.finishing():
             now = 103.0
             assert progress.silent_for() == 3.0
+
+    def write() -> None:
+        progress.begin_write(1)
+        progress.end_write(1, 1)
+
+    with progress.finishing(), ThreadPoolExecutor(1) as other_writer:
+        now = 101.0
+        progress.staged(1)
+        other_writer.submit(finish).result()
         assert progress.silent_for() == 0.0, "it has answered"
         now = 104.0
-        progress.left_memory(1)
+        other_writer.submit(write).result()
         now = 106.0
         assert progress.silent_for() == 2.0
     assert progress.silent_for() == 0.0

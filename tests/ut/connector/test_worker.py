@@ -286,7 +286,7 @@ def test_the_number_of_writers_follows_the_cpus_that_the_process_has_in_the_firs
     engine.step(NOTHING, [])
     assert [message for message in caplog.messages if "writers" in message] == caplog.messages[:1]
     live = [thread for thread in engine.worker._writers._threads if thread.is_alive()]
-    assert engine.worker._progress.write_rate.num_writers == len(live) == num_writers
+    assert engine.worker._progress._write_rate.num_writers == len(live) == num_writers
     engine.close()
     assert engine.outcomes == {"a": None}
     assert not any(thread.is_alive() for thread in live)

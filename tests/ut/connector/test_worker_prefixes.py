@@ -90,7 +90,7 @@ def test_a_file_is_complete_with_its_copied_and_its_computed_rows(engine: Engine
     engine.collect()
     assert engine.outcomes["next"] is None
     assert_right(engine, "next", 5)
-    assert engine.worker._progress.owed.prompt == 0
+    assert engine.last_report is not None and engine.last_report.ranks[0].coming == 0
     assert engine.worker.take_stats().gauge("kept_files") == {"0": 1}  # type: ignore[union-attr]
 
 
