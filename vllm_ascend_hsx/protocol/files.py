@@ -6,7 +6,10 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _MOST = 16 << 20  # bytes; small files have a few hundred
 _KINDS = {
     stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a directory",
@@ -62,19 +65,24 @@ class Naming:
             error.filename = os.fspath(self._path)
 
 
-def open_name(
-    path: str | os.PathLike[str], flags: int, mode: int = 0o777, *, dir_fd: int | None = None
-) -> int:
-    """As os.open, but once more if the file was replaced on another machine (ESTALE).
+def again_if_stale(call: Callable[_P, _T], *arguments: _P.args, **options: _P.kwargs) -> _T:
+    """Call a function of a path, and once more if it was replaced on another machine (ESTALE).
 
     The second call looks up the name anew.
     """
     try:
-        return os.open(path, flags, mode, dir_fd=dir_fd)
+        return call(*arguments, **options)
     except OSError as error:
         if error.errno != errno.ESTALE:
             raise
-    return os.open(path, flags, mode, dir_fd=dir_fd)
+    return call(*arguments, **options)
+
+
+def open_name(
+    path: str | os.PathLike[str], flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+) -> int:
+    """As os.open, but see `again_if_stale`."""
+    return again_if_stale(os.open, path, flags, mode, dir_fd=dir_fd)
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
@@ -95,7 +103,8 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
         BlockingIOError: if another process holds a lease on it (F_SETLEASE).
     """
     try:
-        _require_regular(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=not flags & os.O_NOFOLLOW))
+        follows = not flags & os.O_NOFOLLOW
+        _require_regular(path, again_if_stale(os.stat, path, dir_fd=dir_fd, follow_symlinks=follows))
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
@@ -182,7 +191,7 @@ def link(source_fd: int, source: str, dir_fd: int, name: str) -> bool:
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:
     """Have the names in a directory survive a loss of power. Raises OSError."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fd = open_name(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import OnError, link, open_name, read_bytes, write_at
+from vllm_ascend_hsx.protocol.files import OnError, again_if_stale, link, open_name, read_bytes, write_at
 
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE = _OPEN | os.O_CREAT | os.O_EXCL
@@ -256,7 +256,7 @@ def has_name(fd: int, name: str | Path, dir_fd: int | None = None, *, follow_sym
 
 def _is_named(name: str | Path, status: os.stat_result, dir_fd: int | None, follow_symlinks: bool = False) -> bool:
     try:
-        named = os.stat(name, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+        named = again_if_stale(os.stat, name, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
     except FileNotFoundError:
         return False
     return os.path.samestat(named, status)

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from vllm_ascend_hsx.protocol.arguments import require_whole
+from vllm_ascend_hsx.protocol.files import again_if_stale
 from vllm_ascend_hsx.protocol.names import DATA_SUFFIX, ERROR_SUFFIX, LOCK_SUFFIX, file_name, sanitize
 from vllm_ascend_hsx.protocol.request_ids import possible_ids
 from vllm_ascend_hsx.reader.load import is_decided
@@ -99,7 +100,7 @@ def _short(response_id: str) -> str:
 
 
 def _names(directory: str | os.PathLike[str], on_unreadable: Callable[[OSError], None]) -> Iterator[str]:
-    with os.scandir(directory) as entries:
+    with again_if_stale(os.scandir, directory) as entries:
         yield from (entry.name for entry in entries)
     yield from shards_of(directory).members(on_unreadable)
 
@@ -128,10 +129,6 @@ def files_in(directory: str | Path, on_error: Callable[[OSError], None] | None =
     `on_error` and skipped. Raises OSError if `directory` is no directory, or something cannot be
     read without `on_error`.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise NotADirectoryError(f"{directory} is not a directory")
-    os.scandir(directory).close()
     return paths_below(directory, (DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX), on_error)
 
 

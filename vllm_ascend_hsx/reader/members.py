@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import open_regular
+from vllm_ascend_hsx.protocol.files import again_if_stale, open_regular
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH, SHARDS_MARK
 from vllm_ascend_hsx.protocol.shard_index import Member
 from vllm_ascend_hsx.reader.shards import Place, Shards, UnreadableIndexError
@@ -117,7 +117,7 @@ def paths_below(
             tell(error)
             return ()
 
-    os.stat(directory)  # os.walk passes over one that is not there
+    again_if_stale(os.scandir, directory).close()  # os.walk passes over one that is not there
     found: set[str] = set()  # Path objects sort three times slower
     for folder, inside, names in os.walk(directory, onerror=tell):
         inside[:] = [name for name in inside if not name.startswith(".")]

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import open_regular
+from vllm_ascend_hsx.protocol.files import again_if_stale, open_regular
 from vllm_ascend_hsx.protocol.heartbeat import RECENT_S, Beat, beat_elsewhere
 from vllm_ascend_hsx.protocol.lock import flock_now, unlock_and_close
 from vllm_ascend_hsx.protocol.names import MAX_DEPTH, SERVER_LOCK, token_of_workspace
@@ -44,7 +44,7 @@ class OtherMachines:
 
 
 def _server_locks(directory: Path) -> list[Path]:
-    with suppress(OSError), os.scandir(directory) as entries:
+    with suppress(OSError), again_if_stale(os.scandir, directory) as entries:
         return [Path(each.path, SERVER_LOCK) for each in entries if token_of_workspace(each.name)]
     return []
 

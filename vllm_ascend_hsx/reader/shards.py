@@ -14,7 +14,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, Naming, NotAFileError, open_regular, read_bytes, read_regular, write_at
+from vllm_ascend_hsx.protocol.files import (
+    LEADS_NOWHERE,
+    Naming,
+    NotAFileError,
+    again_if_stale,
+    open_regular,
+    read_bytes,
+    read_regular,
+    write_at,
+)
 from vllm_ascend_hsx.protocol.format import TOKEN_IDS, Header, valid_unicode
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name, printable
 from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, REMOVED_MAX, Member, Tombstone, decode, encode
@@ -198,12 +207,12 @@ class Shards:
     def _list(self) -> bool:
         """Add new indexes and manifests; return False if an index that was read is missing."""
         now = time.time_ns()
-        status = os.stat(self.directory)
+        status = again_if_stale(os.stat, self.directory)
         state = (status.st_dev, status.st_ino, status.st_mtime_ns)
         if state == self._listed and self._checked - status.st_mtime_ns > _TICK_NS:
             return True
         found, sealed = set(), set()
-        with os.scandir(self.directory) as entries:
+        with again_if_stale(os.scandir, self.directory) as entries:
             for entry in entries:
                 stem, _, suffix = parse_shard_name(entry.name) or (_REMOVED, "", INDEX if entry.name == REMOVED else "")
                 if suffix == INDEX:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from vllm_ascend_hsx.protocol.errors import UserError
-from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, OnError, describe
+from vllm_ascend_hsx.protocol.files import LEADS_NOWHERE, OnError, again_if_stale, describe, open_name
 from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.sinks.data_file import FileOptions, Filesystem
@@ -99,7 +99,7 @@ class Session:
         Another process may have renamed or replaced them. `storage` is the folder, open.
         """
         try:
-            status = os.stat(self._directory)
+            status = again_if_stale(os.stat, self._directory)
             if not os.path.samestat(status, self._directory_status):
                 return False
             self._directory_status = status
@@ -279,7 +279,7 @@ def check_directory(path: Path, *, use_lock: bool = True, direct: bool = False) 
 def _open_directory(path: Path) -> int:
     try:
         os.makedirs(path, exist_ok=True)
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return open_name(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileExistsError, NotADirectoryError) as error:
         problem = f"cannot be a directory: {error.filename} is not one"
         raise _unusable(path, problem, "Name a directory, or remove what is there.") from error

@@ -5,28 +5,37 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sink_harness import FORMAT
 
-from vllm_ascend_hsx.protocol.files import open_name, open_regular, read_regular
+from vllm_ascend_hsx.protocol.errors import UserError
+from vllm_ascend_hsx.protocol.files import open_name, open_regular, read_regular, sync_directory
 from vllm_ascend_hsx.protocol.lock import HeldLock
+from vllm_ascend_hsx.reader.find import files_in, find
+from vllm_ascend_hsx.reader.lock_wait import wait_until_released
+from vllm_ascend_hsx.reader.other_machines import OtherMachines
+from vllm_ascend_hsx.reader.shards import Shards
+from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.storage import DIRECTORY, Storage, open_folder
 
 
-def stale(monkeypatch: pytest.MonkeyPatch, times: int) -> list[object]:
-    """Let so many calls of os.open find a stale name, and return the names that were opened."""
-    opened: list[object] = []
-    real = os.open
+def stale(monkeypatch: pytest.MonkeyPatch, times: int, call: str = "open") -> list[object]:
+    """Let so many calls of a function of os find a stale name, and return the names of all."""
+    names: list[object] = []
+    real = getattr(os, call)
 
-    def open_stale(path: str, *args: int, **options: int) -> int:
-        opened.append(path)
-        if len(opened) <= times:
+    def call_stale(path: str, *args: Any, **options: Any) -> Any:
+        names.append(path)
+        if len(names) <= times:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
         return real(path, *args, **options)
 
-    monkeypatch.setattr(os, "open", open_stale)
-    return opened
+    monkeypatch.setattr(os, call, call_stale)
+    return names
 
 
 def enter(directory: Path, fd: int) -> None:
@@ -54,6 +63,17 @@ USES: dict[str, Callable[[Path, int], object]] = {
     "a server enters a folder": enter,
     "a server looks into a folder": look,
     "a server takes a lock": adopt,
+    "a directory is synced": lambda directory, fd: sync_directory(directory),
+}
+LOOKS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "stat of a file": ("stat", lambda directory: read_regular(directory / "lock")),
+    "stat of a lock": ("stat", lambda directory: wait_until_released(directory / "lock", 0)),
+    "stat of shards": ("stat", lambda directory: Shards(directory).members()),
+    "listing of shards": ("scandir", lambda directory: Shards(directory).members()),
+    "listing for find": ("scandir", lambda directory: find(directory, "cmpl-1")),
+    "listing of files": ("scandir", lambda directory: files_in(directory)),
+    "opening the storage directory": ("open", lambda directory: FileSink(directory, FORMAT).close()),
+    "listing of servers": ("scandir", lambda directory: OtherMachines(directory / "x").living()),
 }
 
 
@@ -76,6 +96,24 @@ def test_a_stale_name_is_opened_once_more_and_no_further_time(
             assert len(opened) == 2
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_stale_name_is_looked_up_once_more_and_no_further_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    (tmp_path / "lock").touch()
+    call, use = LOOKS[look]
+    with monkeypatch.context() as patch:
+        names = stale(patch, 1, call)
+        with suppress(FileNotFoundError):  # `find` finds nothing
+            use(tmp_path)
+        assert names[0] == names[1]
+    with monkeypatch.context() as patch:
+        names = stale(patch, 9, call)
+        with suppress(OSError, UserError):
+            use(tmp_path)
+        assert names.count(names[0]) == 2
 
 
 def test_other_errors_are_raised_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
