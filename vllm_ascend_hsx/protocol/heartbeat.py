@@ -6,13 +6,17 @@ alone. A server therefore names its machine in its lock file, and touches that f
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from vllm_ascend_hsx.protocol.names import printable
+from vllm_ascend_hsx.protocol.files import open_regular
+from vllm_ascend_hsx.protocol.lock import flock_now, unlock_and_close
+from vllm_ascend_hsx.protocol.names import SERVER_LOCK, printable
 
 BEAT_S = 30.0  # seconds between two heartbeats
 # A server whose heartbeat is older is dead. Longer than the largest storage_timeout_s: storage that
@@ -64,13 +68,45 @@ def beat_elsewhere(fd: int) -> Beat | None:
     return Beat(printable(machine), os.fstat(fd).st_mtime_ns)
 
 
-def is_recent(beat: Beat, workspace_fd: int) -> bool:
+def unheld_beat(workspace: str | Path, dir_fd: int | None = None) -> Beat | None:
+    """Return the heartbeat of a server on another machine whose lock is free here, or None.
+
+    Args:
+        workspace: the server's hidden directory.
+        dir_fd: directory of a relative path.
+    """
+    with suppress(OSError):
+        # Opened anew each time: NFS then asks its server for the modification time.
+        fd = open_regular(os.path.join(workspace, SERVER_LOCK), dir_fd=dir_fd)
+        try:
+            beat = beat_elsewhere(fd)
+            return beat if beat is not None and flock_now(fd, fcntl.LOCK_SH) else None
+        finally:
+            unlock_and_close(fd)
+    return None
+
+
+def may_live_elsewhere(workspace: str | Path, dir_fd: int | None = None) -> bool:
+    """Return whether a server on another machine may live although its lock is free here.
+
+    True also if its last heartbeat is old, and this user may not read the clock of the filesystem.
+    Arguments are those of `unheld_beat`.
+    """
+    beat = unheld_beat(workspace, dir_fd)
+    try:
+        return beat is not None and is_recent(beat, workspace, dir_fd)
+    except OSError:
+        return True
+
+
+def is_recent(beat: Beat, workspace: str | Path, dir_fd: int | None) -> bool:
     """Return whether a server was alive within the last RECENT_S seconds.
 
     Touches the server's hidden directory to read the clock of the filesystem. Raises OSError.
     """
-    os.utime(workspace_fd)
-    return os.fstat(workspace_fd).st_mtime_ns - beat.at_ns < RECENT_S * 1e9
+    os.utime(workspace, dir_fd=dir_fd, follow_symlinks=False)
+    now_ns = os.stat(workspace, dir_fd=dir_fd, follow_symlinks=False).st_mtime_ns
+    return now_ns - beat.at_ns < RECENT_S * 1e9
 
 
 def _host(fd: int) -> str:

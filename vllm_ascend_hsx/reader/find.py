@@ -21,6 +21,7 @@ from vllm_ascend_hsx.protocol.request_ids import possible_ids
 from vllm_ascend_hsx.reader.load import is_decided
 from vllm_ascend_hsx.reader.lock_wait import is_left_over
 from vllm_ascend_hsx.reader.members import paths_below, shards_of
+from vllm_ascend_hsx.reader.other_machines import may_be_written_elsewhere
 
 _SHOWN = 100  # most characters of an id to quote
 _RANDOM = re.compile(r"-([0-9a-f]{8})(?:~[0-9a-f]{32})?$")
@@ -108,17 +109,21 @@ def _names(directory: str | os.PathLike[str], on_unreadable: Callable[[OSError],
 def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
     """Return the free locks below a directory that have neither data nor an error, sorted.
 
+    Locks that a living server on another machine may hold are left out.
     A folder that cannot be read is passed to `on_error` and skipped.
     """
     found: list[Path] = []
     for folder, _, names in _walk(directory, on_error):
+        free: list[Path] = []
         for name in names:
             data = name.removesuffix(LOCK_SUFFIX)
             if name.endswith(DATA_SUFFIX + LOCK_SUFFIX) and data not in names and data + ERROR_SUFFIX not in names:
                 # A lock that cannot be opened may be held.
                 with suppress(OSError):
                     if is_left_over(Path(folder, name), partial(is_decided, Path(folder, data))):
-                        found.append(Path(folder, name))
+                        free.append(Path(folder, name))
+        if free and not may_be_written_elsewhere(free[0]):
+            found += free
     return sorted(found)
 
 

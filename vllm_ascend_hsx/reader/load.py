@@ -35,7 +35,7 @@ from vllm_ascend_hsx.protocol.request_ids import belongs_to
 from vllm_ascend_hsx.protocol.strict_json import parse
 from vllm_ascend_hsx.reader.lock_wait import is_left_over, wait_until_released
 from vllm_ascend_hsx.reader.members import open_member, paths_below, remove_member
-from vllm_ascend_hsx.reader.other_machines import OtherMachines
+from vllm_ascend_hsx.reader.other_machines import OtherMachines, may_be_written_elsewhere
 from vllm_ascend_hsx.reader.shards import Place, member_problem
 from vllm_ascend_hsx.reader.tensors import check_tensors, dequantized, model_dtype, read_tensor
 
@@ -305,18 +305,21 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
         keep_data: whether to remove the companions only.
 
     Raises:
-        TimeoutError: if the server is still writing. Then nothing is removed: without its lock the
-            server could not tell that another request has the name.
+        TimeoutError: if the server is still writing, or may be on another machine. Then nothing is
+            removed: without its lock the server could not tell that another request has the name.
         OSError: if a file cannot be removed, or a member of a shard cannot be marked.
     """
     path = Path(path)
+    lock = _companion(path, LOCK_SUFFIX)
     with _absent(), suppress(NotAFileError):
-        wait_until_released(_companion(path, LOCK_SUFFIX), _MOMENT_S)
+        wait_until_released(lock, _MOMENT_S)
+        if not os.path.lexists(path) and is_left_over(lock, partial(is_decided, path)) and may_be_written_elsewhere(path):
+            raise TimeoutError(f"{path}: its lock is free here, but a server on another machine may still be writing it")
     # The lock first: without it readers treat the data as complete; with a lock and no data they
     # would report a dead server.
     is_file = os.path.lexists(path)
     with _absent():
-        os.unlink(_companion(path, LOCK_SUFFIX))
+        os.unlink(lock)
     if not keep_data:
         with _absent():
             os.unlink(path)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import again_if_stale, open_regular
-from vllm_ascend_hsx.protocol.heartbeat import RECENT_S, Beat, beat_elsewhere
-from vllm_ascend_hsx.protocol.lock import flock_now, unlock_and_close
-from vllm_ascend_hsx.protocol.names import MAX_DEPTH, SERVER_LOCK, token_of_workspace
+from vllm_ascend_hsx.protocol.files import again_if_stale
+from vllm_ascend_hsx.protocol.heartbeat import RECENT_S, Beat, may_live_elsewhere, unheld_beat
+from vllm_ascend_hsx.protocol.names import MAX_DEPTH, token_of_workspace
 
 
 class OtherMachines:
@@ -27,8 +25,7 @@ class OtherMachines:
     """
 
     def __init__(self, path: Path) -> None:
-        directories = Path(os.path.abspath(path)).parents[: MAX_DEPTH + 1]
-        self._locks = [lock for directory in directories for lock in _server_locks(directory)]
+        self._workspaces = _workspaces(path)
         self._beats: list[Beat] = []
         self._since = 0.0
 
@@ -37,26 +34,21 @@ class OtherMachines:
 
         The first call assumes that all of them live.
         """
-        beats = [beat for lock in self._locks if (beat := _beat(lock)) is not None]
+        beats = [beat for each in self._workspaces if (beat := unheld_beat(each)) is not None]
         if beats != self._beats:
             self._beats, self._since = beats, time.monotonic()
         return beats[0].machine if beats and time.monotonic() - self._since < RECENT_S else None
 
 
-def _server_locks(directory: Path) -> list[Path]:
-    with suppress(OSError), again_if_stale(os.scandir, directory) as entries:
-        return [Path(each.path, SERVER_LOCK) for each in entries if token_of_workspace(each.name)]
-    return []
+def may_be_written_elsewhere(path: Path) -> bool:
+    """Return whether a server on another machine may be writing a file whose lock is free here."""
+    return any(map(may_live_elsewhere, _workspaces(path)))
 
 
-def _beat(lock: Path) -> Beat | None:
-    """Return the heartbeat in a server's lock file, or None if it is held or is of this machine."""
-    with suppress(OSError):
-        # Opened anew each time: NFS then asks its server for the modification time.
-        fd = open_regular(lock)
-        try:
-            beat = beat_elsewhere(fd)
-            return beat if beat is not None and flock_now(fd, fcntl.LOCK_SH) else None
-        finally:
-            unlock_and_close(fd)
-    return None
+def _workspaces(path: Path) -> list[str]:
+    """Return the hidden directories of all servers that may write a file."""
+    found = []
+    for directory in Path(os.path.abspath(path)).parents[: MAX_DEPTH + 1]:
+        with suppress(OSError), again_if_stale(os.scandir, directory) as entries:
+            found += [each.path for each in entries if token_of_workspace(each.name)]
+    return found

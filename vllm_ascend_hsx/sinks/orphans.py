@@ -26,6 +26,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from vllm_ascend_hsx.protocol.files import describe
+from vllm_ascend_hsx.protocol.heartbeat import may_live_elsewhere
 from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import (
     DATA_SUFFIX,
@@ -40,7 +41,7 @@ from vllm_ascend_hsx.protocol.names import (
 from vllm_ascend_hsx.protocol.shard_index import INDEX_LARGEST
 from vllm_ascend_hsx.sinks.shard_file import recover_shard, unsealed_shards
 from vllm_ascend_hsx.sinks.storage import open_folder
-from vllm_ascend_hsx.sinks.workspace import OutOfReachError, Workspace
+from vllm_ascend_hsx.sinks.workspace import Workspace
 
 logger = logging.getLogger(__name__)
 
@@ -217,7 +218,7 @@ class Cleaning:
     def _remove_locks(self, dir_fd: int, folder: str) -> list[str]:
         """Remove the locks without data in an open folder, once; return its workspaces' tokens."""
         tokens, lonely = _look(dir_fd)
-        self._keeps_locks = self._keeps_locks or _any_out_of_reach(dir_fd, tokens)
+        self._keeps_locks = self._keeps_locks or _any_elsewhere(dir_fd, tokens)
         if lonely and not self._has_looked_above:
             self._has_looked_above = True
             self._keeps_locks = self._keeps_locks or self._is_below_another()
@@ -235,7 +236,7 @@ class Cleaning:
         """Return whether the directory is below that of a server which locks may not reach."""
         for depth in range(1, MAX_DEPTH + 1):
             with suppress(OSError), open_folder(self._dir_fd, "/".join([".."] * depth)) as dir_fd:
-                if _any_out_of_reach(dir_fd, _look(dir_fd)[0]):
+                if _any_elsewhere(dir_fd, _look(dir_fd)[0]):
                     return True
         return False
 
@@ -308,18 +309,9 @@ def _look(dir_fd: int) -> tuple[list[str], set[int]]:
     return tokens, set(lonely.tolist())
 
 
-def _any_out_of_reach(dir_fd: int, tokens: list[str]) -> bool:
-    """Return whether one of the servers with these tokens may live although its lock is free."""
-    for token in tokens:
-        try:
-            workspace = Workspace.adopt(dir_fd, token, remove_empty=False)
-        except OutOfReachError:
-            return True
-        except OSError:  # noted when it is cleaned up
-            continue
-        if workspace is not None:
-            workspace.leave()
-    return False
+def _any_elsewhere(dir_fd: int, tokens: list[str]) -> bool:
+    """Return whether one of the servers with these tokens may live on another machine."""
+    return any(may_live_elsewhere(workspace_name(token), dir_fd) for token in tokens)
 
 
 def _errors(dir_fd: int) -> list[str]:

@@ -20,10 +20,6 @@ LOCK = SERVER_LOCK
 _ATTEMPTS = 8  # to make one; one is lost if a cleaning process takes it before it is locked
 
 
-class OutOfReachError(OSError):
-    """The lock of a server on another machine is free here, but its heartbeat is recent."""
-
-
 class Workspace:
     """A hidden directory in which files are made, to be renamed to their place.
 
@@ -106,9 +102,9 @@ class Workspace:
         one, or is about to make another directory.
 
         Raises:
-            OutOfReachError: if the server may live on a machine that its lock does not reach.
             OSError: if the directory cannot be opened, or has files and no lock. Somebody has
-                removed the lock, so nothing shows whether the server lives.
+                removed the lock, so nothing shows whether the server lives. Also if the server may
+                live on a machine that its lock does not reach.
         """
         name = workspace_name(token)
         try:
@@ -126,7 +122,7 @@ class Workspace:
                     _remove_empty(name, parent_fd)
             if lock is not None:
                 with OnError(lock.release):
-                    _require_no_heartbeat(lock, fd)
+                    _require_no_heartbeat(lock, name, parent_fd)
                 adopted = cls(parent_fd, name, token, fd, lock)
             return adopted
         finally:
@@ -208,15 +204,15 @@ class Workspace:
             self._heart.join()  # it must not touch a descriptor that is closed
 
 
-def _require_no_heartbeat(lock: HeldLock, workspace_fd: int) -> None:
-    """Raise OutOfReachError if the server of a free lock may live on another machine."""
+def _require_no_heartbeat(lock: HeldLock, workspace: str, dir_fd: int) -> None:
+    """Raise OSError if the server of a free lock may live on another machine."""
     beat = beat_elsewhere(lock.fd)
-    if beat is not None and is_recent(beat, workspace_fd):
+    if beat is not None and is_recent(beat, workspace, dir_fd):
         problem = (
             f"its lock is free here, but its server had a heartbeat on {beat.machine} a few "
             "minutes ago: it has just died, or locks do not reach this machine"
         )
-        raise OutOfReachError(errno.ENOLCK, problem)
+        raise OSError(errno.ENOLCK, problem)
 
 
 def _remove_empty(name: str, parent_fd: int) -> None:

@@ -10,16 +10,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from orphan_harness import DATA, everything, open_file
+from orphan_harness import DATA, commit, everything, open_file
 from sink_harness import FORMAT, MIB, killed, publish
 
 from vllm_ascend_hsx.cli.clean import main as clean
 from vllm_ascend_hsx.config import LONGEST_WAIT_S
+from vllm_ascend_hsx.generate.files import RowFiles
+from vllm_ascend_hsx.generate.ledger import row_file
 from vllm_ascend_hsx.protocol import heartbeat
 from vllm_ascend_hsx.protocol.names import workspace_name
-from vllm_ascend_hsx.reader.load import HiddenStatesError, load
+from vllm_ascend_hsx.reader.find import orphaned_locks
+from vllm_ascend_hsx.reader.load import HiddenStatesError, load, remove
 from vllm_ascend_hsx.sinks import workspace
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
@@ -175,6 +180,94 @@ def test_a_reader_whose_time_is_over_says_that_locks_do_not_reach_the_servers_ma
             "HiddenStatesError" in (output := reader.communicate()[0])
             and "the server died" in output
         )
+
+
+REMOVER = """
+import sys
+from vllm_ascend_hsx.reader.load import remove
+remove(sys.argv[1] + "/day/complete.safetensors")
+try:
+    remove(sys.argv[1] + "/day/cmpl-1.safetensors")
+except TimeoutError as error:
+    print(error)
+"""
+
+
+def test_only_complete_files_of_a_living_server_on_another_machine_are_removed(
+    server: subprocess.Popen[str], tmp_path: Path, no_flock: Path
+) -> None:
+    with run(REMOVER, tmp_path, LD_PRELOAD=no_flock) as remover:
+        output = remover.communicate()[0]
+    assert "a server on another machine may still be writing it" in output
+    assert (tmp_path / "day/cmpl-1.safetensors.lock").exists()
+    finish(server)
+    assert server.wait(60) == 0
+    assert len(load(tmp_path / "day/cmpl-1.safetensors", 0).token_ids) == 2
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "day/complete.safetensors", 0)
+
+
+def leave_rows(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Row 0 is complete, row 1 has failed, and row 2 is being written."""
+
+    def serve() -> None:
+        sink = FileSink(directory, FORMAT)
+        commit(sink, directory, row_file(0))
+        open_file(sink, directory, row_file(1)).fail("a reason")
+        open_file(sink, directory, row_file(2))
+
+    elsewhere(monkeypatch, serve)
+
+
+def test_a_file_in_work_on_another_machine_can_be_removed_some_minutes_after_the_last_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_rows(monkeypatch, tmp_path)
+    for row in (0, 1):
+        remove(tmp_path / row_file(row))
+    with pytest.raises(TimeoutError):
+        remove(tmp_path / row_file(2))
+    assert everything(tmp_path)[1:] == [f"{row_file(2)}.lock"]
+    no_heartbeat(tmp_path)
+    remove(tmp_path / row_file(2))
+    assert len(everything(tmp_path)) == 1
+
+
+def test_a_run_keeps_the_lock_of_a_row_that_a_server_on_another_machine_may_be_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_rows(monkeypatch, tmp_path)
+    options: Any = SimpleNamespace(output=tmp_path, server_path=str, is_ours=lambda row: True)
+    ledger: Any = None
+    assert RowFiles(options, ledger).remove_companions() == [tmp_path / row_file(2)]
+    assert everything(tmp_path)[1:] == [row_file(0), f"{row_file(2)}.lock"]
+
+
+def test_locks_without_data_are_not_orphans_while_their_server_may_live_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    elsewhere(monkeypatch, lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path, f"folder/{DATA}"))
+    for directory in (tmp_path, folder):
+        assert orphaned_locks(directory) == []
+    for directory in (tmp_path, folder):
+        no_heartbeat(tmp_path)
+        assert orphaned_locks(directory) == [folder / f"{DATA}.lock"]
+
+
+def test_a_reader_that_may_not_touch_the_hidden_directory_takes_its_server_for_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    elsewhere(monkeypatch, lambda: open_file(FileSink(tmp_path, FORMAT), tmp_path))
+    no_heartbeat(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "utime", refuse)
+        assert orphaned_locks(tmp_path) == []
+    assert orphaned_locks(tmp_path) == [tmp_path / f"{DATA}.lock"]
 
 
 def test_a_server_of_another_machine_is_cleaned_up_after_some_minutes_without_a_heartbeat(
