@@ -106,20 +106,22 @@ def _names(directory: str | os.PathLike[str], on_unreadable: Callable[[OSError],
     yield from shards_of(directory).members(on_unreadable)
 
 
-def orphaned_locks(directory: str | Path, on_error: Callable[[OSError], None] | None = None) -> list[Path]:
+def orphaned_locks(directory: str | Path) -> list[Path]:
     """Return the free locks below a directory that have neither data nor an error, sorted.
 
-    Locks that a living server on another machine may hold are left out.
-    A folder that cannot be read is passed to `on_error` and skipped.
+    Locks that a living server on another machine may hold are left out. So are folders that cannot
+    be read.
     """
     found: list[Path] = []
-    for folder, _, names in _walk(directory, on_error):
+    for folder, inside, files in os.walk(directory):
+        inside[:] = [name for name in inside if name[0] != "."]
+        names = set(files)
         free: list[Path] = []
-        for name in names:
+        for name in files:
             data = name.removesuffix(LOCK_SUFFIX)
-            if name.endswith(DATA_SUFFIX + LOCK_SUFFIX) and data not in names and data + ERROR_SUFFIX not in names:
-                # A lock that cannot be opened may be held.
-                with suppress(OSError):
+            is_lock = name.endswith(DATA_SUFFIX + LOCK_SUFFIX) and name[0] != "."
+            if is_lock and data not in names and data + ERROR_SUFFIX not in names:
+                with suppress(OSError):  # a lock that cannot be opened may be held
                     if is_left_over(Path(folder, name), partial(is_decided, Path(folder, data))):
                         free.append(Path(folder, name))
         if free and not may_be_written_elsewhere(free[0]):
@@ -135,10 +137,3 @@ def files_in(directory: str | Path, on_error: Callable[[OSError], None] | None =
     read without `on_error`.
     """
     return paths_below(directory, (DATA_SUFFIX, DATA_SUFFIX + ERROR_SUFFIX), on_error)
-
-
-def _walk(directory: str | Path, on_error: Callable[[OSError], None] | None) -> Iterator[tuple[str, list[str], set[str]]]:
-    """Yield each folder with the names of its folders and of its files, without hidden ones."""
-    for folder, inside, names in os.walk(directory, onerror=on_error):
-        inside[:] = [name for name in inside if name[0] != "."]
-        yield folder, inside, {name for name in names if name[0] != "."}
