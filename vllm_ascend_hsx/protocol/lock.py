@@ -45,7 +45,6 @@ class HeldLock:
         self._dir_fd = dir_fd
         self._name = name
         self.fd = fd
-        self._status: os.stat_result | None = None  # of the open file, whose device and inode stay
 
     @classmethod
     def acquire(
@@ -126,8 +125,7 @@ class HeldLock:
 
     def is_named(self) -> bool:
         """Return whether the lock file still has its name. Raises OSError."""
-        self._status = self._status or os.fstat(self.fd)
-        return _is_named(self._name, self._status, self._dir_fd)
+        return has_name(self.fd, self._name, self._dir_fd)
 
     def append(self, line: bytes) -> None:
         """Append to the lock file, all of the line or nothing. Raises OSError."""
@@ -251,12 +249,8 @@ def unlock_and_close(fd: int) -> None:
 
 def has_name(fd: int, name: str | Path, dir_fd: int | None = None, *, follow_symlinks: bool = False) -> bool:
     """Return whether `name` is still a name of the file open at `fd`."""
-    return _is_named(name, os.fstat(fd), dir_fd, follow_symlinks)
-
-
-def _is_named(name: str | Path, status: os.stat_result, dir_fd: int | None, follow_symlinks: bool = False) -> bool:
     try:
         named = again_if_stale(os.stat, name, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
     except FileNotFoundError:
         return False
-    return os.path.samestat(named, status)
+    return os.path.samestat(named, os.fstat(fd))
