@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 from array import array
 from collections.abc import Callable, Iterator
@@ -31,14 +30,12 @@ from vllm_ascend_hsx.protocol.lock import HeldLock
 from vllm_ascend_hsx.protocol.names import (
     DATA_SUFFIX,
     ERROR_SUFFIX,
-    INDEX,
     LOCK_SUFFIX,
     MAX_DEPTH,
     TAR,
     token_of_workspace,
     workspace_name,
 )
-from vllm_ascend_hsx.protocol.shard_index import INDEX_LARGEST
 from vllm_ascend_hsx.sinks.shard_file import recover_shard, unsealed_shards
 from vllm_ascend_hsx.sinks.storage import open_folder
 from vllm_ascend_hsx.sinks.workspace import Workspace
@@ -47,9 +44,6 @@ logger = logging.getLogger(__name__)
 
 Done: TypeAlias = Literal["removed", "sealed"]
 
-# Most bytes of indexes that a server which starts reads to seal shards, some seconds' work: of any
-# one, and of many smaller ones. Readers find the members of a shard that is not sealed, too.
-_INDEX_BYTES = INDEX_LARGEST
 _DATA_LOCK = DATA_SUFFIX + LOCK_SUFFIX
 _DATA_ERROR = DATA_SUFFIX + ERROR_SUFFIX
 
@@ -60,7 +54,7 @@ def remove_orphans(dir_fd: int, directory: str) -> None:
     A directory without orphans costs one pass over its names: about two microseconds and 40 bytes
     each. Its path, `directory`, is for the log.
     """
-    cleaning = Cleaning(dir_fd, index_bytes=_INDEX_BYTES)
+    cleaning = Cleaning(dir_fd)
     with cleaning.noting("could not look for what dead servers left"):
         cleaning.run()
     done = cleaning.words("sealed {}", "removed {}")
@@ -82,7 +76,6 @@ class Cleaning:
     Args:
         dir_fd: the directory.
         dry_run: change nothing, and count what would be changed.
-        index_bytes: most bytes of indexes to read; shards whose index has more are not sealed.
         tell: called for each change with the path below the directory: of a file, or of the tar
             file of a shard.
         report: called with each problem.
@@ -99,13 +92,11 @@ class Cleaning:
         dir_fd: int,
         *,
         dry_run: bool = False,
-        index_bytes: float = math.inf,
         tell: Callable[[Done, str], None] = lambda done, path: None,
         report: Callable[[str], None] = lambda problem: None,
     ) -> None:
         self._dir_fd = dir_fd
         self._dry_run = dry_run
-        self._index_bytes = index_bytes
         self._tell = tell
         self._report = report
         self._cleaned: set[str] = set()
@@ -183,7 +174,6 @@ class Cleaning:
             for stem in unsealed_shards(dir_fd, workspace.token):
                 with self.noting(f"could not seal {os.path.join(folder, stem)}"):
                     if not self._dry_run:
-                        self._allow(dir_fd, stem + INDEX)
                         self.requests += recover_shard(dir_fd, workspace.fd, stem)
                     self.shards += 1
                     self._tell("sealed", os.path.join(folder, stem + TAR))
@@ -204,16 +194,6 @@ class Cleaning:
                     end = workspace.remove
         finally:
             end()
-
-    def _allow(self, dir_fd: int, index: str) -> None:
-        """Take an index's size from what may be read. Raises OSError if it is more."""
-        with suppress(FileNotFoundError):
-            size = os.stat(index, dir_fd=dir_fd, follow_symlinks=False).st_size
-            if size > INDEX_LARGEST:  # recover_shard does not read it
-                return
-            if size > self._index_bytes:
-                raise OSError(errno.EFBIG, f"its index has {size} bytes, too many for a server that starts; `hsx clean` seals it")
-            self._index_bytes -= size
 
     def _remove_locks(self, dir_fd: int, folder: str) -> list[str]:
         """Remove the locks without data in an open folder, once; return its workspaces' tokens."""

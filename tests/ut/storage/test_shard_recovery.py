@@ -30,14 +30,13 @@ from sink_harness import (
 )
 from tracing import trace
 
-from vllm_ascend_hsx.cli.main import main
 from vllm_ascend_hsx.protocol import shard_index
 from vllm_ascend_hsx.protocol.format import PAGE
 from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, decode, encode
 from vllm_ascend_hsx.protocol.tar import BLOCK, END, headers
 from vllm_ascend_hsx.reader.load import HiddenStatesError, load
 from vllm_ascend_hsx.reader.shard_check import shard_problems
-from vllm_ascend_hsx.sinks import orphans, shard_file
+from vllm_ascend_hsx.sinks import shard_file
 from vllm_ascend_hsx.sinks.file import FileSink
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
@@ -87,31 +86,6 @@ def test_the_next_server_seals_what_a_dead_one_left_and_a_second_time_changes_no
     dead_workspace(tmp_path, stem.split("-")[1])
     ShardSink(tmp_path, FORMAT, shard_bytes=MIB).close()
     assert {name: (tmp_path / name).read_bytes() for name in listing(tmp_path)} == state
-
-
-def test_a_server_that_starts_reads_no_more_indexes_than_it_may_and_leaves_the_rest_to_clean(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Somebody who plants large ones would make every start of every worker wait for minutes."""
-    stems = set()
-    for number in range(3):  # a server would seal what the one before it left
-        stems.add(leave_as_a_dead_server_would(tmp_path / str(number))[0])
-        shutil.copytree(tmp_path / str(number), tmp_path, dirs_exist_ok=True)
-        shutil.rmtree(tmp_path / str(number))
-    size = max(os.stat(tmp_path / f"{stem}.jsonl").st_size for stem in stems)
-
-    def sealed() -> int:
-        return sum((tmp_path / f"{stem}.json").exists() for stem in stems)
-
-    monkeypatch.setattr(orphans, "_INDEX_BYTES", size - 50)
-    FileSink(tmp_path, FORMAT).close()
-    assert sealed() == 0
-    assert f"its index has {size} bytes, too many for a server that starts; `hsx clean` seals it (EFBIG) (3 problems" in caplog.text
-    monkeypatch.setattr(orphans, "_INDEX_BYTES", size + 50)
-    FileSink(tmp_path, FORMAT).close()
-    assert sealed() == 1
-    assert main(["clean", str(tmp_path)]) == 0
-    assert sealed() == 3
 
 
 @pytest.mark.usefixtures("no_wait_for_the_disk")
