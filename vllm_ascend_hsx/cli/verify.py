@@ -67,9 +67,6 @@ class Tally:
     def add(self, found: Examination) -> None:
         """Record a data file."""
         self.unseen -= 1
-        if found.failed:
-            self.failed.append({"path": f"{found.path}{ERROR_SUFFIX}", "reason": found.problem or ""})
-            return
         if found.problem is not None:
             (self.bad if found.is_there else self.absent).append({"path": str(found.path), "problem": found.problem})
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -26,7 +25,6 @@ from vllm_ascend_hsx.protocol.format import (
     layer_ids_of,
     num_prompt_tokens_of,
 )
-from vllm_ascend_hsx.protocol.names import ERROR_SUFFIX
 from vllm_ascend_hsx.reader.load import HiddenStatesError, checked, checksum_difference
 from vllm_ascend_hsx.reader.members import is_named
 from vllm_ascend_hsx.reader.shards import Place
@@ -110,7 +108,6 @@ class Examination:
         path: the file.
         problem: what is wrong with the file, in one sentence, or None.
         is_there: False if there is no file to judge: it was removed, or a server is writing it.
-        failed: True if a later request for it has failed; the problem is its reason.
         tokens, prompt_tokens: number of rows, and of those of the prompt (None if not stated).
         kind: what all files of one dataset have in common.
         num_bytes: of the hidden states, with the scales of quantised rows.
@@ -131,13 +128,12 @@ class Examination:
     tiny_tokens: int = 0
     metadata: dict[str, str] = field(default_factory=dict)
     is_there: bool = True
-    failed: bool = False
 
     @property
     def verdict(self) -> str:
         """One word for a table."""
         if self.problem is not None:
-            return "failed" if self.failed else "bad" if self.is_there else "absent"
+            return "bad" if self.is_there else "absent"
         return "verified" if names_checksum(self.metadata) else "plausible"
 
     @property
@@ -174,8 +170,7 @@ def examine(path: str | Path, *, listed: bool = False, checksum: bool = True, no
         problem = f"it cannot be read: {error.strerror or error}"
     if not listed or not _is_gone(path):
         return Examination(path, problem)
-    failed = os.path.lexists(f"{path}{ERROR_SUFFIX}")
-    return Examination(path, problem if failed else "it was removed meanwhile", is_there=False, failed=failed)
+    return Examination(path, "it was removed meanwhile", is_there=False)
 
 
 def _is_gone(path: Path) -> bool:
