@@ -41,8 +41,6 @@ from vllm_ascend_hsx.sinks.storage import Storage, copy_into
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 8  # to make a shard; one is lost if another process takes its name
-
 
 class Shard:
     """A shard that one thread at a time appends to. `seal` ends it.
@@ -249,13 +247,10 @@ class SessionShards:
         session = self._session
         with suppress(FileExistsError):
             os.close(session.storage.create(SHARDS_MARK))
-        for _ in range(_ATTEMPTS):
-            with suppress(FileExistsError):
-                name = shard_stem(session.token, next(self._numbers))
-                shard = Shard.create(session.storage, name, self._durable)
-                session.members.list_again()
-                return shard
-        raise FileExistsError("the names of all new shards were taken by another process")
+        stem = shard_stem(session.token, next(self._numbers))
+        shard = Shard.create(session.storage, stem, self._durable)
+        session.members.list_again()
+        return shard
 
     def _seal(self, workspace: Storage) -> None:
         """Seal the open shard, if any. Errors concern no request and are only logged."""

@@ -37,6 +37,7 @@ from vllm_ascend_hsx.protocol.placeholders import Placeholder
 from vllm_ascend_hsx.protocol.rows import RowFormat
 from vllm_ascend_hsx.reader.load import load, remove
 from vllm_ascend_hsx.reader.shards import Shards
+from vllm_ascend_hsx.sinks.base import SinkError
 from vllm_ascend_hsx.sinks.data_file import FileOptions
 from vllm_ascend_hsx.sinks.shard import ShardSink
 
@@ -189,9 +190,12 @@ def test_two_servers_in_one_directory_have_shards_of_their_own(tmp_path: Path) -
 # Names
 
 
-def test_a_shards_name_that_is_taken_is_passed_over(sink: ShardSink, tmp_path: Path) -> None:
+def test_a_shards_name_that_is_taken_fails_one_request(sink: ShardSink, tmp_path: Path) -> None:
     (tmp_path / f"hsx-{sink.token}-000000.tar").mkdir()
     (tmp_path / f"hsx-{sink.token}-000001.jsonl").symlink_to("/etc/passwd")
+    for name in ("b", "c"):
+        with pytest.raises(SinkError, match="EEXIST"):
+            publish(sink, tmp_path, name)
     publish(sink, tmp_path)
     assert (tmp_path / f"hsx-{sink.token}-000002.tar").exists()
     assert not (tmp_path / f"hsx-{sink.token}-000001.tar").exists()
