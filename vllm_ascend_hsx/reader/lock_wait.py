@@ -56,10 +56,7 @@ def wait_until_released(path: Path, timeout: float | None) -> bool:
         with Naming(path):
             try:
                 if not flock_now(fd, fcntl.LOCK_SH):
-                    if deadline is None:
-                        fcntl.flock(fd, fcntl.LOCK_SH)
-                    else:
-                        _sleep_until(deadline, path, fd)
+                    _sleep_until(deadline, path, fd)
                 if has_name(fd, path, follow_symlinks=True):
                     return True
                 seen = True  # the name was removed or now belongs to another request: look again
@@ -73,10 +70,11 @@ _sleepers: dict[tuple[int, int], tuple[int, futures.Future[None]]] = {}
 _sleepers_mutex = threading.Lock()
 
 
-def _sleep_until(deadline: float, path: Path, fd: int) -> None:
+def _sleep_until(deadline: float | None, path: Path, fd: int) -> None:
     status = os.fstat(fd)
     key = status.st_dev, status.st_ino
-    if (left := deadline - time.monotonic()) > 0:
+    left = None if deadline is None else deadline - time.monotonic()
+    if left is None or left > 0:
         with _sleepers_mutex:
             if key not in _sleepers:
                 _sleepers[key] = _start_sleeper(key, path, fd)

@@ -69,7 +69,7 @@ def test_many_readers_of_one_file_all_wake(sink: FileSink, tmp_path: Path) -> No
     threads += [threading.Thread(target=lambda: results.append(load(file.path, None))) for _ in range(3)]
     for thread in threads:
         thread.start()
-    wait_for_sleepers(Path(f"{file.path}.lock"), 4)  # those with a timeout share one call
+    wait_for_sleepers(Path(f"{file.path}.lock"))  # they share one call
     file.commit(token_ids(5), 5)
     for thread in threads:
         thread.join(30)
