@@ -217,16 +217,13 @@ class RequestFile(SinkFile):
         if self.lock is not None:
             self._attempt("release the lock", self.lock.release if keeps_lock else self.lock.remove)
 
-    def _attempt(self, what: str, action: Callable[[], None]) -> bool:
-        """Return whether it succeeded; else log why not."""
+    def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:
             action()
-            return True
         except OSError as error:
             self.session.tidy = False
             problem = describe(f"could not {what}", error)
             logger.error("request %r, %s: %s", self.request_id, self.path, problem)
-            return False
 
     def _describe(self, problem: str, error: OSError) -> str:
         if not self.session.has_workspace:
