@@ -311,28 +311,24 @@ def remove(path: str | os.PathLike[str], *, keep_data: bool = False) -> None:
     """
     path = Path(path)
     lock = _companion(path, LOCK_SUFFIX)
-    with _absent(), suppress(NotAFileError):
+    with suppress(NotAFileError):
         wait_until_released(lock, _MOMENT_S)
         if not os.path.lexists(path) and is_left_over(lock, partial(is_decided, path)) and may_be_written_elsewhere(path):
             raise TimeoutError(f"{path}: its lock is free here, but a server on another machine may still be writing it")
     # The lock first: without it readers treat the data as complete; with a lock and no data they
     # would report a dead server.
     is_file = os.path.lexists(path)
-    with _absent():
-        os.unlink(lock)
+    _unlink(lock)
     if not keep_data:
-        with _absent():
-            os.unlink(path)
+        _unlink(path)
         remove_member(path, is_file)
-    with _absent():
-        os.unlink(_companion(path, ERROR_SUFFIX))
+    _unlink(_companion(path, ERROR_SUFFIX))
 
 
-@contextmanager
-def _absent() -> Iterator[None]:
-    """Do nothing if a file is not there, or its name is one that no filesystem could hold."""
+def _unlink(path: Path) -> None:
+    """Remove a file unless it is not there, or has a name that no filesystem could hold."""
     try:
-        yield
+        os.unlink(path)
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENAMETOOLONG):
             raise
