@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -121,17 +122,23 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: i
     return fd
 
 
-def read_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, *, dir_fd: int | None = None) -> bytes:
-    """Return the content of a small regular file, up to 16 MiB.
-
-    Arguments and errors are those of open_regular.
-    """
-    fd = open_regular(path, flags, dir_fd=dir_fd)
+@contextmanager
+def opened(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o600, *, dir_fd: int | None = None
+) -> Iterator[int]:
+    """Lend the descriptor that open_regular returns; errors of the block name the file."""
+    fd = open_regular(path, flags, mode, dir_fd=dir_fd)
     try:
         with Naming(path):
-            return os.pread(fd, _MOST, 0)
+            yield fd
     finally:
         os.close(fd)
+
+
+def read_regular(path: str | os.PathLike[str]) -> bytes:
+    """Return the content of a small regular file, up to 16 MiB. Raises as open_regular."""
+    with opened(path) as fd:
+        return os.pread(fd, _MOST, 0)
 
 
 def _is_link(path: str | os.PathLike[str], dir_fd: int | None) -> bool:

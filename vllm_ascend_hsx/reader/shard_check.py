@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_regular
+from vllm_ascend_hsx.protocol.files import NotAFileError, opened, read_regular
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, TAR, parse_shard_name
 from vllm_ascend_hsx.protocol.shard_index import (
     INDEX_MAX,
@@ -81,33 +81,28 @@ def _removals_problem(path: Path) -> str | None:
 
 
 def _content(path: Path, most: int = INDEX_MAX) -> bytes:
-    fd = open_regular(path)
-    try:
+    with opened(path) as fd:
         return read_index(fd, most)
-    finally:
-        os.close(fd)
 
 
 def _problem(path: Path, sealed: bool) -> str | None:
     index = _content(path.with_suffix(INDEX))  # first: its server may be appending
-    fd = open_regular(path)
     try:
-        end = end_of_members(fd, index)
-        if not sealed:
-            size = os.fstat(fd).st_size
-            index = _content(path.with_suffix(INDEX))
-            check_end(fd, size, end_of_members(fd, index), index)
-            return None
-        if os.fstat(fd).st_size != end + len(END) or any(os.pread(fd, len(END), end)):
-            return f"the tar file does not end after the last member of its index, at byte {end}"
-        for member in map(decode, split_lines(index)):
-            if isinstance(member, Member) and any(os.pread(fd, member.end - (at := member.offset + member.size), at)):
-                return f"bytes follow {member.name!r} in the tar file that belong to no member, at byte {at}"
-        expected = shard_manifest(fd, index, "")
+        with opened(path) as fd:
+            end = end_of_members(fd, index)
+            if not sealed:
+                size = os.fstat(fd).st_size
+                index = _content(path.with_suffix(INDEX))
+                check_end(fd, size, end_of_members(fd, index), index)
+                return None
+            if os.fstat(fd).st_size != end + len(END) or any(os.pread(fd, len(END), end)):
+                return f"the tar file does not end after the last member of its index, at byte {end}"
+            for member in map(decode, split_lines(index)):
+                if isinstance(member, Member) and any(os.pread(fd, member.end - (at := member.offset + member.size), at)):
+                    return f"bytes follow {member.name!r} in the tar file that belong to no member, at byte {at}"
+            expected = shard_manifest(fd, index, "")
     except ValueError as error:
         return str(error)
-    finally:
-        os.close(fd)
     try:
         said = parse(read_regular(path.with_suffix(MANIFEST)))
         wrong = [key for key in _COUNTED if said[key] != expected[key]]

@@ -20,6 +20,7 @@ from vllm_ascend_hsx.protocol.files import (
     NotAFileError,
     again_if_stale,
     open_regular,
+    opened,
     read_bytes,
     read_regular,
     write_at,
@@ -156,19 +157,15 @@ class Shards:
         lines = [encode(Tombstone(name, stem, member.offset)) for stem, member in self._all_of(name)]
         if not lines:
             return False
-        fd = open_regular(self.directory / REMOVED, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
-        try:
-            with Naming(self.directory / REMOVED):
-                _lock(fd, self.directory / REMOVED)  # some filesystems do not append atomically
-                size = os.fstat(fd).st_size
-                if size >= REMOVED_MAX:
-                    problem = f"the list of removed members has {size} bytes, and readers take {REMOVED_MAX}; write to a new directory"
-                    raise OSError(errno.EFBIG, problem, os.fspath(self.directory / REMOVED))
-                if size and os.pread(fd, 1, size - 1) != b"\n":  # end a torn line, which would spoil this one
-                    lines.insert(0, b"\n")
-                write_at(fd, memoryview(b"".join(lines)), size)
-        finally:
-            os.close(fd)
+        with opened(self.directory / REMOVED, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666) as fd:
+            _lock(fd, self.directory / REMOVED)  # some filesystems do not append atomically
+            size = os.fstat(fd).st_size
+            if size >= REMOVED_MAX:
+                problem = f"the list of removed members has {size} bytes, and readers take {REMOVED_MAX}; write to a new directory"
+                raise OSError(errno.EFBIG, problem)
+            if size and os.pread(fd, 1, size - 1) != b"\n":  # end a torn line, which would spoil this one
+                lines.insert(0, b"\n")
+            write_at(fd, memoryview(b"".join(lines)), size)
         return True
 
     def _all_of(self, name: str) -> list[tuple[str, Member]]:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from vllm_ascend_hsx.protocol.files import NotAFileError, open_regular, read_bytes
+from vllm_ascend_hsx.protocol.files import NotAFileError, opened, read_bytes
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, parse_shard_name
 from vllm_ascend_hsx.protocol.shard_index import INDEX_MAX, REMOVED_MAX
 
@@ -89,15 +89,11 @@ class MemberNames:
 
     def _read(self, name: str, index: _Index, most: int) -> bytes:
         """Return the whole lines that were added to an index of at most `most` bytes."""
-        with suppress(*_UNREADABLE):
-            fd = open_regular(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._dir_fd)
-            try:
-                before, index.size = index.size, os.fstat(fd).st_size
-                if before < index.size <= most:
-                    added = read_bytes(fd, index.size - index.end, index.end)
-                    lines = added[: added.rfind(b"\n") + 1]
-                    index.end += len(lines)
-                    return lines
-            finally:
-                os.close(fd)
+        with suppress(*_UNREADABLE), opened(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=self._dir_fd) as fd:
+            before, index.size = index.size, os.fstat(fd).st_size
+            if before < index.size <= most:
+                added = read_bytes(fd, index.size - index.end, index.end)
+                lines = added[: added.rfind(b"\n") + 1]
+                index.end += len(lines)
+                return lines
         return b""

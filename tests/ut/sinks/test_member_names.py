@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vllm_ascend_hsx.protocol import files
 from vllm_ascend_hsx.protocol.names import INDEX, MANIFEST, REMOVED, shard_stem
 from vllm_ascend_hsx.protocol.shard_index import Member, Tombstone, encode
 from vllm_ascend_hsx.reader.shards import Shards
@@ -93,14 +94,14 @@ def test_line_is_read_once_and_a_sealed_index_not_again(tmp_path: Path, names: M
     (tmp_path / (STEMS[0] + MANIFEST)).touch()
     assert names.has("7.safetensors")
     read, opened = [], []
-    pread, open_regular = os.pread, member_names.open_regular
+    pread, open_regular = os.pread, files.open_regular
     monkeypatch.setattr(os, "pread", lambda fd, size, at: (read.append(size), pread(fd, size, at))[1])
 
-    def open_and_note(name: str, flags: int, **where: int) -> int:
+    def open_and_note(name: str, *flags: int, **where: int) -> int:
         opened.append(name)
-        return open_regular(name, flags, **where)
+        return open_regular(name, *flags, **where)
 
-    monkeypatch.setattr(member_names, "open_regular", open_and_note)
+    monkeypatch.setattr(files, "open_regular", open_and_note)
     add(tmp_path, STEMS[1], member(NAMES[1], 1024))
     assert names.has(NAMES[1])
     assert sum(read) == len(encode(member(NAMES[1], 1024)))
