@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import tempfile
@@ -73,6 +74,8 @@ class Result:
 def run(scale: Scale, source: Source, directory: Path, show: Callable[[str], None]) -> Result:
     """Measure, with files on the directory's filesystem."""
     loops = _loops(scale.python_s)
+    gc.collect()
+    gc.freeze()  # as vLLM's engine does (v1/engine/core.py:228 in 0.23.0); a full collection visits all modules
     cells = []
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hsx-benchmark-", dir=directory)))

@@ -130,7 +130,7 @@ def show(console: OneConsole, result: Plan) -> None:
         ("KV cache that is kept", _percent(result.kept), f"of {request.kv_bytes / 2**30:.2f} GiB per NPU: {taken} taken from it"),
         ("... at least", _percent(result.kept_at_least), "if the collected layers are taken from it, too"),
         ("pinned ring", _mib(result.ring_bytes), "of host memory, per NPU"),
-        ("... of generated tokens", _mib(result.ring_bytes // 2), "more, at most and not pinned: rows that are written together"),
+        ("... for batches", _mib(result.ring_bytes // 4), "of it, at most: rows of generated tokens that are written together"),
         (
             f"files of {request.prompts:,} prompts",
             f"{result.prompts_bytes / 2**30:,.2f} GiB",

@@ -9,109 +9,122 @@ import torch
 from vllm_ascend_hsx.connector.extraction import Extraction
 from vllm_ascend_hsx.connector.progress import RankProgress
 from vllm_ascend_hsx.drafter.landing import HostChunk
+from vllm_ascend_hsx.drafter.ring import PinnedRing
 from vllm_ascend_hsx.drafter.spans import Span
 
 BATCH_BYTES = 256 << 10  # of a file: from here on a larger write is hardly faster
+_PART = 4  # batches that are not written hold at most this part of the ring
 
 
 class Batch:
-    """Consecutive rows of one request, copied from the ring. Writers use it like a HostChunk.
+    """Consecutive rows of one request, each anywhere in the ring. Writers use it like a HostChunk.
+
+    It keeps no object per row, because the garbage collector would visit them in each step.
 
     Args:
         extraction: the request.
         first: token position of the first row.
+        ring: holds the rows.
 
     Attributes:
-        num_bytes: size of the rows.
-        end: token position after the last row.
         landed_at: when the last row arrived in host memory, by time.perf_counter.
     """
 
-    def __init__(self, extraction: Extraction, first: int) -> None:
+    def __init__(self, extraction: Extraction, first: int, ring: PinnedRing) -> None:
         self.extraction = extraction
-        self.end = first
-        self.num_bytes = 0
         self.landed_at = 0.0
         self._first = first
-        self._rows: list[bytes] = []
+        self._ring = ring
+        self._data: list[memoryview] = []  # of the chunk of each row
+        self._rows: list[int] = []  # index in the chunk
+        self._ring_rows: list[int] = []  # index in the ring
 
-    def append(self, chunk: HostChunk, span: Span) -> None:
-        """Copy the row that follows the last one."""
-        row = bytes(chunk.read(span))
-        self._rows.append(row)
-        self._like = chunk.rows
-        self.num_bytes += len(row)
-        self.end += 1
-        self.landed_at = chunk.landed_at
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def end(self) -> int:
+        """Token position after the last row."""
+        return self._first + len(self._rows)
 
     @property
     def span(self) -> Span:
         """All its rows."""
-        return Span(self.extraction.request_id, self._first, self.end - self._first, 0)
+        return Span(self.extraction.request_id, self._first, len(self._rows), 0)
 
     @property
     def rows(self) -> torch.Tensor:
         """The rows [rows, layers, hidden], copied."""
-        data = torch.frombuffer(bytearray(b"".join(self._rows)), dtype=self._like.dtype)
-        return data.view(-1, *self._like.shape[1:])
+        return self._ring.as_rows(self.read(self.span))
+
+    def append(self, chunk: HostChunk, span: Span) -> None:
+        """Add the row that follows the last one."""
+        self._data.append(chunk.data)
+        self._rows.append(span.row)
+        self._ring_rows.append(chunk.first + span.row)
+        self.landed_at = chunk.landed_at
 
     def read(self, span: Span) -> memoryview:
-        """Return the bytes of its rows."""
+        """Return the bytes of its rows, copied."""
         assert span.first == self._first
-        return memoryview(b"".join(self._rows))
+        size = self._ring.row_bytes
+        return memoryview(b"".join([data[row * size : (row + 1) * size] for data, row in zip(self._data, self._rows, strict=True)]))
 
     def release(self, spans: Sequence[Span]) -> None:
-        """Free its memory."""
-        self._rows.clear()
+        """Release all rows; their memory may be reused."""
+        self._ring.free(*((row, 1) for row in self._ring_rows))
 
 
 class Batches:
-    """Collect single rows. For the lander's thread only.
+    """Collect single rows in the ring. For the lander's thread only.
 
     A decode adds one row per request and step. A write for each row takes several times the CPU
     time of a joined write. The last row of a prompt is not collected if the request needs no more.
 
-    Rows are collected while less than half of the ring's bytes wait to be written, so the batches
-    never have more memory than that. Otherwise all batches are written, and the next rows are
-    written from the ring. So rows do not wait here while storage is slow.
+    A batch is written when it has `BATCH_BYTES`, and when its request ends. All batches are written
+    when they hold a quarter of the ring, and when the lander finds no room in it.
 
     Args:
-        progress: records the collected rows.
-        ring_bytes: size of the ring.
+        progress: learns of rows that are to be written.
+        ring: holds the rows.
         enter: has a batch written, behind all earlier rows of its request.
+
+    Attributes:
+        num_rows: rows that wait to be written together.
     """
 
-    def __init__(self, progress: RankProgress, ring_bytes: int, enter: Callable[[Batch], None]) -> None:
+    def __init__(self, progress: RankProgress, ring: PinnedRing, enter: Callable[[Batch], None]) -> None:
         self._progress = progress
-        self._most_bytes = ring_bytes // 2
+        self._ring = ring
+        self._most_rows = ring.num_rows // _PART
+        self._batch_rows = max(1, BATCH_BYTES // ring.row_bytes)
         self._enter = enter
         self._open: dict[Extraction, Batch] = {}
+        self.num_rows = 0
 
     def collect(self, chunk: HostChunk) -> list[Span]:
         """Collect single rows of a chunk, and return the spans that the caller must write itself.
 
         A request's batch is written before rows that do not follow it.
         """
-        has_room = self._progress.backlog < self._most_bytes
-        if not has_room:
-            self.flush_all()
-        collected, others = list[Span](), list[Span]()
+        others: list[Span] = []
         for span in chunk.spans:
-            waits = has_room and span.num_rows == 1 and not chunk.requests[span.request_id].completes(span)
-            (collected if waits else others).append(span)
-        for span in others if self._open else ():
-            self.flush(chunk.requests[span.request_id])
-        if collected:
-            self._progress.collect(len(collected))
-            for span in collected:
-                self._append(chunk.requests[span.request_id], chunk, span)
-            chunk.release(collected)
+            extraction = chunk.requests[span.request_id]
+            if span.num_rows == 1 and not extraction.completes(span):
+                self._append(extraction, chunk, span)
+            else:
+                self.flush(extraction)
+                others.append(span)
+        if self.num_rows > self._most_rows:
+            self.flush_all()
         return others
 
     def flush(self, extraction: Extraction) -> None:
         """Have a request's batch written, if it has one."""
         if (batch := self._open.pop(extraction, None)) is not None:
-            self._progress.end_batch(batch.num_bytes)
+            self.num_rows -= batch.num_rows
+            self._progress.landed(batch.num_rows)
             self._enter(batch)
 
     def flush_all(self) -> None:
@@ -125,7 +138,8 @@ class Batches:
             self.flush(extraction)
             batch = None
         if batch is None:
-            batch = self._open[extraction] = Batch(extraction, span.first)
+            batch = self._open[extraction] = Batch(extraction, span.first, self._ring)
         batch.append(chunk, span)
-        if batch.num_bytes >= BATCH_BYTES:
+        self.num_rows += 1
+        if batch.num_rows >= self._batch_rows:
             self.flush(extraction)

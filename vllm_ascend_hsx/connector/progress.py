@@ -119,15 +119,14 @@ class RankProgress:
 
     Attributes:
         backlog: bytes of rows that were computed but are not yet in their files.
-        collected: of the backlog, rows that wait for others to be written with them.
         step_rate: rates of the engine.
     """
 
     def __init__(self, row_bytes: int, num_writers: int) -> None:
-        self.backlog = self.collected = 0
+        self.backlog = 0
         self.step_rate = StepRate()
         self._row_bytes = row_bytes
-        self._mutex = threading.Lock()  # guards what follows, `backlog` and `collected`
+        self._mutex = threading.Lock()  # guards what follows, and `backlog`
         self._write_rate = WriteRate(num_writers)
         self._coming: dict[Extraction, int] = {}  # prompt rows that are not computed
         self._decided: list[tuple[Extraction, str | None]] = []
@@ -167,25 +166,11 @@ class RankProgress:
             self._staged_bytes += num_bytes
             self.backlog += num_bytes
 
-    def collect(self, num_rows: int) -> None:
-        """Record rows that wait for others to be written with them."""
-        with self._mutex:
-            self.collected += num_rows * self._row_bytes
-
-    def end_batch(self, num_bytes: int) -> None:
-        """Record that collected rows are to be written. From here on the storage delays them."""
-        with self._mutex:
-            self.collected -= num_bytes
-            self._landed(num_bytes)
-
     def landed(self, num_rows: int) -> None:
-        """Record rows that have arrived in host memory. From here on the storage delays them."""
+        """Record rows in host memory that are to be written. The storage delays them now."""
         with self._mutex:
-            self._landed(num_rows * self._row_bytes)
-
-    def _landed(self, num_bytes: int) -> None:
-        self._occupy()
-        self._landed_bytes += num_bytes
+            self._occupy()
+            self._landed_bytes += num_rows * self._row_bytes
 
     def begin_write(self, num_rows: int) -> None:
         """Record that the calling thread writes landed rows."""
@@ -246,7 +231,7 @@ class RankProgress:
             staged, self._staged_bytes = self._staged_bytes, 0
             self.step_rate.stepped(staged)
             state = RankState(
-                backlog=self.backlog - self.collected,
+                backlog=self.backlog,
                 coming=sum(self._coming.values()) * self._row_bytes,
                 started=self._num_started,
                 write_rate=self._write_rate.value(),

@@ -96,8 +96,8 @@ class ExtractionWorker:
         self._failure = WorkerFailure()
         staging.wait_for_slot = self._wait_for_slot
         staging.pass_on = self._pass_on
-        self._batches = Batches(self._progress, ring.num_rows * ring.row_bytes, self._enter_batch)
-        self._lander = Lander(ring, device, self._deliver, self._on_device_error)
+        self._batches = Batches(self._progress, ring, self._enter_batch)
+        self._lander = Lander(ring, device, self._deliver, self._on_device_error, self._batches.flush_all)
 
     # Main thread
 
@@ -106,7 +106,7 @@ class ExtractionWorker:
         return {
             "ring_fill": ring.take_peak_fill(),
             "backlog_bytes": self._progress.backlog,
-            "batch_bytes": self._progress.collected,
+            "batch_bytes": self._batches.num_rows * self._row_bytes,
             "kept_files": kept_files,
             "kept_bytes": kept_bytes,
         }

@@ -48,6 +48,7 @@ class HostChunk:
         data: bytes of `rows`.
         spans: contents of the chunk. `Span.row` is an index into the chunk.
         requests: the requests of the slot, by id.
+        first: index of its first row in the ring.
         issued_at, landed_at: when the copy was issued and when it was seen to be complete, by
             time.perf_counter.
     """
@@ -57,7 +58,7 @@ class HostChunk:
     spans: list[Span]
     requests: Mapping[str, Any]
     _ring: PinnedRing
-    _first: int
+    first: int
     issued_at: float = field(default_factory=time.perf_counter, init=False)
     landed_at: float = field(default=0.0, init=False)
 
@@ -68,8 +69,7 @@ class HostChunk:
 
     def release(self, spans: Sequence[Span]) -> None:
         """Release `spans`; their memory may be reused."""
-        for row, count in merge_rows(spans):
-            self._ring.free(self._first + row, count)
+        self._ring.free(*((self.first + row, count) for row, count in merge_rows(spans)))
 
 
 @dataclass
@@ -96,6 +96,8 @@ class Lander:
         deliver: called from this thread with each chunk whose rows are in host memory, in order.
         on_failure: called once, from this thread, with the first exception of a device call or of
             `deliver`. From then on nothing is copied.
+        make_room: called from this thread if the ring stays full: has all rows written that
+            `deliver` was given.
     """
 
     def __init__(
@@ -104,10 +106,12 @@ class Lander:
         device: torch.device,
         deliver: Callable[[HostChunk], None],
         on_failure: Callable[[Exception], None],
+        make_room: Action = lambda: None,
     ) -> None:
         self._ring = ring
         self._device = device
         self._deliver = deliver
+        self._make_room = make_room
         self._on_failure = on_failure
         self._stream = npu().Stream(device=device)
         self._jobs: queue.SimpleQueue[StagingSlot | Action | None] = queue.SimpleQueue()
@@ -244,9 +248,10 @@ class Lander:
         self._asked_at = time.monotonic()
 
     def _wait_for_memory(self, slot: StagingSlot, wish: int) -> Run:
-        """Wait until writers release rows of the ring. They have all rows that can land."""
+        """Wait until writers release rows of the ring. They get all rows that can land."""
         self._land_all()
         if (run := self._ring.wait(wish, _WRITES_S)) is None:
+            self._make_room()
             slot.settled.set()
             run = self._ring.wait(wish)
             slot.settled.clear()

@@ -159,11 +159,16 @@ class PinnedRing:
         data = self.data[first * self.row_bytes : (first + count) * self.row_bytes]
         return Run(first, self._memory[first : first + count], data)
 
-    def free(self, first: int, count: int) -> None:
-        """Free a run or a part of one. Thread-safe."""
+    def free(self, *runs: tuple[int, int]) -> None:
+        """Free runs or parts of them, as (first row, rows). Thread-safe."""
         with self._changed:
-            self._free.give_back(first, count)
+            for first, count in runs:
+                self._free.give_back(first, count)
             self._changed.notify()
+
+    def as_rows(self, data: memoryview) -> torch.Tensor:
+        """Return the bytes of rows as a tensor [rows, layers, hidden], copied."""
+        return torch.frombuffer(bytearray(data), dtype=self._memory.dtype).view(-1, *self._memory.shape[1:])
 
 
 def _pin(num_bytes: int) -> torch.Tensor:

@@ -323,7 +323,7 @@ class Driver:
             "pinned_rows": ring.num_rows - ring.free_rows,
             "staging_slots": sum(not slot.issued.is_set() for slot in worker._staging.slots),
             "sink_files": len(worker._sink._files),
-            "rows": worker._progress.backlog + worker._progress.collected,
+            "rows": worker._progress.backlog,
         }
         if (reuse := halves["scheduler"]._reuse) is not None:
             index = reuse._index

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -97,23 +96,23 @@ def test_rows_that_are_computed_again_are_written_after_their_batch(engine: Engi
     engine.assert_file_is_right("a", 5)
 
 
-def test_collected_rows_free_the_ring_and_are_not_work_of_the_storage(engine: Engine) -> None:
+def test_collected_rows_are_not_work_of_the_storage(engine: Engine) -> None:
     engine.step(started(engine.start("a", 1, include_output=True)), [])
     decode(engine, "a", 0, 2)
     settle(engine)
     progress = engine.worker._progress
-    assert (progress.backlog, progress.collected) == (2 * FORMAT.row_bytes, 2 * FORMAT.row_bytes)
+    assert progress.backlog == 2 * FORMAT.row_bytes
     assert progress.silent_for() == 0.0
-    assert engine.ring.free_rows == engine.ring.num_rows
-    engine.step(NOTHING, [])
-    assert engine.last_report.ranks[0].backlog == 0
+    stats = engine.worker.take_stats()
+    assert stats is not None
+    assert stats.gauge("batch_bytes") == {"0": 2 * FORMAT.row_bytes}
     engine.step(ended("a", output=range(1, 2)), [])
     engine.close()
-    assert (progress.backlog, progress.collected) == (0, 0)
+    assert (progress.backlog, engine.worker._batches.num_rows) == (0, 0)
 
 
-def test_batches_are_written_when_half_of_the_ring_waits(tmp_path: Path, writes: list[tuple[str, int, int]]) -> None:
-    engine = Engine(tmp_path / "out", ring_rows=16)
+def test_all_batches_are_written_when_they_hold_a_quarter_of_the_ring(tmp_path: Path, writes: list[tuple[str, int, int]]) -> None:
+    engine = Engine(tmp_path / "out", ring_rows=32)
     names = ["a", "b", "c"]
     engine.step(started(*(engine.start(name, 1, include_output=True) for name in [*names, "pauses"])), [("pauses", 0, 1)])
     for position in range(2):
@@ -122,34 +121,27 @@ def test_batches_are_written_when_half_of_the_ring_waits(tmp_path: Path, writes:
     assert writes == []  # two rows of each request, and one
     engine.step(NOTHING, [(name, 2, 1) for name in names])
     settle(engine)
-    assert sorted(writes) == sorted([*((name, first, count) for name in names for first, count in ((0, 2), (2, 1))), ("pauses", 0, 1)])
-    assert engine.worker._progress.collected == 0
+    assert sorted(writes) == [("a", 0, 3), ("b", 0, 3), ("c", 0, 3), ("pauses", 0, 1)]
     engine.step(HsxConnectorMetadata(ended=[RequestEnd(name, False, np.arange(1, 3)) for name in names]), [])
     engine.close()
     for name in names:
         engine.assert_file_is_right(name, 3)
 
 
-def test_rows_wait_in_the_ring_and_not_in_batches_while_storage_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    original = RequestFile.write
-
-    def hang(file: RequestFile, first: int, rows: Rows) -> None:
-        assert go_on.wait(30)
-        original(file, first, rows)
-
-    monkeypatch.setattr(RequestFile, "write", hang)
-    engine = Engine(tmp_path / "out", ring_rows=8)
-    engine.step(started(engine.start("a", 1, include_output=True)), [])
-    decode(engine, "a", 0, 10)
-    assert engine.worker._progress.collected == 0
-    assert engine.ring.num_rows - engine.ring.free_rows == 7  # the other three were collected
-    go_on.set()
-    engine.step(ended("a", output=range(1, 10)), [])
+def test_batches_are_written_when_a_prompt_finds_no_room_in_the_ring(tmp_path: Path, writes: list[tuple[str, int, int]]) -> None:
+    engine = Engine(tmp_path / "out", ring_rows=16)
+    engine.step(started(engine.start("a", 1, include_output=True), engine.start("prompt", 4)), [])
+    decode(engine, "a", 0, 3)
+    others = []  # as rows of requests whose writes hang
+    while (run := engine.ring.take(16)) is not None:
+        others.append((run.first, len(run.rows)))
+    engine.step(NOTHING, [("prompt", 0, 4)])
+    engine.wait_until_decided("prompt")
+    assert writes[0] == ("a", 0, 3)
+    engine.assert_file_is_right("prompt", 4)
+    engine.ring.free(*others)
+    engine.step(ended("a", aborted=True), [])
     engine.close()
-    engine.assert_file_is_right("a", 10)
 
 
 @pytest.mark.parametrize("end", ["aborted", "failed", "server stops"])
@@ -166,7 +158,7 @@ def test_a_request_that_gets_no_file_leaves_no_rows_in_memory(engine: Engine, mo
         assert not engine.worker._batches._open
     engine.close()
     assert engine.visible() == (set() if end == "aborted" else {"a.safetensors.error"})
-    assert (engine.worker._progress.backlog, engine.worker._progress.collected) == (0, 0)
+    assert engine.worker._progress.backlog == 0
     assert not engine.worker._batches._open
     assert engine.ring.free_rows == engine.ring.num_rows
 
@@ -213,4 +205,4 @@ def test_files_are_right_whatever_is_decoded_preempted_and_aborted(
     for name in prompts.keys() - aborted:
         engine.assert_file_is_right(name, totals[name])
     assert engine.ring.free_rows == engine.ring.num_rows
-    assert (engine.worker._progress.backlog, engine.worker._progress.collected) == (0, 0)
+    assert engine.worker._progress.backlog == 0

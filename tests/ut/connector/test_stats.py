@@ -25,7 +25,7 @@ Event = Callable[[StatsRecorder], None]
 
 
 def make_recorder(rank: int = 0, gauges: dict[str, float] | None = None) -> StatsRecorder:
-    return StatsRecorder(rank, lambda: dict(gauges or {}))
+    return StatsRecorder(rank, lambda: dict(gauges or {"ring_fill": 0.0, "backlog_bytes": 0}))
 
 
 def one_of_each(recorder: StatsRecorder) -> None:

@@ -55,7 +55,8 @@ def test_bytes_and_files_of_requests_that_complete(engine: Engine) -> None:
     num_bytes = 15 * FORMAT.row_bytes
     assert [stats.counter(name) for name in ("copied_bytes", "written_bytes", "published_bytes")] == [num_bytes] * 3
     assert (stats.counter("published"), observations(stats, "publish")) == (2, 2)
-    assert observations(stats, "copy") == observations(stats, "write") == 15  # a buffer of this ring holds a row
+    assert observations(stats, "copy") == 15  # a buffer of this ring holds a row; some are written together
+    assert 2 <= observations(stats, "write") < 15
     assert (stats.counter("failed"), stats.counter("aborted"), stats.failures) == (0, 0, {})
     assert stats.gauge("backlog_bytes") == {"0": 0}
     assert 0 < stats.gauge("ring_fill")["0"] <= 1

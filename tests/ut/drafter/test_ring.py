@@ -116,11 +116,11 @@ def test_a_ring_knows_the_largest_part_in_use_since_it_was_asked() -> None:
     ring = make_ring(8)
     assert ring.take_peak_fill() == 0.0
     first, second, third = (ring.wait(1).first for _ in range(3))
-    ring.free(first, 1)
-    ring.free(second, 1)
+    ring.free((first, 1))
+    ring.free((second, 1))
     assert ring.take_peak_fill() == 3 / 8
     assert ring.take_peak_fill() == 1 / 8  # the third, still in use
-    ring.free(third, 1)
+    ring.free((third, 1))
     assert ring.take_peak_fill() == 1 / 8
     assert ring.take_peak_fill() == 0.0
 
@@ -148,7 +148,7 @@ def test_a_full_ring_gives_out_rows_that_become_free() -> None:
     assert ring.take(1) is None
     taker, got = take_in_thread(ring, 1)
     assert not got
-    ring.free(runs[1].first, 1)
+    ring.free((runs[1].first, 1))
     taker.join(30)
     assert [run.first for run in got] == [1]
 
@@ -158,10 +158,10 @@ def test_a_full_ring_is_not_given_out_in_ever_smaller_parts() -> None:
     while ring.free_rows:
         ring.wait(64)
     for row in range(3):
-        ring.free(row, 1)
+        ring.free((row, 1))
     assert ring.take(64) is None
     taker, got = take_in_thread(ring, 64)
-    ring.free(3, 1)
+    ring.free((3, 1))
     taker.join(30)
     assert [(run.first, len(run.rows)) for run in got] == [(0, 4)]
 

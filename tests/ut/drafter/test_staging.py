@@ -95,8 +95,8 @@ def _ring_is_free_too_early(pipeline: Pipeline) -> None:
 
     def deliver(chunk: HostChunk) -> None:
         original(chunk)
-        pipeline.ring.free(chunk._first, len(chunk.rows))
-        chunk._ring = SimpleNamespace(row_bytes=pipeline.ring.row_bytes, free=lambda first, count: None)
+        pipeline.ring.free((chunk.first, len(chunk.rows)))
+        chunk._ring = SimpleNamespace(row_bytes=pipeline.ring.row_bytes, free=lambda *runs: None)
 
     pipeline.lander._deliver = deliver
 
