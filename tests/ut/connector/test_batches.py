@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -178,28 +179,28 @@ def test_files_are_right_whatever_is_decoded_preempted_and_aborted(
     tmp_path_factory: pytest.TempPathFactory, ring_rows: int, data: st.DataObject
 ) -> None:
     engine = Engine(tmp_path_factory.mktemp("run") / "out", ring_rows=ring_rows)
-    prompts = {f"r{index}": data.draw(st.integers(1, 6)) for index in range(data.draw(st.integers(1, 4)))}
-    totals = {name: tokens + data.draw(st.integers(0, 12)) for name, tokens in prompts.items()}
-    aborted = {name for name in prompts if data.draw(st.integers(0, 4)) == 0}
-    metadata = started(*(engine.start(name, tokens, include_output=True) for name, tokens in prompts.items()))
-    done = dict.fromkeys(prompts, 0)
-    while done:
-        spans = []
-        for name in done:
-            if data.draw(st.integers(0, 15)) == 0:
-                done[name] = 0  # preempted
-            again = totals[name] - done[name]  # a preempted request computes what it had generated at once
-            count = min(again, data.draw(st.integers(1, 3))) if done[name] == 0 else 1
-            spans.append((name, done[name], count))
-            done[name] += count
-        engine.step(metadata, spans)
-        ends = [name for name in done if done[name] == totals[name]]
-        metadata = HsxConnectorMetadata(
-            ended=[RequestEnd(name, name in aborted, np.arange(prompts[name], totals[name])) for name in ends]
-        )
-        done = {name: rows for name, rows in done.items() if name not in ends}
-    engine.step(metadata, [])
-    engine.close()
+    with closing(engine):  # also if the example ends early
+        prompts = {f"r{index}": data.draw(st.integers(1, 6)) for index in range(data.draw(st.integers(1, 4)))}
+        totals = {name: tokens + data.draw(st.integers(0, 12)) for name, tokens in prompts.items()}
+        aborted = {name for name in prompts if data.draw(st.integers(0, 4)) == 0}
+        metadata = started(*(engine.start(name, tokens, include_output=True) for name, tokens in prompts.items()))
+        done = dict.fromkeys(prompts, 0)
+        while done:
+            spans = []
+            for name in done:
+                if data.draw(st.integers(0, 15)) == 0:
+                    done[name] = 0  # preempted
+                again = totals[name] - done[name]  # a preempted request computes what it had generated at once
+                count = min(again, data.draw(st.integers(1, 3))) if done[name] == 0 else 1
+                spans.append((name, done[name], count))
+                done[name] += count
+            engine.step(metadata, spans)
+            ends = [name for name in done if done[name] == totals[name]]
+            metadata = HsxConnectorMetadata(
+                ended=[RequestEnd(name, name in aborted, np.arange(prompts[name], totals[name])) for name in ends]
+            )
+            done = {name: rows for name, rows in done.items() if name not in ends}
+        engine.step(metadata, [])
     assert engine.outcomes == dict.fromkeys(prompts)
     assert engine.visible() == {f"{name}.safetensors" for name in prompts if name not in aborted}
     for name in prompts.keys() - aborted:
